@@ -1,0 +1,90 @@
+"""`understudy`: one command, one line per error, exit code 2 for what the user can mend.
+
+Commands import what they need when they run, so `understudy check` never pays for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from understudy import __version__
+from understudy.cli import audit, check, doctor, evaluate, export, plan, quickstart, resume, score, serve_teacher, train
+from understudy.errors import ConfigError, UnderstudyError
+
+INTERRUPTED = 130
+_COMMANDS = {
+    "train": train,
+    "check": check,
+    "plan": plan,
+    "resume": resume,
+    "eval": evaluate,
+    "audit": audit,
+    "export": export,
+    "doctor": doctor,
+    "quickstart": quickstart,
+    "serve-teacher": serve_teacher,
+    "score": score,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not hasattr(options, "run_command"):
+        parser.print_help()
+        return 2
+    command: Callable[[argparse.Namespace], int | None] = options.run_command
+    console = Console(stderr=True)
+    try:
+        return command(options) or 0
+    except UnderstudyError as error:
+        if options.debug:
+            traceback.print_exc()
+        _say(console, error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (`| head`) went away: not an error of ours.
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if options.debug:
+            raise
+        console.print(f"[red]error:[/] unexpected {type(error).__name__}: {escape(str(error))}")
+        console.print("run the same command with --debug for the stack trace", style="dim")
+        return 1
+
+
+def _say(console: Console, error: UnderstudyError) -> None:
+    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    for problem in problems:
+        console.print(f"[red]error:[/] {escape(problem)}", highlight=False, soft_wrap=True)
+    if len(problems) > 1:
+        console.print(f"{len(problems)} problems", style="dim")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="understudy", description="On-policy distillation of language models.")
+    parser.add_argument("--version", action="version", version=f"understudy {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the stack trace of an error")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for name, module in _COMMANDS.items():
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=module.__doc__, parents=[shared])
+        module.add_arguments(command)
+        command.set_defaults(run_command=module.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

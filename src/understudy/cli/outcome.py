@@ -1,0 +1,32 @@
+"""What a user reads when a run ends: where it is, how it went, what to do next."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from understudy.api import Run
+from understudy.observability.report import accuracy_table
+from understudy.observability.rundir import RunDir, read_json
+
+STOPPED = 130
+
+
+def finish(run: Run) -> int:
+    console = Console()
+    state = read_json(RunDir(run.dir).state)
+    table = accuracy_table(run.metrics)
+    if table:
+        view = Table(title="held-out accuracy", title_justify="left")
+        for column in ("data source", "before", "after", "teacher", "after / teacher"):
+            view.add_column(column, justify="left" if column == "data source" else "right")
+        for entry in table:
+            figures = ["–" if entry[key] is None else f"{entry[key]:.1%}" for key in ("before", "after", "teacher", "of_teacher")]
+            view.add_row(entry["source"], *figures)
+        console.print(view)
+    console.print(f"run     {run.dir}", highlight=False, soft_wrap=True)
+    if state["status"] == "stopped":
+        console.print(f"stopped after step {run.steps}; continue with: understudy resume {run.dir}", highlight=False, soft_wrap=True)
+        return STOPPED
+    console.print(f"report  {run.dir / 'report.html'}", highlight=False, soft_wrap=True)
+    return 0

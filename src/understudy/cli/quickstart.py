@@ -1,0 +1,30 @@
+"""Train a tiny student under two resident teachers on this machine: minutes, no GPU, no download."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from importlib import resources
+from pathlib import Path
+
+from rich.console import Console
+
+from understudy.cli.outcome import finish
+from understudy.config import load_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.steps=20")
+    parser.add_argument("--quiet", action="store_true", help="no progress display")
+
+
+def run(options: argparse.Namespace) -> int:
+    path = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
+    recipe = load_recipe(path, options.overrides)
+    from understudy.trainers.launch import launch
+
+    next_command = f"understudy train {path} loss.kind=reverse_kl"
+    code = finish(asyncio.run(launch(recipe, progress=not options.quiet, next_command=next_command)))
+    console = Console()
+    console.print(f"next    {next_command}", highlight=False, soft_wrap=True)
+    return code

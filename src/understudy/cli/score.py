@@ -1,0 +1,1 @@
+"""Send token ids to a running teacher and print or save its scores."""

@@ -1,0 +1,23 @@
+"""Train a student from a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from understudy.cli.outcome import finish
+from understudy.config import load_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="a TOML recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.steps=10")
+    parser.add_argument("--quiet", action="store_true", help="no progress display")
+
+
+def run(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe, options.overrides)
+    from understudy.trainers.launch import launch
+
+    return finish(asyncio.run(launch(recipe, progress=not options.quiet)))

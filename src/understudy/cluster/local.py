@@ -1,0 +1,147 @@
+"""Child processes on this machine, started, watched and ended by us.
+
+A child is its own session, so a Ctrl-C in the terminal reaches the launcher alone and the launcher decides.
+It inherits the read end of a pipe whose write end only the launcher holds: when the launcher dies, however it dies,
+the pipe closes and the child ends itself. So no child outlives its run, kill -9 of the launcher included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from understudy.errors import ChildDied, ClusterError
+
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
+_LAST_WORDS = 12
+
+
+@dataclass(slots=True)
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    ready: dict[str, Any]
+    """What the child wrote into its ready file: at least `url` for servers."""
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+
+class LocalProcesses:
+    """Starts Python modules as children; every one of them ends with `close`."""
+
+    def __init__(self, logs: Path, start_timeout: float = 180.0) -> None:
+        self._logs = logs
+        self._start_timeout = start_timeout
+        self._children: dict[str, Child] = {}
+        self._pipe_read, self._pipe_write = os.pipe()
+        os.set_inheritable(self._pipe_read, True)
+
+    @property
+    def children(self) -> Mapping[str, Child]:
+        return self._children
+
+    async def start(self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+        """Start `python -m module …` and wait until it says it is ready.
+
+        The module must take `--ready-file PATH` and `--watch-fd N`. Its last words are the error when it dies first.
+        """
+        if name in self._children and self._children[name].alive:
+            raise ClusterError(f"process {name} runs already")
+        self._logs.mkdir(parents=True, exist_ok=True)
+        log = self._logs / f"{name}.log"
+        ready_file = self._logs / f".{name}.ready"
+        ready_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", module, *arguments]
+        command += ["--ready-file", str(ready_file), "--watch-fd", str(self._pipe_read)]
+        with log.open("ab") as sink:
+            start_of_words = sink.tell()
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                pass_fds=[self._pipe_read],
+                start_new_session=True,
+            )
+        child = Child(name, process, log, {})
+        self._children[name] = child
+        try:
+            child.ready = await self._until_ready(child, ready_file, start_of_words)
+        except BaseException:
+            await self.stop(name)
+            raise
+        return child
+
+    async def _until_ready(self, child: Child, ready_file: Path, start_of_words: int) -> dict[str, Any]:
+        deadline = time.monotonic() + self._start_timeout
+        while not ready_file.exists():
+            if not child.alive:
+                words = _last_words(child.log, start_of_words)
+                raise ChildDied(f"{words}\n(process {child.name} ended with code {child.process.returncode}; log: {child.log})")
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"process {child.name} was not ready after {self._start_timeout:.0f} s; "
+                    f"see {child.log}, or raise cluster.start_timeout_seconds"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+        ready = json.loads(ready_file.read_text())
+        ready_file.unlink()
+        return dict(ready)
+
+    async def stop(self, name: str) -> None:
+        """SIGTERM, a moment of grace, then SIGKILL to the child's whole session."""
+        child = self._children.pop(name, None)
+        if child is None:
+            return
+        _signal(child, signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while child.alive and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        _signal(child, signal.SIGKILL)
+        child.process.wait()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.stop(name) for name in list(self._children)))
+        self._close_pipe()
+
+    def kill_now(self) -> None:
+        """For the second Ctrl-C: no grace, no waiting."""
+        for child in self._children.values():
+            _signal(child, signal.SIGKILL)
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        for end in (self._pipe_read, self._pipe_write):
+            if end >= 0:
+                os.close(end)
+        self._pipe_read = self._pipe_write = -1
+
+
+def _signal(child: Child, number: signal.Signals) -> None:
+    if child.process.returncode is None:
+        try:
+            os.killpg(child.process.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def _last_words(log: Path, start: int) -> str:
+    """The child's own error: its last lines since it was started."""
+    with log.open("rb") as handle:
+        handle.seek(start)
+        lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-_LAST_WORDS:]) if lines else "(it said nothing)"

@@ -1,0 +1,21 @@
+"""Recipes: strict pydantic models, importable without torch, and the one source of defaults."""
+
+from understudy.config.loss import LossConfig
+from understudy.config.models import StudentConfig, TeacherConfig
+from understudy.config.recipe import Recipe, load_recipe, parse_recipe
+from understudy.config.rollout import DataConfig, RolloutConfig
+from understudy.config.trainer import ClusterConfig, RunConfig, TrainerConfig
+
+__all__ = [
+    "ClusterConfig",
+    "DataConfig",
+    "LossConfig",
+    "Recipe",
+    "RolloutConfig",
+    "RunConfig",
+    "StudentConfig",
+    "TeacherConfig",
+    "TrainerConfig",
+    "load_recipe",
+    "parse_recipe",
+]

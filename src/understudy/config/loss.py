@@ -1,0 +1,52 @@
+"""`[loss]`: what the student learns from. `understudy check` prints the objective these keys make."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from understudy.config.base import Section
+
+LossKind = Literal[
+    "forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "mixture",
+    "k1", "k2", "k3", "k3+", "abs", "mse", "low_var_kl",
+]  # fmt: skip
+
+
+class LossConfig(Section):
+    kind: LossKind = "forward_kl"
+    signal: Literal["sampled", "topk", "at_ids", "hidden"] = "topk"
+    """What the teachers send per token."""
+    topk: Annotated[int, Field(ge=1)] = 64
+    """Candidates per token (`topk` and `at_ids`)."""
+    tail: Literal["bucket", "renormalise", "drop"] = "bucket"
+    """What becomes of the mass outside the K candidates."""
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """`jsd`: 0 is forward KL, 1 is reverse KL."""
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """`skew_*`: how much of the other side is mixed in."""
+    mixture_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """`mixture`: weight of forward KL; the rest is reverse KL."""
+    policy_gradient: bool = False
+    """Use the estimator as a per-token advantage instead of differentiating it."""
+    distill_coef: Annotated[float, Field(ge=0)] = 1.0
+    task_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Above 0 adds a policy loss on task rewards."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce++"] = "grpo"
+    """How task rewards become advantages (`task_coef` > 0)."""
+    reduction: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    tis_cap: Annotated[float, Field(gt=0)] | None = None
+    """Truncated importance sampling: ratios above this count as this."""
+    discount: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Policy gradient only: how far a token's advantage reaches back; 0 judges each token alone."""
+    per_token_clamp: Annotated[float, Field(gt=0)] | None = None
+    """Clip each token's loss value; clamped tokens are counted in the metrics."""
+    student_temperature: Annotated[float, Field(gt=0)] = 1.0
+    teacher_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Other than 1 needs `signal = "hidden"`: top-k scores cannot be re-tempered."""
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """Which fused path computes it; `auto` takes Triton on a GPU."""

@@ -1,0 +1,8 @@
+"""Rows by key, columns by name, leases and acks.
+
+base.py      the vocabulary and the `DataPlane` protocol: start here
+embedded.py  memory with a crash-safe journal in the run directory
+ledger.py    the accounting of a run, read from its journal alone: `audit(RUN)`
+groups.py    policies and filters for the n sessions of a prompt
+bridge.py    `@bridged`: functions on columns that may be called with the names of rows
+"""

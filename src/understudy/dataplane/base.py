@@ -1,0 +1,271 @@
+"""The vocabulary of the data plane, and what every data plane must do.
+
+A **partition** holds rows of one purpose ("train"). A row has a **key** `{prompt}_{session}_{index}`, **columns**
+(numpy arrays or JSON values, written at different times by different hands), **tags** (a small dict to choose
+by) and a **status**. Work is handed out under a **lease** and finished by an **ack**:
+
+    issue ──> pending ──claim(status=pending)──> running ──put──> finished ──claim──> (leased) ──ack(step)──> trained
+                 ^                                  │                 ^                   │
+                 └────── lease expired, released ───┘                 └─ expired, released ┘
+              any of them ──dead_letter(reason)──> dead          ──evict(reason)──> evicted
+
+Delivery is at least once: a lease that expires gives its rows back. Training is exactly once: only the holder of
+a live lease can ack, a row leaves the plane with its ack, and a key that was ever settled (trained, dead or
+evicted) is neither issued nor written again. `rewind` moves both back to a checkpoint.
+
+In-process producers need no producer lease: `issue` the keys, make the rows, `put` them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from understudy.types.batch import BatchMeta
+
+if TYPE_CHECKING:
+    from understudy.types.jagged import Jagged
+
+Value: TypeAlias = Any
+"""A cell: `np.ndarray` (bool, int32, int64, float32 or uint16; 1-D or 2-D), or anything JSON can say; NaN allowed."""
+Columns: TypeAlias = Mapping[str, Value]
+Where: TypeAlias = Mapping[str, Any]
+"""Tag name → the value wanted, or a list of values any of which will do. Data, not code: it can travel and be indexed."""
+
+
+class RowStatus(StrEnum):
+    PENDING = "pending"
+    """Issued; nobody has made it yet."""
+    RUNNING = "running"
+    """Being made, under a producer's lease or by an in-process producer that wrote part of it."""
+    FINISHED = "finished"
+    """Rolled out. Later columns (teacher scores, advantages) may still be missing: `claim(fields=…)` waits for them."""
+    FAILED = "failed"
+    """Making it failed; it is retried (`claim(status=failed)`) or dead-lettered. Until then it holds its place."""
+
+
+class Order(StrEnum):
+    KEY = "key"
+    """The n smallest keys **outstanding**, waiting for the slowest of them: batches do not depend on timing."""
+    ARRIVAL = "arrival"
+    """First complete, first served."""
+
+
+class Count(StrEnum):
+    """What the `n` of a claim counts."""
+
+    ROWS = "rows"
+    GROUPS = "groups"
+
+
+class GroupPolicy(StrEnum):
+    """What becomes of a prompt's other sessions when one is dead-lettered."""
+
+    DROP_GROUP = "drop_group"
+    TRAIN_REST = "train_rest"
+
+
+class Retain(StrEnum):
+    """How long the journal keeps the columns of trained rows."""
+
+    UNTIL_SETTLED = "until_settled"
+    """Until `settle(step)`: a rewind finds the rows complete (determinism "fast": nothing is rolled out twice)."""
+    UNTIL_ACK = "until_ack"
+    """Gone with the ack: a rewind makes them again (determinism "full" does so anyway; saves disk)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to write or ack these rows, until `expires`."""
+
+    meta: BatchMeta
+    id: int
+    epoch: int
+    """Which life of the plane gave it: every open and every rewind starts a new one and voids older leases."""
+    expires: float
+    """On the plane's clock; infinity for a lease that lasts as long as the plane does."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowInfo:
+    """What `list` tells of one row."""
+
+    status: RowStatus
+    tags: Mapping[str, Any]
+    columns: tuple[str, ...]
+    group: str | None
+    step: int
+    """The training step it was issued for."""
+    attempts: int
+    """How often a producer has claimed it; counted before the work starts, so a row that kills its worker shows."""
+    leased: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """Counts of one partition, kept up to date rather than counted."""
+
+    pending: int
+    running: int
+    finished: int
+    failed: int
+    leased: int
+    """How many of them somebody holds a lease on."""
+    ready: int
+    """How many could be claimed now, under the fields and tags asked about."""
+    resident_bytes: int
+    """Of the whole plane: column bytes held in memory. Spilled columns do not count."""
+    waiting_producers: int
+    """Of the whole plane: calls held back because it is full."""
+
+    @property
+    def rows(self) -> int:
+        return self.pending + self.running + self.finished + self.failed
+
+
+def split_key(key: str) -> tuple[str, int, int]:
+    """(prompt, session, index) of a row key; a key of another form is its own prompt.
+
+    >>> split_key("00000-0000017_3_0")
+    ('00000-0000017', 3, 0)
+    """
+    prompt, _, rest = key.rpartition("_")
+    prompt, _, session = prompt.rpartition("_")
+    try:
+        return prompt, int(session), int(rest)
+    except ValueError:
+        return key, -1, -1
+
+
+class DataPlane(Protocol):
+    """Every call may wait; none polls. All arguments are plain data, so a socket can stand between."""
+
+    async def issue(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        *,
+        step: int,
+        group: GroupPolicy | None = None,
+        tags: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> tuple[str, ...]:
+        """Record that these rows will be made for training step `step`; returns the keys that are new.
+
+        A key in flight or settled already is left as it is and not returned: after a resume, issuing the same
+        prompts again makes only what is missing. Waits while the plane is full; a row that was issued never waits
+        again. With `group`, the keys of this call that share a prompt become claimable together.
+        """
+        ...
+
+    async def put(
+        self,
+        partition: str,
+        rows: Mapping[str, Columns],
+        tags: Mapping[str, Mapping[str, Any]] | None = None,
+        lease: Lease | None = None,
+        *,
+        status: RowStatus = RowStatus.FINISHED,
+    ) -> BatchMeta:
+        """Write whole rows, or more columns of rows that are there; returns once they survive kill -9.
+
+        All or nothing. A row never issued is issued by its arrival (for the step after the last one acked), and
+        waits for room. `LeaseLost` when the lease is void or does not cover a row, when somebody else's lease
+        covers it, or when the row was settled meanwhile: the work is no longer wanted, drop it.
+        """
+        ...
+
+    async def put_tags(self, partition: str, tags: Mapping[str, Mapping[str, Any]]) -> None:
+        """Merge tags into rows."""
+        ...
+
+    async def claim(
+        self,
+        partition: str,
+        n: int,
+        *,
+        fields: Sequence[str] = (),
+        without: Sequence[str] = (),
+        where: Where | None = None,
+        order: Order = Order.ARRIVAL,
+        status: RowStatus = RowStatus.FINISHED,
+        count: Count = Count.ROWS,
+        at_least: int | None = None,
+        timeout: float | None = None,
+        lease_seconds: float | None = 600.0,
+    ) -> Lease:
+        """Wait for `n` rows that have `status` and all of `fields` (and none of `without`), and lease them.
+
+        Groups are never split: where the next whole group would not fit, the claim is as full as it can be.
+        `at_least` (n unless told) is what must be there for the claim to return. `TimeoutError` after `timeout`
+        seconds, saying what is missing; rows stay where they are. `lease_seconds=None`: until ack or release.
+        """
+        ...
+
+    async def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> dict[str, Jagged | list[Any]]:
+        """Columns of these rows in the order of `meta.keys`: arrays as `Jagged`, everything else as a list."""
+        ...
+
+    async def ack(self, lease: Lease, step: int, keys: Sequence[str] | None = None) -> None:
+        """These rows (all of the lease unless told) were trained in `step`. Await it before saving the checkpoint."""
+        ...
+
+    async def release(self, lease: Lease, keys: Sequence[str] | None = None) -> None:
+        """Give rows back, as they are, to whoever claims next."""
+        ...
+
+    async def renew(self, lease: Lease, lease_seconds: float | None = 600.0) -> Lease:
+        """The same lease with a later end."""
+        ...
+
+    async def dead_letter(self, partition: str, key: str, reason: str, evidence: Mapping[str, Any] | None = None) -> None:
+        """This row cannot be made or trained; it goes to the dead-letter file. Its group's policy is applied."""
+        ...
+
+    async def evict(self, partition: str, keys: Sequence[str], reason: str, lease: Lease | None = None) -> None:
+        """Take sound rows out on purpose (no signal, too stale); counted apart from dead letters."""
+        ...
+
+    async def clear(self, partition: str, keys: Sequence[str] | None = None) -> None:
+        """Evict these rows, or all of the partition, whoever holds them."""
+        ...
+
+    async def list(self, partition: str) -> dict[str, RowInfo]:
+        """Every row in flight, by key."""
+        ...
+
+    async def depth(self, partition: str, *, fields: Sequence[str] = (), where: Where | None = None) -> Depth: ...
+
+    async def wait(
+        self,
+        partition: str,
+        until: Callable[[Depth], bool],
+        *,
+        fields: Sequence[str] = (),
+        where: Where | None = None,
+        timeout: float | None = None,
+    ) -> Depth:
+        """The first depth for which `until` holds; looked at whenever the partition changes."""
+        ...
+
+    async def settle(self, step: int) -> None:
+        """The run will never go back before `step` (its checkpoint is safe, older ones are gone): free what was kept."""
+        ...
+
+    async def rewind(self, step: int, *, keep_rows: bool) -> None:
+        """Go back to the checkpoint of `step`: see `journal_rewind.py` for what that means and why it is safe."""
+        ...
+
+    async def sync(self) -> None:
+        """Everything so far survives a power cut too. Await it before a checkpoint is made final."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+ARRAY_DTYPES: tuple[np.dtype[Any], ...] = tuple(
+    np.dtype(name) for name in ("bool", "int32", "int64", "float32", "uint16")
+)

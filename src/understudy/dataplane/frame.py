@@ -1,0 +1,134 @@
+"""How one cell is written as bytes: a small frame of our own, never pickle.
+
+    byte 0   kind         which of the kinds below
+    byte 1   dimensions   0 for anything but arrays
+    2 … 7    zero
+    8 …      shape        one u64 per dimension
+    …        payload      little-endian values, UTF-8 text, JSON, or a reference into a spill file
+
+A frame is what memory holds, what the journal stores and what a spill file contains, so a row reads the same
+before and after a crash by construction.
+
+A row's columns written together make one *pack*: u16 count, then per column u16 name length, u64 frame length,
+name, frame.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from understudy.dataplane.base import ARRAY_DTYPES
+from understudy.errors import DataPlaneError
+
+JSON, TEXT, FLOAT, SPILLED = 0, 1, 2, 3
+FIRST_ARRAY = 16
+_DTYPE_OF_KIND: dict[int, np.dtype[Any]] = {FIRST_ARRAY + i: dtype for i, dtype in enumerate(ARRAY_DTYPES)}
+_KIND_OF_DTYPE = {dtype: kind for kind, dtype in _DTYPE_OF_KIND.items()}
+
+_HEAD = struct.Struct("<BB6x")
+_HEAD_OF_DIMS = (_HEAD, struct.Struct("<BB6xQ"), struct.Struct("<BB6xQQ"))
+_FLOAT = struct.Struct("<BB6xd")
+_REFERENCE = struct.Struct("<BB6xIQQI")
+_COUNT = struct.Struct("<H")
+_ENTRY = struct.Struct("<HQ")
+
+JSON_HEAD, TEXT_HEAD = _HEAD.pack(JSON, 0), _HEAD.pack(TEXT, 0)
+
+
+class SpillRef(NamedTuple):
+    """Where a large frame lies on disk."""
+
+    segment: int
+    offset: int
+    length: int
+    crc: int
+
+
+def encode(column: str, value: Any) -> bytes:
+    """The frame of one cell."""
+    if isinstance(value, np.ndarray):
+        kind = _KIND_OF_DTYPE.get(value.dtype)
+        if kind is None or value.ndim not in (1, 2):
+            names = ", ".join(str(dtype) for dtype in ARRAY_DTYPES)
+            raise DataPlaneError(
+                f"column {column!r}: an array of {value.dtype} {value.shape}; arrays are 1-D or 2-D of {names}: cast it"
+            )
+        return _HEAD_OF_DIMS[value.ndim].pack(kind, value.ndim, *value.shape) + value.tobytes()
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return _FLOAT.pack(FLOAT, 0, value)
+    if isinstance(value, str):
+        return TEXT_HEAD + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, dict | list | tuple):
+        _refuse_other_keys(column, value)
+    try:
+        return JSON_HEAD + json.dumps(value, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise DataPlaneError(
+            f"column {column!r}: {type(value).__name__} is neither a numpy array nor JSON ({error}); "
+            "use `.numpy()` for tensors and plain numbers, strings, lists and dicts otherwise"
+        ) from None
+
+
+def _refuse_other_keys(column: str, value: Any) -> None:
+    """JSON would turn the key 1 into "1" without a word."""
+    if isinstance(value, dict):
+        wrong = next((key for key in value if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise DataPlaneError(f"column {column!r}: the dict key {wrong!r} is not a string; JSON keys are")
+        value = value.values()
+    for item in value:
+        if isinstance(item, dict | list | tuple):
+            _refuse_other_keys(column, item)
+
+
+def decode(frame: bytes) -> Any:
+    """The cell a frame holds; arrays are read-only views of it."""
+    kind = frame[0]
+    if kind >= FIRST_ARRAY:
+        dims = frame[1]
+        shape = _HEAD_OF_DIMS[dims].unpack_from(frame)[2:]
+        return np.frombuffer(frame, _DTYPE_OF_KIND[kind], offset=8 + 8 * dims).reshape(shape)
+    if kind == FLOAT:
+        return _FLOAT.unpack(frame)[2]
+    if kind == TEXT:
+        return frame[8:].decode("utf-8", "surrogatepass")
+    if kind == JSON:
+        return json.loads(frame[8:])
+    raise DataPlaneError(f"a frame of unknown kind {kind}: the journal is from a newer version or damaged")
+
+
+def encode_reference(ref: SpillRef) -> bytes:
+    return _REFERENCE.pack(SPILLED, 0, *ref)
+
+
+def pack(frames: Mapping[str, bytes | SpillRef]) -> bytes:
+    """Columns written together, as one blob."""
+    parts = [_COUNT.pack(len(frames))]
+    for name, cell in frames.items():
+        frame = encode_reference(cell) if isinstance(cell, SpillRef) else cell
+        encoded = name.encode()
+        parts += (_ENTRY.pack(len(encoded), len(frame)), encoded, frame)
+    return b"".join(parts)
+
+
+def unpack(body: bytes) -> dict[str, bytes | SpillRef]:
+    """The reverse of `pack`; references are not followed."""
+    frames: dict[str, bytes | SpillRef] = {}
+    place = _COUNT.size
+    for _ in range(_COUNT.unpack_from(body)[0]):
+        name_length, length = _ENTRY.unpack_from(body, place)
+        start = place + _ENTRY.size + name_length
+        name = body[start - name_length : start].decode()
+        place = start + length
+        frame = body[start:place]
+        if len(frame) != length:
+            raise DataPlaneError(f"column {name!r}: {len(frame)} of {length} bytes; the journal is damaged")
+        frames[name] = SpillRef(*_REFERENCE.unpack(frame)[2:]) if frame[0] == SPILLED else frame
+    return frames

@@ -1,0 +1,119 @@
+"""The tables of the journal, and how it is opened.
+
+SQLite in WAL mode, because it is in the standard library, a commit is atomic under kill -9 at any instruction,
+`audit` can read it while the run lives and after it died, and a human can open it with the `sqlite3` command. With
+`synchronous=NORMAL` a commit is a write without a flush: it survives the death of the process, and `sync()` adds the
+flush that survives a power cut, once per checkpoint rather than once per row.
+
+    rows    one line per row in flight, and per trained row until its step is settled (`trained` is then its step)
+    packs   the columns of a row as written together; id = row id · 2²⁰ + how many came before, so a row's packs lie
+            side by side and no second index has to be kept
+    spills  which packs refer to which spill segment
+    events  the ledger: append-only, one line per fact; sign −1 takes an earlier fact back (see journal_rewind.py)
+    meta    format, epoch, settled step
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from understudy.errors import DataPlaneError
+
+FORMAT = 1
+FILE_NAME = "journal.sqlite"
+PACK_SHIFT = 20
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rows(
+    id INTEGER PRIMARY KEY, partition TEXT NOT NULL, key TEXT NOT NULL, grp TEXT, policy TEXT,
+    status TEXT NOT NULL, step INTEGER NOT NULL, arrival INTEGER NOT NULL, attempts INTEGER NOT NULL,
+    tags TEXT NOT NULL, trained INTEGER);
+CREATE TABLE IF NOT EXISTS packs(id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS spills(pack INTEGER NOT NULL, segment INTEGER NOT NULL,
+    PRIMARY KEY(pack, segment)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events(
+    seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, sign INTEGER NOT NULL, partition TEXT NOT NULL, key TEXT NOT NULL,
+    step INTEGER NOT NULL, detail TEXT);
+"""
+ROW_WIDTH, EVENT_WIDTH = 11, 6
+INSERT_ROWS = "INSERT OR REPLACE INTO rows VALUES "
+INSERT_PACKS = "INSERT INTO packs VALUES "
+INSERT_SPILLS = "INSERT OR IGNORE INTO spills VALUES "
+INSERT_EVENTS = "INSERT INTO events(kind, sign, partition, key, step, detail) VALUES "
+
+WAL_PAGES_BEFORE_CHECKPOINT = 16384
+"""64 MiB of log between checkpoints: the only moments when a commit waits for the disk."""
+
+
+def connect(file: Path) -> sqlite3.Connection:
+    """Open for writing; transactions are begun and ended by hand."""
+    connection = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=30.0)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute(f"PRAGMA wal_autocheckpoint={WAL_PAGES_BEFORE_CHECKPOINT}")
+    connection.execute("PRAGMA cache_size=-65536")
+    connection.executescript(_TABLES)
+    found = connection.execute("SELECT value FROM meta WHERE name='format'").fetchone()
+    if found is not None and found[0] != FORMAT:
+        connection.close()
+        raise DataPlaneError(f"{file} has journal format {found[0]}; this version reads format {FORMAT}")
+    connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (FORMAT,))
+    return connection
+
+
+def read_meta(connection: sqlite3.Connection, name: str, default: int) -> int:
+    found = connection.execute("SELECT value FROM meta WHERE name=?", (name,)).fetchone()
+    return default if found is None else int(found[0])
+
+
+def write_meta(connection: sqlite3.Connection, name: str, value: int) -> None:
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+
+def insert_many(connection: sqlite3.Connection, head: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Insert in statements of many rows each.
+
+    Every statement gives up the interpreter lock once. `executemany` would do so for every row, and on a busy
+    process each return can cost a whole switch interval (5 ms).
+    """
+    if not rows:
+        return
+    mark = "(" + ",".join("?" * len(rows[0])) + ")"
+    done = 0
+    for size in (256, 64, 16, 4, 1):
+        while len(rows) - done >= size:
+            statement = head + ",".join((mark,) * size)
+            connection.execute(statement, list(chain.from_iterable(rows[done : done + size])))
+            done += size
+
+
+def runs(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Numbers as (first, last) of each unbroken run: rows made together are acked together, in one statement."""
+    first = last = None
+    for number in sorted(ids):
+        if last is not None and number <= last + 1:
+            last = number
+            continue
+        if first is not None and last is not None:
+            yield first, last
+        first = last = number
+    if first is not None and last is not None:
+        yield first, last
+
+
+def delete_packs(connection: sqlite3.Connection, row_ids: Iterable[int]) -> None:
+    for first, last in runs(row_ids):
+        bounds = (first << PACK_SHIFT, (last + 1) << PACK_SHIFT)
+        connection.execute("DELETE FROM packs WHERE id >= ? AND id < ?", bounds)
+        connection.execute("DELETE FROM spills WHERE pack >= ? AND pack < ?", bounds)
+
+
+def delete_rows(connection: sqlite3.Connection, row_ids: Sequence[int]) -> None:
+    delete_packs(connection, row_ids)
+    for bounds in runs(row_ids):
+        connection.execute("DELETE FROM rows WHERE id BETWEEN ? AND ?", bounds)

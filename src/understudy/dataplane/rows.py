@@ -1,0 +1,109 @@
+"""Rows and groups in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from understudy.dataplane.base import GroupPolicy, RowStatus, split_key
+from understudy.dataplane.frame import SpillRef
+
+if TYPE_CHECKING:
+    from understudy.dataplane.leases import HeldLease
+
+SortKey = tuple[str, int, int]
+
+
+class Row:
+    """One row in flight. `arrival` counts finished rows, so that a released row keeps its place in the line."""
+
+    __slots__ = (
+        "arrival",
+        "attempts",
+        "columns",
+        "group",
+        "id",
+        "key",
+        "lease",
+        "packs",
+        "partition",
+        "resident",
+        "sort",
+        "status",
+        "step",
+        "tags",
+    )
+
+    def __init__(self, row_id: int, partition: str, key: str, step: int, tags: dict[str, Any]) -> None:
+        self.id = row_id
+        self.partition = partition
+        self.key = key
+        self.sort: SortKey = split_key(key)
+        self.step = step
+        self.tags = tags
+        self.status = RowStatus.PENDING
+        self.columns: dict[str, bytes | SpillRef] = {}
+        self.group: Group | None = None
+        self.lease: HeldLease | None = None
+        self.arrival = 0
+        self.attempts = 0
+        self.packs = 0
+        self.resident = 0
+
+    @property
+    def members(self) -> Iterable[Row]:
+        return (self,)
+
+    def __len__(self) -> int:
+        return 1
+
+    def line(self) -> tuple[Any, ...]:
+        """Its line in the journal. A lease does not outlive the process, so running is written as pending."""
+        group = self.group
+        return (
+            self.id,
+            self.partition,
+            self.key,
+            None if group is None else group.name,
+            None if group is None else group.policy.value,
+            "pending" if self.status is RowStatus.RUNNING else self.status.value,
+            self.step,
+            self.arrival,
+            self.attempts,
+            json.dumps(self.tags, separators=(",", ":")) if self.tags else "{}",
+            None,
+        )
+
+
+class Group:
+    """The sessions of one prompt that are still in flight: claimed together or not at all."""
+
+    __slots__ = ("id", "name", "policy", "rows", "sort")
+
+    def __init__(self, group_id: int, name: str, policy: GroupPolicy) -> None:
+        self.id = group_id
+        self.name = name
+        self.policy = policy
+        self.rows: dict[str, Row] = {}
+        self.sort: SortKey = (name, -1, -1)
+
+    @property
+    def members(self) -> Iterable[Row]:
+        return self.rows.values()
+
+    @property
+    def arrival(self) -> int:
+        """Its last session's."""
+        return max((row.arrival for row in self.rows.values()), default=0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+Unit = Row | Group
+"""What is claimed whole: a group, or a row that has none."""
+
+
+def unit_of(row: Row) -> Unit:
+    return row if row.group is None else row.group

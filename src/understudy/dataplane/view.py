@@ -1,0 +1,154 @@
+"""What could be claimed now, kept in order as rows change: one view per kind of claim.
+
+A claim names a status, columns, tags and an order. The first claim of a kind builds its view by looking at every row
+once; after that each change of a row touches each view once, and taking n rows costs n · log(rows). Nothing scans.
+
+Entries of a heap are never searched for: a unit that leaves the view is struck from `_members`, and its entry is
+skipped when it comes up. The heap is rebuilt when more than half of it is struck.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from understudy.dataplane.base import Count, Order, RowStatus, Where
+from understudy.dataplane.rows import Row, SortKey, Unit
+from understudy.errors import DataPlaneError
+
+
+@dataclass(frozen=True, slots=True)
+class ViewSpec:
+    """Which rows a claim accepts, and in which order."""
+
+    status: RowStatus
+    fields: tuple[str, ...]
+    without: tuple[str, ...]
+    where: tuple[tuple[str, frozenset[Any]], ...]
+    order: Order
+
+    @staticmethod
+    def of(
+        status: RowStatus, fields: Iterable[str], without: Iterable[str], where: Where | None, order: Order
+    ) -> ViewSpec:
+        try:
+            wanted = tuple(
+                (tag, frozenset(value) if isinstance(value, list | tuple | set | frozenset) else frozenset((value,)))
+                for tag, value in sorted((where or {}).items())
+            )
+        except TypeError:
+            raise DataPlaneError(f"where={where!r}: tags are compared with plain values or lists of them") from None
+        return ViewSpec(status, tuple(sorted(set(fields))), tuple(sorted(set(without))), wanted, order)
+
+    def accepts(self, row: Row) -> bool:
+        """Could this row be claimed now?"""
+        if row.lease is not None or row.status is not self.status:
+            return False
+        columns = row.columns
+        for name in self.fields:
+            if name not in columns:
+                return False
+        for name in self.without:
+            if name in columns:
+                return False
+        return all(row.tags.get(tag) in wanted for tag, wanted in self.where)
+
+    def awaits(self, row: Row) -> bool:
+        """Could it become claimable without anyone giving it up first? Then claims in key order wait for it."""
+        if row.lease is not None and row.status is not RowStatus.RUNNING:
+            return False
+        if any(name in row.columns for name in self.without):
+            return False
+        done = row.status is RowStatus.FINISHED
+        return all(row.tags.get(tag) in wanted or (not done and tag not in row.tags) for tag, wanted in self.where)
+
+
+class View:
+    """In key order (`strict`) the members are all units worth waiting for; in arrival order, those ready now."""
+
+    def __init__(self, spec: ViewSpec, units: Iterable[Unit]) -> None:
+        self.spec = spec
+        self.ready_rows = 0
+        self._strict = spec.order is Order.KEY and spec.status is RowStatus.FINISHED
+        self._ready: dict[Unit, int] = {}
+        """Units that could be claimed now, with the number of rows each counted for."""
+        self._members: set[Unit] = set()
+        self._heap: list[tuple[SortKey | int, int, Unit]] = []
+        self._blocker: Unit | None = None
+        """The unit the last claim stopped at; while it is not ready, and nothing smaller came, the next would too."""
+        for unit in units:
+            self.refresh(unit)
+
+    def ready(self, count: Count) -> int:
+        return len(self._ready) if count is Count.GROUPS else self.ready_rows
+
+    def refresh(self, unit: Unit) -> None:
+        """A row of this unit changed, came or went."""
+        accepts = self.spec.accepts
+        size = len(unit)
+        for row in unit.members:
+            if not accepts(row):
+                size = 0
+                break
+        self.ready_rows += size - self._ready.pop(unit, 0)
+        if size:
+            self._ready[unit] = size
+        member = size > 0
+        if self._strict and not member and len(unit):
+            awaits = self.spec.awaits
+            member = all(awaits(row) for row in unit.members)
+        if member:
+            if unit not in self._members:
+                self._push(unit)
+        elif unit in self._members:
+            self._members.discard(unit)
+            if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
+                self._heap = [self._entry(left) for left in self._members]
+                heapq.heapify(self._heap)
+
+    def _entry(self, unit: Unit) -> tuple[SortKey | int, int, Unit]:
+        return (unit.sort if self.spec.order is Order.KEY else unit.arrival, unit.id, unit)
+
+    def _push(self, unit: Unit) -> None:
+        self._members.add(unit)
+        heapq.heappush(self._heap, self._entry(unit))
+        if self._blocker is not None and unit.sort < self._blocker.sort:
+            self._blocker = None
+
+    def take(self, n: int, at_least: int, count: Count) -> list[Row] | None:
+        """The first rows in order, whole groups only; None when that is not enough yet. The caller leases them."""
+        if self.ready(count) < at_least:
+            return None
+        if self._blocker is not None and self._blocker in self._members and self._blocker not in self._ready:
+            return None
+        self._blocker = None
+        taken: list[Unit] = []
+        total = 0
+        overflow = False
+        while self._heap and total < n:
+            unit = heapq.heappop(self._heap)[2]
+            if unit not in self._members:
+                continue
+            self._members.discard(unit)
+            weight = 1 if count is Count.GROUPS else len(unit)
+            overflow = total + weight > n
+            if overflow or unit not in self._ready:
+                self._push(unit)
+                if not overflow:
+                    self._blocker = unit
+                break
+            taken.append(unit)
+            total += weight
+        if total >= at_least or (overflow and taken):
+            return [row for unit in taken for row in sorted(unit.members, key=_sort)]
+        for unit in taken:
+            self._push(unit)
+        if overflow:
+            raise DataPlaneError(f"a claim of {n} rows cannot hold the next group, which has more; claim at least a group")
+        return None
+
+
+def _sort(row: Row) -> SortKey:
+    return row.sort

@@ -1,0 +1,172 @@
+"""Generation in this process, over a transformers model: correct, deterministic, on a CPU or one GPU.
+
+The event loop stays free: all model work happens on the scheduler's thread. Weights arrive without a copy where the
+engine shares the trained model's parameters (publishing is then a change of version), by copy otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.decode import DecodeBatch, Detokenize, Row
+from understudy.engines.schedule import Batching, Call, Scheduler
+from understudy.errors import EngineError
+
+GROWING_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types whose state is keys and values per token; others cannot be padded, merged or cut."""
+
+
+class HFEngine:
+    """An `Engine` over a causal language model of transformers.
+
+    `model` becomes the engine's own and is put into eval mode; to generate with a model that is being trained, use
+    `share_parameters_with`. `max_length` bounds prompt plus new tokens. `detokenize` is only needed for stop strings.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_batch: int,
+        device: torch.device | str,
+        pad_id: int,
+        max_length: int,
+        batching: Batching = Batching.COMPOSED,
+        prefill_tokens: int = 65_536,
+        detokenize: Detokenize | None = None,
+        version: int = -1,
+    ) -> None:
+        self._device, self._pad_id, self._max_length = torch.device(device), pad_id, max_length
+        self._detokenize = detokenize
+        self._version = version
+        self._torn = False
+        self._adopt(model.to(self._device))
+        self._scheduler = Scheduler(
+            self._build, max_batch=max_batch, prefill_tokens=prefill_tokens, batching=batching
+        )
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def share_parameters_with(self, model: Any) -> None:
+        """From now on generate with the very tensors `model` trains: publishing costs nothing but the version.
+
+        Only the modules are new, so that eval mode here leaves train mode there alone.
+        """
+        shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+        twin = copy.deepcopy(model, memo=dict(shared))
+        if getattr(twin, "is_gradient_checkpointing", False):
+            twin.gradient_checkpointing_disable()
+        self._adopt(twin)
+
+    def _adopt(self, model: Any) -> None:
+        config = model.config.get_text_config(decoder=True)
+        other = sorted(set(getattr(config, "layer_types", None) or ()) - GROWING_LAYERS)
+        if other:
+            raise EngineError(
+                f"the hf engine cannot generate with {type(model).__name__}: it has {', '.join(other)} layers, and only "
+                f'{" and ".join(sorted(GROWING_LAYERS))} layers are supported; use another engine (rollout.engine = "vllm")'
+            )
+        self._model = model.eval()
+        self._vocab: int = model.get_input_embeddings().weight.shape[0]
+
+    def _build(self, rows: Sequence[Row]) -> DecodeBatch:
+        return DecodeBatch(
+            self._model,
+            rows,
+            version=self._version,
+            pad_id=self._pad_id,
+            device=self._device,
+            detokenize=self._detokenize,
+        )
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        for request in requests:
+            self._check(request)
+        if self._torn:
+            raise EngineError(
+                "the last weight update failed half-way; publish a complete set of weights first"
+            )
+        if not requests:
+            return []
+        call = Call(requests)
+        self._scheduler.submit(call)
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            self._scheduler.cancel(call)
+            raise
+
+    def _check(self, request: GenerateRequest) -> None:
+        length, new = len(request.tokens), request.sampling.max_new_tokens
+        if length == 0:
+            raise EngineError(f"request {request.key} has no tokens; expected at least one")
+        if length + new > self._max_length:
+            raise EngineError(
+                f"request {request.key} has {length} tokens and asks for {new} new ones, {length + new} together; "
+                f"the limit is {self._max_length}. Shorten the prompt, or lower rollout.max_new_tokens"
+            )
+        if request.tokens.min() < 0 or request.tokens.max() >= self._vocab:
+            raise EngineError(
+                f"request {request.key} holds token ids from {request.tokens.min()} to {request.tokens.max()}; "
+                f"the model knows 0 … {self._vocab - 1}"
+            )
+        if request.sampling.stop_strings and self._detokenize is None:
+            raise EngineError(
+                f"request {request.key} has stop strings, but this engine was built without `detokenize`"
+            )
+
+    async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        await self.pause()
+        try:
+            await asyncio.to_thread(self._load, tensors)
+            self._version = version
+        finally:
+            self._scheduler.resume(refresh=True)
+
+    @torch.no_grad()
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        left = {id(parameter) for parameter in own.values()}
+        complete = len(left)
+        for name, tensor in tensors:
+            target = own.get(name)
+            self._torn = True
+            if target is None:
+                raise EngineError(
+                    f"new weights hold {name}, which this model does not have; is it the same architecture?"
+                )
+            if target.shape != tensor.shape:
+                raise EngineError(
+                    f"new weights for {name} have shape {tuple(tensor.shape)}, expected {tuple(target.shape)}"
+                )
+            if target.data_ptr() != tensor.data_ptr() or target.dtype != tensor.dtype:
+                target.copy_(tensor)
+            left.discard(id(target))
+        if 0 < len(left) < complete:
+            missing = [name for name, parameter in own.items() if id(parameter) in left]
+            raise EngineError(
+                f"new weights lack {len(missing)} of {len(own)} tensors, the first {missing[0]}; send all of them"
+            )
+        self._torn = False
+
+    async def pause(self) -> None:
+        await asyncio.to_thread(self._scheduler.pause)
+
+    async def resume(self) -> None:
+        self._scheduler.resume(refresh=False)
+
+    async def abort(self) -> None:
+        self._scheduler.abort()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._scheduler.close)

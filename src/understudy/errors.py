@@ -1,0 +1,94 @@
+"""Every error a user can meet, as one tree.
+
+    UnderstudyError                 one line: what came, what was expected, what to set
+    ├── ConfigError                 a recipe (or several places in it) is wrong; holds every problem
+    ├── DataError                   a dataset, a row, a tokenizer or a chat template is wrong
+    ├── LossInputError (ValueError) a loss got inputs it cannot use, or an objective that makes no sense
+    ├── TeacherError                a teacher or one of its replicas cannot give the scores asked for
+    │   ├── TeacherReplyError       a reply arrived and is wrong: names teacher, replica, row and position
+    │   └── TeacherUnavailable      no replica can answer now
+    ├── EngineError                 a generation engine failed
+    ├── PolicyError                 the student being trained: a non-finite loss or gradient, a model that does not fit
+    ├── DataPlaneError              rows, leases, journal
+    │   └── LeaseLost               a late writer or acker: its lease belongs to someone else now
+    ├── CheckpointError             a checkpoint is missing, torn or does not fit this run
+    ├── ClusterError                processes and placement
+    │   └── ChildDied               a child process ended; carries the child's own last words
+    └── RunDirectoryError           a run directory exists already, or is not one
+
+All of them pickle (a child process can send one), because each is built from its message alone.
+A command prints the message and exits with `exit_code`; the stack trace only shows with `--debug`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UnderstudyError(Exception):
+    """Base of all errors that are ours to explain."""
+
+    exit_code = 2
+
+
+class ConfigError(UnderstudyError):
+    """A recipe is wrong. `problems` lists every one of them, so that a user mends all at once."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.problems,)
+
+
+class DataError(UnderstudyError):
+    """A dataset, one of its rows, a tokenizer or a chat template is wrong."""
+
+
+class LossInputError(UnderstudyError, ValueError):
+    """A loss was given inputs it cannot use, or an objective was asked for that makes no sense."""
+
+
+class TeacherError(UnderstudyError):
+    """A teacher, or one of its replicas, cannot give the scores asked for."""
+
+
+class TeacherReplyError(TeacherError):
+    """A reply arrived and failed a check; the message names teacher, replica, row and position."""
+
+
+class TeacherUnavailable(TeacherError):
+    """No replica of a teacher can answer now."""
+
+
+class EngineError(UnderstudyError):
+    """A generation engine failed."""
+
+
+class PolicyError(UnderstudyError):
+    """The student being trained: a non-finite loss or gradient, a model that cannot be trained."""
+
+
+class DataPlaneError(UnderstudyError):
+    """Rows, leases or the journal."""
+
+
+class LeaseLost(DataPlaneError):
+    """A write or an ack came with a lease that expired or was given to someone else."""
+
+
+class CheckpointError(UnderstudyError):
+    """A checkpoint is missing, torn, or does not belong to this run."""
+
+
+class ClusterError(UnderstudyError):
+    """Processes and placement."""
+
+
+class ChildDied(ClusterError):
+    """A child process ended unexpectedly; the message starts with the child's own last words."""
+
+
+class RunDirectoryError(UnderstudyError):
+    """A run directory exists already, or the folder given is not one."""

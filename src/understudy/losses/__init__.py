@@ -1,0 +1,10 @@
+"""The maths of learning from a teacher: pure functions on tensors, and fused twins of them.
+
+describe      names, formulas and refusals; importable without torch
+reduce        token weights over the global batch
+divergences   f-divergences between two distributions;  tails  what K candidates leave out
+estimators    single-sample estimators k1, k2, k3 …
+policy        clipped policy gradients;  advantages  rewards → advantages;  value  the critic's loss
+objective     `Objective`: all of the above behind one call
+fused         hidden states × head → loss, without ever holding [tokens × vocabulary]
+"""

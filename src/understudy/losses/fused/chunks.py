@@ -1,0 +1,199 @@
+"""The chunk loop: logits of a few thousand tokens at a time, gradients taken on the spot.
+
+For each chunk of C tokens
+    logits = hidden · weightᵀ                     one GEMM, [C × V] in a buffer that every chunk reuses
+    read   a few numbers per token                (torch_rows, triton_rows)
+    l      and its gradient in those numbers      (per_token, under autograd, [C × K])
+    d      gradient of the logits                 in place of the logits
+    ∂hidden = d · weight,  ∂weight += dᵀ · hidden two GEMMs
+
+so the logits are computed once and never kept: three GEMMs in all, as many as an ordinary head costs. Both gradients are
+ready when the forward pass ends; the backward pass multiplies them by the incoming scalar. A chunk loop under plain
+autograd would keep every chunk alive until the backward pass and save nothing.
+
+∂weight is accumulated across chunks in the weight's own dtype: each GEMM sums in float32 inside and rounds once per
+chunk. A float32 accumulator would cost V·H·4 bytes (2.3 GiB for a 4096-wide head) and a pass over it per chunk; with
+chunks of thousands of tokens the rounding stays well inside the dtype's own (measured in benchmarks/losses.py).
+
+Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from understudy.losses.fused.backends import RowReader, choose_reader
+from understudy.losses.fused.rows import differentiate
+from understudy.losses.per_token import token_losses
+from understudy.types.loss import LossInputs, StudentHead
+
+if TYPE_CHECKING:
+    from understudy.losses.objective import Objective
+
+CUDA_CHUNK_BYTES = 1640 << 20
+CPU_CHUNK_BYTES = 96 << 20
+"""Working memory of the chunk buffers. On a GPU larger chunks mean fewer read-modify-writes of ∂weight; 1.6 GiB keeps
+the whole path under 2 GiB. On a CPU small chunks stay closer to the cache."""
+
+ROW_MULTIPLE = 128
+"""Chunks are a multiple of the GEMM tile on a GPU."""
+
+
+def fused_token_losses(
+    objective: Objective, student: StudentHead, inputs: LossInputs
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(Σ weights·l, per-token columns) of the whole micro-batch."""
+    job = _Job(objective, student, inputs, choose_reader(objective, student, inputs))
+    tensors = (student.hidden_NH, student.weight_VH, student.bias_V)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        loss = _FusedLoss.apply(*tensors, job)
+    else:
+        loss = _run(job, Wanted(False, False, False)).loss
+    return loss, job.columns
+
+
+@dataclass
+class _Job:
+    """What one call works on; `columns` is filled by the run."""
+
+    objective: Objective
+    student: StudentHead
+    inputs: LossInputs
+    reader: RowReader
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients to compute; a frozen head (adapters) skips a whole GEMM."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+
+@dataclass
+class _Result:
+    loss: Tensor
+    d_hidden_NH: Tensor | None = None
+    d_weight_VH: Tensor | None = None
+    d_bias_V: Tensor | None = None
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, job: _Job) -> Tensor:
+        wanted = Wanted(*ctx.needs_input_grad[:3])
+        result = _run(job, wanted)
+        ctx.gradients = (result.d_hidden_NH, result.d_weight_VH, result.d_bias_V)
+        ctx.scale_ = job.reader.scale_
+        return result.loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "a fused loss can be back-propagated once: its gradients were handed over, not kept"
+            )
+        d_hidden, d_weight, d_bias = ctx.gradients
+        ctx.gradients = None
+        for gradient in (d_hidden, d_weight, d_bias):
+            if gradient is not None:
+                ctx.scale_(gradient, grad_outputs[0])
+        return d_hidden, d_weight, d_bias, None
+
+
+def _run(job: _Job, wanted: Wanted) -> _Result:
+    with torch.no_grad():
+        return _run_chunks(job, wanted)
+
+
+def _run_chunks(job: _Job, wanted: Wanted) -> _Result:
+    hidden_NH, weight_VH, bias_V = (
+        job.student.hidden_NH.detach(),
+        job.student.weight_VH.detach(),
+        job.student.bias_V,
+    )
+    count, vocab = hidden_NH.shape[0], weight_VH.shape[0]
+    result = _Result(loss=torch.zeros((), dtype=_loss_dtype(hidden_NH.dtype), device=hidden_NH.device))
+    result.d_hidden_NH = torch.empty_like(hidden_NH) if wanted.hidden else None
+    result.d_weight_VH = torch.empty_like(weight_VH) if wanted.weight else None
+    result.d_bias_V = torch.zeros_like(weight_VH[:, 0]) if wanted.bias else None
+    rows = chunk_rows(job, count, vocab)
+    logits_CV = torch.empty(min(rows, count), vocab, dtype=hidden_NH.dtype, device=hidden_NH.device)
+    columns: list[dict[str, Tensor]] = []
+    for start in range(0, count, max(rows, 1)):
+        part = slice(start, min(start + rows, count))
+        raw_CV = project(hidden_NH[part], weight_VH, bias_V, logits_CV[: part.stop - part.start])
+        columns.append(_one_chunk(job, wanted, result, part, raw_CV, weight_VH))
+    if count == 0:
+        columns.append(_empty_columns(job, hidden_NH))
+        if result.d_weight_VH is not None:
+            result.d_weight_VH.zero_()
+    job.columns.update({name: torch.cat([chunk[name] for chunk in columns]) for name in columns[0]})
+    return result
+
+
+def _one_chunk(
+    job: _Job, wanted: Wanted, result: _Result, part: slice, raw_CV: Tensor, weight_VH: Tensor
+) -> dict[str, Tensor]:
+    inputs = job.inputs.rows(part.start, part.stop)
+    rows = job.reader.read(raw_CV, inputs)
+    if not wanted.any:
+        losses_C, columns = token_losses(job.objective, rows.view, inputs)
+        result.loss += (inputs.weights_N * losses_C).sum()
+        return columns
+    total, columns, grads = differentiate(job.objective, rows.view, inputs)
+    result.loss += total
+    d_CV, scale_C = rows.gradient(grads)
+    hidden_CH = job.student.hidden_NH.detach()[part]
+    if result.d_hidden_NH is not None:
+        d_hidden_CH = torch.mm(d_CV, weight_VH, out=result.d_hidden_NH[part])
+        if scale_C is not None:
+            d_hidden_CH.mul_(scale_C.unsqueeze(-1))
+    if result.d_weight_VH is not None:
+        scaled_CH = hidden_CH if scale_C is None else (hidden_CH * scale_C.unsqueeze(-1)).to(hidden_CH.dtype)
+        if part.start == 0:
+            torch.mm(d_CV.t(), scaled_CH, out=result.d_weight_VH)
+        else:
+            result.d_weight_VH.addmm_(d_CV.t(), scaled_CH)
+    if result.d_bias_V is not None:
+        scale = torch.ones_like(hidden_CH[:, 0]) if scale_C is None else scale_C.to(d_CV.dtype)
+        result.d_bias_V += d_CV.t() @ scale
+    return columns
+
+
+def project(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out_CV: Tensor) -> Tensor:
+    """Raw head outputs of a chunk, written into the shared buffer."""
+    if bias_V is None:
+        return torch.mm(hidden_CH, weight_VH.t(), out=out_CV)
+    return torch.addmm(bias_V.detach(), hidden_CH, weight_VH.t(), out=out_CV)
+
+
+def chunk_rows(job: _Job, count: int, vocab: int) -> int:
+    """Tokens per chunk: as many as the budget allows, in chunks of nearly equal size."""
+    on_gpu = job.student.hidden_NH.is_cuda
+    budget = job.objective.chunk_bytes or (CUDA_CHUNK_BYTES if on_gpu else CPU_CHUNK_BYTES)
+    most = max(1, budget // job.reader.bytes_per_row(vocab, job.student.hidden_NH.element_size()))
+    chunks = max(1, -(-count // most))
+    rows = -(-count // chunks)
+    if on_gpu and most >= ROW_MULTIPLE:
+        rows = min(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, most // ROW_MULTIPLE * ROW_MULTIPLE)
+    return rows
+
+
+def _empty_columns(job: _Job, hidden_NH: Tensor) -> dict[str, Tensor]:
+    nothing = torch.zeros(0, dtype=_loss_dtype(hidden_NH.dtype), device=hidden_NH.device)
+    return {"loss": nothing, "logp": nothing}
+
+
+def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,179 @@
+"""`Objective`: one call from the student's hidden states (or logits) and a record of inputs to a loss.
+
+    objective = Objective(kind="forward_kl", signal="topk")
+    output = objective(StudentHead(hidden_NH, weight_VH), inputs)
+    output.loss.backward()
+
+An objective is built from plain arguments, named as the keys of a recipe's `[loss]` table, and knows nothing of
+config, devices or distribution. Settings that make no sense are refused here, with the reason, before any token is spent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor
+
+from understudy.errors import LossInputError
+from understudy.losses.advantages import discounted_distillation
+from understudy.losses.describe import (
+    ESTIMATOR_FORMULAS,
+    ObjectiveDescription,
+    canonical_kind,
+    describe_objective,
+)
+from understudy.losses.diagnostics import build_metrics
+from understudy.losses.divergences import DivergenceParameters
+from understudy.losses.estimators import estimate
+from understudy.losses.fused.chunks import fused_token_losses
+from understudy.losses.plain import plain_token_losses
+from understudy.losses.policy import ClipSettings
+from understudy.losses.tails import Tail
+from understudy.types.loss import LossInputs, LossOutput, StudentHead, StudentLogits
+
+Backend = Literal["auto", "torch", "triton"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """loss = Σ_N weights_N · (distill_coef · distillation_N + task_coef · policy_N)."""
+
+    kind: str
+    """A divergence or an estimator; aliases (`mse`, `low_var_kl`, `kl`) are resolved at construction."""
+    signal: str = "topk"
+    """What the teacher sent: sampled | topk | at_ids | hidden."""
+    tail: Tail = "bucket"
+    """What becomes of the mass outside the candidates."""
+    beta: float = 0.5
+    alpha: float = 0.1
+    mixture_weight: float = 0.5
+    policy_gradient: bool = False
+    """Use −sg(estimator) as an advantage instead of differentiating it."""
+    distill_coef: float = 1.0
+    task_coef: float = 0.0
+    """Above 0 adds a clipped policy loss on `advantages_N`."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+    tis_cap: float | None = None
+    discount: float = 0.0
+    per_token_clamp: float | None = None
+    log_prob_min_clamp: float | None = None
+    """verl parity (`tail = "drop"` only)."""
+    overlap: bool = False
+    """Also measure how far the student's own K best overlap the candidates; costs one top-k per row."""
+    backend: Backend = "auto"
+    """Which fused path: Triton on a CUDA device by default, chunked torch elsewhere."""
+    chunk_bytes: int | None = None
+    """Upper bound of the working memory of a fused path; None takes a default for the device."""
+    description: ObjectiveDescription = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        description = describe_objective(
+            self.kind, self.signal, self.tail,
+            beta=self.beta, alpha=self.alpha, mixture_weight=self.mixture_weight,
+            policy_gradient=self.policy_gradient, distill_coef=self.distill_coef, task_coef=self.task_coef,
+            clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip, tis_cap=self.tis_cap,
+            discount=self.discount, per_token_clamp=self.per_token_clamp,
+            log_prob_min_clamp=self.log_prob_min_clamp,
+        )  # fmt: skip
+        object.__setattr__(self, "description", description)
+        object.__setattr__(self, "kind", canonical_kind(self.kind))
+
+    @property
+    def name(self) -> str:
+        return self.description.name
+
+    @property
+    def formula(self) -> str:
+        return self.description.formula
+
+    @property
+    def parameters(self) -> DivergenceParameters:
+        return DivergenceParameters(self.beta, self.alpha, self.mixture_weight)
+
+    @property
+    def clip(self) -> ClipSettings:
+        return ClipSettings(self.clip_low, self.clip_high, self.dual_clip, self.tis_cap)
+
+    @property
+    def uses_candidates(self) -> bool:
+        """Whether the student is read at K candidate ids."""
+        return (
+            self.distill_coef > 0
+            and self.kind not in ESTIMATOR_FORMULAS
+            and self.signal in ("topk", "at_ids")
+        )
+
+    @property
+    def uses_full_vocabulary(self) -> bool:
+        """Whether the teacher's whole distribution is compared."""
+        return self.distill_coef > 0 and self.kind not in ESTIMATOR_FORMULAS and self.signal == "hidden"
+
+    def __call__(self, student: StudentHead | StudentLogits, inputs: LossInputs) -> LossOutput:
+        """Loss of one micro-batch; `.loss.backward()` reaches the hidden states (or logits), head weight and bias."""
+        student = self._shared_vocabulary(student, inputs)
+        self._check(student, inputs)
+        if self.policy_gradient and self.discount > 0 and inputs.distill_advantages_N is None:
+            inputs = inputs.with_distill_advantages(self._discounted(inputs))
+        if isinstance(student, StudentLogits):
+            loss, columns = plain_token_losses(self, student, inputs)
+        else:
+            loss, columns = fused_token_losses(self, student, inputs)
+        return LossOutput(loss, columns["loss"], columns["logp"], build_metrics(columns, inputs))
+
+    def _discounted(self, inputs: LossInputs) -> Tensor:
+        """A discounted advantage looks ahead, so it is taken from logprobs known before the step."""
+        known = inputs.behaviour_logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+        if known is None or inputs.sequence_ids_N is None or inputs.teacher_logprobs_N is None:
+            raise LossInputError(
+                f"discount = {self.discount:g} needs sequence_ids_N, teacher_logprobs_N and the student's logprobs from "
+                "before the step (old_logprobs_N or behaviour_logprobs_N); at least one is missing."
+            )
+        signal = estimate(self.kind.removesuffix("+"), known, inputs.teacher_logprobs_N)
+        return discounted_distillation(signal, inputs.sequence_ids_N, self.discount)
+
+    def _shared_vocabulary(
+        self, student: StudentHead | StudentLogits, inputs: LossInputs
+    ) -> StudentHead | StudentLogits:
+        """Heads of one family differ in padding rows (151936 and 152064): both sides are cut to the shorter one."""
+        if not self.uses_full_vocabulary or inputs.teacher_head is None:
+            return student
+        shared = min(student.vocab_size, inputs.teacher_head.weight_VH.shape[0])
+        if shared == student.vocab_size:
+            return student
+        if isinstance(student, StudentLogits):
+            return replace(student, logits_NV=student.logits_NV[:, :shared])
+        bias_V = None if student.bias_V is None else student.bias_V[:shared]
+        return replace(student, weight_VH=student.weight_VH[:shared], bias_V=bias_V)
+
+    def _check(self, student: StudentHead | StudentLogits, inputs: LossInputs) -> None:
+        rows = student.logits_NV if isinstance(student, StudentLogits) else student.hidden_NH
+        if rows.shape[0] != inputs.num_tokens:
+            raise LossInputError(
+                f"the student has {rows.shape[0]} rows, the inputs {inputs.num_tokens} tokens; they must be the same tokens."
+            )
+        if inputs.max_id >= student.vocab_size:
+            raise LossInputError(
+                f"token id {inputs.max_id} is outside the vocabulary of {student.vocab_size}; "
+                "student and teacher must share one token → id map."
+            )
+        if self.uses_candidates and inputs.teacher_ids_NK is None:
+            raise LossInputError(
+                f"signal = {self.signal!r} needs teacher_ids_NK and teacher_logprobs_NK; they are missing."
+            )
+        if self.uses_full_vocabulary and inputs.teacher_hidden_NH is None:
+            raise LossInputError(
+                "signal = 'hidden' needs teacher_hidden_NH and teacher_head; they are missing."
+            )
+        temperature = inputs.teacher_head.temperature if inputs.teacher_head is not None else 1.0
+        if temperature != 1.0 and not self.uses_full_vocabulary:
+            raise LossInputError(
+                f"teacher temperature {temperature:g} is declared, but {self.kind} on {self.signal!r} compares "
+                "log-probabilities at temperature 1."
+            )
+        if inputs.token_ids_N.device != rows.device:
+            raise LossInputError(
+                f"the student is on {rows.device}, the inputs on {inputs.token_ids_N.device}; use inputs.to(device)."
+            )

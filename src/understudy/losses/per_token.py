@@ -1,0 +1,168 @@
+"""From what the student assigns to a few ids to the loss of each token: the one place where terms are put together.
+
+Every path (plain, chunked, Triton) reduces a row of logits to a `StudentView`, calls `token_losses` on it and chain-rules
+the view's gradients back into the logits. The formulas therefore exist once.
+
+Shape legend: N tokens (a chunk of them, in the fused paths), K candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from understudy.errors import LossInputError
+from understudy.losses.describe import ESTIMATOR_FORMULAS
+from understudy.losses.divergences import DivergenceParameters, divergence
+from understudy.losses.estimators import estimate
+from understudy.losses.policy import ClipSettings, PolicyLoss, policy_loss
+from understudy.losses.tails import Tail, compared_outcomes
+from understudy.types.loss import LossInputs
+
+
+@dataclass(frozen=True)
+class StudentView:
+    """What a loss may know of the student at each token: differentiable leaves first, then detached facts."""
+
+    logp_N: Tensor
+    """log q of the written token."""
+    logp_NK: Tensor | None = None
+    """log q of the candidates."""
+    log_tail_N: Tensor | None = None
+    """log of q's mass outside the candidates; None where no tail bucket is asked for."""
+    divergence_N: Tensor | None = None
+    """The full-vocabulary divergence, where the kernel computes it."""
+    entropy_N: Tensor | None = None
+    """Detached: entropy of q."""
+    overlap_NK: Tensor | None = None
+    """Detached: 1 where a candidate is also among the student's own K best."""
+
+
+class TokenTerms(Protocol):
+    """The settings `token_losses` reads; `Objective` has them all. Kinds are canonical (no aliases)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def signal(self) -> str: ...
+    @property
+    def tail(self) -> Tail: ...
+    @property
+    def parameters(self) -> DivergenceParameters: ...
+    @property
+    def policy_gradient(self) -> bool: ...
+    @property
+    def clip(self) -> ClipSettings: ...
+    @property
+    def distill_coef(self) -> float: ...
+    @property
+    def task_coef(self) -> float: ...
+    @property
+    def per_token_clamp(self) -> float | None: ...
+    @property
+    def log_prob_min_clamp(self) -> float | None: ...
+
+
+def token_losses(
+    terms: TokenTerms, view: StudentView, inputs: LossInputs
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(l_N differentiable, columns): the combined loss of each token and detached per-token columns for metrics."""
+    columns: dict[str, Tensor] = {"logp": view.logp_N.detach()}
+    if view.entropy_N is not None:
+        columns["entropy"] = view.entropy_N
+    total = torch.zeros_like(view.logp_N)
+    if terms.distill_coef > 0:
+        distill = _distill_term(terms, view, inputs, columns)
+        if terms.per_token_clamp is not None:
+            distill = _scale_down(distill, terms.per_token_clamp, columns)
+        columns["distill"] = distill.detach()
+        total = total + terms.distill_coef * distill
+    if terms.task_coef > 0:
+        if inputs.advantages_N is None:
+            raise LossInputError(
+                "task_coef is above 0, but advantages_N is missing: compute task advantages first."
+            )
+        task = policy_loss(
+            view.logp_N, inputs.advantages_N, inputs.behaviour_logprobs_N, inputs.old_logprobs_N, terms.clip
+        )
+        _keep_policy_columns(task, columns, prefix="task")
+        total = total + terms.task_coef * task.loss_N
+    if inputs.teacher_logprobs_N is not None:
+        columns["k1"] = (view.logp_N.detach() - inputs.teacher_logprobs_N).float()
+    columns["loss"] = total.detach()
+    return total, columns
+
+
+def _distill_term(
+    terms: TokenTerms, view: StudentView, inputs: LossInputs, columns: dict[str, Tensor]
+) -> Tensor:
+    if terms.kind in ESTIMATOR_FORMULAS:
+        if terms.policy_gradient:
+            return _distill_policy_gradient(terms, view, inputs, columns)
+        return estimate(terms.kind, view.logp_N, _teacher_sampled(inputs))
+    if terms.signal == "hidden":
+        assert view.divergence_N is not None
+        return view.divergence_N
+    assert view.logp_NK is not None and inputs.teacher_logprobs_NK is not None
+    log_p, log_q = compared_outcomes(
+        inputs.teacher_logprobs_NK, view.logp_NK, view.log_tail_N, terms.tail, terms.log_prob_min_clamp
+    )
+    _keep_candidate_columns(view, inputs.teacher_logprobs_NK, columns)
+    return divergence(terms.kind, log_p, log_q, terms.parameters)
+
+
+def _distill_policy_gradient(
+    terms: TokenTerms, view: StudentView, inputs: LossInputs, columns: dict[str, Tensor]
+) -> Tensor:
+    if inputs.distill_advantages_N is not None:
+        advantages = inputs.distill_advantages_N
+    else:
+        value_kind = terms.kind.removesuffix("+")
+        advantages = -estimate(value_kind, view.logp_N.detach(), _teacher_sampled(inputs))
+    result = policy_loss(
+        view.logp_N, advantages, inputs.behaviour_logprobs_N, inputs.old_logprobs_N, terms.clip
+    )
+    _keep_policy_columns(result, columns, prefix="distill")
+    return result.loss_N
+
+
+def _teacher_sampled(inputs: LossInputs) -> Tensor:
+    if inputs.teacher_logprobs_N is None:
+        raise LossInputError(
+            "estimators need teacher_logprobs_N (log p of the written token), which is missing."
+        )
+    return inputs.teacher_logprobs_N
+
+
+def _scale_down(distill_N: Tensor, limit: float, columns: dict[str, Tensor]) -> Tensor:
+    """Scale a token's loss above the limit down to it. Its gradient shrinks by the same factor and never vanishes,
+    unlike a clamp's; the column lets a metric count how often it happened."""
+    values = distill_N.detach()
+    over = values > limit
+    columns["clamped"] = over.float()
+    return distill_N * torch.where(over, limit / values.clamp_min(limit), torch.ones_like(values))
+
+
+def _keep_policy_columns(result: PolicyLoss, columns: dict[str, Tensor], prefix: str) -> None:
+    columns[f"{prefix}_pg"] = result.loss_N.detach()
+    columns[f"{prefix}_log_ratio"] = result.log_ratio_N
+    columns[f"{prefix}_clipped"] = result.clipped_N
+    columns[f"{prefix}_clipped_lower"] = result.clipped_lower_N
+    columns[f"{prefix}_importance"] = result.importance_N
+
+
+def _keep_candidate_columns(view: StudentView, teacher_NK: Tensor, columns: dict[str, Tensor]) -> None:
+    assert view.logp_NK is not None
+    student = view.logp_NK.detach().float()
+    teacher = teacher_NK.float()
+    columns["student_mass"] = student.exp().sum(-1)
+    columns["teacher_mass"] = teacher.exp().sum(-1)
+    if view.overlap_NK is not None:
+        overlap = view.overlap_NK.float()
+        count = overlap.sum(-1)
+        columns["overlap_count"] = count
+        advantage = (overlap * teacher.exp() * (student - teacher)).sum(-1)
+        columns["overlap_advantage"] = advantage / count.clamp_min(1)

@@ -1,0 +1,39 @@
+"""The critic's loss for PPO with a value model.
+
+Shape legend: N tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from understudy.errors import LossInputError
+from understudy.types.loss import LossOutput
+from understudy.types.loss_metrics import Metric, MetricSum, MetricTotal
+
+
+def value_loss(
+    values_N: Tensor, returns_N: Tensor, old_values_N: Tensor, weights_N: Tensor, clip: float = 0.5
+) -> LossOutput:
+    """½ · Σ weights · max((v − R)², (v_clipped − R)²), v_clipped within ± `clip` of the value before the step."""
+    for name, tensor in (("returns_N", returns_N), ("old_values_N", old_values_N), ("weights_N", weights_N)):
+        if tensor.shape != values_N.shape:
+            raise LossInputError(
+                f"{name} has shape {list(tensor.shape)}, values_N {list(values_N.shape)}; they must agree."
+            )
+    if not clip > 0:
+        raise LossInputError(f"clip must be above 0; got {clip:g}.")
+    values = values_N.float()
+    clipped = torch.clamp(values, old_values_N - clip, old_values_N + clip)
+    plain_error, clipped_error = (values - returns_N).square(), (clipped - returns_N).square()
+    losses = 0.5 * torch.maximum(plain_error, clipped_error)
+    loss = (weights_N * losses).sum()
+    counts = (weights_N > 0).float()
+    tokens = counts.sum()
+    metrics: dict[str, Metric] = {
+        "critic/vf_loss": MetricTotal(loss.detach()),
+        "critic/vf_clipfrac": MetricSum((counts * (clipped_error > plain_error).float()).sum(), tokens),
+        "critic/vpred_mean": MetricSum((counts * values.detach()).sum(), tokens),
+    }
+    return LossOutput(loss, losses.detach(), torch.zeros_like(losses.detach()), metrics)

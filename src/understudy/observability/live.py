@@ -1,0 +1,107 @@
+"""What a user watches while a run runs: a live table in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_PLAIN_SECONDS = 5.0
+
+
+class LiveView:
+    """`with LiveView(steps) as view: view.step(line)`; `enabled=False` shows nothing at all."""
+
+    def __init__(self, steps: int, *, enabled: bool = True, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self._enabled = enabled
+        self._fancy = enabled and self.console.is_terminal
+        self._steps = steps
+        self._line: dict[str, Any] = {}
+        self._phase = ""
+        self._losses: deque[float] = deque(maxlen=48)
+        self._last_plain = 0.0
+        self._bar = Progress(
+            TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(bar_width=30), TimeRemainingColumn(), console=self.console
+        )
+        self._task = self._bar.add_task("steps", total=steps)
+        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> LiveView:
+        if self._fancy:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._fancy:
+            self._live.stop()
+
+    def phase(self, text: str) -> None:
+        """What is going on now, for work that is not a step (starting teachers, evaluating)."""
+        self._phase = text
+        if self._enabled and not self._fancy and text:
+            self.console.print(text, highlight=False)
+
+    def note(self, text: str) -> None:
+        """Something a user should know and keep: a pause, a restarted replica, a dead letter."""
+        if self._enabled:
+            self.console.print(Text(f"! {text}", style="yellow"))
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        self._line.update(line)
+        step = int(line.get("step", 0))
+        self._bar.update(self._task, completed=step)
+        loss = line.get("actor/loss")
+        if loss is not None:
+            self._losses.append(float(loss))
+        if self._enabled and not self._fancy:
+            now = time.monotonic()
+            if step in (0, self._steps) or now - self._last_plain > _PLAIN_SECONDS:
+                self._last_plain = now
+                self.console.print(f"step {step}/{self._steps}  " + "  ".join(f"{a} {b}" for a, b in self._figures()), highlight=False)
+
+    def _figures(self) -> list[tuple[str, str]]:
+        get = self._line.get
+        figures = []
+        for label, key, form in (
+            ("loss", "actor/loss", "{:.4f}"),
+            ("KL", "actor/distillation/loss", "{:.4f}"),
+            ("accuracy", "val/accuracy", "{:.1%}"),
+            ("reward", "critic/score/mean", "{:.3f}"),
+            ("tokens/s", "perf/tokens_per_second", "{:,.0f}"),
+            ("queue", "perf/queue_depth", "{:.0f}"),
+        ):
+            value = get(key)
+            if value is not None:
+                figures.append((label, form.format(value)))
+        return figures
+
+    def _render(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        for label, value in self._figures():
+            table.add_row(Text(label, style="dim"), value)
+        shares = {key: value for key, value in self._line.items() if key.startswith("perf/teacher/") and key.endswith("/share")}
+        for key, share in sorted(shares.items()):
+            name = key.removeprefix("perf/teacher/").removesuffix("/share")
+            table.add_row(Text(name, style="dim"), f"{'█' * round(20 * share):<20} {share:.0%}")
+        parts: list[RenderableType] = [self._bar, table]
+        if self._losses:
+            parts.append(Text(_sparkline(list(self._losses)), style="cyan"))
+        if self._phase:
+            parts.append(Text(self._phase, style="italic"))
+        return Group(*parts)
+
+
+def _sparkline(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_SPARKS[min(int((value - low) / span * len(_SPARKS)), len(_SPARKS) - 1)] for value in values)

@@ -1,0 +1,162 @@
+"""The report of a run: one picture, one table, a few rollouts before and after. Reads the run directory only."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402 - the backend must be chosen first
+from matplotlib.axes import Axes  # noqa: E402
+
+from understudy.observability.metrics import read_metrics  # noqa: E402
+from understudy.observability.rundir import RunDir, read_json  # noqa: E402
+
+_COLOURS = ("#3465a4", "#cc5500", "#4e9a06", "#75507b", "#c4a000", "#a40000")
+_ROLLOUTS_PER_SOURCE = 3
+
+
+def write_report(run: RunDir, next_command: str | None = None) -> Path:
+    """Draw curves.png and write report.html; returns the page's path."""
+    metrics = read_metrics(run.metrics)
+    draw_curves(metrics, run.path / "curves.png")
+    page = run.path / "report.html"
+    page.write_text(_page(run, metrics, next_command))
+    return page
+
+
+def accuracy_table(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per data source: the student before and after, the teacher, and the ratio of the two."""
+    evaluated = [line for line in metrics if any(key.startswith("val/accuracy/") for key in line)]
+    if not evaluated:
+        return []
+    first, last = evaluated[0], evaluated[-1]
+    table = []
+    for key in sorted(key for key in last if key.startswith("val/accuracy/")):
+        source = key.removeprefix("val/accuracy/")
+        teacher = first.get(f"val/teacher_accuracy/{source}")
+        table.append(
+            {
+                "source": source,
+                "before": first.get(key),
+                "after": last[key],
+                "teacher": teacher,
+                "of_teacher": last[key] / teacher if teacher else None,
+            }
+        )
+    return table
+
+
+def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> None:
+    """Loss, KL and held-out accuracy against steps; the teachers' accuracy as dashed lines."""
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    _curve(axes[0], metrics, {"loss": "actor/loss"}, "loss")
+    keys = sorted({key for line in metrics for key in line if key.startswith("teacher/") and key.endswith("/kl")})
+    named = {key.split("/")[1]: key for key in keys} or {"all": "actor/distillation/loss"}
+    _curve(axes[1], metrics, named, "KL to the teacher, nats per token")
+    sources = sorted({key.removeprefix("val/accuracy/") for line in metrics for key in line if key.startswith("val/accuracy/")})
+    _curve(axes[2], metrics, {source: f"val/accuracy/{source}" for source in sources}, "held-out accuracy", marker="o")
+    teachers = metrics[0] if metrics else {}
+    for colour, source in zip(_COLOURS, sources, strict=False):
+        level = teachers.get(f"val/teacher_accuracy/{source}")
+        if level is not None:
+            axes[2].axhline(level, color=colour, linestyle="--", linewidth=1, label=f"{source}, teacher")
+    if sources:
+        axes[2].set_ylim(0, 1.05)
+        axes[2].legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _curve(axis: Axes, metrics: Sequence[dict[str, Any]], named: dict[str, str], title: str, marker: str = "") -> None:
+    for colour, (name, key) in zip(_COLOURS, named.items(), strict=False):
+        points = [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
+        if points:
+            steps, values = zip(*points, strict=True)
+            axis.plot(steps, values, color=colour, label=name, marker=marker, markersize=3, linewidth=1.3)
+    axis.set_title(title, fontsize=11)
+    axis.set_xlabel("step")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    if len(named) > 1:
+        axis.legend(frameon=False)
+
+
+def _page(run: RunDir, metrics: Sequence[dict[str, Any]], next_command: str | None) -> str:
+    state = read_json(run.state) if run.state.exists() else {}
+    last = metrics[-1] if metrics else {}
+    seconds = sum(line.get("time/step", 0.0) or 0.0 for line in metrics)
+    facts = [
+        ("steps", last.get("step", 0)),
+        ("objective", state.get("objective", "")),
+        ("training time", f"{seconds:.0f} s"),
+        ("rows trained", state.get("rows_trained", "")),
+        ("rows dead-lettered", state.get("dead_letters", 0)),
+    ]
+    rows = "".join(f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>" for name, value in facts)
+    command = f"<h2>Next</h2><pre>{html.escape(next_command)}</pre>" if next_command else ""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(run.path.name)}</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src 'self'; style-src 'unsafe-inline'">
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
+table {{ border-collapse: collapse; margin: 1rem 0 }} th, td {{ padding: .25rem .9rem; border-bottom: 1px solid #ddd; text-align: left }}
+td.number {{ text-align: right; font-variant-numeric: tabular-nums }} pre {{ background: #f5f5f2; padding: .8rem; overflow-x: auto }}
+img {{ max-width: 100% }} .right {{ color: #2e7d32 }} .wrong {{ color: #b00020 }} code {{ white-space: pre-wrap }}
+</style></head><body>
+<h1>{html.escape(run.path.name)}</h1>
+<img src="curves.png" alt="Curves of loss, KL and held-out accuracy over the steps">
+<h2>Held-out accuracy</h2>{_accuracy_html(accuracy_table(metrics))}
+<h2>Rollouts before and after</h2>{_samples_html(run)}
+<h2>The run</h2><table>{rows}</table>{command}
+</body></html>
+"""
+
+
+def _accuracy_html(table: Sequence[dict[str, Any]]) -> str:
+    if not table:
+        return "<p>Nothing was evaluated: set <code>data.eval</code> and <code>data.reward</code>.</p>"
+    head = "<tr><th>data source</th><th>student before</th><th>student after</th><th>teacher</th><th>after / teacher</th></tr>"
+    body = ""
+    for entry in table:
+        cells = "".join(f'<td class="number">{_percent(entry[key])}</td>' for key in ("before", "after", "teacher", "of_teacher"))
+        body += f"<tr><td>{html.escape(entry['source'])}</td>{cells}</tr>"
+    return f"<table>{head}{body}</table>"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _samples_html(run: RunDir) -> str:
+    lines = [json.loads(text) for text in run.samples.read_text().splitlines()] if run.samples.exists() else []
+    if not lines:
+        return "<p>No rollouts were kept.</p>"
+    steps = sorted({line["step"] for line in lines})
+    before = {line["key"]: line for line in lines if line["step"] == steps[0]}
+    after = [line for line in lines if line["step"] == steps[-1]]
+    head = "<tr><th>data source</th><th>prompt</th><th>before</th><th>after</th><th>answer</th></tr>"
+    body, shown = "", dict.fromkeys({line["source"] for line in after}, 0)
+    for line in after:
+        if shown[line["source"]] >= _ROLLOUTS_PER_SOURCE:
+            continue
+        shown[line["source"]] += 1
+        cells = [_plain(line["source"]), _plain(line["prompt"]), _judged(before.get(line["key"])), _judged(line), _plain(line.get("answer"))]
+        body += f"<tr>{''.join(cells)}</tr>"
+    return f"<table>{head}{body}</table>"
+
+
+def _plain(text: Any) -> str:
+    return f"<td><code>{html.escape('' if text is None else str(text))}</code></td>"
+
+
+def _judged(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return "<td></td>"
+    kind = "right" if (line.get("reward") or 0) > 0 else "wrong"
+    return f'<td class="{kind}"><code>{html.escape(str(line["text"]))}</code></td>'

@@ -1,0 +1,123 @@
+"""The run directory: the one interface between a run and everything that looks at it.
+
+    RUN/
+      recipe.json        the resolved recipe, secrets redacted
+      state.json         how the run stands: running, finished, stopped, failed, and why
+      metrics.jsonl      one line per step; keys under `time/` and `perf/` depend on the clock, all others do not
+      spans.jsonl        who did what when (produce, score, update, publish, …)
+      samples.jsonl      held-out rollouts of each evaluation
+      deadletter.jsonl   rows that failed, with the reason
+      journal.sqlite     rows, leases and the ledger
+      checkpoints/       step-000050/ …, latest
+      logs/              one file per process
+      report.html, curves.png
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from understudy.errors import RunDirectoryError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    path: Path
+
+    @classmethod
+    def create(cls, wanted: str | None, name: str, base: Path = Path("runs")) -> RunDir:
+        """A fresh folder; a folder that already holds a run is never written over."""
+        if wanted is not None:
+            run = cls(Path(wanted))
+            if run.path.exists() and any(run.path.iterdir()):
+                what = "holds a run already" if run.recipe.exists() else "exists and is not empty"
+                raise RunDirectoryError(
+                    f"{run.path} {what}; continue it with `understudy resume {run.path}`, or name another folder in run.dir"
+                )
+        else:
+            # The random tail keeps two launches within one second apart.
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            run = cls(base / f"{name}-{stamp}-{secrets.token_hex(2)}")
+        run.path.mkdir(parents=True, exist_ok=True)
+        run.logs.mkdir(exist_ok=True)
+        run.checkpoints.mkdir(exist_ok=True)
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        run = cls(Path(path))
+        if not run.recipe.is_file():
+            raise RunDirectoryError(f"{run.path} is no run directory: it has no recipe.json; give the folder a run printed at its start")
+        return run
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.json"
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def spans(self) -> Path:
+        return self.path / "spans.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def dead_letters(self) -> Path:
+        return self.path / "deadletter.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def lock(self) -> IO[str]:
+        """Held for the life of the process that trains here, so that two never write one run."""
+        handle = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            owner = handle.read().strip() or "unknown"
+            handle.close()
+            raise RunDirectoryError(f"{self.path} is in use by process {owner}; wait for it, or stop it first") from None
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
+        return handle
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Either the old content or the new is there, never half of one, even after kill -9."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())

@@ -1,0 +1,1 @@
+"""The student being trained: load, forward, optimizer, checkpoint, export."""

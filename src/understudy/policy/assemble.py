@@ -1,0 +1,189 @@
+"""Rows of a batch → tensors for one forward pass, and the record the loss reads.
+
+The one place where a token meets its prediction: stream index t belongs to token t, and the hidden state that predicts
+it sits at position t − 1. `predict_N` holds that t − 1, as an index into the flattened [rows × longest] or [total] line.
+
+Shapes: B rows of a micro-batch, L longest row, T tokens of all its rows, N loss-bearing tokens, P the same per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from understudy.errors import LossInputError, PolicyError
+from understudy.policy.microbatch import Layout
+from understudy.types.batch import Batch
+from understudy.types.jagged import Jagged
+from understudy.types.loss import LossInputs, TeacherHead
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass."""
+
+    keys: tuple[str, ...]
+    ids: torch.Tensor
+    """int64 [B, L] (padded) or [1, T] (packed)."""
+    predict_N: torch.Tensor
+    """int64: where in the flattened hidden states each loss-bearing token is predicted."""
+    inputs: LossInputs
+    layout: Layout
+    lengths: tuple[int, ...]
+
+    def to(self, device: torch.device) -> MicroBatch:
+        if device.type == "cpu":
+            return self
+        return MicroBatch(
+            self.keys,
+            self.ids.to(device, non_blocking=True),
+            self.predict_N.to(device, non_blocking=True),
+            self.inputs.to(device, non_blocking=True),
+            self.layout,
+            self.lengths,
+        )
+
+
+class Assembler:
+    """Cuts micro-batches out of one batch. Columns stay where they are; only the rows asked for are copied."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        weights: Jagged | Sequence[torch.Tensor],
+        old_logprobs: Jagged | None = None,
+        teacher_heads: Mapping[str, TeacherHead] | None = None,
+    ) -> None:
+        self.batch = batch
+        self.weights = weights if isinstance(weights, Jagged) else Jagged.from_rows(list(weights))
+        self.old_logprobs = old_logprobs
+        self.teacher_heads = teacher_heads or {}
+        self.token_lengths = batch.tokens.lengths
+        mask = batch.loss_mask.values
+        counted = torch.zeros(len(mask) + 1, dtype=torch.int64)
+        torch.cumsum(mask, 0, out=counted[1:])
+        self.loss_offsets = counted[batch.tokens.offsets]
+        """int64 [rows + 1]: where each row's loss-bearing positions start among all of them."""
+        self._check_columns()
+
+    def rows_with_loss(self) -> list[int]:
+        return self.loss_offsets.diff().nonzero().flatten().tolist()
+
+    def groups(self) -> list[str]:
+        """One name per row; rows of different names may not share a forward pass. Hidden-state teachers each need
+        their own head, everything else mixes freely."""
+        if self.batch.teacher_hidden is None:
+            return [""] * len(self.batch)
+        return list(self.batch.teachers)
+
+    def cut(self, rows: Sequence[int], layout: Layout, silent: bool = False) -> MicroBatch:
+        """The named rows. `silent` gives every token weight 0: a pass that only keeps other ranks company."""
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        lengths_B = self.token_lengths[chosen]
+        token_index_T, row_of_T, within_T = _spans(self.batch.tokens.offsets[chosen], lengths_B)
+        tokens_T = self.batch.tokens.values[token_index_T]
+        is_loss_T = self.batch.loss_mask.values[token_index_T]
+        if layout is Layout.PACKED:
+            ids, place_T = tokens_T[None], torch.arange(len(tokens_T))
+        else:
+            longest = int(lengths_B.max())
+            ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+            place_T = row_of_T * longest + within_T
+            ids.view(-1)[place_T] = tokens_T
+        loss_counts_B = self.loss_offsets[chosen + 1] - self.loss_offsets[chosen]
+        loss_index_N, sequence_N, position_N = _spans(self.loss_offsets[chosen], loss_counts_B)
+        try:
+            inputs = self._inputs(rows, tokens_T[is_loss_T], token_index_T[is_loss_T], loss_index_N, sequence_N, position_N, silent)
+        except LossInputError as error:
+            raise LossInputError(f"{error} (rows {_some([self.batch.keys[row] for row in rows])})") from error
+        return MicroBatch(
+            keys=tuple(self.batch.keys[row] for row in rows),
+            ids=ids,
+            predict_N=place_T[is_loss_T] - 1,
+            inputs=inputs,
+            layout=layout,
+            lengths=tuple(lengths_B.tolist()),
+        )
+
+    def _inputs(
+        self,
+        rows: Sequence[int],
+        token_ids_N: torch.Tensor,
+        token_index_N: torch.Tensor,
+        loss_index_N: torch.Tensor,
+        sequence_N: torch.Tensor,
+        position_N: torch.Tensor,
+        silent: bool,
+    ) -> LossInputs:
+        def pick(column: Jagged | None) -> torch.Tensor | None:
+            return None if column is None else column.values[loss_index_N]
+
+        weights_N = self.weights.values[loss_index_N].to(torch.float32)
+        return LossInputs(
+            token_ids_N=token_ids_N,
+            weights_N=torch.zeros_like(weights_N) if silent else weights_N,
+            positions_N=position_N,
+            sequence_ids_N=sequence_N,
+            teacher_logprobs_N=pick(self.batch.teacher_logprobs),
+            teacher_ids_NK=pick(self.batch.teacher_ids),
+            teacher_logprobs_NK=pick(self.batch.teacher_topk_logprobs),
+            teacher_hidden_NH=pick(self.batch.teacher_hidden),
+            teacher_head=self._head_of(rows),
+            behaviour_logprobs_N=self.batch.behaviour_logprobs.values[token_index_N],
+            old_logprobs_N=pick(self.old_logprobs),
+            advantages_N=pick(self.batch.advantages),
+        )
+
+    def _head_of(self, rows: Sequence[int]) -> TeacherHead | None:
+        if self.batch.teacher_hidden is None:
+            return None
+        name = self.batch.teachers[rows[0]]
+        if name not in self.teacher_heads:
+            raise PolicyError(
+                f"rows judged by teacher {name!r} carry hidden states, but its head was not given; "
+                f"heads are known for {sorted(self.teacher_heads) or 'no teacher'}"
+            )
+        return self.teacher_heads[name]
+
+    def _check_columns(self) -> None:
+        """Alignment is proven here once, so that nothing later can be shifted silently."""
+        batch, expected = self.batch, self.loss_offsets
+        for name in ("loss_mask", "behaviour_logprobs"):
+            if not torch.equal(getattr(batch, name).offsets, batch.tokens.offsets):
+                raise PolicyError(f"{name} is not aligned to tokens: {self._first_difference(getattr(batch, name), batch.tokens.offsets)}")
+        columns = {
+            "weights": self.weights,
+            "old_logprobs": self.old_logprobs,
+            "teacher_logprobs": batch.teacher_logprobs,
+            "teacher_ids": batch.teacher_ids,
+            "teacher_topk_logprobs": batch.teacher_topk_logprobs,
+            "teacher_hidden": batch.teacher_hidden,
+            "advantages": batch.advantages,
+        }
+        for name, column in columns.items():
+            if column is not None and not torch.equal(column.offsets, expected):
+                raise PolicyError(f"{name} is not aligned to the loss-bearing positions: {self._first_difference(column, expected)}")
+        starts = batch.tokens.offsets[:-1][self.token_lengths > 0]
+        if batch.loss_mask.values[starts].any():
+            rows = [key for key, mask in zip(batch.keys, batch.loss_mask, strict=True) if len(mask) and mask[0]]
+            raise PolicyError(f"the first token of a row has no prediction and cannot bear loss: rows {_some(rows)}")
+
+    def _first_difference(self, column: Jagged, expected: torch.Tensor) -> str:
+        if len(column) != len(self.batch):
+            return f"{len(column)} rows, expected {len(self.batch)}"
+        row = int((column.lengths != expected.diff()).nonzero()[0])
+        return f"row {self.batch.keys[row]} has {int(column.lengths[row])} entries, expected {int(expected.diff()[row])}"
+
+
+def _spans(starts_B: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For spans [start, start + length): the flat indexes, the span each belongs to, and the place within it."""
+    span_T = torch.repeat_interleave(lengths_B)
+    ends_B = lengths_B.cumsum(0)
+    within_T = torch.arange(len(span_T)) - (ends_B - lengths_B)[span_T]
+    return starts_B[span_T] + within_T, span_T, within_T
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")

@@ -1,0 +1,114 @@
+"""Attention over packed rows without a flash-attention package.
+
+Rows lie one after another in a single line; `cu_seq_lens_q` says where each begins. On CUDA in half precision PyTorch's
+own variable-length flash kernel does the work; anywhere else the rows are laid side by side for SDPA alone, which is
+the plain twin the kernel is tested against. Importing this module makes `attn_implementation = "understudy_varlen"` known.
+
+Shapes: Q query heads, G key/value heads (Q is a multiple of G), T tokens of all rows, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+VARLEN = "understudy_varlen"
+
+
+def varlen_attention(
+    module: nn.Module,
+    query_1QTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each row; returns [1, T, Q, D] as transformers expects."""
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError("packed attention needs cu_seq_lens_q and max_length_q; the model did not pass them on to its layers")
+    if query_1QTD.is_cuda and query_1QTD.dtype in (torch.float16, torch.bfloat16):
+        out_TQD = _flash(query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    else:
+        out_TQD = _side_by_side(query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    return out_TQD[None], None
+
+
+def _flash(
+    query_QTD: torch.Tensor,
+    key_GTD: torch.Tensor,
+    value_GTD: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    out_TQD, *_ = torch.ops.aten._flash_attention_forward(
+        query_QTD.transpose(0, 1),
+        key_GTD.transpose(0, 1),
+        value_GTD.transpose(0, 1),
+        bounds,
+        bounds,
+        longest,
+        longest,
+        0.0,
+        True,
+        False,
+        scale=scaling,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0 if window else None,
+    )
+    return out_TQD
+
+
+def _side_by_side(
+    query_QTD: torch.Tensor,
+    key_GTD: torch.Tensor,
+    value_GTD: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Only here do the rows lie filled up beside each other; all other layers never see the filling. Under a causal
+    mask the filling, which comes last, is seen by no real token."""
+    lengths_B = bounds.diff().long()
+    row_T = torch.repeat_interleave(lengths_B)
+    place_T = torch.arange(len(row_T), device=row_T.device) - bounds.long()[row_T] + row_T * longest
+    rows = len(lengths_B)
+
+    def spread(heads_XTD: torch.Tensor) -> torch.Tensor:
+        flat = heads_XTD.new_zeros(rows * longest, heads_XTD.shape[0], heads_XTD.shape[2])
+        flat = flat.index_copy(0, place_T, heads_XTD.transpose(0, 1))
+        return flat.view(rows, longest, *flat.shape[1:]).transpose(1, 2)
+
+    mask = _window_mask(longest, window, query_QTD.device)
+    out_BQLD = scaled_dot_product_attention(
+        spread(query_QTD),
+        spread(key_GTD),
+        spread(value_GTD),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query_QTD.shape[0] != key_GTD.shape[0],
+    )
+    out_flat = out_BQLD.transpose(1, 2).reshape(rows * longest, query_QTD.shape[0], -1)
+    return out_flat.index_select(0, place_T)
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    if not window or length <= window:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
+    return (distance >= 0) & (distance < window)
+
+
+AttentionInterface.register(VARLEN, varlen_attention)

@@ -1,0 +1,97 @@
+"""The student's forward pass: ids in, hidden states of the predicting positions out, and the loss on top of them.
+
+    ids ──> body ──> hidden [tokens, H] ──take t−1──> hidden_NH ──> StudentHead ──> objective
+
+Only positions that predict a loss-bearing token reach the head, and the head itself is applied by the objective. The
+objective is called *inside* the module's forward: with sharded weights that is where the head matrix exists as a whole.
+
+Padded rows are filled on the right and need no attention mask: under causal attention no real token sees what comes
+after it, and the filling's own hidden states are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from understudy.policy.assemble import MicroBatch
+from understudy.policy.attention import VARLEN
+from understudy.policy.head import body_of, head_facts, logits_of, output_layer, student_head
+from understudy.policy.microbatch import Layout
+from understudy.types.loss import LossInputs, LossOutput, StudentHead
+
+Objective = Callable[[StudentHead, LossInputs], LossOutput]
+Result = TypeVar("Result")
+
+_HEAD_CHUNK_ELEMENTS = 1 << 25
+"""Most logits held at once when only the sampled token's logprob is wanted: 128 MiB in float32."""
+
+
+class StudentForward(nn.Module):
+    """Wraps a causal language model so that one call runs body, head and objective."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self.facts = head_facts(model)
+        self.temperature = temperature
+
+    def forward(
+        self, micro: MicroBatch, objective: Callable[[StudentHead, LossInputs], Result], temperature: float | None = None
+    ) -> Result:
+        head = student_head(self.model, self.facts, self.hidden(micro), temperature or self.temperature)
+        return objective(head, micro.inputs)
+
+    def hidden(self, micro: MicroBatch) -> torch.Tensor:
+        """hidden_NH: after the final norm, at the positions that predict the loss-bearing tokens."""
+        body = body_of(self.model)
+        if micro.layout is Layout.PADDED:
+            states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
+        else:
+            lengths = torch.tensor(micro.lengths)
+            bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32).to(micro.ids.device, non_blocking=True)
+            position_ids = torch.cat([torch.arange(length) for length in micro.lengths]).to(micro.ids.device)[None]
+            states = body(
+                input_ids=micro.ids,
+                position_ids=position_ids,
+                use_cache=False,
+                cu_seq_lens_q=bounds,
+                cu_seq_lens_k=bounds,
+                max_length_q=max(micro.lengths),
+                max_length_k=max(micro.lengths),
+            ).last_hidden_state
+        return states.reshape(-1, states.shape[-1]).index_select(0, micro.predict_N)
+
+
+def choose_layout(model: PreTrainedModel) -> Layout:
+    """Packed where the variable-length kernel can run, padded elsewhere. Call before the first forward."""
+    config = model.config.get_text_config()
+    weight = output_layer(model).weight
+    capped = getattr(config, "attn_logit_softcapping", None)
+    if weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16) and not capped:
+        return Layout.PACKED
+    return Layout.PADDED
+
+
+def prepare_layout(model: PreTrainedModel, layout: Layout) -> None:
+    """Packed rows need our own attention; padded ones use whatever the model was loaded with."""
+    if layout is Layout.PACKED:
+        model.set_attn_implementation(VARLEN)
+
+
+def sampled_logprobs(head: StudentHead, inputs: LossInputs) -> torch.Tensor:
+    """float32 [N]: log-probability of each written token, a slice of the vocabulary product at a time."""
+    rows = max(1, _HEAD_CHUNK_ELEMENTS // head.vocab_size)
+    pieces = []
+    for start in range(0, inputs.num_tokens, rows):
+        part = StudentHead(
+            head.hidden_NH[start : start + rows], head.weight_VH, head.bias_V, head.softcap, head.logit_scale, head.temperature
+        )
+        logits_nV = logits_of(part)
+        token_n1 = inputs.token_ids_N[start : start + rows, None]
+        pieces.append(logits_nV.gather(1, token_n1)[:, 0] - logits_nV.logsumexp(-1))
+    return torch.cat(pieces) if pieces else head.hidden_NH.new_zeros(0, dtype=torch.float32)

@@ -1,0 +1,90 @@
+"""The student's vocabulary projection, taken apart so that a loss can do it in pieces.
+
+A full [tokens, vocabulary] tensor is the largest thing in a training step; only the loss may decide whether it exists.
+Models differ in what they do after the matrix product (a bias, a scale, Gemma's soft cap), so the parts are read from
+the config and then *checked* against the model's own forward once, at the start: an architecture with a twist we do
+not know is refused instead of being trained with wrong logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from understudy.errors import PolicyError
+from understudy.types.loss import StudentHead
+
+_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFacts:
+    """What happens to the head's output before it is a logit."""
+
+    softcap: float | None
+    logit_scale: float
+
+
+def head_facts(model: PreTrainedModel) -> HeadFacts:
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return HeadFacts(softcap=float(softcap) if softcap else None, logit_scale=scale / divisor)
+
+
+def student_head(model: PreTrainedModel, facts: HeadFacts, hidden_NH: torch.Tensor, temperature: float) -> StudentHead:
+    head = output_layer(model)
+    return StudentHead(
+        hidden_NH=hidden_NH,
+        weight_VH=head.weight,
+        bias_V=head.bias,
+        softcap=facts.softcap,
+        logit_scale=facts.logit_scale,
+        temperature=temperature,
+    )
+
+
+def logits_of(head: StudentHead) -> torch.Tensor:
+    """[N, V] in float32: the formula of `StudentHead`, spelled out; call it on slices."""
+    logits_NV = nn.functional.linear(head.hidden_NH, head.weight_VH, head.bias_V).float() * head.logit_scale
+    if head.softcap is not None:
+        logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
+    return logits_NV / head.temperature
+
+
+def output_layer(model: PreTrainedModel) -> nn.Linear:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise PolicyError(
+            f"{type(model).__name__} has no linear head (found {type(head).__name__}); a causal language model is needed"
+        )
+    return head
+
+
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its head: ids in, final hidden states out."""
+    body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    if body is None or body is model:
+        raise PolicyError(f"{type(model).__name__} does not say which part of it is the body (`get_decoder`)")
+    return body
+
+
+@torch.no_grad()
+def verify_head(model: PreTrainedModel) -> None:
+    """Body + head must give the logits the model itself gives; a handful of tokens is enough to see."""
+    embedding = model.get_input_embeddings()
+    ids_1T = torch.arange(min(8, embedding.weight.shape[0]), device=embedding.weight.device)[None]
+    expected_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
+    hidden_TH = body_of(model)(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
+    found_TV = logits_of(student_head(model, head_facts(model), hidden_TH, temperature=1.0))
+    bound = _TOLERANCE.get(hidden_TH.dtype, 5e-2) * max(1.0, float(expected_TV.abs().max()))
+    gap = float((found_TV - expected_TV).abs().max())
+    if not gap <= bound:
+        raise PolicyError(
+            f"{type(model).__name__}: head × hidden differs from the model's own logits by {gap:.3g} (allowed {bound:.3g}); "
+            "this architecture changes its logits in a way that is not supported yet"
+        )

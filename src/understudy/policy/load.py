@@ -1,0 +1,116 @@
+"""The student from a hub id or a folder, ready to be trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from understudy.errors import DataError, PolicyError
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Student:
+    """A loaded student."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    """Most tokens one sequence may hold, prompt and response together."""
+
+
+def load_student(
+    path_or_hub_id: str,
+    dtype: str | torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    attn: str = "sdpa",
+) -> Student:
+    """Loads model and tokenizer. Dropout is off: the student is trained on exactly the distribution it samples from.
+
+    Only safetensors weights are read, because the older format can run code.
+
+    `trust_remote_code` runs code from the hub and therefore needs a pinned `revision` (or a local folder).
+    """
+    _require_source(path_or_hub_id)
+    if trust_remote_code and revision is None and not Path(path_or_hub_id).is_dir():
+        raise PolicyError(f"trust_remote_code for {path_or_hub_id} runs code from the hub: pin it with `revision`")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path_or_hub_id,
+            dtype=resolve_dtype(dtype),
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            attn_implementation=attn,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise PolicyError(f"the student {path_or_hub_id} cannot be loaded: {_first_line(error)}") from error
+    switch_off_dropout(model)
+    model.to(device)
+    model.train()
+    tokenizer = load_tokenizer(path_or_hub_id, trust_remote_code, revision)
+    return Student(model, tokenizer, context_length(model))
+
+
+def load_tokenizer(
+    path_or_hub_id: str, trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    _require_source(path_or_hub_id)
+    try:
+        return AutoTokenizer.from_pretrained(path_or_hub_id, trust_remote_code=trust_remote_code, revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"the tokenizer of {path_or_hub_id} cannot be loaded: {_first_line(error)}") from error
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """The longest sequence the model was made for; models without a limit report a very large one."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1 << 30
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise PolicyError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Sets every dropout probability to zero, in modules and in the attributes attention layers read directly."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "resid_dropout", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _require_source(path_or_hub_id: str) -> None:
+    """A path that looks local must exist; otherwise transformers would ask the hub and fail with a riddle."""
+    path = Path(path_or_hub_id)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise PolicyError(f"the folder {path_or_hub_id} holds no model: config.json is missing")
+        return
+    looks_local = path.is_absolute() or path_or_hub_id.startswith((".", "~")) or path_or_hub_id.count("/") > 1
+    if path.exists() or looks_local or path.parent.is_dir() and path.parent != Path("."):
+        raise PolicyError(
+            f"the model folder {path_or_hub_id} does not exist; give a folder with config.json and safetensors, "
+            "or a hub id such as Qwen/Qwen3-0.6B"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,43 @@
+"""Which rows go through the model together.
+
+Floating-point results depend on how a batch is composed, so composition depends only on what the rows are (length and
+key), never on the order in which they arrived. Sorting by length also keeps padding small where rows are padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+
+class Layout(StrEnum):
+    PADDED = "padded"
+    """Rows side by side, filled up on the right to the longest: [rows, longest]."""
+    PACKED = "packed"
+    """Rows one after another in a single line without filling: [1, total]."""
+
+
+def plan_microbatches(
+    lengths: Sequence[int], keys: Sequence[str], max_tokens: int, layout: Layout = Layout.PADDED
+) -> list[list[int]]:
+    """Row indexes of each micro-batch, longest rows first (so that a memory limit shows at once).
+
+    A micro-batch holds at most `max_tokens` tokens, filling included; a single longer row travels alone.
+    """
+    if len(lengths) != len(keys):
+        raise ValueError(f"{len(lengths)} lengths for {len(keys)} keys")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens = {max_tokens}: a micro-batch needs room for at least 1 token")
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], keys[row]))
+    groups: list[list[int]] = []
+    tokens = longest = 0
+    for row in order:
+        if groups:
+            grown = tokens + lengths[row] if layout is Layout.PACKED else longest * (len(groups[-1]) + 1)
+            if grown <= max_tokens:
+                groups[-1].append(row)
+                tokens = grown
+                continue
+        groups.append([row])
+        tokens = longest = lengths[row]
+    return groups

@@ -1,0 +1,157 @@
+"""AdamW with float32 masters, whatever the dtype of the weights.
+
+With bfloat16 weights most updates are smaller than half a unit in the last place and would be rounded away, so the
+optimizer keeps float32 copies, adds up gradients in float32, steps those, and rounds once into the model's weights.
+With float32 weights the masters *are* the weights and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from understudy.errors import CheckpointError, PolicyError
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWSettings:
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    """On matrices only; norms and biases are left alone."""
+    grad_clip: float | None = 1.0
+    """Largest global gradient norm; None does not clip."""
+
+
+class MasterAdamW:
+    """The optimizer of one model; parameters are known by name, so that its state outlives any parameter order."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], settings: AdamWSettings) -> None:
+        self.settings = settings
+        self.weights: dict[str, nn.Parameter] = {name: p for name, p in named_parameters if p.requires_grad}
+        if not self.weights:
+            raise PolicyError("the student has no trainable parameters")
+        self.masters: dict[str, torch.Tensor] = {}
+        for name, weight in self.weights.items():
+            if weight.dtype == torch.float32:
+                self.masters[name] = weight
+            else:
+                self.masters[name] = weight.detach().to(torch.float32).requires_grad_()
+                weight.register_post_accumulate_grad_hook(_into_master(self.masters[name]))
+        self.separate = tuple(name for name, weight in self.weights.items() if self.masters[name] is not weight)
+        matrices = [master for master in self.masters.values() if master.dim() >= 2]
+        others = [master for master in self.masters.values() if master.dim() < 2]
+        groups = [
+            {"params": params, "weight_decay": decay}
+            for params, decay in ((matrices, settings.weight_decay), (others, 0.0))
+            if params
+        ]
+        sharded = any(isinstance(master, DTensor) for master in self.masters.values())
+        self.adamw = torch.optim.AdamW(
+            groups, lr=0.0, betas=settings.betas, eps=settings.epsilon, **({"foreach": True} if sharded else {"fused": True})
+        )
+
+    def zero_grad(self) -> None:
+        for weight in self.weights.values():
+            weight.grad = None
+        for master in self.masters.values():
+            master.grad = None
+
+    def grad_norm(self) -> float:
+        """The global norm of the gradients added up so far, over all ranks."""
+        grads = [master.grad for master in self.masters.values() if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def step(self, learning_rate: float, grad_norm: float) -> None:
+        """One clipped update; the caller has already refused a norm that is not finite."""
+        if not math.isfinite(grad_norm):
+            raise PolicyError(f"refusing an update with gradient norm {grad_norm}")
+        clip = self.settings.grad_clip
+        if clip is not None and grad_norm > clip:
+            scale = clip / (grad_norm + 1e-6)
+            torch._foreach_mul_([master.grad for master in self.masters.values() if master.grad is not None], scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        if self.separate:
+            with torch.no_grad():
+                torch._foreach_copy_([self.weights[n].data for n in self.separate], [self.masters[n] for n in self.separate])
+        self.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Every tensor an exact continuation needs, by `kind/parameter name`."""
+        tensors: dict[str, torch.Tensor] = {f"master/{name}": self.masters[name].detach() for name in self.separate}
+        for name, master in self.masters.items():
+            for kind, value in self.adamw.state.get(master, {}).items():
+                tensors[f"{kind}/{name}"] = value
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Puts a saved state back; a parameter that is missing, new or of another shape is an error that names it."""
+        by_kind: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            by_kind.setdefault(kind, {})[name] = tensor
+        masters = by_kind.pop("master", {})
+        for kind, found in [*by_kind.items(), *([("master", masters)] if masters or self.separate else [])]:
+            expected = set(self.separate) if kind == "master" else set(self.weights)
+            _require_same_names(kind, set(found), expected)
+            for name, tensor in found.items():
+                shape = self.masters[name].shape
+                if kind != "step" and tensor.shape != shape:
+                    raise CheckpointError(
+                        f"the optimizer state {kind}/{name} has shape {tuple(tensor.shape)}, the student has {tuple(shape)}"
+                    )
+        with torch.no_grad():
+            for name, tensor in masters.items():
+                assign(self.masters[name], tensor)
+        for name, master in self.masters.items():
+            self.adamw.state[master] = {
+                kind: like(found[name], master) if kind != "step" else found[name].clone() for kind, found in by_kind.items()
+            }
+
+
+def assign(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copies a whole tensor into a target in place, or its own piece of it where the target is sharded."""
+    target.copy_(like(full, target))
+
+
+def like(full: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A fresh tensor with `full`'s values, placed as `target` is (device, dtype, shards)."""
+    moved = full.to(device=target.device, dtype=target.dtype, copy=True)
+    if isinstance(target, DTensor):
+        return _distribute(moved, target)
+    return moved
+
+
+def _distribute(full: torch.Tensor, target: DTensor) -> DTensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def _into_master(master: torch.Tensor):  # type: ignore[no-untyped-def]
+    def accumulate(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        if master.grad is None:
+            master.grad = weight.grad.to(torch.float32)
+        else:
+            master.grad += weight.grad
+        weight.grad = None
+
+    return accumulate
+
+
+def _require_same_names(kind: str, found: set[str], expected: set[str]) -> None:
+    if found != expected:
+        missing, unknown = sorted(expected - found)[:3], sorted(found - expected)[:3]
+        raise CheckpointError(
+            f"the optimizer state {kind!r} does not fit the student: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; "
+            "was the run started with another model?"
+        )

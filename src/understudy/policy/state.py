@@ -1,0 +1,52 @@
+"""Everything that must survive a restart, in a form that needs no pickle.
+
+Tensors go to safetensors files by name, the rest is JSON. Names are the model's own parameter names, so a
+checkpoint does not depend on parameter order, and a run sharded over four ranks can continue on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyState:
+    """The policy at the end of a step."""
+
+    model: Mapping[str, torch.Tensor]
+    """Weights and persistent buffers, each tensor once (a tied head is not repeated)."""
+    optimizer: Mapping[str, torch.Tensor]
+    """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`; with low-precision weights `master/NAME`; with an average `ema/NAME`."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """JSON: the step count and the states of the random generators."""
+
+    def detached(self) -> PolicyState:
+        """A copy in host memory that later steps cannot change (for saving in the background)."""
+
+        def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+        return PolicyState(copies(self.model), copies(self.optimizer), dict(self.progress))
+
+
+def random_state() -> dict[str, str]:
+    """The states of torch's generators as hex text."""
+    state = {"cpu": bytes(torch.get_rng_state().tolist()).hex()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            state[f"cuda:{index}"] = bytes(torch.cuda.get_rng_state(index).tolist()).hex()
+    return state
+
+
+def restore_random_state(state: Mapping[str, str]) -> None:
+    """Puts back what `random_state` wrote; generators of devices this machine lacks are left out."""
+    for device, text in state.items():
+        values = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+        if device == "cpu":
+            torch.set_rng_state(values)
+        elif torch.cuda.is_available() and int(device.removeprefix("cuda:")) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(values, int(device.removeprefix("cuda:")))

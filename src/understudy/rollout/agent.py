@@ -1,0 +1,47 @@
+"""The agent-loop protocol: a prompt and a way to generate go in, one trajectory or several come out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from understudy.engines.base import Generation, Sampling
+from understudy.rollout.render import Renderer
+from understudy.types.prompt import Prompt, row_key
+from understudy.types.trajectory import Trajectory
+
+Generate = Callable[[np.ndarray, Sampling, int], Awaitable[Generation]]
+"""(tokens, sampling, turn) → what the student wrote. `turn` names the randomness: give each generation of a session
+its own, counted from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopContext:
+    """What a loop is given for one session of one prompt."""
+
+    generate: Generate
+    renderer: Renderer
+    sampling: Sampling
+    """Its `max_new_tokens` is the budget of one turn."""
+    prompt_key: str
+    session: int
+    """Which of the prompt's n rollouts this is."""
+    context: int
+    """The longest sequence the student can hold."""
+
+    def row_key(self, index: int = 0) -> str:
+        """The key of this session's `index`-th trajectory."""
+        return row_key(self.prompt_key, self.session, index)
+
+
+class AgentLoop(Protocol):
+    """One way to attempt a prompt.
+
+    Several trajectories may come out of one run (a sub-agent, a branch, a context reset): each is scored by the
+    teacher and trained on. Their keys are `context.row_key(0)`, `context.row_key(1)`, …
+    """
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]: ...

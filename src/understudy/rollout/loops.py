@@ -1,0 +1,58 @@
+"""The loops there are, and the way in for a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from understudy.errors import ConfigError
+from understudy.rollout.agent import AgentLoop
+from understudy.rollout.loading import load_object
+from understudy.rollout.single_turn import SingleTurn
+from understudy.types.prompt import Prompt
+
+LOOPS: dict[str, Callable[..., AgentLoop]] = {
+    "single_turn": SingleTurn,
+}
+
+
+def build_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLoop:
+    """The loop called `name`, or a user's `"module:Class"`, made with `options` as keyword arguments."""
+    make = LOOPS.get(name)
+    if make is None:
+        if ":" not in name:
+            near = get_close_matches(name, LOOPS, n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise ConfigError(
+                f'rollout.agent = "{name}" is not one of {", ".join(LOOPS)} or "module:Class"{hint}'
+            )
+        make = load_object(name, "rollout.agent")
+    try:
+        loop = make(**(options or {}))
+    except TypeError as error:
+        raise ConfigError(
+            f'rollout.agent = "{name}" cannot be made with options {dict(options or {})}: {error}'
+        ) from error
+    if not callable(getattr(loop, "run", None)):
+        raise ConfigError(
+            f'rollout.agent = "{name}" has no `run(prompt, context)`; see understudy.rollout.agent.AgentLoop'
+        )
+    return loop
+
+
+class LoopChoice:
+    """Picks the loop of each row: its `agent` column where it has one, the recipe's otherwise. Loops are made once."""
+
+    def __init__(self, default: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._default, self._options = default, dict(options or {})
+        self._made: dict[str, AgentLoop] = {}
+        self.of_name(default)
+
+    def of_name(self, name: str) -> AgentLoop:
+        if name not in self._made:
+            self._made[name] = build_loop(name, self._options.get(name))
+        return self._made[name]
+
+    def of(self, prompt: Prompt) -> AgentLoop:
+        return self.of_name(prompt.columns.get("agent") or self._default)

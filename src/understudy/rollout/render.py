@@ -1,0 +1,82 @@
+"""From messages to token ids, once per turn boundary.
+
+What the model wrote is never rendered again: a chat template may drop thinking, reorder tool calls or change
+whitespace, and the trained tokens would no longer be those the engine produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from understudy.errors import DataError
+from understudy.types.prompt import Prompt
+
+
+class Renderer:
+    """Turns prompts into ids with a student's tokenizer and chat template.
+
+    `context` is the longest sequence the student can hold, `reserve` how much of it must stay free for an answer.
+    `template_options` go to the template as they are (`enable_thinking = false`).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        context: int,
+        reserve: int = 1,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._context, self._reserve = context, reserve
+        self._template_options = dict(template_options or {})
+
+    def render(self, prompt: Prompt) -> np.ndarray:
+        """int32 [T]: what the student must see to answer this prompt."""
+        if prompt.text is not None:
+            ids = self._tokenize(prompt.key, prompt.text, special=True)
+        else:
+            tools = prompt.columns.get("tools")
+            text = self._apply_template(prompt.key, prompt.messages, tools=tools, generate=True)
+            ids = self._tokenize(prompt.key, text, special=False)
+        if len(ids) == 0:
+            raise DataError(f"prompt {prompt.key} (row {prompt.ordinal}) renders to no tokens at all")
+        if len(ids) + self._reserve > self._context:
+            raise DataError(
+                f"prompt {prompt.key} (row {prompt.ordinal}) has {len(ids)} tokens; the context is {self._context} and "
+                f"{self._reserve} of it are kept for the answer. Shorten the prompt or lower rollout.max_new_tokens"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text for people, rewards and tool parsers, special tokens left out."""
+        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def _apply_template(
+        self, key: str, messages: Sequence[Mapping[str, Any]], *, tools: Any, generate: bool
+    ) -> str:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise DataError(
+                f"prompt {key} is a chat, but the student's tokenizer has no chat template; "
+                "give rows a plain `prompt`, or use an instruction-tuned student"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **self._template_options,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise DataError(f"prompt {key} cannot be rendered by the chat template: {error}") from error
+
+    def _tokenize(self, key: str, text: str, *, special: bool) -> np.ndarray:
+        try:
+            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        except Exception as error:
+            raise DataError(f"prompt {key} cannot be tokenized: {error}") from error
+        return np.asarray(ids, dtype=np.int32)

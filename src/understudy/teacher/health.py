@@ -1,0 +1,143 @@
+"""A replica's life as a pure state machine: events and times go in, states come out; nothing here waits or calls.
+
+    STARTING ──started──> PROBING ──probe_passed──> HEALTHY <──request_ok / probe_passed── SUSPECT
+       ▲                     │                         └──────────request_failed─────────────▲ │
+       │                probe_failed                                                           │ streak, bad replies,
+       │                     ▼                                                                 ▼ failed probe
+    RESTARTING <──restart── EJECTED <───────────────────── died / eject ───────────────────────┘
+                                               RETIRED: taken out for good, from any state
+
+Health is judged by requests, not by /health: a wedged server still answers that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    """Its process is being launched for the first time."""
+    PROBING = "probing"
+    """It has an address and is being checked; no traffic yet."""
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    """It failed a request; it is used only where no healthy one is left, and probed at once."""
+    EJECTED = "ejected"
+    """Out of traffic until its back-off is over."""
+    RESTARTING = "restarting"
+    RETIRED = "retired"
+
+
+class Failure(StrEnum):
+    TIMEOUT = "timeout"
+    CONNECTION = "connection"
+    SERVER = "server"
+    BAD_REPLY = "bad_reply"
+    """An answer that fails validation. A sound replica never sends one, so successes do not excuse it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthRules:
+    eject_after: int = 3
+    """Request failures in a row."""
+    eject_after_bad_replies: int = 3
+    """Bad replies since the last admission, whatever succeeded between them."""
+    backoff_first: float = 0.5
+    backoff_most: float = 30.0
+    forgive_after: float = 60.0
+    """Seconds of health after which the back-off starts small again."""
+
+
+@dataclass(slots=True)
+class ReplicaLife:
+    """One replica's state; every method is an event at time `now` (seconds of the injected clock)."""
+
+    rules: HealthRules
+    state: State = State.STARTING
+    streak: int = 0
+    bad_replies: int = 0
+    setbacks: int = 0
+    """Ejections and failed revivals since it was last forgiven: what the back-off grows with."""
+    retry_at: float = 0.0
+    healthy_since: float = 0.0
+    last_reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        return self.state in (State.HEALTHY, State.SUSPECT)
+
+    def started(self) -> None:
+        """It has an address."""
+        if self.state in (State.STARTING, State.RESTARTING, State.EJECTED):
+            self.state = State.PROBING
+
+    def probe_passed(self, now: float) -> None:
+        if self.state is State.PROBING:
+            self.streak = self.bad_replies = 0
+            self.healthy_since = now
+            self.state = State.HEALTHY
+        elif self.state is State.SUSPECT:
+            # The streak stays: small fixed tokens may pass where real requests do not.
+            self.state = State.HEALTHY
+
+    def probe_failed(self, now: float, reason: str) -> None:
+        if self.state is State.PROBING:
+            self._eject(now, reason)
+        elif self.usable:
+            self.state = State.SUSPECT
+            self.last_reason = reason
+
+    def request_ok(self, now: float) -> None:
+        if not self.usable:
+            return
+        self.streak = 0
+        self.state = State.HEALTHY
+        if self.setbacks and now - self.healthy_since >= self.rules.forgive_after:
+            self.setbacks = 0
+
+    def request_failed(self, failure: Failure, reason: str) -> None:
+        if not self.usable:
+            return
+        self.state = State.SUSPECT
+        self.streak += 1
+        self.bad_replies += failure is Failure.BAD_REPLY
+        self.last_reason = reason
+
+    @property
+    def deserves_ejection(self) -> bool:
+        """The replica's own record; whether the pool can spare it is the pool's to say."""
+        return self.usable and (
+            self.streak >= self.rules.eject_after or self.bad_replies >= self.rules.eject_after_bad_replies
+        )
+
+    def eject(self, now: float) -> None:
+        if self.usable:
+            self._eject(now, self.last_reason)
+
+    def died(self, now: float, reason: str) -> None:
+        """Its process is gone: certain, so no other replica is asked first."""
+        if self.state not in (State.RETIRED, State.EJECTED, State.RESTARTING, State.STARTING):
+            self._eject(now, reason, wait=self.setbacks > 0)
+
+    def revival_due(self, now: float) -> bool:
+        return self.state is State.EJECTED and now >= self.retry_at
+
+    def restarting(self) -> None:
+        if self.state is State.EJECTED:
+            self.state = State.RESTARTING
+
+    def restart_failed(self, now: float, reason: str) -> None:
+        if self.state in (State.RESTARTING, State.STARTING, State.EJECTED):
+            self._eject(now, reason)
+
+    def retire(self) -> None:
+        self.state = State.RETIRED
+
+    def _eject(self, now: float, reason: str, wait: bool = True) -> None:
+        pause = min(self.rules.backoff_most, self.rules.backoff_first * 2 ** min(self.setbacks, 30)) if wait else 0.0
+        self.setbacks += 1
+        self.state = State.EJECTED
+        self.last_reason = reason
+        self.retry_at = now + pause

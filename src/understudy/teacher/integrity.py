@@ -1,0 +1,99 @@
+"""What must hold before a teacher is believed: it is not empty, its replicas agree, it shares the student's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from understudy.errors import TeacherError
+from understudy.teacher.client import ScoringClient
+from understudy.teacher.manifest import Manifest
+from understudy.teacher.probe import is_uniform, probe_items
+from understudy.teacher.vocabulary import Vocabulary, differences
+from understudy.types.scores import Signal
+
+TOLERANCE = {"float32": 1e-4}
+"""Nats between replicas on the fixed tokens; half precision differs by kernels and gets more room."""
+HALF_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a replica must show again whenever it comes back."""
+
+    manifest: Manifest
+    probe_logprobs: np.ndarray
+    """float32: scores of the fixed tokens."""
+
+
+async def identify(client: ScoringClient, timeout: float | None = None) -> Identity:
+    """Ask a replica who it is and let it score the fixed tokens. An empty (uniform) model is refused here."""
+    manifest = await client.manifest()
+    scores = await client.score(probe_items(manifest.vocab_size, manifest.limits.max_length), timeout)
+    logprobs = scores[0].sampled_logprobs
+    if is_uniform(logprobs, manifest.vocab_size):
+        raise TeacherError(
+            f"teacher {manifest.teacher}: every token gets the same probability (−ln V); its weights look lost"
+        )
+    return Identity(manifest, np.array(logprobs))
+
+
+def check_same(expected: Identity, found: Identity, replica: str) -> None:
+    """Raise unless `found` is the same teacher as `expected`."""
+    teacher = expected.manifest.teacher
+    names = ("backend", "weights", "vocabulary", "vocabulary size", "dtype")
+    for name, ours, theirs in zip(names, expected.manifest.identity, found.manifest.identity, strict=True):
+        if ours != theirs:
+            raise TeacherError(
+                f"teacher {teacher}, replica {replica}: {name} is {theirs}; the other replicas have {ours}. "
+                "All replicas of a teacher must serve the same model"
+            )
+    allowed = TOLERANCE.get(expected.manifest.dtype, HALF_TOLERANCE)
+    apart = float(np.abs(expected.probe_logprobs - found.probe_logprobs).max())
+    if not apart <= allowed:
+        raise TeacherError(
+            f"teacher {teacher}, replica {replica}: scores of the fixed tokens differ by {apart:.3g} nats from the "
+            f"other replicas' (at most {allowed} is allowed)"
+        )
+
+
+def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length: int) -> None:
+    """Refuse before the run what a teacher cannot give: a signal, a K, or a context of `length` tokens."""
+    problems = []
+    missing = [signal.value for signal in signals if signal not in manifest.signals]
+    if missing:
+        offered = ", ".join(signal.value for signal in manifest.signals)
+        problems.append(f"cannot give {', '.join(missing)}; its {manifest.backend} backend offers {offered}")
+    if k > manifest.limits.max_k:
+        problems.append(f"gives at most {manifest.limits.max_k} candidates; the loss asks for {k}")
+    if length > manifest.limits.max_length:
+        problems.append(
+            f"holds {manifest.limits.max_length} tokens; prompt + response + 1 needs {length}: "
+            "shorten them, or serve a model with a longer context"
+        )
+    if problems:
+        raise TeacherError(f"teacher {manifest.teacher}: " + "; and ".join(problems))
+
+
+def check_vocabulary(student: Vocabulary, teacher: Vocabulary, name: str) -> None:
+    """Token→id maps and special ids must agree; the number of padded embedding rows may differ."""
+    if student.fingerprint == teacher.fingerprint:
+        return
+    told = differences(student, teacher)
+    if told:
+        raise TeacherError(
+            f"teacher {name} and the student do not share a vocabulary: {'; '.join(told)}. "
+            "Token ids are sent as they are, so both need the same token→id map and special ids"
+        )
+
+
+def check_manifest_unchanged(stored: Manifest, found: Manifest) -> None:
+    """On resume: the teacher is the one the run began with."""
+    if stored.identity != found.identity:
+        raise TeacherError(
+            f"teacher {stored.teacher} changed since this run began: {stored.model} ({stored.dtype}, weights "
+            f"{stored.weights_sha256[:12]}) then, {found.model} ({found.dtype}, weights {found.weights_sha256[:12]}) now; "
+            "resume with the same teacher, or start a new run"
+        )

@@ -1,0 +1,70 @@
+"""Which teacher judges which row.
+
+One teacher takes everything. With several, a row's field (`teacher_key`, by default `data_source`) names the
+teacher through its `key`; a value nobody claims is an error that lists the keys, or goes to a named default.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from understudy.errors import TeacherError
+
+if TYPE_CHECKING:
+    from understudy.teacher.pool import TeacherPool
+
+Mixture = Mapping[str, float]
+"""Teacher name → weight, for a row that wants several opinions; weights sum to 1."""
+
+
+class TeacherRouter:
+    """Pools by teacher name, and the row values that lead to each."""
+
+    def __init__(
+        self, pools: Mapping[str, TeacherPool], keys: Mapping[str, str] | None = None, default: str | None = None
+    ) -> None:
+        """`keys` maps a row's value to a teacher name; with a single teacher it may be left out."""
+        if not pools:
+            raise TeacherError("a run needs at least one teacher")
+        self.pools = dict(pools)
+        self.keys = dict(keys or {})
+        self.default = default if default is not None or len(self.pools) > 1 or self.keys else next(iter(self.pools))
+        for value, name in [*self.keys.items(), *([("default", default)] if default is not None else [])]:
+            if name not in self.pools:
+                raise TeacherError(f"{value!r} is routed to teacher {name!r}; teachers are {_listed(self.pools)}")
+        unreachable = set(self.pools) - set(self.keys.values()) - {self.default}
+        if unreachable:
+            raise TeacherError(
+                f"no row can reach teacher {_listed(sorted(unreachable))}: with several teachers each needs a `key`"
+            )
+
+    def route(self, value: str) -> str:
+        """The name of the teacher for a row whose routing field is `value`."""
+        name = self.keys.get(value, self.default)
+        if name is not None:
+            return name
+        near = difflib.get_close_matches(value, self.keys, n=1, cutoff=0.0)
+        nearest = f"; the nearest is {near[0]!r}" if near else ""
+        raise TeacherError(
+            f"no teacher for {value!r}; keys are {_listed(self.keys)}{nearest}. "
+            "Give a teacher this key, or name a default teacher"
+        )
+
+    def pool(self, value: str) -> TeacherPool:
+        return self.pools[self.route(value)]
+
+    def mixture(self, weights: Mixture) -> dict[str, float]:
+        """Check a row's own weights and scale them to sum to 1."""
+        unknown = [name for name in weights if name not in self.pools]
+        if unknown:
+            raise TeacherError(f"a mixture names {_listed(unknown)}; teachers are {_listed(self.pools)}")
+        total = sum(weights.values())
+        if not total > 0 or any(not weight >= 0 for weight in weights.values()):
+            raise TeacherError(f"a mixture needs weights ≥ 0 with a positive sum, got {dict(weights)}")
+        return {name: weight / total for name, weight in weights.items() if weight > 0}
+
+
+def _listed(names: object) -> str:
+    return ", ".join(repr(name) for name in names)  # type: ignore[attr-defined]

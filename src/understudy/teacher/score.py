@@ -1,0 +1,52 @@
+"""Ask for scores: every item goes to the teacher its row names, one request per teacher."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from understudy.teacher.route import Mixture, TeacherRouter
+from understudy.types.scores import ScoreItem, TeacherScores
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """One teacher's scores and how much they weigh in a mixture."""
+
+    weight: float
+    scores: TeacherScores
+
+
+async def score(router: TeacherRouter, items: Sequence[tuple[ScoreItem, str]]) -> list[TeacherScores]:
+    """Scores of (item, value of its routing field), in the order given.
+
+    Items of one teacher travel in one request, in their order here: with `determinism = "full"` whoever calls
+    composes requests by key, and so composes the batches that are scored.
+    """
+    by_teacher: dict[str, list[int]] = {}
+    for i, (_, value) in enumerate(items):
+        by_teacher.setdefault(router.route(value), []).append(i)
+    return await _ask_all(router, by_teacher, [item for item, _ in items])
+
+
+async def score_mixture(router: TeacherRouter, item: ScoreItem, weights: Mixture) -> list[Opinion]:
+    """Every named teacher's opinion on one item, heaviest first."""
+    shares = sorted(router.mixture(weights).items(), key=lambda pair: (-pair[1], pair[0]))
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(router.pools[name].score([item])) for name, _ in shares]
+    return [Opinion(share, task.result()[0]) for (_, share), task in zip(shares, tasks, strict=True)]
+
+
+async def _ask_all(
+    router: TeacherRouter, by_teacher: dict[str, list[int]], items: Sequence[ScoreItem]
+) -> list[TeacherScores]:
+    names = list(by_teacher)
+    answers = await asyncio.gather(
+        *(router.pools[name].score([items[i] for i in by_teacher[name]]) for name in names)
+    )
+    scores: list[TeacherScores | None] = [None] * len(items)
+    for name, answer in zip(names, answers, strict=True):
+        for i, one in zip(by_teacher[name], answer, strict=True):
+            scores[i] = one
+    return [one for one in scores if one is not None]

@@ -1,0 +1,212 @@
+"""One replica process: `python -m understudy.teacher.server --model PATH --name NAME …`.
+
+    bind the port ─> load ─> warm up (score once, prove it) ─> serve ─> write the ready file
+
+The port is bound first, so that a port in use is said before minutes of loading; it listens only when the replica
+can score. The process ends on SIGTERM after the requests in flight, and at once when the pipe given by
+`--watch-fd` closes: whoever launched it is gone, and nobody is left to stop it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import uvicorn
+from transformers.utils import logging as transformers_logging
+
+from understudy.errors import UnderstudyError
+from understudy.teacher.app import build_app
+from understudy.teacher.manifest import Batching, Limits, Manifest
+from understudy.teacher.model import DTYPES, load_frozen, vocabulary_of, weights_sha256
+from understudy.teacher.scorer import Scorer, ScorerOptions
+from understudy.teacher.vocabulary import Vocabulary
+from understudy.teacher.worker import ScoringWorker
+from understudy.types.scores import Signal
+
+log = logging.getLogger("understudy.teacher.server")
+
+
+class StartError(UnderstudyError):
+    """The replica cannot start; the message is the one line a user sees."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m understudy.teacher.server", description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or hub id")
+    parser.add_argument("--name", required=True, help="the teacher's name, as in the recipe")
+    parser.add_argument("--bind", default="127.0.0.1:0", help="HOST:PORT; port 0 takes a free one")
+    parser.add_argument(
+        "--token-env", default="UNDERSTUDY_TOKEN", help="environment variable with the bearer token"
+    )
+    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--batching", default=Batching.BY_REQUEST, choices=[mode.value for mode in Batching])
+    parser.add_argument("--max-batch-tokens", type=int, default=ScorerOptions().max_batch_tokens)
+    parser.add_argument(
+        "--max-length", type=int, default=0, help="tokens of one sequence; 0: what the model holds"
+    )
+    parser.add_argument("--max-k", type=int, default=Limits().max_k)
+    parser.add_argument("--max-request-tokens", type=int, default=Limits().max_request_tokens)
+    parser.add_argument("--max-request-bytes", type=int, default=Limits().max_request_bytes)
+    parser.add_argument("--ready-file", type=Path, help='written when able to score: {"url": …, "pid": …}')
+    parser.add_argument("--watch-fd", type=int, help="exit when this inherited pipe closes")
+    return parser.parse_args(argv)
+
+
+def bind_socket(bind: str, token: str | None) -> socket.socket:
+    """A bound socket that does not listen yet."""
+    host, _, port = bind.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise StartError(f"--bind {bind!r}: expected HOST:PORT, for example 127.0.0.1:8700")
+    if not is_loopback(host) and token is None:
+        raise StartError(
+            f"--bind {bind}: refused without a token, anyone on the network could use this teacher; "
+            "set UNDERSTUDY_TOKEN (or --token-env), or bind 127.0.0.1"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, int(port)))
+    except OSError as error:
+        sock.close()
+        raise StartError(
+            f"cannot bind {bind}: {error.strerror}; choose another port, or 0 for a free one"
+        ) from error
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def watch_pipe(fd: int) -> None:
+    """End this process when the launcher's end of the pipe closes, even while a forward is running."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(fd, 4096):
+                pass
+        os._exit(3)
+
+    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
+
+
+def write_ready_file(path: Path, url: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    temporary.replace(path)
+
+
+def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Vocabulary]:
+    frozen = load_frozen(args.model, dtype=args.dtype, device=args.device)
+    scorer = Scorer(args.name, frozen, ScorerOptions(max_batch_tokens=args.max_batch_tokens))
+    scorer.warm_up()
+    max_length = min(args.max_length or frozen.max_length, frozen.max_length)
+    if args.max_length > frozen.max_length:
+        raise StartError(f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions")
+    vocabulary = vocabulary_of(args.model)
+    manifest = Manifest(
+        teacher=args.name,
+        backend="native",
+        model=args.model,
+        weights_sha256=weights_sha256(frozen.model),
+        vocab_fingerprint=vocabulary.fingerprint,
+        vocab_size=scorer.vocab,
+        hidden_size=scorer.hidden_size,
+        dtype=args.dtype,
+        signals=list(Signal),
+        limits=Limits(
+            max_length=max_length,
+            max_request_tokens=args.max_request_tokens,
+            max_request_bytes=args.max_request_bytes,
+            max_k=min(args.max_k, scorer.vocab),
+        ),
+        batching=Batching(args.batching),
+    )
+    return ScoringWorker(scorer, Batching(args.batching)), manifest, vocabulary
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn re-raises signals after its shutdown, so SIGTERM would look like a crash to whoever waits for us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ask_to_stop)
+        yield
+
+    should_exit: bool
+
+    def _ask_to_stop(self) -> None:
+        self.force_exit = self.should_exit  # the second signal does not wait for requests in flight
+        self.should_exit = True
+
+
+async def serve(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
+    worker, manifest, vocabulary = build_worker(args)
+    worker.start()
+    config = uvicorn.Config(
+        build_app(worker, manifest, vocabulary, token),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=10,
+    )
+    server = _Uvicorn(config)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    host, port = sock.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if args.ready_file is not None and not serving.done():
+        write_ready_file(args.ready_file, url)
+    log.info("teacher %s scores at %s (%s, %s, %s)", args.name, url, args.model, args.dtype, args.device)
+    await serving
+    worker.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    if args.watch_fd is not None:
+        watch_pipe(args.watch_fd)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    token = os.environ.get(args.token_env) or None
+    try:
+        sock = bind_socket(args.bind, token)
+        asyncio.run(serve(args, sock, token))
+    except UnderstudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Nothing a teacher sends reaches the loss before it has passed here.
+
+A missing or broken number is an error that names teacher, replica, row and position. It is never replaced by 0.0,
+which would mean probability 1. All checks run over the whole reply at once; only a failure looks for its place.
+
+Legend: N sequences, P positions of all of them, C candidates (positions × K), K candidates of one position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from understudy.errors import TeacherReplyError
+from understudy.teacher.protocol import ScoreReply, ScoreRequest
+from understudy.types.scores import Signal
+
+ABOVE_ZERO = 1e-4
+"""A logprob may exceed 0 by rounding, by no more."""
+ABOVE_ONE = 1e-3
+"""The mass of K candidates may exceed 1 by rounding."""
+UNSORTED = 1e-6
+DISAGREE = 1e-3
+"""The judged token's logprob and its twin among the candidates come from one forward: equal up to rounding."""
+
+
+Wrong = Callable[..., TeacherReplyError]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who sent it."""
+
+    teacher: str
+    replica: str
+    vocab: int
+    """Ids are below this; 0 where a backend does not say."""
+
+
+def check_reply(request: ScoreRequest, reply: ScoreReply, origin: Origin) -> None:
+    """Raise `TeacherReplyError` unless the reply is a possible answer to the request."""
+
+    def wrong(what: str, row: int | None = None, position: int | None = None) -> TeacherReplyError:
+        place = "" if row is None else f", row {request.keys[row]!r}"
+        place += "" if position is None else f", position {position}"
+        return TeacherReplyError(f"teacher {origin.teacher}, replica {origin.replica}{place}: {what}")
+
+    _check_shape(request, reply, wrong)
+    _check_echo(request, reply, wrong)
+    rows_P = np.repeat(np.arange(len(request)), request.position_counts_N)
+
+    def first(bad_P: np.ndarray) -> tuple[int, int, int]:
+        """(index, row, position) of the first bad entry."""
+        at = int(bad_P.argmax())
+        return at, int(rows_P[at]), int(request.positions_P[at])
+
+    _check_sampled(reply, first, wrong)
+    if any(request.k_N):
+        _check_candidates(request, reply, origin, rows_P, wrong)
+    if len(reply.hidden):
+        _check_hidden(request, reply, rows_P, wrong)
+
+
+def _check_shape(request: ScoreRequest, reply: ScoreReply, wrong: Wrong) -> None:
+    if reply.keys != request.keys:
+        raise wrong(
+            f"answers {len(reply.keys)} rows ({reply.keys[:2]} …) where {len(request)} were asked ({request.keys[:2]} …)"
+        )
+    for row, (asked, given) in enumerate(zip(request.signals, reply.signals, strict=True)):
+        if asked is not given or request.k_N[row] != reply.k_N[row]:
+            raise wrong(
+                f"signal {given.value} with k = {reply.k_N[row]}; asked for {asked.value} with k = {request.k_N[row]}",
+                row,
+            )
+    different = reply.position_counts_N != request.position_counts_N
+    if different.any():
+        row = int(different.argmax())
+        raise wrong(
+            f"{reply.position_counts_N[row]} positions; {request.position_counts_N[row]} were asked for", row
+        )
+    asked_hidden = any(signal is Signal.HIDDEN for signal in request.signals)
+    if asked_hidden and not reply.hidden_size:
+        raise wrong("hidden states of size 0")
+
+
+def _check_echo(request: ScoreRequest, reply: ScoreReply, wrong: Wrong) -> None:
+    different_N = reply.digests_N != request.digests_N
+    if different_N.any():
+        raise wrong("the reply echoes other tokens than were sent", int(different_N.argmax()))
+    expected_P = request.tokens_T[request.flat_positions_P]
+    different_P = reply.judged_P != expected_P
+    if different_P.any():
+        at = int(different_P.argmax())
+        row = int(np.repeat(np.arange(len(request)), request.position_counts_N)[at])
+        raise wrong(
+            f"judges token {reply.judged_P[at]} where {expected_P[at]} was sent: the reply is shifted",
+            row,
+            int(request.positions_P[at]),
+        )
+
+
+def _check_sampled(
+    reply: ScoreReply, first: Callable[[np.ndarray], tuple[int, int, int]], wrong: Wrong
+) -> None:
+    possible_P = np.isfinite(reply.sampled_P) & (reply.sampled_P <= ABOVE_ZERO)
+    if not possible_P.all():
+        at, row, position = first(~possible_P)
+        raise wrong(
+            f"logprob {reply.sampled_P[at]} of the judged token is not a finite number ≤ 0", row, position
+        )
+
+
+def _check_candidates(
+    request: ScoreRequest, reply: ScoreReply, origin: Origin, rows_P: np.ndarray, wrong: Wrong
+) -> None:
+    """Candidates are checked as [positions, K] blocks, one per distinct K; usually there is one."""
+    k_P = np.array(request.k_N)[rows_P]
+    starts_P = np.cumsum(k_P) - k_P
+    topk_P = np.array([signal is Signal.TOPK for signal in request.signals])[rows_P]
+    named_starts_P = np.cumsum(np.where(topk_P, 0, k_P)) - np.where(topk_P, 0, k_P)
+    for k in sorted(set(request.k_N) - {0}):
+        for is_topk in (True, False):
+            chosen = np.flatnonzero((k_P == k) & (topk_P == is_topk))
+            if not len(chosen):
+                continue
+            block = _Block(
+                ids_PK=_rows(reply.ids, starts_P[chosen], k),
+                logprobs_PK=_rows(reply.logprobs, starts_P[chosen], k),
+                judged_P=reply.judged_P[chosen],
+                sampled_P=reply.sampled_P[chosen],
+            )
+            named_PK = None if is_topk else _rows(request.ids, named_starts_P[chosen], k)
+            for what, bad_P in block.problems(named_PK, origin.vocab):
+                if bad_P.any():
+                    at = int(bad_P.argmax())
+                    place = int(chosen[at])
+                    shown = f"ids {block.ids_PK[at, :4].tolist()} …, logprobs {block.logprobs_PK[at, :4].tolist()} …"
+                    raise wrong(f"{what} ({shown})", int(rows_P[place]), int(request.positions_P[place]))
+
+
+def _rows(flat: np.ndarray, starts: np.ndarray, k: int) -> np.ndarray:
+    """[positions, K]; a view when the block is the whole array."""
+    if len(starts) * k == len(flat):
+        return flat.reshape(len(starts), k)
+    return flat[starts[:, None] + np.arange(k)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    ids_PK: np.ndarray
+    logprobs_PK: np.ndarray
+    judged_P: np.ndarray
+    sampled_P: np.ndarray
+
+    def problems(self, named_PK: np.ndarray | None, vocab: int) -> list[tuple[str, np.ndarray]]:
+        """(what is wrong, bool [positions] where) for every check; `named_PK` are the ids asked for, if any were."""
+        possible_P = (np.isfinite(self.logprobs_PK) & (self.logprobs_PK <= ABOVE_ZERO)).all(1)
+        if not possible_P.all():
+            return [("a candidate's logprob is not a finite number ≤ 0", ~possible_P)]
+        if named_PK is not None:
+            return [("other ids than were asked for", (self.ids_PK != named_PK).any(1)), self._twin_problem()]
+        sorted_ids_PK = np.sort(self.ids_PK, axis=1)
+        found = [
+            ("candidates are not sorted, best first", (np.diff(self.logprobs_PK, axis=1) > UNSORTED).any(1)),
+            ("a candidate id is negative", self.ids_PK.min(1) < 0),
+            ("a candidate appears twice", (np.diff(sorted_ids_PK, axis=1) == 0).any(1)),
+            (
+                "candidates hold more than all probability",
+                np.exp(self.logprobs_PK, dtype=np.float32).sum(1) > 1 + ABOVE_ONE,
+            ),
+            self._twin_problem(),
+            (
+                "the judged token is likelier than the last candidate yet not among them",
+                ~(self.ids_PK == self.judged_P[:, None]).any(1)
+                & (self.sampled_P > self.logprobs_PK[:, -1] + DISAGREE),
+            ),
+        ]
+        if vocab:
+            found.append(
+                (f"a candidate id is outside the vocabulary of {vocab}", self.ids_PK.max(1) >= vocab)
+            )
+        return found
+
+    def _twin_problem(self) -> tuple[str, np.ndarray]:
+        """Where the judged token is among the candidates, both logprobs must be the same number."""
+        twin_PK = self.ids_PK == self.judged_P[:, None]
+        differs_PK = np.abs(self.logprobs_PK - self.sampled_P[:, None]) > DISAGREE
+        return "the judged token has two different logprobs: the reply is shifted or mixed up", (
+            twin_PK & differs_PK
+        ).any(1)
+
+
+def _check_hidden(request: ScoreRequest, reply: ScoreReply, rows_P: np.ndarray, wrong: Wrong) -> None:
+    """bfloat16 is not finite when its eight exponent bits are all ones."""
+    states = reply.hidden.reshape(-1, reply.hidden_size)
+    broken = ((states & 0x7F80) == 0x7F80).any(1)
+    if broken.any():
+        is_hidden_P = np.array([signal is Signal.HIDDEN for signal in request.signals])[rows_P]
+        place = int(np.flatnonzero(is_hidden_P)[int(broken.argmax())])
+        raise wrong("a hidden state is not finite", int(rows_P[place]), int(request.positions_P[place]))

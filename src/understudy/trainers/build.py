@@ -1,0 +1,159 @@
+"""The one place where a recipe becomes a running system. Everyone else gets plain arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import torch
+
+from understudy.cluster.local import LocalProcesses
+from understudy.config import Recipe
+from understudy.dataplane.base import Retain
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.engines.base import Sampling
+from understudy.losses.objective import Objective
+from understudy.observability.live import LiveView
+from understudy.observability.metrics import MetricsWriter
+from understudy.observability.rundir import RunDir
+from understudy.observability.spans import Spans
+from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.optimizer import AdamWSettings
+from understudy.policy.policy import Policy, PolicySettings
+from understudy.policy.schedule import Schedule, ScheduleKind
+from understudy.rollout.cursor import PromptCursor
+from understudy.rollout.dataset import load_dataset
+from understudy.rollout.loops import LoopChoice
+from understudy.rollout.render import Renderer
+from understudy.rollout.rewards import Rewards, load_reward
+from understudy.teacher.vocabulary import Vocabulary
+from understudy.trainers.evaluate import eval_prompts
+from understudy.trainers.gather import Lane
+from understudy.trainers.loading import LoadedModel, load_model
+from understudy.trainers.system import System
+from understudy.trainers.teachers import manifests_of, router_of, start_teachers, teacher_lanes
+from understudy.weights.in_process import InProcessPublisher
+
+
+@asynccontextmanager
+async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView) -> AsyncIterator[System]:
+    """Start everything a run needs; whatever happens, everything started is stopped again."""
+    async with AsyncExitStack() as stack:
+        deterministic = is_deterministic(recipe)
+        _steady_torch(recipe, deterministic)
+        view.phase(f"loading the student {recipe.student.model}")
+        student = await asyncio.to_thread(_load_student, recipe)
+        vocabulary = Vocabulary.of(student.tokenizer)
+        pools = await start_teachers(recipe, processes, vocabulary, view, secrets.token_urlsafe(24), deterministic)
+        for pool in pools.values():
+            stack.push_async_callback(pool.close)
+
+        policy = Policy(student.model, _policy_settings(recipe))
+        engine = student.engine(recipe.rollout.max_batch)
+        stack.push_async_callback(engine.close)
+        publisher = InProcessPublisher(policy.model, engine)
+        await publisher.publish(0)
+
+        plane = await EmbeddedDataPlane.open(
+            run.journal, retain=Retain.UNTIL_ACK if deterministic else Retain.UNTIL_SETTLED, dead_letters=run.dead_letters
+        )
+        stack.push_async_callback(plane.close)
+        renderer = Renderer(student.tokenizer, context=student.context, reserve=recipe.rollout.max_new_tokens)
+        rewards = [load_reward(recipe.data.reward)] if recipe.data.reward else []
+        metrics = MetricsWriter(run.metrics)
+        stack.callback(metrics.close)
+        spans = Spans(run.spans)
+        stack.callback(spans.close)
+        yield System(
+            recipe=recipe,
+            run=run,
+            tokenizer=student.tokenizer,
+            renderer=renderer,
+            sampling=_sampling(recipe, student),
+            engine=engine,
+            engine_lane=Lane("generate", engine.generate, recipe.rollout.max_batch),
+            policy=policy,
+            objective=objective_of(recipe),
+            publisher=publisher,
+            pools=pools,
+            router=router_of(recipe),
+            teacher_lanes=teacher_lanes(pools, deterministic),
+            plane=plane,
+            cursor=PromptCursor(load_dataset(recipe.data.train), recipe.run.seed, recipe.data.shuffle),
+            loops=LoopChoice(recipe.rollout.agent),
+            rewards=Rewards(rewards, renderer),
+            checkpoints=CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints),
+            eval_prompts=eval_prompts(load_dataset(recipe.data.eval), recipe.trainer.eval_samples) if recipe.data.eval else [],
+            metrics=metrics,
+            spans=spans,
+            view=view,
+            deterministic=deterministic,
+            manifests=manifests_of(pools),
+        )
+
+
+def is_deterministic(recipe: Recipe) -> bool:
+    if recipe.run.determinism is not None:
+        return recipe.run.determinism == "full"
+    return recipe.student.device == "cpu" or (recipe.student.device == "auto" and not torch.cuda.is_available())
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    loss = recipe.loss
+    return Objective(
+        kind=loss.kind,
+        signal=loss.signal,
+        tail=loss.tail,
+        beta=loss.beta,
+        alpha=loss.alpha,
+        mixture_weight=loss.mixture_weight,
+        policy_gradient=loss.policy_gradient,
+        distill_coef=loss.distill_coef,
+        task_coef=loss.task_coef,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        tis_cap=loss.tis_cap,
+        discount=loss.discount,
+        per_token_clamp=loss.per_token_clamp,
+        backend=loss.backend,
+    )
+
+
+def _load_student(recipe: Recipe) -> LoadedModel:
+    student = recipe.student
+    return load_model(
+        student.model, dtype=student.dtype, device=student.device, trust_remote_code=student.trust_remote_code, revision=student.revision
+    )
+
+
+def _policy_settings(recipe: Recipe) -> PolicySettings:
+    trainer = recipe.trainer
+    return PolicySettings(
+        schedule=Schedule(ScheduleKind(trainer.schedule), trainer.learning_rate, trainer.steps, trainer.warmup_steps),
+        adamw=AdamWSettings(weight_decay=trainer.weight_decay, grad_clip=trainer.grad_clip),
+        gradient_checkpointing=recipe.student.gradient_checkpointing,
+        loss_temperature=recipe.loss.student_temperature,
+    )
+
+
+def _sampling(recipe: Recipe, student: LoadedModel) -> Sampling:
+    rollout = recipe.rollout
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        stop_ids=student.stop_ids,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
+
+
+def _steady_torch(recipe: Recipe, deterministic: bool) -> None:
+    """Sums depend on how they are split over threads, so the thread count is part of a deterministic run."""
+    if recipe.run.threads is not None:
+        torch.set_num_threads(recipe.run.threads)
+    torch.manual_seed(recipe.run.seed)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)

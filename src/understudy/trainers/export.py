@@ -1,0 +1,32 @@
+"""A run's student as a Hugging Face folder with a model card."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from understudy.config import parse_recipe
+from understudy.observability.metrics import read_metrics, without_clock
+from understudy.observability.rundir import RunDir, read_json
+from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.export import export
+from understudy.trainers.preflight import describe
+
+
+def export_run(run_path: Path, out: Path) -> Path:
+    run = RunDir.open(run_path)
+    recipe = parse_recipe(read_json(run.recipe))
+    store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
+    checkpoint = store.load()
+    metrics = [line for line in read_metrics(run.metrics) if line["step"] <= checkpoint.step]
+    card = {
+        "student": recipe.student.model,
+        "teachers": {name: teacher.model for name, teacher in recipe.teachers.items()},
+        "objective": describe(recipe).name,
+        "step": checkpoint.step,
+        "data": checkpoint.extra["cursor"]["dataset"],
+        "command": f"understudy train (recipe.json in {run.path.name})",
+        "versions": {name: importlib.metadata.version(name) for name in ("understudy", "torch", "transformers")},
+        "metrics": without_clock(metrics[-1]) if metrics else {},
+    }
+    return export(checkpoint.path, Path(recipe.student.model), out, card)

@@ -1,0 +1,156 @@
+"""Concurrent calls become batches.
+
+Many samples are in the making at once, and each asks for one generation or one score at a time. An engine and a
+teacher work best on batches. This file joins the calls, under one of two rules:
+
+`Cohort` (determinism "full"): a batch is composed by KEY. A cohort is a fixed set of samples. Whenever every living
+    member is waiting and nothing is in flight, all waiting calls are sorted by key, cut into chunks and launched.
+    Which calls wait at such a moment depends on what the samples do, never on who was quicker; so batches, and with them
+    every bit of every result, repeat. Cohorts overlap: one is scored while the next one generates.
+
+`Arrivals` (determinism "fast"): a lane that is free takes whatever waits. No barrier anywhere.
+
+        member A ──generate──┐                       ┌─ chunk 0 ──> lane.run([...])
+        member B ──generate──┼── all wait? sort, cut ┤
+        member C ──score─────┘                       └─ chunk 1 ──> lane.run([...])
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Where calls of one kind go: an engine, or one teacher."""
+
+    name: str
+    run: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
+    limit: int
+    """Calls in one batch at most."""
+
+
+class Gather(Protocol):
+    def member(self) -> AbstractAsyncContextManager[None]: ...
+    async def call(self, lane: Lane, key: str, item: Any) -> Any: ...
+
+
+@dataclass(slots=True)
+class _Call:
+    key: str
+    item: Any
+    result: asyncio.Future[Any]
+
+
+async def _run(lane: Lane, calls: Sequence[_Call]) -> None:
+    """Launch one batch and hand each caller its own result, or the batch's error."""
+    try:
+        results = await lane.run([call.item for call in calls])
+        if len(results) != len(calls):
+            raise RuntimeError(f"lane {lane.name} gave {len(results)} results for {len(calls)} calls")
+    except BaseException as error:
+        for call in calls:
+            if not call.result.done():
+                call.result.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
+        return
+    for call, result in zip(calls, results, strict=True):
+        if not call.result.done():
+            call.result.set_result(result)
+
+
+@dataclass(slots=True)
+class Cohort:
+    """Batches by key; see the head of the file."""
+
+    size: int
+    """How many members will come; the first batch waits for all of them."""
+    _entered: int = 0
+    _running: int = 0
+    _in_flight: int = 0
+    _waiting: dict[str, tuple[Lane, list[_Call]]] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def member(self) -> AsyncIterator[None]:
+        self._entered += 1
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._launch_if_all_wait()
+
+    async def call(self, lane: Lane, key: str, item: Any) -> Any:
+        call = _Call(key, item, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(lane.name, (lane, []))[1].append(call)
+        self._running -= 1
+        self._launch_if_all_wait()
+        try:
+            return await call.result
+        finally:
+            self._running += 1
+
+    def _launch_if_all_wait(self) -> None:
+        if self._entered < self.size or self._running or self._in_flight or not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, {}
+        for name in sorted(waiting):
+            lane, calls = waiting[name]
+            calls.sort(key=lambda call: call.key)
+            for start in range(0, len(calls), lane.limit):
+                self._in_flight += 1
+                task = asyncio.create_task(self._chunk(lane, calls[start : start + lane.limit]))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _chunk(self, lane: Lane, calls: Sequence[_Call]) -> None:
+        try:
+            await _run(lane, calls)
+        finally:
+            # The callers wake after this task; let them ask again or leave before the next look.
+            self._in_flight -= 1
+            asyncio.get_running_loop().call_soon(self._launch_if_all_wait)
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Batches by arrival; a free lane takes whatever waits."""
+
+    parallel: int = 1
+    """Batches of one lane in flight at once."""
+    _waiting: dict[str, list[_Call]] = field(default_factory=dict)
+    _busy: dict[str, int] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def member(self) -> AsyncIterator[None]:
+        yield
+
+    async def call(self, lane: Lane, key: str, item: Any) -> Any:
+        call = _Call(key, item, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(lane.name, []).append(call)
+        # One turn of the loop lets calls that are due now join the same batch.
+        asyncio.get_running_loop().call_soon(self._launch, lane)
+        return await call.result
+
+    def _launch(self, lane: Lane) -> None:
+        waiting = self._waiting.get(lane.name)
+        while waiting and self._busy.get(lane.name, 0) < self.parallel:
+            batch, waiting[:] = waiting[: lane.limit], waiting[lane.limit :]
+            self._busy[lane.name] = self._busy.get(lane.name, 0) + 1
+            task = asyncio.create_task(self._batch(lane, batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _batch(self, lane: Lane, calls: Sequence[_Call]) -> None:
+        try:
+            await _run(lane, calls)
+        finally:
+            self._busy[lane.name] -= 1
+            self._launch(lane)

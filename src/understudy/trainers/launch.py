@@ -1,0 +1,111 @@
+"""A run from its first file to its last: `launch` a recipe, `resume` a run directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from pathlib import Path
+
+from understudy.api import Run
+from understudy.cluster.local import LocalProcesses
+from understudy.config import Recipe, parse_recipe
+from understudy.errors import ConfigError, UnderstudyError
+from understudy.observability.live import LiveView
+from understudy.observability.logs import log_to
+from understudy.observability.metrics import read_metrics
+from understudy.observability.redact import redact
+from understudy.observability.report import write_report
+from understudy.observability.rundir import RunDir, read_json, write_atomically
+from understudy.trainers.build import build, is_deterministic
+from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.preflight import describe, preflight
+from understudy.trainers.resume import forget_after, last_checkpoint, restore
+from understudy.trainers.sync import train_sync
+
+logger = logging.getLogger(__name__)
+
+
+async def launch(recipe: Recipe, *, progress: bool = True, next_command: str | None = None) -> Run:
+    """Check everything, make a fresh run directory, and train."""
+    problems = preflight(recipe)
+    if problems:
+        raise ConfigError(problems)
+    run = RunDir.create(recipe.run.dir, recipe.run.name)
+    recipe = _settled(recipe, run)
+    write_atomically(run.recipe, json.dumps(redact(recipe.model_dump()), indent=1) + "\n")
+    return await _train(recipe, run, progress, next_command)
+
+
+async def resume(path: Path, *, progress: bool = True) -> Run:
+    """Continue a run from its last checkpoint, or from the start when it has none."""
+    run = RunDir.open(path)
+    recipe = parse_recipe(read_json(run.recipe))
+    problems = preflight(recipe)
+    if problems:
+        raise ConfigError(problems)
+    return await _train(recipe, run, progress, None)
+
+
+def _settled(recipe: Recipe, run: RunDir) -> Recipe:
+    """What depends on this machine is written down at the start, so that a resume elsewhere repeats it."""
+    threads = recipe.run.threads or os.cpu_count() or 1
+    determinism = "full" if is_deterministic(recipe) else "fast"
+    settings = recipe.run.model_copy(update={"threads": threads, "determinism": determinism, "dir": str(run.path)})
+    return recipe.model_copy(update={"run": settings})
+
+
+async def _train(recipe: Recipe, run: RunDir, progress: bool, next_command: str | None) -> Run:
+    lock = run.lock()
+    handler = log_to(run.logs / "trainer.log")
+    processes = LocalProcesses(run.logs, recipe.cluster.start_timeout_seconds)
+    outcome, detail, steps = "failed", "", 0
+    facts: dict[str, object] = {"objective": describe(recipe).name}
+    try:
+        with LiveView(recipe.trainer.steps, enabled=progress) as view, Interrupts(view.note, processes.kill_now) as stop:
+            _write_state(run, "running", "", facts)
+            view.phase(f"run directory {run.path}")
+            checkpoint = last_checkpoint(run, recipe.trainer.keep_checkpoints)
+            if checkpoint and checkpoint.step >= recipe.trainer.steps:
+                view.note(f"nothing to do: {run.path} took all its {checkpoint.step} steps already")
+            forget_after(run, checkpoint.step if checkpoint else None)
+            async with build(recipe, run, processes, view) as system:
+                await system.plane.rewind(checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic)
+                if checkpoint:
+                    await restore(system, checkpoint)
+                    await system.publisher.publish(checkpoint.step)
+                    view.note(f"continuing after step {checkpoint.step}")
+                stop.training = True
+                steps = await train_sync(system, stop)
+                facts |= {"rows_trained": system.tally.rows_trained, "dead_letters": system.tally.dead_letters}
+        outcome = "finished" if steps >= recipe.trainer.steps else "stopped"
+    except asyncio.CancelledError:
+        outcome, detail = "stopped", "interrupted while starting"
+        raise KeyboardInterrupt from None
+    except BaseException as error:
+        detail = f"{type(error).__name__}: {error}"
+        logger.exception("the run failed")
+        raise _first_cause(error) from None
+    finally:
+        await processes.close()
+        _write_state(run, outcome, detail, facts)
+        logging.getLogger("understudy").removeHandler(handler)
+        handler.close()
+        lock.close()
+    if read_metrics(run.metrics):
+        await asyncio.to_thread(write_report, run, next_command or f"understudy export {run.path} my-student")
+    return Run(run.path, steps, read_metrics(run.metrics))
+
+
+def _write_state(run: RunDir, status: str, detail: str, facts: dict[str, object]) -> None:
+    state = {"status": status, "detail": detail, "pid": os.getpid(), **facts}
+    write_atomically(run.state, json.dumps(redact(state), indent=1) + "\n")
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Out of a task group, the first of our own errors: the others followed from it."""
+    while isinstance(error, BaseExceptionGroup):
+        ours = [inner for inner in error.exceptions if isinstance(inner, UnderstudyError)]
+        error = ours[0] if ours else error.exceptions[0]
+    return error

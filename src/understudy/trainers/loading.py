@@ -1,0 +1,59 @@
+"""Models as a run needs them: on their device, with the ids that end and pad a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from understudy.engines.hf import HFEngine
+from understudy.errors import DataError
+from understudy.policy.load import load_student
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+    device: torch.device
+    stop_ids: tuple[int, ...]
+    """Ids that end a turn: the generation config's, and the tokenizer's own EOS."""
+
+    @property
+    def pad_id(self) -> int:
+        """Filling that is never attended to: any id would do."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad) if pad is not None else self.stop_ids[0]
+
+    def engine(self, max_batch: int) -> HFEngine:
+        return HFEngine(self.model, max_batch=max_batch, device=self.device, pad_id=self.pad_id, max_length=self.context)
+
+
+def load_model(
+    name: str, *, dtype: str = "float32", device: str = "auto", trust_remote_code: bool = False, revision: str | None = None
+) -> LoadedModel:
+    where = resolve_device(device)
+    student = load_student(name, dtype, where, trust_remote_code=trust_remote_code, revision=revision)
+    configured = student.model.generation_config.eos_token_id if student.model.generation_config else None
+    stops = configured if isinstance(configured, list) else [configured]
+    known = sorted({int(stop) for stop in [*stops, student.tokenizer.eos_token_id] if stop is not None})
+    if not known:
+        raise DataError(f"{name} names no end-of-sequence token; set eos_token_id in its generation_config.json")
+    return LoadedModel(student.model, student.tokenizer, student.context_length, where, tuple(known))
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+@torch.no_grad()
+def copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put a checkpoint's weights into a model; a tied tensor is stored once, so a missing twin is fine."""
+    own = model.state_dict()
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)

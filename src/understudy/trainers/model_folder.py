@@ -1,0 +1,120 @@
+"""What a model folder says about itself, read without torch: sizes, context, token→id map, special ids.
+
+`understudy check` and `understudy plan` look at models through this file, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from understudy.errors import DataError
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a name that is no folder here can be a hub id (`Qwen/Qwen3-0.6B`) rather than a mistyped path."""
+    path = Path(model)
+    return bool(_HUB_ID.match(model)) and not path.exists() and not (len(path.parts) > 1 and Path(path.parts[0]).exists())
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    path: Path
+
+    @classmethod
+    def open(cls, path: str, role: str) -> ModelFolder:
+        """`role` names the recipe key in errors, for example `student.model`."""
+        folder = cls(Path(path))
+        if not folder.path.is_dir():
+            raise DataError(f"{role} = {path!r}: no such folder; give a folder with config.json, or a hub id like 'Qwen/Qwen3-0.6B'")
+        missing = [name for name in ("config.json", "tokenizer.json") if not (folder.path / name).is_file()]
+        if missing:
+            raise DataError(f"{role} = {path!r}: the folder has no {' and no '.join(missing)}; save the model with save_pretrained")
+        if not folder.weight_files:
+            raise DataError(f"{role} = {path!r}: no *.safetensors in the folder; save the weights as safetensors")
+        return folder
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "config.json").read_text()))
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        """Multimodal configs keep the language model's keys one level down."""
+        return dict(self.config.get("text_config") or self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._text["vocab_size"])
+
+    @property
+    def context(self) -> int | None:
+        value = self._text.get("max_position_embeddings")
+        return int(value) if value else None
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return sorted(self.path.glob("*.safetensors"))
+
+    @cached_property
+    def parameters(self) -> int:
+        """Counted from the headers of the weight files."""
+        return sum(_count_parameters(file) for file in self.weight_files)
+
+    @cached_property
+    def _tokenizer(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "tokenizer.json").read_text()))
+
+    @cached_property
+    def token_ids(self) -> dict[str, int]:
+        """The token→id map, added tokens included."""
+        vocab = self._tokenizer["model"].get("vocab", {})
+        if isinstance(vocab, list):  # Unigram: [[token, score], …]
+            vocab = {entry[0]: i for i, entry in enumerate(vocab)}
+        return {**vocab, **{token["content"]: token["id"] for token in self._tokenizer.get("added_tokens", [])}}
+
+    @cached_property
+    def special_ids(self) -> dict[str, Any]:
+        """What ends, starts and pads a sequence, as the tokenizer and the generation config say."""
+        config = _optional(self.path / "tokenizer_config.json")
+        found: dict[str, Any] = {}
+        for role in ("bos_token", "eos_token", "pad_token"):
+            token = config.get(role)
+            token = token.get("content") if isinstance(token, dict) else token
+            found[role] = self.token_ids.get(token) if token is not None else None
+        eos = _optional(self.path / "generation_config.json").get("eos_token_id", self._text.get("eos_token_id"))
+        found["generation eos"] = sorted(eos) if isinstance(eos, list) else [eos]
+        return found
+
+    @property
+    def chat_template(self) -> str | None:
+        separate = self.path / "chat_template.jinja"
+        if separate.is_file():
+            return separate.read_text()
+        template = _optional(self.path / "tokenizer_config.json").get("chat_template")
+        return template if isinstance(template, str) else None
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def _count_parameters(path: Path) -> int:
+    with path.open("rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header = json.loads(handle.read(length))
+    total = 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            size = 1
+            for dimension in entry["shape"]:
+                size *= dimension
+            total += size
+    return total

@@ -1,0 +1,169 @@
+"""The first verb: a prompt becomes complete rows in the data plane.
+
+    prompt ──agent loop──> trajectories ──reward──> journal ──teacher──> scores ──> journal
+
+The rollout is journalled before it is scored, so a teacher outage never costs a finished rollout. A sample that
+fails (its template, its reward, its tool, its score) becomes a dead letter with the reason; the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from understudy.dataplane.base import GroupPolicy, RowInfo
+from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.errors import ClusterError, DataPlaneError, EngineError
+from understudy.rollout.agent import LoopContext
+from understudy.rollout.seeds import derive_seed
+from understudy.trainers.gather import Arrivals, Cohort, Gather
+from understudy.trainers.system import PARTITION, System
+from understudy.types.batch import BatchMeta
+from understudy.types.prompt import Prompt, row_key
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.trajectory import StopReason, Trajectory
+
+logger = logging.getLogger(__name__)
+
+SCORED = "teacher"
+"""The column that is there once a row's scores are."""
+_INFRASTRUCTURE = (ClusterError, DataPlaneError, EngineError)
+"""Not one sample's fault: these end the run."""
+
+
+async def produce_step(system: System, prompts: Sequence[Prompt], step: int) -> None:
+    """Produce every session of these prompts; whatever the journal already holds is reused as it is."""
+    samples = [(prompt, session) for prompt in prompts for session in range(system.recipe.rollout.n)]
+    keys = [row_key(prompt.key, session) for prompt, session in samples]
+    group = GroupPolicy.TRAIN_REST if system.recipe.rollout.n > 1 else None
+    issued = await system.plane.issue(PARTITION, keys, step=step, group=group)
+    system.tally.issued += len(issued)
+    held = {} if len(issued) == len(keys) else await system.plane.list(PARTITION)
+    waiting = [(prompt, session, held.get(key)) for (prompt, session), key in zip(samples, keys, strict=True) if key in issued or key in held]
+    async with asyncio.TaskGroup() as tasks:
+        for members in _cohorts(system, waiting):
+            gather: Gather = Cohort(len(members)) if system.deterministic else Arrivals()
+            for prompt, session, row in members:
+                tasks.create_task(_produce(system, prompt, session, row, gather))
+
+
+def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
+    """Under full determinism samples are grouped by key; each group generates and is scored as one."""
+    size = system.recipe.rollout.max_batch if system.deterministic else max(len(samples), 1)
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+async def _produce(system: System, prompt: Prompt, session: int, held: RowInfo | None, gather: Gather) -> None:
+    """One sample's whole path; never raises for what is this sample's own fault."""
+    key = row_key(prompt.key, session)
+    async with gather.member():
+        try:
+            async with asyncio.timeout(system.recipe.rollout.deadline_seconds):
+                if held is None or "tokens" not in held.columns:
+                    trajectories = await _roll_out(system, prompt, session, gather)
+                    await system.plane.put(PARTITION, {one.key: rollout_columns(one) for one in trajectories}, _tags(prompt, trajectories))
+                elif SCORED not in held.columns:
+                    trajectories = [await _stored(system, key)]
+                else:
+                    return
+                if system.router is not None:
+                    await asyncio.gather(*(_score(system, prompt, one, gather) for one in trajectories))
+        except _INFRASTRUCTURE:
+            raise
+        except Exception as error:
+            await _bury(system, key, error)
+
+
+async def _roll_out(system: System, prompt: Prompt, session: int, gather: Gather) -> list[Trajectory]:
+    key = row_key(prompt.key, session)
+
+    async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        seed = derive_seed(system.recipe.run.seed, prompt.epoch, prompt.key, session, turn)
+        request = GenerateRequest(f"{key}/{turn}", tokens, sampling, seed, session=key)
+        result: Generation = await gather.call(system.engine_lane, request.key, request)
+        return result
+
+    context = LoopContext(
+        generate=generate,
+        renderer=system.renderer,
+        sampling=system.sampling,
+        prompt_key=prompt.key,
+        session=session,
+        context=system.policy.context_length,
+    )
+    with system.spans.span("rollout", key=key):
+        trajectories = await system.loops.of(prompt).run(prompt, context)
+    with system.spans.span("reward", key=key):
+        return [await system.rewards.judge(prompt, trajectory) for trajectory in trajectories]
+
+
+async def _score(system: System, prompt: Prompt, trajectory: Trajectory, gather: Gather) -> None:
+    """Ask the row's teacher as soon as this rollout is there, and journal the answer."""
+    assert system.router is not None
+    loss = system.recipe.loss
+    teacher = system.router.route(_routing_value(system, prompt))
+    item = ScoreItem(trajectory.key, trajectory.tokens, trajectory.positions, Signal(loss.signal), k=loss.topk if loss.signal == "topk" else 0)
+    with system.spans.span("score", key=trajectory.key, teacher=teacher):
+        scores: TeacherScores = await gather.call(system.teacher_lanes[teacher], trajectory.key, item)
+    await system.plane.put(PARTITION, {trajectory.key: score_columns(scores)})
+
+
+def _routing_value(system: System, prompt: Prompt) -> Any:
+    column = system.recipe.data.teacher_key
+    return prompt.data_source if column == "data_source" else prompt.columns.get(column)
+
+
+async def _bury(system: System, key: str, error: Exception) -> None:
+    """One bad sample is data, not a crash; too many of them stop the run."""
+    reason = f"{type(error).__name__}: {error}" if not isinstance(error, TimeoutError) else "rollout.deadline_seconds ran out"
+    logger.warning("dead letter %s: %s", key, reason)
+    system.tally.dead_letters += 1
+    await system.plane.dead_letter(PARTITION, key, reason, {"trace": traceback.format_exception(error)[-6:]})
+    allowed = max(system.recipe.trainer.max_dead_letters * system.recipe.trainer.steps * system.recipe.trainer.batch_size * system.recipe.rollout.n, 1)
+    if system.tally.dead_letters > allowed:
+        raise ClusterError(
+            f"{system.tally.dead_letters} rows failed, more than trainer.max_dead_letters = {system.recipe.trainer.max_dead_letters} allows; "
+            f"the last: {reason}. See {system.run.dead_letters}"
+        )
+    if system.tally.dead_letters == 1:
+        system.view.note(f"row {key} failed and was set aside ({reason}); see {system.run.dead_letters}")
+
+
+async def _stored(system: System, key: str) -> Trajectory:
+    """A rollout that an earlier launch journalled and did not get scored."""
+    streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
+    columns = await system.plane.get(BatchMeta(PARTITION, (key,)), (*streams, "stop_reason"))
+    arrays = {name: np.asarray(columns[name][0]) for name in streams}
+    return Trajectory(key=key, stop_reason=StopReason(columns["stop_reason"][0]), **arrays)
+
+
+def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "tokens": trajectory.tokens,
+        "loss_mask": trajectory.loss_mask,
+        "behaviour_logprobs": trajectory.behaviour_logprobs,
+        "weight_versions": trajectory.weight_versions,
+        "stop_reason": str(trajectory.stop_reason),
+        "reward": trajectory.reward,
+        "turns": trajectory.turns,
+        "metrics": dict(trajectory.metrics),
+    }
+
+
+def score_columns(scores: TeacherScores) -> dict[str, Any]:
+    columns: dict[str, Any] = {SCORED: scores.teacher, "teacher_logprobs": scores.sampled_logprobs}
+    if scores.ids is not None:
+        columns["teacher_ids"] = scores.ids
+        columns["teacher_topk_logprobs"] = scores.logprobs
+    if scores.hidden is not None:
+        columns["teacher_hidden"] = scores.hidden
+    return columns
+
+
+def _tags(prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str, dict[str, Any]]:
+    return {one.key: {"data_source": prompt.data_source, "prompt": prompt.key} for one in trajectories}

@@ -1,0 +1,74 @@
+"""The sync trainer: produce a batch, update, publish, repeat.
+
+        ┌───────────────────────────── one step ──────────────────────────────┐
+    cursor ──prompts──> produce ──rows──> claim ──batch──> update ──> ack ──> publish ──> next step
+                          ▲  every row: rollout → journal → teacher → journal        │
+                          └────────────────── weights of version = step ─────────────┘
+
+A crash anywhere is harmless: the last checkpoint names a step, the journal is rewound to it, metrics are cut back to
+it, and the steps after it are made again from the same seeds.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from understudy.observability.faults import point
+from understudy.trainers.evaluate import evaluate
+from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.produce import produce_step
+from understudy.trainers.resume import save_checkpoint
+from understudy.trainers.system import System
+from understudy.trainers.teachers import teacher_metrics
+from understudy.trainers.update import claim_batch, step_metrics, update
+
+
+async def train_sync(system: System, stop: Interrupts) -> int:
+    """Run until the recipe's last step, or until somebody asks to stop; returns the last step taken."""
+    trainer = system.recipe.trainer
+    step = system.policy.step
+    if step == 0:
+        line = await evaluate(system, step=0, teachers=True)
+        if line:
+            system.view.step(system.metrics.write(0, line))
+    saved = step
+    while step < trainer.steps and not stop.requested:
+        step += 1
+        line = await take_step(system, step)
+        if trainer.eval_every and step % trainer.eval_every == 0 or step == trainer.steps:
+            line |= await evaluate(system, step)
+        system.view.step(system.metrics.write(step, line))
+        point("sync.after_metrics")
+        if step % trainer.checkpoint_every == 0 or step == trainer.steps or stop.requested:
+            await save_checkpoint(system, step)
+            saved = step
+    if saved != step:
+        await save_checkpoint(system, step)
+    return step
+
+
+async def take_step(system: System, step: int) -> dict[str, Any]:
+    """One turn of the drawing; returns the step's metrics."""
+    started = time.monotonic()
+    spans = system.spans
+    with spans.span("produce", step=step):
+        await produce_step(system, system.cursor.take(system.recipe.trainer.batch_size), step)
+    point("sync.after_produce")
+    with spans.span("claim", step=step):
+        lease, batch, metrics = await claim_batch(system)
+    queue_depth = (await system.plane.depth("train")).rows
+    with spans.span("update", step=step):
+        result = await update(system, batch)
+    point("sync.after_update")
+    await system.plane.ack(lease, step)
+    point("sync.after_ack")
+    with spans.span("publish", step=step):
+        await system.publisher.publish(step)
+    system.tally.rows_trained += len(batch)
+    seconds = time.monotonic() - started
+    metrics |= step_metrics(result, batch)
+    metrics |= {f"time/{name}": total for name, total in spans.take_totals().items()}
+    metrics |= {f"time/update/{name}": value for name, value in result.seconds.items()}
+    metrics |= {"time/step": seconds, "perf/tokens_per_second": result.tokens / seconds, "perf/queue_depth": float(queue_depth)}
+    return metrics | teacher_metrics(system)

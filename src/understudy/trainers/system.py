@@ -1,0 +1,73 @@
+"""One run's parts, put together by `build` and used by the two verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from understudy.config import Recipe
+from understudy.observability.live import LiveView
+from understudy.observability.metrics import MetricsWriter
+from understudy.observability.rundir import RunDir
+from understudy.observability.spans import Spans
+from understudy.trainers.gather import Lane
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from understudy.dataplane.base import DataPlane
+    from understudy.engines.base import Engine, Sampling
+    from understudy.losses.objective import Objective
+    from understudy.policy.checkpoint import CheckpointStore
+    from understudy.policy.policy import Policy
+    from understudy.rollout.cursor import PromptCursor
+    from understudy.rollout.loops import LoopChoice
+    from understudy.rollout.render import Renderer
+    from understudy.rollout.rewards import Rewards
+    from understudy.teacher.pool import TeacherPool
+    from understudy.teacher.route import TeacherRouter
+    from understudy.types.prompt import Prompt
+    from understudy.weights.base import WeightPublisher
+
+PARTITION = "train"
+
+
+@dataclass
+class Tally:
+    """What the run has done so far, this launch and earlier ones."""
+
+    rows_trained: int = 0
+    dead_letters: int = 0
+    issued: int = 0
+
+
+@dataclass(frozen=True)
+class System:
+    recipe: Recipe
+    run: RunDir
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    sampling: Sampling
+    engine: Engine
+    engine_lane: Lane
+    policy: Policy
+    objective: Objective
+    publisher: WeightPublisher
+    pools: Mapping[str, TeacherPool]
+    router: TeacherRouter | None
+    """None when the run has no teacher and learns from rewards alone."""
+    teacher_lanes: Mapping[str, Lane]
+    plane: DataPlane
+    cursor: PromptCursor
+    loops: LoopChoice
+    rewards: Rewards
+    checkpoints: CheckpointStore
+    eval_prompts: Sequence[Prompt]
+    metrics: MetricsWriter
+    spans: Spans
+    view: LiveView
+    deterministic: bool
+    manifests: Mapping[str, Mapping[str, Any]]
+    """What each teacher said it is, stored with checkpoints and compared on resume."""
+    tally: Tally = field(default_factory=Tally)

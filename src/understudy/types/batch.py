@@ -1,0 +1,141 @@
+"""Rows by name (`BatchMeta`), and rows with their data (`Batch`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from understudy.types.jagged import Jagged
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMeta:
+    """The names of rows in a data plane, without their data: small enough to travel anywhere."""
+
+    partition: str
+    keys: tuple[str, ...]
+    fields: tuple[str, ...] = ()
+    """Columns present on every one of these rows."""
+    tags: tuple[Mapping[str, Any], ...] = ()
+    """One small dict per key, or nothing at all."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(set(self.keys)) != len(self.keys):
+            seen: set[str] = set()
+            twice = sorted({key for key in self.keys if key in seen or seen.add(key)})  # type: ignore[func-returns-value]
+            raise ValueError(f"duplicate keys in a batch: {twice[:5]}; every row may appear once")
+        if self.tags and len(self.tags) != len(self.keys):
+            raise ValueError(f"{len(self.tags)} tags for {len(self.keys)} keys; give one per key, or none")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def at(self, indexes: Sequence[int]) -> BatchMeta:
+        tags = tuple(self.tags[i] for i in indexes) if self.tags else ()
+        return replace(self, keys=tuple(self.keys[i] for i in indexes), tags=tags)
+
+    def select(self, keys: Iterable[str]) -> BatchMeta:
+        """Only these keys, in the order given."""
+        place = {key: i for i, key in enumerate(self.keys)}
+        missing = [key for key in keys if key not in place]
+        if missing:
+            raise KeyError(f"not in this batch: {missing[:5]}")
+        return self.at([place[key] for key in keys])
+
+    def reorder(self, indexes: Sequence[int]) -> BatchMeta:
+        if sorted(indexes) != list(range(len(self))):
+            raise ValueError(f"reorder needs a permutation of 0 … {len(self) - 1}, got {list(indexes)[:8]} …")
+        return self.at(indexes)
+
+    def chunk(self, parts: int) -> list[BatchMeta]:
+        """`parts` contiguous pieces whose sizes differ by at most one; short batches give empty pieces."""
+        size, rest = divmod(len(self), parts)
+        bounds = [0]
+        for i in range(parts):
+            bounds.append(bounds[-1] + size + (1 if i < rest else 0))
+        return [self.at(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    @staticmethod
+    def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
+        """Rows of several metas of one partition, one after another."""
+        if not parts:
+            raise ValueError("concat needs at least one batch")
+        if len({part.partition for part in parts}) != 1:
+            raise ValueError(f"one partition per batch, got {sorted({part.partition for part in parts})}")
+        fields = tuple(name for name in parts[0].fields if all(name in part.fields for part in parts))
+        tagged = all(len(part.tags) == len(part) for part in parts)
+        return BatchMeta(
+            partition=parts[0].partition,
+            keys=tuple(key for part in parts for key in part.keys),
+            fields=fields,
+            tags=tuple(tag for part in parts for tag in part.tags) if tagged else (),
+            extra={name: value for part in parts for name, value in part.extra.items()},
+        )
+
+    def union(self, other: BatchMeta) -> BatchMeta:
+        """The same rows with the columns of both."""
+        if set(self.keys) != set(other.keys) or self.partition != other.partition:
+            raise ValueError("union needs the same keys in the same partition")
+        other = other.select(self.keys)
+        tags = tuple({**a, **b} for a, b in zip(self.tags, other.tags, strict=False)) if self.tags and other.tags else self.tags
+        fields = self.fields + tuple(name for name in other.fields if name not in self.fields)
+        return replace(self, fields=fields, tags=tags, extra={**self.extra, **other.extra})
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows ready to train on.
+
+    Per-token columns are aligned to `tokens` (index t belongs to token t) or, where named so, to the
+    loss-bearing positions of the row. Every column is a `Jagged` over the same rows, or one scalar a row.
+    """
+
+    keys: tuple[str, ...]
+    tokens: Jagged
+    """int64 [T]."""
+    loss_mask: Jagged
+    """bool [T]."""
+    behaviour_logprobs: Jagged
+    """float32 [T]; NaN where nothing was sampled."""
+    rewards: tuple[float, ...] = ()
+    """NaN where a row has none."""
+    teachers: tuple[str, ...] = ()
+    """Which teacher judged each row; empty when none did."""
+    teacher_logprobs: Jagged | None = None
+    """float32 [P], per loss-bearing position."""
+    teacher_ids: Jagged | None = None
+    """int64 [P, K]."""
+    teacher_topk_logprobs: Jagged | None = None
+    """float32 [P, K]."""
+    teacher_hidden: Jagged | None = None
+    """bfloat16 [P, H]."""
+    advantages: Jagged | None = None
+    """float32 [P]: of the task reward, already normalised."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def select(self, indexes: Sequence[int]) -> Batch:
+        """The named rows, in the order named."""
+
+        def pick(column: Jagged | None) -> Jagged | None:
+            return None if column is None else column.select(indexes)
+
+        tokens, loss_mask, behaviour = pick(self.tokens), pick(self.loss_mask), pick(self.behaviour_logprobs)
+        assert tokens is not None and loss_mask is not None and behaviour is not None
+        return Batch(
+            keys=tuple(self.keys[i] for i in indexes),
+            tokens=tokens,
+            loss_mask=loss_mask,
+            behaviour_logprobs=behaviour,
+            rewards=tuple(self.rewards[i] for i in indexes) if self.rewards else (),
+            teachers=tuple(self.teachers[i] for i in indexes) if self.teachers else (),
+            teacher_logprobs=pick(self.teacher_logprobs),
+            teacher_ids=pick(self.teacher_ids),
+            teacher_topk_logprobs=pick(self.teacher_topk_logprobs),
+            teacher_hidden=pick(self.teacher_hidden),
+            advantages=pick(self.advantages),
+        )

@@ -1,0 +1,36 @@
+"""A prompt instance: one dataset row met in one epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem to be attempted.
+
+    >>> Prompt(key="00000-0000017", ordinal=17, epoch=0, data_source="add",
+    ...        messages=({"role": "user", "content": "12+34="},), columns={"answer": "64"}).key
+    '00000-0000017'
+    """
+
+    key: str
+    """Unique per (epoch, dataset row); sorts in issue order as text: `{epoch:05d}-{place:07d}`."""
+    ordinal: int
+    """The row's place in the dataset file, counted from 0."""
+    epoch: int
+    data_source: str
+    """What routes the row to its teacher by default."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Chat messages; empty when `text` is set."""
+    text: str | None = None
+    """A plain prompt that is tokenized as it stands, without a chat template."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the dataset row (`answer`, `tools`, …), kept as it came."""
+
+
+def row_key(prompt_key: str, session: int, index: int = 0) -> str:
+    """The key of one trained row: the prompt instance, which of its n sessions, which output of that session."""
+    return f"{prompt_key}_{session}_{index}"

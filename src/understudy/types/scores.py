@@ -1,0 +1,55 @@
+"""What a teacher is asked and what it answers.
+
+Both are aligned to `positions`: entry p judges token `tokens[positions[p]]`, predicted from the tokens before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+
+class Signal(StrEnum):
+    SAMPLED = "sampled"
+    """log p_T(y_t) of the token the student wrote."""
+    TOPK = "topk"
+    """ids and full-softmax logprobs of the teacher's K best, plus log p_T(y_t)."""
+    AT_IDS = "at_ids"
+    """full-softmax logprobs at ids the caller names per position, plus log p_T(y_t)."""
+    HIDDEN = "hidden"
+    """the final hidden state before the head, plus log p_T(y_t); the head itself travels once per teacher."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreItem:
+    """One sequence to be judged."""
+
+    key: str
+    tokens: np.ndarray
+    """int32 [T]."""
+    positions: np.ndarray
+    """int32 [P], ascending, each in 1 … T−1: the tokens to judge."""
+    signal: Signal
+    k: int = 0
+    """How many candidates (`topk` only)."""
+    ids: np.ndarray | None = None
+    """int32 [P, K] (`at_ids` only)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """One teacher's verdict on one sequence; every logprob is of the full softmax at temperature 1."""
+
+    key: str
+    teacher: str
+    signal: Signal
+    sampled_logprobs: np.ndarray
+    """float32 [P]."""
+    ids: np.ndarray | None = None
+    """int32 [P, K]: `topk` (best first) and `at_ids` (as asked)."""
+    logprobs: np.ndarray | None = None
+    """float32 [P, K], beside `ids`."""
+    hidden: np.ndarray | None = None
+    """uint16 [P, H]: the bits of bfloat16 values (`hidden` only); numpy has no bfloat16."""

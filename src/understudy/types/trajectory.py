@@ -1,0 +1,63 @@
+"""What the student wrote: one flat token sequence with aligned per-token streams.
+
+There are no padded prompt and response halves. Stream index t belongs to token t; the logits that
+predict token t come from position t − 1. That is the one convention of the whole system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+
+class StopReason(StrEnum):
+    EOS = "eos"
+    """The model ended its turn."""
+    LENGTH = "length"
+    """The token budget ran out: the sample is truncated."""
+    STOP_STRING = "stop_string"
+    ABORTED = "aborted"
+    """Interrupted from outside (a weight update, a shutdown); what was written so far is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout.
+
+    Example, T = 5: prompt ``[bos, q]`` then the student wrote ``[a, b, eos]``:
+
+        tokens              [ 1,   7,    9,    8,    2  ]
+        loss_mask           [ 0,   0,    1,    1,    1  ]
+        behaviour_logprobs  [ nan, nan, -0.3, -1.2, -0.1]
+        weight_versions     [-1,  -1,    4,    4,    4  ]
+    """
+
+    key: str
+    tokens: np.ndarray
+    """int32 [T]: everything the model saw or wrote."""
+    loss_mask: np.ndarray
+    """bool [T]: True on every token the student generated, EOS included; never on prompt, tool or template tokens."""
+    behaviour_logprobs: np.ndarray
+    """float32 [T]: log-probability under the distribution actually sampled from; NaN where nothing was sampled."""
+    weight_versions: np.ndarray
+    """int32 [T]: the weight version that wrote the token; −1 where nothing was sampled."""
+    stop_reason: StopReason
+    turns: int = 1
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        for name in ("loss_mask", "behaviour_logprobs", "weight_versions"):
+            if len(getattr(self, name)) != length:
+                raise ValueError(f"trajectory {self.key}: {name} has {len(getattr(self, name))} entries for {length} tokens")
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int32 [P]: indexes of the loss-bearing tokens, ascending."""
+        return np.flatnonzero(self.loss_mask).astype(np.int32)
