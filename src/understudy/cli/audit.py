@@ -1,4 +1,4 @@
-"""Prove a run's accounting from its journal: issued = trained + dead-lettered + in flight, no key twice."""
+"""Prove a run's accounting from its journal: issued = trained + dead-lettered + evicted + in flight, no key twice."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from understudy.dataplane.ledger import audit
 
-    report = audit(RunDir.open(options.run).journal)
+    report = audit(RunDir.open(options.run).path)
     console = Console()
-    for name, value in report.lines():
-        console.print(f"{name:<14} {value}", highlight=False)
-    console.print("[green]the accounts balance[/]" if report.balanced else "[red]the accounts do NOT balance[/]")
+    console.print(str(report), highlight=False, soft_wrap=True)
+    for reason, count in report.reasons.items():
+        console.print(f"{count} × {reason}", highlight=False, markup=False, soft_wrap=True)
     return 0 if report.balanced else 1

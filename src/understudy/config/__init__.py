@@ -4,11 +4,12 @@ from understudy.config.loss import LossConfig
 from understudy.config.models import StudentConfig, TeacherConfig
 from understudy.config.recipe import Recipe, load_recipe, parse_recipe
 from understudy.config.rollout import DataConfig, RolloutConfig
-from understudy.config.trainer import ClusterConfig, RunConfig, TrainerConfig
+from understudy.config.trainer import ClusterConfig, DataPlaneConfig, RunConfig, TrainerConfig
 
 __all__ = [
     "ClusterConfig",
     "DataConfig",
+    "DataPlaneConfig",
     "LossConfig",
     "Recipe",
     "RolloutConfig",

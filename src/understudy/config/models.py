@@ -53,8 +53,6 @@ class TeacherConfig(Section):
     """Tokens of one forward of a replica."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 60.0
     """After this long without an answer a request is tried on another replica."""
-    restarts: Annotated[int, Field(ge=0)] = 5
-    """How often a dead replica is started again before the run gives it up."""
     revision: str | None = None
     trust_remote_code: bool = False
 

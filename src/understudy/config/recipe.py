@@ -19,7 +19,7 @@ from understudy.config.base import Section, explain, nearest
 from understudy.config.loss import LossConfig
 from understudy.config.models import StudentConfig, TeacherConfig
 from understudy.config.rollout import DataConfig, RolloutConfig
-from understudy.config.trainer import ClusterConfig, RunConfig, TrainerConfig
+from understudy.config.trainer import ClusterConfig, DataPlaneConfig, RunConfig, TrainerConfig
 from understudy.errors import ConfigError
 
 
@@ -32,6 +32,7 @@ class Recipe(Section):
     loss: LossConfig = LossConfig()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
+    dataplane: DataPlaneConfig = DataPlaneConfig()
     cluster: ClusterConfig = ClusterConfig()
     run: RunConfig = RunConfig()
 

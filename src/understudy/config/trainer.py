@@ -33,6 +33,15 @@ class TrainerConfig(Section):
     """Share of rows that may fail before the run stops."""
 
 
+class DataPlaneConfig(Section):
+    max_rows: Annotated[int, Field(ge=1)] = 100_000
+    """Rows in flight at most; producers wait when it is full, nothing is dropped."""
+    max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
+    """Of row data held in memory."""
+    spill_bytes: Annotated[int, Field(ge=1)] = 1 << 20
+    """Columns of this size or more live on disk."""
+
+
 class ClusterConfig(Section):
     backend: Literal["local"] = "local"
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 180.0

@@ -205,7 +205,9 @@ class DataPlane(Protocol):
         """
         ...
 
-    async def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> dict[str, Jagged | list[Any]]:
+    async def get(
+        self, meta: BatchMeta, fields: Sequence[str] | None = None
+    ) -> dict[str, Jagged | list[Any]]:
         """Columns of these rows in the order of `meta.keys`: arrays as `Jagged`, everything else as a list."""
         ...
 
@@ -221,11 +223,15 @@ class DataPlane(Protocol):
         """The same lease with a later end."""
         ...
 
-    async def dead_letter(self, partition: str, key: str, reason: str, evidence: Mapping[str, Any] | None = None) -> None:
+    async def dead_letter(
+        self, partition: str, key: str, reason: str, evidence: Mapping[str, Any] | None = None
+    ) -> None:
         """This row cannot be made or trained; it goes to the dead-letter file. Its group's policy is applied."""
         ...
 
-    async def evict(self, partition: str, keys: Sequence[str], reason: str, lease: Lease | None = None) -> None:
+    async def evict(
+        self, partition: str, keys: Sequence[str], reason: str, lease: Lease | None = None
+    ) -> None:
         """Take sound rows out on purpose (no signal, too stale); counted apart from dead letters."""
         ...
 
@@ -237,7 +243,9 @@ class DataPlane(Protocol):
         """Every row in flight, by key."""
         ...
 
-    async def depth(self, partition: str, *, fields: Sequence[str] = (), where: Where | None = None) -> Depth: ...
+    async def depth(
+        self, partition: str, *, fields: Sequence[str] = (), where: Where | None = None
+    ) -> Depth: ...
 
     async def wait(
         self,

@@ -19,6 +19,7 @@ and the plane refuses further work: memory is ahead of the journal, and the jour
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import sqlite3
 import threading
@@ -58,17 +59,23 @@ class Changes:
     then: list[Callable[[], None]] = field(default_factory=list)
     """Run on the event loop after the commit."""
 
+    def empty(self) -> bool:
+        return not (self.dirty or self.events or self.waiters)
+
 
 class Journal:
     def __init__(self, folder: Path, spill: SpillFiles) -> None:
         self.file = folder / schema.FILE_NAME
         self.spill = spill
         self.failure: DataPlaneError | None = None
+        self.on_failure: Callable[[DataPlaneError], None] = lambda error: None
         self.connection = schema.connect(self.file)
         self._open = Changes()
         self._under_way = 0
         self._scheduled = False
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]] | None]
+        self._work: queue.SimpleQueue[
+            tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]] | None
+        ]
         self._work = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="understudy-journal", daemon=True)
@@ -100,6 +107,8 @@ class Journal:
 
     def _hand_over(self) -> None:
         self._scheduled = False
+        if self._open.empty():
+            return
         batch, self._open = self._open, Changes()
         batch.lines = [row.line() for row in batch.dirty.values()]
         batch.segment = self.spill.segment
@@ -108,6 +117,8 @@ class Journal:
 
     def _committed(self, batch: Changes, error: BaseException | None) -> None:
         self._under_way -= 1
+        if isinstance(error, DataPlaneError):
+            self.on_failure(error)
         if error is None:
             for action in batch.then:
                 action()
@@ -117,7 +128,7 @@ class Journal:
                     waiter.set_result(None)
                 else:
                     waiter.set_exception(error)
-        if self._open.waiters or self._open.dirty or self._open.events:
+        if not self._open.empty():
             self.soon()
 
     async def run(self, job: Callable[[sqlite3.Connection], Result]) -> Result:
@@ -125,7 +136,7 @@ class Journal:
         if self.failure is not None:
             raise self.failure
         loop = self._loop = self._loop or asyncio.get_running_loop()
-        self._hand_over()
+        self._hand_over()  # so that the job follows it in the thread's queue
         answer: asyncio.Future[Result] = loop.create_future()
 
         def deliver(result: Any, error: BaseException | None) -> None:
@@ -138,9 +149,26 @@ class Journal:
         self._work.put((lambda: job(self.connection), deliver))
         return await answer
 
+    async def sync(self) -> None:
+        """Flush to the disk: the log holds every commit since the last checkpoint, which was flushed itself."""
+        log = self.file.with_name(self.file.name + "-wal")
+
+        def flush(connection: sqlite3.Connection) -> None:
+            self.spill.sync()
+            for path in (log, self.file.parent):
+                handle = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
+
+        await self.run(flush)
+
     async def close(self) -> None:
         if self.failure is None:
-            await self.run(lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+            await self.run(
+                lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            )
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
         self.connection.close()
@@ -177,7 +205,9 @@ class Journal:
             schema.insert_many(connection, schema.INSERT_EVENTS, batch.events)
             for step, ids in batch.trained.items():
                 for first, last in schema.runs(ids):
-                    connection.execute("UPDATE rows SET trained=? WHERE id BETWEEN ? AND ?", (step, first, last))
+                    connection.execute(
+                        "UPDATE rows SET trained=? WHERE id BETWEEN ? AND ?", (step, first, last)
+                    )
             schema.delete_packs(connection, batch.packs_gone)
             schema.delete_rows(connection, batch.rows_gone)
             connection.execute("COMMIT")

@@ -61,14 +61,18 @@ GROUP BY kind, partition, key, step HAVING SUM(sign) > 0
 """
 
 
-def rewind(connection: sqlite3.Connection, step: int, keep_rows: bool) -> None:
-    """One transaction: the journal as it was when the checkpoint of `step` was saved, plus the rows worth keeping."""
+def check(connection: sqlite3.Connection, step: int) -> None:
+    """Refuse a rewind to before what was settled: the rows it would need are gone."""
     settled = read_meta(connection, "settled", -1)
     if step < settled:
         raise DataPlaneError(
             f"cannot rewind to step {step}: settle({settled}) said no checkpoint before it would be used; "
             f"resume from step {settled} or later"
         )
+
+
+def rewind(connection: sqlite3.Connection, step: int, keep_rows: bool) -> None:
+    """One transaction: the journal as it was when the checkpoint of `step` was saved, plus the rows worth keeping."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         connection.execute(_UNTRAIN, {"step": step})
@@ -77,7 +81,9 @@ def rewind(connection: sqlite3.Connection, step: int, keep_rows: bool) -> None:
             connection.execute("DROP TABLE IF EXISTS temp.forgotten")
             connection.execute(_FORGOTTEN, {"step": step})
             connection.execute(_FORGET_EVENTS)
-            gone = connection.execute("SELECT id FROM rows WHERE step > ? AND trained IS NULL", (step,)).fetchall()
+            gone = connection.execute(
+                "SELECT id FROM rows WHERE step > ? AND trained IS NULL", (step,)
+            ).fetchall()
             delete_rows(connection, [row_id for (row_id,) in gone])
             connection.execute("DROP TABLE temp.forgotten")
         write_meta(connection, "epoch", read_meta(connection, "epoch", 0) + 1)

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 
-from understudy.dataplane.base import Lease, RowStatus
+from understudy.dataplane.base import Lease
 from understudy.dataplane.rows import Row
 from understudy.errors import LeaseLost
 
@@ -38,9 +38,6 @@ class Leases:
         self._held[held.id] = held
         for row in held.rows.values():
             row.lease = held
-            if produces:
-                row.status = RowStatus.RUNNING
-                row.attempts += 1
         self._remember_end(held)
         return held
 
@@ -55,8 +52,10 @@ class Leases:
         """The held lease, or `LeaseLost` saying why it is void or which row it does not cover."""
         held = self._held.get(lease.id) if lease.epoch == self.epoch else None
         if held is None:
-            why = "the plane was reopened or rewound since" if lease.epoch != self.epoch else (
-                "it expired, or its rows were acked, released or taken out"
+            why = (
+                "the plane was reopened or rewound since"
+                if lease.epoch != self.epoch
+                else ("it expired, or its rows were acked, released or taken out")
             )
             raise LeaseLost(f"lease {lease.id} on {_some(lease.meta.keys)} is void: {why}; drop this work")
         if keys is not None:

@@ -63,13 +63,17 @@ class SpillFiles:
         try:
             file = self._files.get(ref.segment)
             if file is None:
-                file = self._files.setdefault(ref.segment, os.open(self._path(ref.segment), os.O_RDWR | os.O_CLOEXEC))
+                file = self._files.setdefault(
+                    ref.segment, os.open(self._path(ref.segment), os.O_RDWR | os.O_CLOEXEC)
+                )
             parts, place, end = [], ref.offset, ref.offset + ref.length
             while place < end and (part := os.pread(file, min(end - place, _PWRITE_LIMIT), place)):
                 parts.append(part)
                 place += len(part)
         except OSError as error:
-            raise DataPlaneError(f"spilled column: {self._path(ref.segment)} cannot be read: {error}") from None
+            raise DataPlaneError(
+                f"spilled column: {self._path(ref.segment)} cannot be read: {error}"
+            ) from None
         frame = parts[0] if len(parts) == 1 else b"".join(parts)
         if len(frame) != ref.length or zlib.crc32(frame) != ref.crc:
             raise DataPlaneError(

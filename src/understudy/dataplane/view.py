@@ -35,11 +35,18 @@ class ViewSpec:
     ) -> ViewSpec:
         try:
             wanted = tuple(
-                (tag, frozenset(value) if isinstance(value, list | tuple | set | frozenset) else frozenset((value,)))
+                (
+                    tag,
+                    frozenset(value)
+                    if isinstance(value, list | tuple | set | frozenset)
+                    else frozenset((value,)),
+                )
                 for tag, value in sorted((where or {}).items())
             )
         except TypeError:
-            raise DataPlaneError(f"where={where!r}: tags are compared with plain values or lists of them") from None
+            raise DataPlaneError(
+                f"where={where!r}: tags are compared with plain values or lists of them"
+            ) from None
         return ViewSpec(status, tuple(sorted(set(fields))), tuple(sorted(set(without))), wanted, order)
 
     def accepts(self, row: Row) -> bool:
@@ -62,7 +69,9 @@ class ViewSpec:
         if any(name in row.columns for name in self.without):
             return False
         done = row.status is RowStatus.FINISHED
-        return all(row.tags.get(tag) in wanted or (not done and tag not in row.tags) for tag, wanted in self.where)
+        return all(
+            row.tags.get(tag) in wanted or (not done and tag not in row.tags) for tag, wanted in self.where
+        )
 
 
 class View:
@@ -99,14 +108,21 @@ class View:
         if self._strict and not member and len(unit):
             awaits = self.spec.awaits
             member = all(awaits(row) for row in unit.members)
-        if member:
-            if unit not in self._members:
-                self._push(unit)
-        elif unit in self._members:
-            self._members.discard(unit)
-            if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
-                self._heap = [self._entry(left) for left in self._members]
-                heapq.heapify(self._heap)
+        if not member:
+            self._strike(unit)
+        elif unit not in self._members:
+            self._push(unit)
+
+    def discard(self, unit: Unit) -> None:
+        """The unit left the plane."""
+        self.ready_rows -= self._ready.pop(unit, 0)
+        self._strike(unit)
+
+    def _strike(self, unit: Unit) -> None:
+        self._members.discard(unit)
+        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
+            self._heap = [self._entry(left) for left in self._members]
+            heapq.heapify(self._heap)
 
     def _entry(self, unit: Unit) -> tuple[SortKey | int, int, Unit]:
         return (unit.sort if self.spec.order is Order.KEY else unit.arrival, unit.id, unit)
@@ -146,7 +162,9 @@ class View:
         for unit in taken:
             self._push(unit)
         if overflow:
-            raise DataPlaneError(f"a claim of {n} rows cannot hold the next group, which has more; claim at least a group")
+            raise DataPlaneError(
+                f"a claim of {n} rows cannot hold the next group, which has more; claim at least a group"
+            )
         return None
 
 

@@ -83,6 +83,8 @@ class Scheduler:
         """Calls none of whose rows have been admitted yet."""
         self._waiting: deque[CallRow] = deque()
         """Rows of admitted calls that found no room yet."""
+        self._entering: Sequence[Row] = ()
+        """Rows whose ids are being run through the model: neither waiting nor in the batch, should that fail."""
         self._changed = threading.Condition()
         self._paused = self._aborting = self._refresh = self._closed = False
         self._resting = True
@@ -161,7 +163,7 @@ class Scheduler:
         if batch is not None:
             batch.end(lambda row: isinstance(row, CallRow) and row.call is not None and row.call.cancelled)
             if self._refresh and batch.alive:
-                self._batch = batch = self._build(batch.end())
+                self._batch = batch = self._enter(batch.end())
             if not batch.alive:
                 self._batch = None
         self._refresh = False
@@ -189,11 +191,17 @@ class Scheduler:
             group = self._next_group(free, running)
             if not group:
                 return
-            newcomers = self._build(group)
+            newcomers = self._enter(group)
             if self._batch is None:
                 self._batch = newcomers
             else:
                 self._batch.join(newcomers)
+
+    def _enter(self, rows: Sequence[Row]) -> DecodeBatch:
+        self._entering = rows
+        batch = self._build(rows)
+        self._entering = ()
+        return batch
 
     def _next_group(self, free: int, running: int) -> list[CallRow]:
         """Up to `free` waiting rows whose padded prompts fit the prefill budget; at least one where any waits."""
@@ -238,7 +246,7 @@ class Scheduler:
 
     def _fail_running(self, error: Exception) -> None:
         """Fails every call that has rows in the batch, and everything that waits once the engine is closed."""
-        rows = [*(self._batch.rows if self._batch else ()), *self._waiting]
+        rows = [*(self._batch.rows if self._batch else ()), *self._entering, *self._waiting]
         calls = {id(row.call): row.call for row in rows if isinstance(row, CallRow) and row.call is not None}
         with self._changed:
             if self._closed:
@@ -246,7 +254,7 @@ class Scheduler:
                 self._calls.clear()
             self._resting = True
             self._changed.notify_all()
-        self._batch = None
+        self._batch, self._entering = None, ()
         self._waiting.clear()
         for call in calls.values():
             keys = ", ".join(row.request.key for row in call.rows[:3])

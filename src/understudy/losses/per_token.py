@@ -34,11 +34,15 @@ class StudentView:
     log_tail_N: Tensor | None = None
     """log of q's mass outside the candidates; None where no tail bucket is asked for."""
     divergence_N: Tensor | None = None
-    """The full-vocabulary divergence, where the kernel computes it."""
+    """The divergence itself, where a kernel computes it (then `logp_NK` and `log_tail_N` are no leaves)."""
     entropy_N: Tensor | None = None
     """Detached: entropy of q."""
     overlap_NK: Tensor | None = None
     """Detached: 1 where a candidate is also among the student's own K best."""
+    student_mass_N: Tensor | None = None
+    """Detached: q's mass on the candidates, where a kernel computes it."""
+    teacher_mass_N: Tensor | None = None
+    """Detached: p's mass on the candidates, likewise."""
 
 
 class TokenTerms(Protocol):
@@ -106,11 +110,14 @@ def _distill_term(
     if terms.signal == "hidden":
         assert view.divergence_N is not None
         return view.divergence_N
-    assert view.logp_NK is not None and inputs.teacher_logprobs_NK is not None
+    assert inputs.teacher_logprobs_NK is not None
+    _keep_candidate_columns(view, inputs.teacher_logprobs_NK, columns)
+    if view.divergence_N is not None:
+        return view.divergence_N
+    assert view.logp_NK is not None
     log_p, log_q = compared_outcomes(
         inputs.teacher_logprobs_NK, view.logp_NK, view.log_tail_N, terms.tail, terms.log_prob_min_clamp
     )
-    _keep_candidate_columns(view, inputs.teacher_logprobs_NK, columns)
     return divergence(terms.kind, log_p, log_q, terms.parameters)
 
 
@@ -155,14 +162,14 @@ def _keep_policy_columns(result: PolicyLoss, columns: dict[str, Tensor], prefix:
 
 
 def _keep_candidate_columns(view: StudentView, teacher_NK: Tensor, columns: dict[str, Tensor]) -> None:
-    assert view.logp_NK is not None
-    student = view.logp_NK.detach().float()
-    teacher = teacher_NK.float()
-    columns["student_mass"] = student.exp().sum(-1)
-    columns["teacher_mass"] = teacher.exp().sum(-1)
-    if view.overlap_NK is not None:
-        overlap = view.overlap_NK.float()
+    if view.student_mass_N is not None and view.teacher_mass_N is not None:
+        columns["student_mass"], columns["teacher_mass"] = view.student_mass_N, view.teacher_mass_N
+    elif view.logp_NK is not None:
+        columns["student_mass"] = view.logp_NK.detach().float().exp().sum(-1)
+        columns["teacher_mass"] = teacher_NK.float().exp().sum(-1)
+    if view.overlap_NK is not None and view.logp_NK is not None:
+        overlap, teacher = view.overlap_NK.float(), teacher_NK.float()
         count = overlap.sum(-1)
         columns["overlap_count"] = count
-        advantage = (overlap * teacher.exp() * (student - teacher)).sum(-1)
+        advantage = (overlap * teacher.exp() * (view.logp_NK.detach().float() - teacher)).sum(-1)
         columns["overlap_advantage"] = advantage / count.clamp_min(1)

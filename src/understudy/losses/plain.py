@@ -70,7 +70,5 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 def overlap_with_best(logits_NV: Tensor, ids_NK: Tensor) -> Tensor:
     """bool [N, K]: which candidates are among the student's own K best."""
-    count = ids_NK.shape[1]
-    best = torch.topk(logits_NV, min(count, logits_NV.shape[1]), dim=-1).indices
-    chosen = torch.zeros_like(logits_NV, dtype=torch.bool).scatter_(-1, best, True)
-    return chosen.gather(-1, ids_NK)
+    best_NK = torch.topk(logits_NV, ids_NK.shape[1], dim=-1).indices
+    return (ids_NK.unsqueeze(-1) == best_NK.unsqueeze(-2)).any(-1)

@@ -6,8 +6,7 @@
       metrics.jsonl      one line per step; keys under `time/` and `perf/` depend on the clock, all others do not
       spans.jsonl        who did what when (produce, score, update, publish, …)
       samples.jsonl      held-out rollouts of each evaluation
-      deadletter.jsonl   rows that failed, with the reason
-      journal.sqlite     rows, leases and the ledger
+      dataplane/         journal.sqlite: rows, leases and the ledger; dead_letters.jsonl: rows that failed, with the reason
       checkpoints/       step-000050/ …, latest
       logs/              one file per process
       report.html, curves.png
@@ -78,12 +77,12 @@ class RunDir:
         return self.path / "samples.jsonl"
 
     @property
-    def dead_letters(self) -> Path:
-        return self.path / "deadletter.jsonl"
+    def dataplane(self) -> Path:
+        return self.path / "dataplane"
 
     @property
-    def journal(self) -> Path:
-        return self.path / "journal.sqlite"
+    def dead_letters(self) -> Path:
+        return self.dataplane / "dead_letters.jsonl"
 
     @property
     def checkpoints(self) -> Path:

@@ -95,7 +95,15 @@ class Assembler:
         loss_counts_B = self.loss_offsets[chosen + 1] - self.loss_offsets[chosen]
         loss_index_N, sequence_N, position_N = _spans(self.loss_offsets[chosen], loss_counts_B)
         try:
-            inputs = self._inputs(rows, tokens_T[is_loss_T], token_index_T[is_loss_T], loss_index_N, sequence_N, position_N, silent)
+            inputs = self._inputs(
+                rows,
+                tokens_T[is_loss_T],
+                token_index_T[is_loss_T],
+                loss_index_N,
+                sequence_N,
+                position_N,
+                silent,
+            )
         except LossInputError as error:
             raise LossInputError(f"{error} (rows {_some([self.batch.keys[row] for row in rows])})") from error
         return MicroBatch(
@@ -152,7 +160,9 @@ class Assembler:
         batch, expected = self.batch, self.loss_offsets
         for name in ("loss_mask", "behaviour_logprobs"):
             if not torch.equal(getattr(batch, name).offsets, batch.tokens.offsets):
-                raise PolicyError(f"{name} is not aligned to tokens: {self._first_difference(getattr(batch, name), batch.tokens.offsets)}")
+                raise PolicyError(
+                    f"{name} is not aligned to tokens: {self._first_difference(getattr(batch, name), batch.tokens.offsets)}"
+                )
         columns = {
             "weights": self.weights,
             "old_logprobs": self.old_logprobs,
@@ -164,11 +174,17 @@ class Assembler:
         }
         for name, column in columns.items():
             if column is not None and not torch.equal(column.offsets, expected):
-                raise PolicyError(f"{name} is not aligned to the loss-bearing positions: {self._first_difference(column, expected)}")
+                raise PolicyError(
+                    f"{name} is not aligned to the loss-bearing positions: {self._first_difference(column, expected)}"
+                )
         starts = batch.tokens.offsets[:-1][self.token_lengths > 0]
         if batch.loss_mask.values[starts].any():
-            rows = [key for key, mask in zip(batch.keys, batch.loss_mask, strict=True) if len(mask) and mask[0]]
-            raise PolicyError(f"the first token of a row has no prediction and cannot bear loss: rows {_some(rows)}")
+            rows = [
+                key for key, mask in zip(batch.keys, batch.loss_mask, strict=True) if len(mask) and mask[0]
+            ]
+            raise PolicyError(
+                f"the first token of a row has no prediction and cannot bear loss: rows {_some(rows)}"
+            )
 
     def _first_difference(self, column: Jagged, expected: torch.Tensor) -> str:
         if len(column) != len(self.batch):
@@ -177,7 +193,9 @@ class Assembler:
         return f"row {self.batch.keys[row]} has {int(column.lengths[row])} entries, expected {int(expected.diff()[row])}"
 
 
-def _spans(starts_B: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _spans(
+    starts_B: torch.Tensor, lengths_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For spans [start, start + length): the flat indexes, the span each belongs to, and the place within it."""
     span_T = torch.repeat_interleave(lengths_B)
     ends_B = lengths_B.cumsum(0)

@@ -34,11 +34,17 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row; returns [1, T, Q, D] as transformers expects."""
     if cu_seq_lens_q is None or max_length_q is None:
-        raise ValueError("packed attention needs cu_seq_lens_q and max_length_q; the model did not pass them on to its layers")
+        raise ValueError(
+            "packed attention needs cu_seq_lens_q and max_length_q; the model did not pass them on to its layers"
+        )
     if query_1QTD.is_cuda and query_1QTD.dtype in (torch.float16, torch.bfloat16):
-        out_TQD = _flash(query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        out_TQD = _flash(
+            query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window
+        )
     else:
-        out_TQD = _side_by_side(query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        out_TQD = _side_by_side(
+            query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window
+        )
     return out_TQD[None], None
 
 

@@ -68,7 +68,9 @@ class CheckpointStore:
 
     def __init__(self, root: Path | str, keep: int = 2) -> None:
         if keep < 2:
-            raise CheckpointError(f"keep = {keep}: at least 2 checkpoints are kept, so that a torn one has a predecessor")
+            raise CheckpointError(
+                f"keep = {keep}: at least 2 checkpoints are kept, so that a torn one has a predecessor"
+            )
         self.root = Path(root)
         self.keep = keep
 
@@ -104,7 +106,9 @@ class CheckpointStore:
         if step is not None:
             path = self.root / _name(step)
             if not path.is_dir():
-                raise CheckpointError(f"no checkpoint of step {step} in {self.root}; there are steps {self.steps()}")
+                raise CheckpointError(
+                    f"no checkpoint of step {step} in {self.root}; there are steps {self.steps()}"
+                )
             return self._read(path)
         skipped: list[str] = []
         for path in self._newest_first():
@@ -135,7 +139,9 @@ class CheckpointStore:
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", name) or _NAME.fullmatch(name):
             raise CheckpointError(f"a mark is a lower-case word such as 'best', got {name!r}")
         if step not in self.steps():
-            raise CheckpointError(f"cannot mark step {step} as {name!r}: there are checkpoints of steps {self.steps()}")
+            raise CheckpointError(
+                f"cannot mark step {step} as {name!r}: there are checkpoints of steps {self.steps()}"
+            )
         replace_text(self.root / name, _name(step) + "\n")
 
     def marked(self, name: str) -> int | None:
@@ -205,7 +211,9 @@ class CheckpointStore:
         before a deliberate return to an earlier step) go first, for nothing leads to them any more."""
         latest = self.latest()
         marked = {self.marked(path.name) for path in self.root.iterdir() if path.is_file()}
-        ordered = sorted(self.steps(), key=lambda step: (latest is not None and step <= latest, step), reverse=True)
+        ordered = sorted(
+            self.steps(), key=lambda step: (latest is not None and step <= latest, step), reverse=True
+        )
         for step in ordered[self.keep :]:
             if step not in marked:
                 doomed = self.root / f"{_TEMPORARY}{_name(step)}-pruned"
@@ -214,13 +222,17 @@ class CheckpointStore:
 
     def _newest_first(self) -> list[Path]:
         latest = self.latest()
-        return [self.root / _name(step) for step in reversed(self.steps()) if latest is None or step <= latest]
+        return [
+            self.root / _name(step) for step in reversed(self.steps()) if latest is None or step <= latest
+        ]
 
     def _read(self, path: Path, skipped: tuple[str, ...] = ()) -> Checkpoint:
         step = _verified_step(path)
         try:
             state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-            policy = PolicyState(load_file(path / MODEL_FILE), load_file(path / OPTIMIZER_FILE), state["policy"])
+            policy = PolicyState(
+                load_file(path / MODEL_FILE), load_file(path / OPTIMIZER_FILE), state["policy"]
+            )
             return Checkpoint(path, step, policy, state["extra"], skipped)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
@@ -244,7 +256,9 @@ def _verified_step(path: Path) -> int:
         manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         version, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {path} is torn: its {MANIFEST_FILE} cannot be read ({error})") from error
+        raise CheckpointError(
+            f"checkpoint {path} is torn: its {MANIFEST_FILE} cannot be read ({error})"
+        ) from error
     if version != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {version}, this version reads format {FORMAT}")
     if path.name != _name(step):
@@ -258,7 +272,9 @@ def _verified_step(path: Path) -> int:
                 f"checkpoint {path} is torn: {name} has {file.stat().st_size} bytes, the manifest says {expected['bytes']}"
             )
         if sha256_of(file) != expected["sha256"]:
-            raise CheckpointError(f"checkpoint {path} is damaged: the sha256 of {name} differs from the manifest")
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: the sha256 of {name} differs from the manifest"
+            )
     return step
 
 

@@ -11,7 +11,8 @@ after it, and the filling's own hidden states are never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -41,7 +42,10 @@ class StudentForward(nn.Module):
         self.temperature = temperature
 
     def forward(
-        self, micro: MicroBatch, objective: Callable[[StudentHead, LossInputs], Result], temperature: float | None = None
+        self,
+        micro: MicroBatch,
+        objective: Callable[[StudentHead, LossInputs], Result],
+        temperature: float | None = None,
     ) -> Result:
         head = student_head(self.model, self.facts, self.hidden(micro), temperature or self.temperature)
         return objective(head, micro.inputs)
@@ -53,8 +57,14 @@ class StudentForward(nn.Module):
             states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
         else:
             lengths = torch.tensor(micro.lengths)
-            bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32).to(micro.ids.device, non_blocking=True)
-            position_ids = torch.cat([torch.arange(length) for length in micro.lengths]).to(micro.ids.device)[None]
+            bounds = (
+                nn.functional.pad(lengths.cumsum(0), (1, 0))
+                .to(torch.int32)
+                .to(micro.ids.device, non_blocking=True)
+            )
+            position_ids = torch.cat([torch.arange(length) for length in micro.lengths]).to(micro.ids.device)[
+                None
+            ]
             states = body(
                 input_ids=micro.ids,
                 position_ids=position_ids,
@@ -77,10 +87,19 @@ def choose_layout(model: PreTrainedModel) -> Layout:
     return Layout.PADDED
 
 
-def prepare_layout(model: PreTrainedModel, layout: Layout) -> None:
-    """Packed rows need our own attention; padded ones use whatever the model was loaded with."""
-    if layout is Layout.PACKED:
-        model.set_attn_implementation(VARLEN)
+@contextmanager
+def attention_for(model: PreTrainedModel, layout: Layout) -> Iterator[None]:
+    """Packed rows need our own attention, backward included (checkpointed layers run again there); afterwards the model
+    is as it was, so that whoever copies it to generate gets its own attention back."""
+    before = model.config._attn_implementation
+    if layout is Layout.PADDED or before == VARLEN:
+        yield
+        return
+    model.set_attn_implementation(VARLEN)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def sampled_logprobs(head: StudentHead, inputs: LossInputs) -> torch.Tensor:
@@ -89,7 +108,12 @@ def sampled_logprobs(head: StudentHead, inputs: LossInputs) -> torch.Tensor:
     pieces = []
     for start in range(0, inputs.num_tokens, rows):
         part = StudentHead(
-            head.hidden_NH[start : start + rows], head.weight_VH, head.bias_V, head.softcap, head.logit_scale, head.temperature
+            head.hidden_NH[start : start + rows],
+            head.weight_VH,
+            head.bias_V,
+            head.softcap,
+            head.logit_scale,
+            head.temperature,
         )
         logits_nV = logits_of(part)
         token_n1 = inputs.token_ids_N[start : start + rows, None]

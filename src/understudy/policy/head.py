@@ -36,7 +36,9 @@ def head_facts(model: PreTrainedModel) -> HeadFacts:
     return HeadFacts(softcap=float(softcap) if softcap else None, logit_scale=scale / divisor)
 
 
-def student_head(model: PreTrainedModel, facts: HeadFacts, hidden_NH: torch.Tensor, temperature: float) -> StudentHead:
+def student_head(
+    model: PreTrainedModel, facts: HeadFacts, hidden_NH: torch.Tensor, temperature: float
+) -> StudentHead:
     head = output_layer(model)
     return StudentHead(
         hidden_NH=hidden_NH,

@@ -11,7 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from understudy.errors import DataError, PolicyError
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,9 @@ def load_student(
     """
     _require_source(path_or_hub_id)
     if trust_remote_code and revision is None and not Path(path_or_hub_id).is_dir():
-        raise PolicyError(f"trust_remote_code for {path_or_hub_id} runs code from the hub: pin it with `revision`")
+        raise PolicyError(
+            f"trust_remote_code for {path_or_hub_id} runs code from the hub: pin it with `revision`"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path_or_hub_id,
@@ -64,9 +70,13 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     _require_source(path_or_hub_id)
     try:
-        return AutoTokenizer.from_pretrained(path_or_hub_id, trust_remote_code=trust_remote_code, revision=revision)
+        return AutoTokenizer.from_pretrained(
+            path_or_hub_id, trust_remote_code=trust_remote_code, revision=revision
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"the tokenizer of {path_or_hub_id} cannot be loaded: {_first_line(error)}") from error
+        raise DataError(
+            f"the tokenizer of {path_or_hub_id} cannot be loaded: {_first_line(error)}"
+        ) from error
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -92,7 +102,14 @@ def switch_off_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "resid_dropout", "attn_dropout"):
+        for name in (
+            "attention_dropout",
+            "dropout",
+            "activation_dropout",
+            "hidden_dropout",
+            "resid_dropout",
+            "attn_dropout",
+        ):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 
@@ -105,7 +122,7 @@ def _require_source(path_or_hub_id: str) -> None:
             raise PolicyError(f"the folder {path_or_hub_id} holds no model: config.json is missing")
         return
     looks_local = path.is_absolute() or path_or_hub_id.startswith((".", "~")) or path_or_hub_id.count("/") > 1
-    if path.exists() or looks_local or path.parent.is_dir() and path.parent != Path("."):
+    if path.exists() or looks_local or (path.parent.is_dir() and path.parent != Path(".")):
         raise PolicyError(
             f"the model folder {path_or_hub_id} does not exist; give a folder with config.json and safetensors, "
             "or a hub id such as Qwen/Qwen3-0.6B"

@@ -8,12 +8,12 @@ With float32 weights the masters *are* the weights and nothing is copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from understudy.errors import CheckpointError, PolicyError
 
@@ -43,7 +43,9 @@ class MasterAdamW:
             else:
                 self.masters[name] = weight.detach().to(torch.float32).requires_grad_()
                 weight.register_post_accumulate_grad_hook(_into_master(self.masters[name]))
-        self.separate = tuple(name for name, weight in self.weights.items() if self.masters[name] is not weight)
+        self.separate = tuple(
+            name for name, weight in self.weights.items() if self.masters[name] is not weight
+        )
         matrices = [master for master in self.masters.values() if master.dim() >= 2]
         others = [master for master in self.masters.values() if master.dim() < 2]
         groups = [
@@ -53,7 +55,11 @@ class MasterAdamW:
         ]
         sharded = any(isinstance(master, DTensor) for master in self.masters.values())
         self.adamw = torch.optim.AdamW(
-            groups, lr=0.0, betas=settings.betas, eps=settings.epsilon, **({"foreach": True} if sharded else {"fused": True})
+            groups,
+            lr=0.0,
+            betas=settings.betas,
+            eps=settings.epsilon,
+            **({"foreach": True} if sharded else {"fused": True}),
         )
 
     def zero_grad(self) -> None:
@@ -75,18 +81,24 @@ class MasterAdamW:
         clip = self.settings.grad_clip
         if clip is not None and grad_norm > clip:
             scale = clip / (grad_norm + 1e-6)
-            torch._foreach_mul_([master.grad for master in self.masters.values() if master.grad is not None], scale)
+            torch._foreach_mul_(
+                [master.grad for master in self.masters.values() if master.grad is not None], scale
+            )
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
         if self.separate:
             with torch.no_grad():
-                torch._foreach_copy_([self.weights[n].data for n in self.separate], [self.masters[n] for n in self.separate])
+                torch._foreach_copy_(
+                    [self.weights[n].data for n in self.separate], [self.masters[n] for n in self.separate]
+                )
         self.zero_grad()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor an exact continuation needs, by `kind/parameter name`."""
-        tensors: dict[str, torch.Tensor] = {f"master/{name}": self.masters[name].detach() for name in self.separate}
+        tensors: dict[str, torch.Tensor] = {
+            f"master/{name}": self.masters[name].detach() for name in self.separate
+        }
         for name, master in self.masters.items():
             for kind, value in self.adamw.state.get(master, {}).items():
                 tensors[f"{kind}/{name}"] = value
@@ -113,7 +125,8 @@ class MasterAdamW:
                 assign(self.masters[name], tensor)
         for name, master in self.masters.items():
             self.adamw.state[master] = {
-                kind: like(found[name], master) if kind != "step" else found[name].clone() for kind, found in by_kind.items()
+                kind: like(found[name], master) if kind != "step" else found[name].clone()
+                for kind, found in by_kind.items()
             }
 
 
@@ -131,12 +144,12 @@ def like(full: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _distribute(full: torch.Tensor, target: DTensor) -> DTensor:
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
 
 
-def _into_master(master: torch.Tensor):  # type: ignore[no-untyped-def]
+def _into_master(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Adds each gradient to the float32 one as soon as it is complete, and frees it."""
+
     def accumulate(weight: torch.Tensor) -> None:
         assert weight.grad is not None
         if master.grad is None:

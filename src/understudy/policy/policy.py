@@ -12,16 +12,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
 
 from understudy.errors import CheckpointError, PolicyError
 from understudy.policy.assemble import Assembler, MicroBatch
-from understudy.policy.forward import Objective, StudentForward, choose_layout, prepare_layout, sampled_logprobs
+from understudy.policy.forward import (
+    Objective,
+    StudentForward,
+    attention_for,
+    choose_layout,
+    sampled_logprobs,
+)
 from understudy.policy.head import verify_head
-from understudy.policy.load import context_length
+from understudy.policy.load import context_length, switch_off_dropout
 from understudy.policy.microbatch import Layout, plan_microbatches
 from understudy.policy.optimizer import AdamWSettings, MasterAdamW, assign
 from understudy.policy.schedule import Schedule
@@ -63,6 +69,10 @@ class StepResult:
     loss_tokens: int
     """Tokens that bore loss."""
     micro_batches: int
+    row_losses: tuple[float, ...]
+    """Σ of each row's per-token losses before reduction weights, in the batch's row order; 0 where a row bears no loss."""
+    row_tokens: tuple[int, ...]
+    """Loss-bearing tokens of each row."""
     seconds: Mapping[str, float]
     """Wall time of `prepare`, `compute` (forward and backward) and `optimizer`."""
 
@@ -70,16 +80,18 @@ class StepResult:
 class Policy:
     """A causal language model, its optimizer and its place in the schedule."""
 
-    def __init__(self, model: PreTrainedModel, settings: PolicySettings, on_bad_rows: BadRows | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, settings: PolicySettings, on_bad_rows: BadRows | None = None
+    ) -> None:
         self.model = model
         self.settings = settings
         self.on_bad_rows = on_bad_rows
         self.step = 0
         self.context_length = context_length(model)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        switch_off_dropout(model)
         verify_head(model)
         self.layout = settings.layout or choose_layout(model)
-        prepare_layout(model, self.layout)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
@@ -111,18 +123,14 @@ class Policy:
         plan = self._plan(assembler, rows, max_tokens_per_microbatch)
         self.optimizer.zero_grad()
         seconds = {"prepare": time.perf_counter() - started, "compute": 0.0, "optimizer": 0.0}
-        losses: list[torch.Tensor] = []
-        metrics: list[dict[str, Metric]] = []
         mark = time.perf_counter()
         try:
-            for group in plan:
-                output = self._accumulate(assembler.cut(group, self.layout), objective)
-                losses.append(output.loss.detach())
-                metrics.append(output.metrics)
-            loss = float(torch.stack(losses).double().sum())
-            grad_norm = self.optimizer.grad_norm()
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise self._refusal(assembler, objective, plan, losses, loss, grad_norm)
+            with attention_for(self.model, self.layout):
+                outputs = [self._accumulate(assembler.cut(group, self.layout), objective) for group in plan]
+                loss = float(torch.stack([output.loss for output in outputs]).double().sum())
+                grad_norm = self.optimizer.grad_norm()
+                if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                    raise self._refusal(assembler, objective, plan, outputs, loss, grad_norm)
         except BaseException:
             self.optimizer.zero_grad()
             raise
@@ -137,24 +145,29 @@ class Policy:
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            metrics=metrics_to_host(merge_metrics(metrics)),
+            metrics=metrics_to_host(merge_metrics(output.metrics for output in outputs)),
             tokens=int(assembler.token_lengths[rows].sum()),
             loss_tokens=int(assembler.loss_offsets[-1]),
             micro_batches=len(plan),
+            row_losses=_row_sums(assembler, plan, outputs),
+            row_tokens=tuple(assembler.loss_offsets.diff().tolist()),
             seconds=seconds,
         )
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0) -> Jagged:
+    def logprobs(
+        self, batch: Batch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
+    ) -> Jagged:
         """float32 [P] per row: log-probabilities of the written tokens under the current weights."""
         counts = [int(mask.sum()) for mask in batch.loss_mask]
         assembler = Assembler(batch, [torch.zeros(count) for count in counts])
         found: list[torch.Tensor] = [torch.zeros(0) for _ in counts]
-        for group in self._plan(assembler, self._trainable_rows(assembler), max_tokens_per_microbatch):
-            micro = assembler.cut(group, self.layout).to(self.device)
-            values = self.forward(micro, sampled_logprobs, temperature=temperature).cpu()
-            for row, piece in zip(group, values.split([counts[row] for row in group]), strict=True):
-                found[row] = piece
+        with attention_for(self.model, self.layout):
+            for group in self._plan(assembler, self._trainable_rows(assembler), max_tokens_per_microbatch):
+                micro = assembler.cut(group, self.layout).to(self.device)
+                values = self.forward(micro, sampled_logprobs, temperature=temperature).cpu()
+                for row, piece in zip(group, values.split([counts[row] for row in group]), strict=True):
+                    found[row] = piece
         return Jagged.from_rows(found)
 
     def state(self) -> PolicyState:
@@ -190,14 +203,16 @@ class Policy:
     def _accumulate(self, micro: MicroBatch, objective: Objective) -> LossOutput:
         output: LossOutput = self.forward(micro.to(self.device), objective)
         output.loss.backward()
-        return output
+        return replace(output, loss=output.loss.detach())
 
     def _trainable_rows(self, assembler: Assembler) -> list[int]:
         """Rows that bear loss, after the checks that would otherwise surface as an index error deep in a kernel."""
         batch, lengths = assembler.batch, assembler.token_lengths
         rows = assembler.rows_with_loss()
         if not rows:
-            raise PolicyError(f"none of the {len(batch)} rows of this batch bears loss: every loss mask is empty")
+            raise PolicyError(
+                f"none of the {len(batch)} rows of this batch bears loss: every loss mask is empty"
+            )
         if int(lengths.max()) > self.context_length:
             row = int(lengths.argmax())
             raise PolicyError(
@@ -206,7 +221,9 @@ class Policy:
             )
         low, high = (int(bound) for bound in torch.aminmax(batch.tokens.values))
         if low < 0 or high >= self.vocab_size:
-            raise PolicyError(f"token ids run from {low} to {high}, the student's vocabulary from 0 to {self.vocab_size - 1}")
+            raise PolicyError(
+                f"token ids run from {low} to {high}, the student's vocabulary from 0 to {self.vocab_size - 1}"
+            )
         return rows
 
     def _plan(self, assembler: Assembler, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -224,25 +241,40 @@ class Policy:
         assembler: Assembler,
         objective: Objective,
         plan: list[list[int]],
-        losses: list[torch.Tensor],
+        outputs: list[LossOutput],
         loss: float,
         grad_norm: float,
     ) -> PolicyError:
         """Finds the rows by running the suspects one by one, hands them to the callback, and words the error."""
-        suspects = [row for group, part in zip(plan, losses, strict=True) if not torch.isfinite(part) for row in group]
-        bad = [row for row in suspects or sum(plan, []) if not self._is_sound(assembler, row, objective)]
+        suspects = [
+            row
+            for group, part in zip(plan, outputs, strict=True)
+            if not torch.isfinite(part.loss)
+            for row in group
+        ]
+        everyone = [row for group in plan for row in group]
+        bad = [row for row in suspects or everyone if not self._is_sound(assembler, row, objective)]
         what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
         names = ", ".join(assembler.batch.keys[row] for row in bad[:8]) + (" …" if len(bad) > 8 else "")
         where = f"{len(bad)} row(s): {names}" if bad else "no single row: only their sum overflows"
         reason = f"step {self.step} stopped with {what}; {where}. The weights were not touched"
         if self.on_bad_rows is not None:
-            self.on_bad_rows(assembler.batch.select(bad or sum(plan, [])), reason)
+            self.on_bad_rows(assembler.batch.select(bad or everyone), reason)
         return PolicyError(reason)
 
     def _is_sound(self, assembler: Assembler, row: int, objective: Objective) -> bool:
         self.optimizer.zero_grad()
         output = self._accumulate(assembler.cut([row], self.layout), objective)
         return bool(torch.isfinite(output.loss)) and math.isfinite(self.optimizer.grad_norm())
+
+
+def _row_sums(assembler: Assembler, plan: list[list[int]], outputs: list[LossOutput]) -> tuple[float, ...]:
+    """Per-token losses added up by row, in one transfer from the device."""
+    counts = assembler.loss_offsets.diff()
+    values_N = torch.cat([output.per_token_N.detach() for output in outputs]).to("cpu", torch.float64)
+    rows = torch.tensor([row for group in plan for row in group])
+    owner_N = rows.repeat_interleave(counts[rows])
+    return tuple(torch.zeros(len(counts), dtype=torch.float64).index_add_(0, owner_N, values_N).tolist())
 
 
 def unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -24,6 +25,14 @@ class RequestRefused(TeacherError):
     """The replica understood the request and will not serve it: asking another replica would not help."""
 
 
+class ReplicaTimeout(TeacherUnavailable):
+    """The replica did not answer before the deadline."""
+
+
+class ServerFailed(TeacherError):
+    """The replica answered that it could not score (5xx)."""
+
+
 class ScoringClient(Protocol):
     """What a pool needs of a replica, whatever serves it: native, vLLM or an OpenAI-compatible server."""
 
@@ -41,7 +50,8 @@ class ScoringClient(Protocol):
 class ReplicaClient:
     """A native replica over HTTP with kept-alive connections.
 
-    `score` raises TeacherReplyError (the reply is wrong), TeacherUnavailable (no reply), RequestRefused (4xx).
+    `score` raises TeacherReplyError (a wrong reply), TeacherUnavailable (no reply; ReplicaTimeout: not in time),
+    RequestRefused (4xx) or ServerFailed (5xx).
     """
 
     def __init__(
@@ -59,18 +69,14 @@ class ReplicaClient:
         self.teacher = teacher
         self.replica = replica or self.url
         self._manifest: Manifest | None = None
-        self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=self._timeout(read_timeout),
+            timeout=httpx.Timeout(None, connect=connect_timeout),
             limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=30.0),
             trust_env=False,
         )
-
-    def _timeout(self, seconds: float) -> httpx.Timeout:
-        return httpx.Timeout(seconds, connect=min(seconds, self._connect_timeout))
 
     async def __aenter__(self) -> Self:
         return self
@@ -121,7 +127,7 @@ class ReplicaClient:
 
     async def health(self) -> bool:
         try:
-            return (await self._http.get("/health", timeout=self._timeout(5.0))).status_code == 200
+            return (await self._http.get("/health", timeout=5.0)).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -135,11 +141,10 @@ class ReplicaClient:
         headers = {"Content-Type": CONTENT_TYPE} if content is not None else {}
         seconds = self._read_timeout if timeout is None else timeout
         try:
-            response = await self._http.request(
-                method, path, content=content, headers=headers, timeout=self._timeout(seconds)
-            )
-        except httpx.TimeoutException as error:
-            raise TeacherUnavailable(f"{self._who}: no answer to {path} within {seconds:.1f} s") from error
+            async with asyncio.timeout(seconds):  # the whole exchange; httpx bounds each read only
+                response = await self._http.request(method, path, content=content, headers=headers)
+        except TimeoutError as error:
+            raise ReplicaTimeout(f"{self._who}: no answer to {path} within {seconds:.1f} s") from error
         except httpx.HTTPError as error:
             raise TeacherUnavailable(
                 f"{self._who}: {path} failed: {type(error).__name__}: {error}"
@@ -149,7 +154,7 @@ class ReplicaClient:
         reason = _reason(response)
         if response.status_code in (400, 401, 403, 404, 405, 413, 422):
             raise RequestRefused(f"{self._who}: {path} refused ({response.status_code}): {reason}")
-        raise TeacherUnavailable(f"{self._who}: {path} failed ({response.status_code}): {reason}")
+        raise ServerFailed(f"{self._who}: {path} failed ({response.status_code}): {reason}")
 
 
 def _reason(response: httpx.Response) -> str:

@@ -127,7 +127,7 @@ def score_rows(
         torch.sub(logits_CV.gather(1, judged_P[part, None]).squeeze(1), total_C, out=sampled_P[part])
         if topk:
             assert ids_PK is not None and logprobs_PK is not None
-            best_CK, ids_CK = exact_topk(logits_CV, topk)
+            best_CK, ids_CK = best_of(logits_CV, topk)
             torch.sub(best_CK, total_C[:, None], out=logprobs_PK[part])
             ids_PK[part] = ids_CK
         elif at_ids_PK is not None:
@@ -136,16 +136,20 @@ def score_rows(
     return HeadScores(sampled_P, ids_PK if topk else at_ids_PK, logprobs_PK)
 
 
-def exact_topk(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K best, best first. On large vocabularies in two exact stages.
+def best_of(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, ids) of the K best, best first."""
+    worthwhile = logits_CV.is_cuda and 8 * k * TOPK_BLOCK <= logits_CV.shape[1]
+    return two_stage_topk(logits_CV, k) if worthwhile else torch.topk(logits_CV, k, dim=-1)
+
+
+def two_stage_topk(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An exact top-k for large vocabularies: over block maxima first, then over K × 64 candidates.
 
     The K best values lie in the K blocks with the largest maxima: were one outside, K blocks would each hold
-    a value at least as large. So a top-k over block maxima and one over K × 64 candidates replace a top-k over V.
+    a value at least as large.
     """
     rows, vocab = logits_CV.shape
     blocks = vocab // TOPK_BLOCK
-    if not logits_CV.is_cuda or k * 8 > blocks:
-        return torch.topk(logits_CV, k, dim=-1)
     whole = blocks * TOPK_BLOCK
     maxima_CB = logits_CV[:, :whole].view(rows, blocks, TOPK_BLOCK).amax(-1)
     chosen_CK = maxima_CB.topk(k, dim=-1, sorted=False).indices

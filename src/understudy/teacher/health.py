@@ -136,7 +136,11 @@ class ReplicaLife:
         self.state = State.RETIRED
 
     def _eject(self, now: float, reason: str, wait: bool = True) -> None:
-        pause = min(self.rules.backoff_most, self.rules.backoff_first * 2 ** min(self.setbacks, 30)) if wait else 0.0
+        pause = (
+            min(self.rules.backoff_most, self.rules.backoff_first * 2 ** min(self.setbacks, 30))
+            if wait
+            else 0.0
+        )
         self.setbacks += 1
         self.state = State.EJECTED
         self.last_reason = reason

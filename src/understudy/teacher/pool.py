@@ -9,53 +9,194 @@ Scores are a pure function of (teacher, tokens), so asking again, elsewhere or t
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from understudy.errors import TeacherError, TeacherReplyError
+from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher.balance import least_loaded
-from understudy.teacher.client import ReplicaClient, ReplicaTimeout, RequestRefused, ScoringClient, ServerFailed
+from understudy.teacher.client import ReplicaTimeout, ServerFailed
 from understudy.teacher.clock import Clock, MonotonicClock
-from understudy.teacher.health import Failure, HealthRules, State
-from understudy.teacher.integrity import Identity, check_same, identify
-from understudy.teacher.launch import Endpoint, Launcher, ReplicaSpec
+from understudy.teacher.health import Failure
+from understudy.teacher.keeper import Connect, Keeper, KeeperOptions, connect_native
+from understudy.teacher.launch import Launcher, ReplicaSpec
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool_events import EventKind, PoolEvent, log_event
-from understudy.teacher.pool_metrics import PoolMetrics, PoolTotals
+from understudy.teacher.pool_metrics import PoolMetrics, PoolTotals, snapshot
 from understudy.teacher.replica import Replica
 from understudy.types.scores import ScoreItem, TeacherScores
-
-log = logging.getLogger(__name__)
-
-Connect = Callable[[str, str, Endpoint], ScoringClient]
-"""(teacher, replica, endpoint) → a client."""
-
-
-def connect_native(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
-    return ReplicaClient(endpoint.url, endpoint.token, teacher=teacher, replica=replica)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
     deadline_base: float = 30.0
-    """Seconds every request gets."""
-    deadline_tokens_per_second: float = 500.0
-    """Slower than this, for the request and what waits before it, is too slow."""
+    """Seconds every request gets, beyond its tokens."""
     deadline_growth: float = 1.5
     """A request that timed out gets more time elsewhere: perhaps it was the deadline that was wrong."""
+    deadline_growth_most: float = 10.0
     retry_first: float = 0.05
     retry_most: float = 2.0
-    """Seconds between attempts once every usable replica has been tried."""
+    """Seconds between rounds, once every usable replica has been tried."""
     max_bad_attempts: int = 4
-    """Wrong replies or server failures for one request, over all replicas; then the request itself is the problem."""
-    probe_deadline: float = 15.0
-    start_deadline: float = 600.0
-    watch_every: float = 0.25
-    """Seconds between looks at processes and back-offs."""
-    hedge_after: float | None = None
-    """Seconds after which a request still unanswered is also sent elsewhere; None: never."""
-    health: HealthRules = field(default_factory=HealthRules)
+    """Wrong replies or server failures for one request, over all replicas; beyond, the request is the problem."""
+    drain: float = 30.0
+    """Seconds a replica that is taken out gets for its requests in flight."""
+    keeper: KeeperOptions = field(default_factory=KeeperOptions)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """What one call has been through."""
+
+    tried: set[str] = field(default_factory=set)
+    rounds: int = 0
+    timeouts: int = 0
+    bad: int = 0
+
+
+class TeacherPool:
+    def __init__(
+        self,
+        name: str,
+        replicas: Sequence[ReplicaSpec],
+        launcher: Launcher | None = None,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        options: PoolOptions | None = None,
+        *,
+        connect: Connect = connect_native,
+        on_event: Callable[[PoolEvent], None] = log_event,
+    ) -> None:
+        if not replicas:
+            raise TeacherError(f"teacher {name} needs at least one replica")
+        self.name = name
+        self.options = options or PoolOptions()
+        self._specs = list(replicas)
+        self._clock = clock or MonotonicClock()
+        self._rng = rng or random.Random(name)
+        self._keeper = Keeper(name, launcher, connect, self._clock, self.options.keeper, on_event)
+        self._totals = PoolTotals()
+        self._waiting = 0
+        self._paused_at: float | None = None
+
+    async def start(self) -> None:
+        """Bring every replica up; raises if one cannot start, is empty, or differs from the others."""
+        await self._keeper.start(self._specs)
+
+    async def close(self) -> None:
+        await self._keeper.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        if self._keeper.identity is None:
+            raise TeacherError(f"teacher {self.name} has not been started")
+        return self._keeper.identity.manifest
+
+    async def add(self, spec: ReplicaSpec) -> None:
+        """One more replica while running."""
+        await self._keeper.add(spec)
+
+    async def remove(self, replica: str) -> None:
+        """One replica fewer while running; its requests in flight are finished or retried elsewhere."""
+        await self._keeper.remove(replica, self.options.drain)
+
+    def metrics(self) -> PoolMetrics:
+        paused = self._paused_at is not None
+        return snapshot(self.name, paused, self._waiting, self._totals, self._keeper.replicas.values())
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        """One request. Returns checked scores, or raises because the request itself cannot be served.
+
+        Replicas that fail, lie or vanish cost time, not rows: while none can answer the call waits.
+        """
+        if not items:
+            return []
+        tokens = sum(len(item.tokens) for item in items)
+        attempts = _Attempts()
+        self._totals.requests += 1
+        self._waiting += 1
+        try:
+            while True:
+                replica = self._pick(attempts)
+                if replica is None:
+                    await self._wait(attempts)
+                    continue
+                try:
+                    scores = await self._attempt(replica, items, tokens, attempts)
+                except (TeacherReplyError, ServerFailed, TeacherUnavailable) as error:
+                    self._failed(replica, tokens, attempts, error)
+                else:
+                    self._resume()
+                    return scores
+        finally:
+            self._waiting -= 1
+
+    def _pick(self, attempts: _Attempts) -> Replica | None:
+        loads = [(r, r.load) for r in self._keeper.usable() if r.name not in attempts.tried]
+        return least_loaded(loads, self._clock.now())
+
+    async def _attempt(
+        self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
+    ) -> list[TeacherScores]:
+        assert replica.client is not None
+        replica.load.begin(tokens)
+        try:
+            async with replica.slots:
+                started = self._clock.now()
+                scores = await replica.client.score(items, self._deadline(replica, attempts))
+        finally:
+            replica.load.end(tokens)
+        replica.succeeded(tokens, self._clock.now() - started, self._clock.now())
+        return scores
+
+    def _deadline(self, replica: Replica, attempts: _Attempts) -> float:
+        """Seconds for this request: a base, its tokens, and the tokens that wait before it at the replica."""
+        growth = min(self.options.deadline_growth**attempts.timeouts, self.options.deadline_growth_most)
+        work = replica.load.outstanding_tokens / self.options.keeper.slowest_tokens_per_second
+        return growth * (self.options.deadline_base + work)
+
+    def _failed(self, replica: Replica, tokens: int, attempts: _Attempts, error: TeacherError) -> None:
+        failure = _kind_of(error)
+        attempts.tried.add(replica.name)
+        attempts.timeouts += failure is Failure.TIMEOUT
+        attempts.bad += failure in (Failure.BAD_REPLY, Failure.SERVER)
+        self._keeper.request_failed(replica, failure, tokens, str(error))
+        if attempts.bad >= self.options.max_bad_attempts:
+            raise error
+        self._totals.retries += 1
+        self._keeper.tell(EventKind.RETRIED, replica.name, str(error))
+
+    async def _wait(self, attempts: _Attempts) -> None:
+        """Every usable replica has been tried, or there is none: wait a little, or for one to come back."""
+        usable = self._keeper.usable()
+        if not usable or attempts.rounds >= 2:
+            self._pause()
+        pause = min(self.options.retry_most, self.options.retry_first * 2**attempts.rounds)
+        attempts.rounds = min(attempts.rounds + 1, 16)
+        await self._keeper.wait_for_change(pause * self._rng.uniform(0.5, 1.5))
+        attempts.tried.clear()
+
+    def _pause(self) -> None:
+        if self._paused_at is None:
+            self._paused_at = self._clock.now()
+            self._totals.pauses += 1
+            replicas = self._keeper.replicas.values()
+            states = "; ".join(f"{r.name} {r.life.state.value} ({r.life.last_reason})" for r in replicas)
+            self._keeper.tell(
+                EventKind.PAUSED, None, f"no replica answers, scoring waits and nothing is dropped: {states}"
+            )
+
+    def _resume(self) -> None:
+        if self._paused_at is not None:
+            seconds = self._clock.now() - self._paused_at
+            self._paused_at = None
+            self._totals.paused_seconds += seconds
+            self._keeper.tell(EventKind.RESUMED, None, f"scoring goes on after {seconds:.1f} s")
+
+
+def _kind_of(error: TeacherError) -> Failure:
+    if isinstance(error, TeacherReplyError):
+        return Failure.BAD_REPLY
+    if isinstance(error, ServerFailed):
+        return Failure.SERVER
+    return Failure.TIMEOUT if isinstance(error, ReplicaTimeout) else Failure.CONNECTION

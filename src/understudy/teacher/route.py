@@ -23,17 +23,24 @@ class TeacherRouter:
     """Pools by teacher name, and the row values that lead to each."""
 
     def __init__(
-        self, pools: Mapping[str, TeacherPool], keys: Mapping[str, str] | None = None, default: str | None = None
+        self,
+        pools: Mapping[str, TeacherPool],
+        keys: Mapping[str, str] | None = None,
+        default: str | None = None,
     ) -> None:
         """`keys` maps a row's value to a teacher name; with a single teacher it may be left out."""
         if not pools:
             raise TeacherError("a run needs at least one teacher")
         self.pools = dict(pools)
         self.keys = dict(keys or {})
-        self.default = default if default is not None or len(self.pools) > 1 or self.keys else next(iter(self.pools))
+        self.default = (
+            default if default is not None or len(self.pools) > 1 or self.keys else next(iter(self.pools))
+        )
         for value, name in [*self.keys.items(), *([("default", default)] if default is not None else [])]:
             if name not in self.pools:
-                raise TeacherError(f"{value!r} is routed to teacher {name!r}; teachers are {_listed(self.pools)}")
+                raise TeacherError(
+                    f"{value!r} is routed to teacher {name!r}; teachers are {_listed(self.pools)}"
+                )
         unreachable = set(self.pools) - set(self.keys.values()) - {self.default}
         if unreachable:
             raise TeacherError(

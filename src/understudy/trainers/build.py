@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
@@ -28,13 +29,13 @@ from understudy.rollout.dataset import load_dataset
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
-from understudy.teacher.vocabulary import Vocabulary
+from understudy.teacher.vocabulary import SPECIAL, Vocabulary
 from understudy.trainers.evaluate import eval_prompts
 from understudy.trainers.gather import Lane
 from understudy.trainers.loading import LoadedModel, load_model
 from understudy.trainers.system import System
 from understudy.trainers.teachers import manifests_of, router_of, start_teachers, teacher_lanes
-from understudy.weights.in_process import InProcessPublisher
+from understudy.weights.in_process import SharedWeights
 
 
 @asynccontextmanager
@@ -45,7 +46,7 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
         _steady_torch(recipe, deterministic)
         view.phase(f"loading the student {recipe.student.model}")
         student = await asyncio.to_thread(_load_student, recipe)
-        vocabulary = Vocabulary.of(student.tokenizer)
+        vocabulary = vocabulary_of(student.tokenizer)
         pools = await start_teachers(recipe, processes, vocabulary, view, secrets.token_urlsafe(24), deterministic)
         for pool in pools.values():
             stack.push_async_callback(pool.close)
@@ -53,11 +54,15 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
         policy = Policy(student.model, _policy_settings(recipe))
         engine = student.engine(recipe.rollout.max_batch)
         stack.push_async_callback(engine.close)
-        publisher = InProcessPublisher(policy.model, engine)
+        publisher = SharedWeights(policy.model, engine)
         await publisher.publish(0)
 
-        plane = await EmbeddedDataPlane.open(
-            run.journal, retain=Retain.UNTIL_ACK if deterministic else Retain.UNTIL_SETTLED, dead_letters=run.dead_letters
+        plane = EmbeddedDataPlane.open(
+            run.dataplane,
+            max_rows=recipe.dataplane.max_rows,
+            max_bytes=recipe.dataplane.max_bytes,
+            spill_bytes=recipe.dataplane.spill_bytes,
+            retain=Retain.UNTIL_ACK if deterministic else Retain.UNTIL_SETTLED,
         )
         stack.push_async_callback(plane.close)
         renderer = Renderer(student.tokenizer, context=student.context, reserve=recipe.rollout.max_new_tokens)
@@ -78,7 +83,7 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
             objective=objective_of(recipe),
             publisher=publisher,
             pools=pools,
-            router=router_of(recipe),
+            router=router_of(recipe, pools),
             teacher_lanes=teacher_lanes(pools, deterministic),
             plane=plane,
             cursor=PromptCursor(load_dataset(recipe.data.train), recipe.run.seed, recipe.data.shuffle),
@@ -120,6 +125,10 @@ def objective_of(recipe: Recipe) -> Objective:
         per_token_clamp=loss.per_token_clamp,
         backend=loss.backend,
     )
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+    return Vocabulary(tokenizer.get_vocab(), {role: getattr(tokenizer, f"{role}_id") for role in SPECIAL})
 
 
 def _load_student(recipe: Recipe) -> LoadedModel:

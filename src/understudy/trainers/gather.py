@@ -93,8 +93,10 @@ class Cohort:
         self._launch_if_all_wait()
         try:
             return await call.result
-        finally:
-            self._running += 1
+        except asyncio.CancelledError:
+            if call.result.cancelled():  # given up while waiting: nobody has counted this member back in
+                self._running += 1
+            raise
 
     def _launch_if_all_wait(self) -> None:
         if self._entered < self.size or self._running or self._in_flight or not self._waiting:
@@ -113,9 +115,10 @@ class Cohort:
         try:
             await _run(lane, calls)
         finally:
-            # The callers wake after this task; let them ask again or leave before the next look.
+            # The callers only wake after this task. They count as running from now on, or another member might see
+            # nobody running and launch too early.
+            self._running += sum(not call.result.cancelled() for call in calls)
             self._in_flight -= 1
-            asyncio.get_running_loop().call_soon(self._launch_if_all_wait)
 
 
 @dataclass(slots=True)

@@ -13,12 +13,19 @@ from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe, TeacherConfig
 from understudy.errors import ConfigError
 from understudy.observability.live import LiveView
-from understudy.teacher.pool import Endpoint, PoolOptions, TeacherPool
+from understudy.teacher.client import ReplicaClient
+from understudy.teacher.integrity import check_signals, check_vocabulary
+from understudy.teacher.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool_events import EventKind, PoolEvent, log_event
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.gather import Lane
+from understudy.trainers.loading import resolve_device
 from understudy.trainers.system import System
+from understudy.types.scores import Signal
 
+_TOLD = (EventKind.PAUSED, EventKind.RESUMED, EventKind.EJECTED, EventKind.RESTARTED, EventKind.READMITTED)
 _SCORE_CHUNK = 32
 """Sequences of one scoring request under full determinism: a constant, so that scores do not depend on replica counts."""
 
@@ -32,21 +39,21 @@ class LocalTeachers:
         self._teacher = teacher
         self._batching = batching
         self._token = token
+        self.endpoints: dict[str, Endpoint] = {}
 
     def _process(self, replica: str) -> str:
-        return f"teacher-{replica.replace('/', '-')}"
+        return f"teacher-{self._name}-{replica}"
 
     async def start(self, replica: str) -> Endpoint:
         await self.stop(replica)
-        index = int(replica.rpartition("/")[2])
         teacher = self._teacher
-        port = teacher.ports[index] if teacher.ports else 0
+        port = teacher.ports[int(replica)] if teacher.ports else 0
         arguments = [
             "--model", teacher.model,
             "--name", self._name,
             "--bind", f"127.0.0.1:{port}",
             "--dtype", teacher.dtype,
-            "--device", _device(teacher.device),
+            "--device", str(resolve_device(teacher.device)),
             "--threads", str(teacher.threads),
             "--batching", self._batching,
             "--max-batch-tokens", str(teacher.max_batch_tokens),
@@ -54,7 +61,8 @@ class LocalTeachers:
         # The token goes through the environment: command lines are readable by every user of the machine.
         env = {"UNDERSTUDY_TOKEN": self._token, "OMP_NUM_THREADS": str(teacher.threads)}
         child = await self._processes.start(self._process(replica), "understudy.teacher.server", arguments, env)
-        return Endpoint(child.ready["url"], self._token)
+        self.endpoints[replica] = Endpoint(child.ready["url"], self._token)
+        return self.endpoints[replica]
 
     async def stop(self, replica: str) -> None:
         await self._processes.stop(self._process(replica))
@@ -65,37 +73,63 @@ class LocalTeachers:
 
 
 async def start_teachers(
-    recipe: Recipe, processes: LocalProcesses, vocabulary: Vocabulary, view: LiveView, token: str, deterministic: bool
+    recipe: Recipe, processes: LocalProcesses, student: Vocabulary, view: LiveView, token: str, deterministic: bool
 ) -> dict[str, TeacherPool]:
     """Every teacher's pool, started at once and checked against the student; nothing is left running when one fails."""
-    pools: dict[str, TeacherPool] = {}
     batching = "by_request" if deterministic else "by_arrival"
-    for name, teacher in recipe.teachers.items():
-        pools[name] = _pool(name, teacher, LocalTeachers(processes, name, teacher, batching, token), view)
+    launchers = {name: LocalTeachers(processes, name, teacher, batching, token) for name, teacher in recipe.teachers.items()}
+    pools = {name: _pool(name, teacher, launchers[name], view) for name, teacher in recipe.teachers.items()}
     replicas = sum(len(teacher.urls) or teacher.replicas for teacher in recipe.teachers.values())
     view.phase(f"starting {len(pools)} teacher(s), {replicas} replica process(es)")
-    await asyncio.gather(*(pool.start(vocabulary) for pool in pools.values()))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for name, pool in pools.items():
+                tasks.create_task(_start(pool, recipe, student, launchers[name]))
+    except BaseException:
+        await asyncio.gather(*(pool.close() for pool in pools.values()), return_exceptions=True)
+        raise
     view.phase("")
     return pools
 
 
+async def _start(pool: TeacherPool, recipe: Recipe, student: Vocabulary, launcher: LocalTeachers) -> None:
+    """Up, and fit for this recipe: it can give the signal, holds a whole rollout, and shares the student's vocabulary."""
+    await pool.start()
+    loss = recipe.loss
+    k = loss.topk if loss.signal in ("topk", "at_ids") else 0
+    check_signals(pool.manifest, [Signal(loss.signal)], k, recipe.rollout.max_new_tokens + 1)
+    if pool.manifest.vocab_fingerprint != student.fingerprint:
+        endpoint = launcher.endpoints.get("0") or _external_endpoints(pool.name, recipe.teachers[pool.name])[0]
+        async with ReplicaClient(endpoint.url, endpoint.token, teacher=pool.name) as client:
+            check_vocabulary(student, await client.vocabulary(), pool.name)
+
+
 def _pool(name: str, teacher: TeacherConfig, launcher: LocalTeachers, view: LiveView) -> TeacherPool:
-    options = PoolOptions(deadline_seconds=teacher.deadline_seconds, max_restarts=teacher.restarts)
-    if teacher.placement == "external":
-        token = os.environ.get(teacher.token_env) if teacher.token_env else None
-        if teacher.token_env and not token:
-            raise ConfigError(f"teachers.{name}.token_env = {teacher.token_env!r}: that environment variable is empty; export the token")
-        endpoints = {f"{name}/{i}": Endpoint(url, token) for i, url in enumerate(teacher.urls)}
-        return TeacherPool(name, endpoints=endpoints, options=options, say=view.note)
-    replicas = [f"{name}/{i}" for i in range(teacher.replicas)]
-    return TeacherPool(name, replicas, launcher=launcher, options=options, say=view.note)
+    def tell(event: PoolEvent) -> None:
+        log_event(event)
+        if event.kind in _TOLD:
+            view.note(f"teacher {event.teacher}: {event.message}")
+
+    options = PoolOptions(deadline_base=teacher.deadline_seconds)
+    if teacher.placement != "external":
+        specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
+        return TeacherPool(name, specs, launcher, options=options, on_event=tell)
+    specs = [ReplicaSpec(str(i), endpoint) for i, endpoint in enumerate(_external_endpoints(name, teacher))]
+    return TeacherPool(name, specs, options=options, on_event=tell)
 
 
-def router_of(recipe: Recipe) -> TeacherRouter | None:
-    if not recipe.teachers:
+def _external_endpoints(name: str, teacher: TeacherConfig) -> list[Endpoint]:
+    token = os.environ.get(teacher.token_env) if teacher.token_env else None
+    if teacher.token_env and not token:
+        raise ConfigError(f"teachers.{name}.token_env = {teacher.token_env!r}: that environment variable is empty; export the token")
+    return [Endpoint(url, token) for url in teacher.urls]
+
+
+def router_of(recipe: Recipe, pools: Mapping[str, TeacherPool]) -> TeacherRouter | None:
+    if not pools:
         return None
     keys = {teacher.key: name for name, teacher in recipe.teachers.items() if teacher.key is not None}
-    return TeacherRouter(list(recipe.teachers), keys, default=recipe.data.default_teacher, column=recipe.data.teacher_key)
+    return TeacherRouter(pools, keys if len(pools) > 1 else None, default=recipe.data.default_teacher)
 
 
 def teacher_lanes(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict[str, Lane]:
@@ -110,13 +144,4 @@ def manifests_of(pools: Mapping[str, TeacherPool]) -> dict[str, dict[str, Any]]:
 
 def teacher_metrics(system: System) -> dict[str, float]:
     """Per replica: its share of the tokens its teacher scored; per teacher: latency, retries, queue."""
-    metrics: dict[str, float] = {}
-    for pool in system.pools.values():
-        metrics |= {f"perf/teacher/{name}": value for name, value in pool.metrics().items()}
-    return metrics
-
-
-def _device(device: str) -> str:
-    from understudy.trainers.loading import resolve_device  # noqa: PLC0415
-
-    return str(resolve_device(device))
+    return {f"perf/{name}": value for pool in system.pools.values() for name, value in pool.metrics().flat().items()}

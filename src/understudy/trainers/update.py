@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from understudy.dataplane.base import Lease, Order, split_key
-from understudy.losses.advantages import task_advantages
+from understudy.losses.advantages import SEQUENCE_ADVANTAGES, reinforce_plus_plus, reward_at_end, to_tokens
 from understudy.losses.reduce import token_weights
 from understudy.policy.policy import StepResult
 from understudy.trainers.produce import SCORED
@@ -71,11 +71,15 @@ def assemble(keys: Sequence[str], columns: Mapping[str, Any]) -> Batch:
 
 def with_advantages(batch: Batch, kind: str) -> Batch:
     """Task rewards as one advantage per loss-bearing token, normalised within each prompt's group."""
-    groups = [split_key(key)[0] for key in batch.keys]
-    per_row = task_advantages(torch.tensor(batch.rewards), groups, kind)
-    lengths = torch.tensor([int(mask.sum()) for mask in batch.loss_mask])
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    return replace(batch, advantages=Jagged(per_row.repeat_interleave(lengths), offsets))
+    rewards_B = torch.tensor(batch.rewards)
+    lengths_B = [int(mask.sum()) for mask in batch.loss_mask]
+    if kind == "reinforce++":
+        advantages_N = reinforce_plus_plus(reward_at_end(rewards_B, lengths_B), lengths_B)
+    else:
+        groups_B = [split_key(key)[0] for key in batch.keys]
+        advantages_N = to_tokens(SEQUENCE_ADVANTAGES[kind](rewards_B, groups_B), lengths_B)
+    offsets = torch.tensor([0, *lengths_B], dtype=torch.int64).cumsum(0)
+    return replace(batch, advantages=Jagged(advantages_N, offsets))
 
 
 def rollout_metrics(columns: Mapping[str, Any]) -> dict[str, float]:

@@ -5,6 +5,7 @@ Shape legend: C tokens of the chunk, V vocabulary, K candidates, H hidden size.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,11 +21,21 @@ from understudy.types.loss import LossInputs, StudentHead
 if TYPE_CHECKING:
     from understudy.losses.objective import Objective
 
+try:
+    from understudy.losses.fused import triton_rows
+except ModuleNotFoundError as missing:  # triton comes with CUDA builds of torch only
+    if missing.name is None or not missing.name.startswith("triton"):
+        raise
+    triton_rows = None  # type: ignore[assignment]
+
+TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Read once, as Triton does: kernels are interpreted (on any device) or compiled when they are defined."""
+
 
 class RowReader(Protocol):
     """Reads one chunk after another for one objective and one student."""
 
-    def read(self, raw_CV: Tensor, inputs: LossInputs) -> Rows:
+    def read(self, raw_CV: Tensor, inputs: LossInputs, with_gradient: bool) -> Rows:
         """Read a chunk of raw head outputs, which may be overwritten."""
         ...
 
@@ -38,10 +49,36 @@ class RowReader(Protocol):
 
 
 def choose_reader(objective: Objective, student: StudentHead, inputs: LossInputs) -> RowReader:
-    """The reader `objective.backend` names; `auto` takes Triton for bfloat16 or float32 on a CUDA device."""
-    if objective.backend not in ("auto", "torch", "triton"):
+    """The reader `objective.backend` names; `auto` takes Triton where it can run."""
+    if objective.backend == "torch":
+        return TorchReader(objective, student)
+    if objective.backend == "auto":
+        usable = student.hidden_NH.is_cuda and why_not_triton(objective, student, inputs) is None
+        return TritonReader(objective, student) if usable else TorchReader(objective, student)
+    if objective.backend != "triton":
         raise LossInputError(f"unknown backend {objective.backend!r}; expected one of auto, torch, triton.")
-    return TorchReader(objective, student)
+    reason = why_not_triton(objective, student, inputs)
+    if reason is not None:
+        raise LossInputError(
+            f"backend = 'triton' cannot run here: {reason}. Use backend = 'torch' or 'auto'."
+        )
+    return TritonReader(objective, student)
+
+
+def why_not_triton(objective: Objective, student: StudentHead, inputs: LossInputs) -> str | None:
+    """Why the Triton path cannot take this call, or None."""
+    if triton_rows is None:
+        return "the triton package is not installed"
+    if not student.hidden_NH.is_cuda and not TRITON_INTERPRETED:
+        return f"the student is on {student.hidden_NH.device}, and Triton compiles for CUDA devices (or TRITON_INTERPRET=1)"
+    dtypes = {student.hidden_NH.dtype}
+    if objective.uses_full_vocabulary and inputs.teacher_head is not None:
+        dtypes.add(inputs.teacher_head.weight_VH.dtype)
+    if not dtypes <= {torch.bfloat16, torch.float32}:
+        return f"the kernels take bfloat16 and float32, got {sorted(str(dtype) for dtype in dtypes)}"
+    if objective.log_prob_min_clamp is not None:
+        return "log_prob_min_clamp is a parity option of the torch path"
+    return None
 
 
 @dataclass(frozen=True)
@@ -49,7 +86,7 @@ class TorchReader:
     objective: Objective
     student: StudentHead
 
-    def read(self, raw_CV: Tensor, inputs: LossInputs) -> Rows:
+    def read(self, raw_CV: Tensor, inputs: LossInputs, with_gradient: bool) -> Rows:
         objective = self.objective
         transform = LogitTransform.of(self.student)
         if objective.uses_full_vocabulary:
@@ -78,6 +115,46 @@ class TorchReader:
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         if gradient.is_cuda or float(factor) != 1.0:
             gradient.mul_(factor)
+
+
+@dataclass(frozen=True)
+class TritonReader:
+    objective: Objective
+    student: StudentHead
+
+    def read(self, raw_CV: Tensor, inputs: LossInputs, with_gradient: bool) -> Rows:
+        objective = self.objective
+        transform = LogitTransform.of(self.student)
+        if objective.uses_full_vocabulary:
+            teacher_CV, teacher_transform = teacher_logits(inputs, raw_CV.shape[1])
+            return triton_rows.TritonFullRows(
+                raw_CV,
+                transform,
+                teacher_CV,
+                teacher_transform,
+                inputs.token_ids_N,
+                objective.kind,
+                objective.parameters,
+            )
+        candidates = objective.uses_candidates
+        return triton_rows.TritonCandidateRows(
+            raw_CV,
+            transform,
+            inputs.token_ids_N,
+            inputs.teacher_ids_NK if candidates else None,
+            inputs.teacher_logprobs_NK if candidates else None,
+            objective.kind,
+            objective.parameters,
+            objective.tail,
+            overlap=objective.overlap,
+            with_gradient=with_gradient,
+        )
+
+    def bytes_per_row(self, vocab: int, element_size: int) -> int:
+        return vocab * element_size * (2 if self.objective.uses_full_vocabulary else 1)
+
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        triton_rows.scale_unless_one_(gradient, factor)
 
 
 def teacher_logits(inputs: LossInputs, vocab: int) -> tuple[Tensor, LogitTransform]:

@@ -146,7 +146,7 @@ def _one_chunk(
     job: _Job, wanted: Wanted, result: _Result, part: slice, raw_CV: Tensor, weight_VH: Tensor
 ) -> dict[str, Tensor]:
     inputs = job.inputs.rows(part.start, part.stop)
-    rows = job.reader.read(raw_CV, inputs)
+    rows = job.reader.read(raw_CV, inputs, wanted.any)
     if not wanted.any:
         losses_C, columns = token_losses(job.objective, rows.view, inputs)
         result.loss += (inputs.weights_N * losses_C).sum()

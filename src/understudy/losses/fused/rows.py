@@ -49,10 +49,11 @@ def differentiate(
     terms: TokenTerms, view: StudentView, inputs: LossInputs
 ) -> tuple[Tensor, dict[str, Tensor], ViewGradients]:
     """(Σ weights · l, columns, gradients): runs the loss of a chunk under autograd on its few-numbers-per-token view."""
+    names = (
+        ("logp_N", "divergence_N") if view.divergence_N is not None else ("logp_N", "logp_NK", "log_tail_N")
+    )
     leaves = {
-        name: leaf.detach().requires_grad_()
-        for name in ("logp_N", "logp_NK", "log_tail_N", "divergence_N")
-        if (leaf := getattr(view, name)) is not None
+        name: leaf.detach().requires_grad_() for name in names if (leaf := getattr(view, name)) is not None
     }
     with torch.enable_grad():
         losses_C, columns = token_losses(terms, replace(view, **leaves), inputs)

@@ -1,0 +1,226 @@
+"""Claims and waits: who is served when something changes. Nothing polls.
+
+A change marks its partition; at the end of the loop iteration the partition's waiting claims are tried in order of
+arrival and its watches looked at, once, however many rows changed. One timer stands at the earliest end of a lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from understudy.dataplane.base import Depth, Lease, RowStatus, Where
+from understudy.dataplane.partition import ClaimRequest, Partition, Watch
+from understudy.dataplane.rows import Row
+from understudy.dataplane.store import Store
+from understudy.dataplane.view import ViewSpec
+from understudy.errors import DataPlaneError
+from understudy.types.batch import BatchMeta
+
+_SHORTEST_TIMER = 0.01
+
+
+class Claims:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_end = 0.0
+        store.on_change = self._changed
+
+    async def claim(
+        self, home: Partition, spec: ViewSpec, request: ClaimRequest, timeout: float | None
+    ) -> Lease:
+        store = self._store
+        if request.n > store.admission.max_rows:
+            raise DataPlaneError(
+                f"a claim of {request.n} rows from a plane of max_rows={store.admission.max_rows} would wait forever; "
+                "raise max_rows to at least one batch"
+            )
+        store.expire()
+        line = home.queues.get(spec)
+        lease = None if line else self._try(home, spec, request)
+        if lease is None:
+            if line is None:
+                line = home.queues[spec] = deque()
+            line.append(request)
+            lease = await self._wait_in_line(home, spec, line, request, timeout)
+        if spec.status is not RowStatus.FINISHED:
+            try:
+                await store.journal.durable()  # the attempt is on record before the work starts
+            except asyncio.CancelledError:
+                self.give_back(lease)
+                raise
+        return lease
+
+    async def _wait_in_line(
+        self,
+        home: Partition,
+        spec: ViewSpec,
+        line: deque[ClaimRequest],
+        request: ClaimRequest,
+        timeout: float | None,
+    ) -> Lease:
+        admission = self._store.admission
+        admission.waiting_claims += 1
+        admission.serve()
+        try:
+            async with asyncio.timeout(timeout):
+                return await request.answer
+        except BaseException as error:
+            answer = request.answer
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self.give_back(answer.result())
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(self._missing(home, spec, request, timeout)) from None
+            raise
+        finally:
+            admission.waiting_claims -= 1
+            if request in line:
+                line.remove(request)
+            if not line:
+                home.queues.pop(spec, None)
+            self._changed(home)
+
+    def _missing(self, home: Partition, spec: ViewSpec, request: ClaimRequest, timeout: float | None) -> str:
+        view = home.view(spec)
+        counts = ", ".join(f"{count} {status.value}" for status, count in home.counts.items() if count)
+        wanted = f" with columns {', '.join(spec.fields)}" if spec.fields else ""
+        return (
+            f"after {timeout} s {view.ready(request.count)} of {request.at_least} {request.count.value} are {spec.status.value}"
+            f"{wanted} in partition {home.name!r}; it holds {counts or 'nothing'}, {home.leased} leased"
+        )
+
+    def give_back(self, lease: Lease) -> None:
+        held = self._store.leases.check(lease)
+        for row in list(held.rows.values()):
+            self._store.give_back(row)
+
+    def _try(self, home: Partition, spec: ViewSpec, request: ClaimRequest) -> Lease | None:
+        view = home.view(spec)
+        rows = view.take(request.n, request.at_least, request.count)
+        if rows is None:
+            return None
+        produces = spec.status is not RowStatus.FINISHED
+        held = self._store.grant(home, rows, request.lease_seconds, produces)
+        self._set_timer(held.expires)
+        return Lease(_meta(home.name, rows), held.id, self._store.leases.epoch, held.expires)
+
+    def _set_timer(self, end: float) -> None:
+        if end == float("inf") or (self._timer is not None and self._timer_end <= end):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        delay = max(_SHORTEST_TIMER, end - self._store.leases.clock())
+        self._timer_end = end
+        self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._store.expire()
+        end = self._store.leases.next_end()
+        if end is not None:
+            self._set_timer(end)
+
+    async def wait(
+        self,
+        home: Partition,
+        until: Callable[[Depth], bool],
+        fields: Sequence[str],
+        where: Where | None,
+        timeout: float | None,
+    ) -> Depth:
+        self._store.expire()
+        seen = self.depth(home, fields, where)
+        if until(seen):
+            return seen
+
+        def look() -> bool:
+            nonlocal seen
+            seen = self.depth(home, fields, where)
+            return until(seen)
+
+        watch = Watch(look, asyncio.get_running_loop().create_future())
+        home.watches.append(watch)
+        self._store.admission.waiting_claims += 1
+        self._store.admission.serve()
+        try:
+            async with asyncio.timeout(timeout):
+                await watch.answer
+        except TimeoutError:
+            raise TimeoutError(f"after {timeout} s partition {home.name!r} is at {seen}") from None
+        finally:
+            self._store.admission.waiting_claims -= 1
+            if watch in home.watches:
+                home.watches.remove(watch)
+        return seen
+
+    def depth(self, home: Partition, fields: Sequence[str], where: Where | None) -> Depth:
+        counts = home.counts
+        return Depth(
+            pending=counts[RowStatus.PENDING],
+            running=counts[RowStatus.RUNNING],
+            finished=counts[RowStatus.FINISHED],
+            failed=counts[RowStatus.FAILED],
+            leased=home.leased,
+            ready=home.ready_view(tuple(fields), where).ready_rows,
+            resident_bytes=self._store.admission.resident,
+            waiting_producers=self._store.admission.waiting,
+        )
+
+    def _changed(self, home: Partition) -> None:
+        if not home.serve_scheduled and (home.queues or home.watches):
+            home.serve_scheduled = True
+            asyncio.get_running_loop().call_soon(self._serve, home)
+
+    def _serve(self, home: Partition) -> None:
+        home.serve_scheduled = False
+        for spec, line in list(home.queues.items()):
+            while line:
+                request = line[0]
+                if not request.answer.done():
+                    try:
+                        lease = self._try(home, spec, request)
+                    except DataPlaneError as error:
+                        request.answer.set_exception(error)
+                    else:
+                        if lease is None:
+                            break
+                        request.answer.set_result(lease)
+                line.popleft()
+        for watch in list(home.watches):
+            if watch.answer.done():
+                continue
+            try:
+                if watch.look():
+                    watch.answer.set_result(None)
+            except Exception as error:
+                watch.answer.set_exception(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody will be served any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for home in self._store.partitions.values():
+            for line in home.queues.values():
+                for request in line:
+                    if not request.answer.done():
+                        request.answer.set_exception(error)
+                line.clear()
+            for watch in home.watches:
+                if not watch.answer.done():
+                    watch.answer.set_exception(error)
+            home.watches.clear()
+
+
+def _meta(partition: str, rows: list[Row]) -> BatchMeta:
+    """The names of claimed rows: the columns all of them have, and their tags."""
+    shared = set(rows[0].columns).intersection(*(row.columns for row in rows[1:])) if rows else set()
+    return BatchMeta(
+        partition=partition,
+        keys=tuple(row.key for row in rows),
+        fields=tuple(name for name in rows[0].columns if name in shared) if rows else (),
+        tags=tuple(dict(row.tags) for row in rows),
+        extra={"attempts": {row.key: row.attempts for row in rows}} if rows and rows[0].attempts else {},
+    )

@@ -1,0 +1,45 @@
+"""The dead-letter file: one JSON line per row that could not be made or trained.
+
+The ledger in the journal is the authority; the file is for people and tools. A line is appended after its commit,
+and the whole file is written anew from the ledger at every start, so a crash in between costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "dead_letters.jsonl"
+
+
+def detail(reason: str, evidence: Mapping[str, Any] | None = None) -> str:
+    """What the ledger keeps. Evidence is shown, not computed with: what JSON cannot say is written as text."""
+    return json.dumps({"reason": reason, "evidence": dict(evidence or {})}, default=repr)
+
+
+class DeadLetters:
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FILE_NAME
+
+    def rewrite(self, letters: Iterable[tuple[str, str, int, str]]) -> None:
+        """All (partition, key, step, detail), replacing the file in one rename."""
+        lines = [self._line(*letter) for letter in letters]
+        if not lines and not self._file.exists():
+            return
+        fresh = self._file.with_suffix(".tmp")
+        with fresh.open("w", encoding="utf-8") as out:
+            out.writelines(lines)
+            out.flush()
+            os.fsync(out.fileno())
+        fresh.replace(self._file)
+
+    def append(self, partition: str, key: str, step: int, told: str) -> None:
+        with self._file.open("a", encoding="utf-8") as out:
+            out.write(self._line(partition, key, step, told))
+
+    @staticmethod
+    def _line(partition: str, key: str, step: int, told: str) -> str:
+        return json.dumps({"partition": partition, "key": key, "step": step, **json.loads(told)}) + "\n"

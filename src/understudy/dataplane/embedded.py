@@ -1,0 +1,444 @@
+"""The embedded data plane: memory in the trainer's process, a crash-safe journal in the run directory.
+
+    plane = EmbeddedDataPlane.open(run / "dataplane", max_rows=65536, max_bytes=2**31, spill_bytes=2**20)
+    await plane.issue("train", keys, step=7, group=GroupPolicy.TRAIN_REST)
+    await plane.put("train", {key: {"tokens": tokens, "loss_mask": mask}}, tags={key: {"reward": 1.0}})
+    await plane.put("train", {key: {"teacher_logprobs": scores}})
+    lease = await plane.claim("train", 256, fields=("tokens", "teacher_logprobs"), order=Order.KEY)
+    columns = await plane.get(lease.meta)
+    await plane.ack(lease, step=7)
+
+Every operation changes memory at once, on the event loop, and then waits for the commit that holds the change. A row
+may therefore be claimed before its writer was told it is safe; that is sound, because the ack that would make it
+count is committed after it. Files in the folder: `journal.sqlite`, `spill/`, `dead_letters.jsonl`, `lock`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from understudy.dataplane import journal_rewind
+from understudy.dataplane.admission import Admission
+from understudy.dataplane.base import (
+    Columns,
+    Count,
+    Depth,
+    GroupPolicy,
+    Lease,
+    Order,
+    Retain,
+    RowInfo,
+    RowStatus,
+    Where,
+)
+from understudy.dataplane.claims import Claims
+from understudy.dataplane.columns import gather
+from understudy.dataplane.dead_letters import DeadLetters, detail
+from understudy.dataplane.folder import FolderLock
+from understudy.dataplane.frame import encode
+from understudy.dataplane.groups import GroupFilter
+from understudy.dataplane.journal import Journal
+from understudy.dataplane.journal_schema import read_meta, write_meta
+from understudy.dataplane.leases import Leases
+from understudy.dataplane.loading import Loaded, load
+from understudy.dataplane.partition import ClaimRequest, Partition
+from understudy.dataplane.rows import Row
+from understudy.dataplane.spill import SpillFiles
+from understudy.dataplane.store import Store
+from understudy.dataplane.view import ViewSpec
+from understudy.errors import DataPlaneError, LeaseLost
+from understudy.types.batch import BatchMeta
+from understudy.types.jagged import Jagged
+
+
+class EmbeddedDataPlane:
+    def __init__(self, store: Store, lock: FolderLock) -> None:
+        self._store = store
+        self._lock = lock
+        self._claims = Claims(store)
+        self._refusal: DataPlaneError | None = None
+        store.journal.on_failure = self._refuse
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        max_rows: int,
+        max_bytes: int,
+        spill_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        retain: Retain = Retain.UNTIL_SETTLED,
+    ) -> EmbeddedDataPlane:
+        """Open or create the plane in folder `path`; what its journal holds is there again, and no lease is.
+
+        `max_rows` and `max_bytes` bound what is in flight (see admission.py), columns of `spill_bytes` or more
+        live on disk from the start, `clock` times the leases.
+        """
+        lock = FolderLock(path)
+        try:
+            spill = SpillFiles(path / "spill")
+            journal = Journal(path, spill)
+        except BaseException:
+            lock.release()
+            raise
+        connection = journal.connection
+        write_meta(connection, "epoch", read_meta(connection, "epoch", 0) + 1)
+        admission = Admission(max_rows, max_bytes)
+        store = Store(
+            journal=journal,
+            spill=spill,
+            admission=admission,
+            leases=Leases(clock),
+            dead_letters=DeadLetters(path),
+            spill_bytes=spill_bytes,
+            retain=retain,
+        )
+        store.install(load(connection, spill, admission))
+        journal.sweep(spill.segment)
+        return cls(store, lock)
+
+    # ---- making rows
+
+    async def issue(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        *,
+        step: int,
+        group: GroupPolicy | None = None,
+        tags: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> tuple[str, ...]:
+        home = self._home(partition)
+        new = self._unknown(home, keys)
+        if not new:
+            return ()
+        await self._store.admission.admit(len(new), 0)
+        home = self._home(partition)
+        still = self._unknown(home, new)
+        self._store.admission.leave(len(new) - len(still))
+        for key in still:
+            row = self._store.issue(home, key, step, (tags or {}).get(key), group)
+            self._store.touched(home, row)
+        await self._store.journal.durable()
+        return tuple(still)
+
+    @staticmethod
+    def _unknown(home: Partition, keys: Sequence[str]) -> list[str]:
+        return [key for key in dict.fromkeys(keys) if key not in home.rows and key not in home.settled]
+
+    async def put(
+        self,
+        partition: str,
+        rows: Mapping[str, Columns],
+        tags: Mapping[str, Mapping[str, Any]] | None = None,
+        lease: Lease | None = None,
+        *,
+        status: RowStatus = RowStatus.FINISHED,
+    ) -> BatchMeta:
+        home, store = self._home(partition), self._store
+        frames = {
+            key: {name: encode(name, cell) for name, cell in columns.items()} for key, columns in rows.items()
+        }
+        checked = {key: check_tags(key, told) for key, told in (tags or {}).items()}
+        self._may_write(home, rows, lease)
+        waiting = [key for key in rows if key not in home.rows and store.sibling(home, key) is None]
+        if waiting:
+            size = sum(len(frame) for key in waiting for frame in frames[key].values())
+            await store.admission.admit(len(waiting), size)
+            home = self._home(partition)
+            try:
+                self._may_write(home, rows, lease)
+            except LeaseLost:
+                store.admission.leave(len(waiting))
+                store.admission.serve()
+                raise
+        touched: list[Row] = []
+        room = len(waiting)
+        for key in rows:
+            row = home.rows.get(key)
+            if row is None:
+                sibling = store.sibling(home, key)
+                policy = sibling.group.policy if sibling is not None and sibling.group is not None else None
+                step = store.last_step + 1 if sibling is None else sibling.step
+                row = store.issue(home, key, step, None, policy)
+                if room:
+                    room -= 1
+                else:
+                    store.admission.enter()
+            if key in checked:
+                row.tags.update(checked[key])
+            store.write(home, row, frames[key], status)
+            if row.lease is not None and row.lease.produces and status is not RowStatus.RUNNING:
+                store.drop_lease(home, row)
+            touched.append(row)
+        store.admission.leave(room)
+        for row in touched:
+            store.touched(home, row)
+        for row in touched:
+            if row.key in home.rows:
+                store.filter_group(home, row)
+        await store.journal.durable()
+        names = tuple(dict.fromkeys(name for columns in rows.values() for name in columns))
+        shared = tuple(name for name in names if all(name in columns for columns in rows.values()))
+        return BatchMeta(partition, tuple(rows), shared)
+
+    def _may_write(self, home: Partition, keys: Mapping[str, Any], lease: Lease | None) -> None:
+        self._store.expire()
+        if lease is not None:
+            self._store.leases.check(lease, keys)
+        for key in keys:
+            row = home.rows.get(key)
+            if row is None:
+                if key in home.settled:
+                    raise LeaseLost(
+                        f"row {key} of {home.name!r} was trained, dead-lettered or evicted already; drop this work"
+                    )
+            elif lease is None and row.lease is not None and row.lease.produces:
+                raise LeaseLost(
+                    f"row {key} of {home.name!r} is being made under lease {row.lease.id}; write with that lease"
+                )
+
+    async def put_tags(self, partition: str, tags: Mapping[str, Mapping[str, Any]]) -> None:
+        home, store = self._home(partition), self._store
+        for key, told in tags.items():
+            check_tags(key, told)
+            self._row(home, key)
+        for key, told in tags.items():
+            row = home.rows[key]
+            row.tags.update(told)
+            store.touched(home, row)
+        for key in tags:
+            if key in home.rows:
+                store.filter_group(home, home.rows[key])
+        await store.journal.durable()
+
+    def filter_groups(self, partition: str, group_filter: GroupFilter | None) -> None:
+        """Look at every group of this partition when it is complete; see `GroupFilter`."""
+        self._home(partition).filter = group_filter
+
+    # ---- handing rows out
+
+    async def claim(
+        self,
+        partition: str,
+        n: int,
+        *,
+        fields: Sequence[str] = (),
+        without: Sequence[str] = (),
+        where: Where | None = None,
+        order: Order = Order.ARRIVAL,
+        status: RowStatus = RowStatus.FINISHED,
+        count: Count = Count.ROWS,
+        at_least: int | None = None,
+        timeout: float | None = None,
+        lease_seconds: float | None = 600.0,
+    ) -> Lease:
+        home = self._home(partition)
+        least = n if at_least is None else at_least
+        if not 1 <= least <= n:
+            raise DataPlaneError(f"a claim of n={n}, at_least={least}: ask for 1 ≤ at_least ≤ n")
+        status, order, count = RowStatus(status), Order(order), Count(count)
+        if status is RowStatus.RUNNING:
+            raise DataPlaneError(
+                "rows with status running are being made by somebody; claim pending, finished or failed"
+            )
+        spec = ViewSpec.of(status, fields, without, where, order)
+        request = ClaimRequest(n, least, count, lease_seconds, asyncio.get_running_loop().create_future())
+        return await self._claims.claim(home, spec, request, timeout)
+
+    async def get(
+        self, meta: BatchMeta, fields: Sequence[str] | None = None
+    ) -> dict[str, Jagged | list[Any]]:
+        home = self._home(meta.partition)
+        rows = [self._row(home, key) for key in meta.keys]
+        if fields is None:
+            names: Sequence[str] = meta.fields or [
+                name for name in (rows[0].columns if rows else ()) if all(name in row.columns for row in rows)
+            ]
+        else:
+            names = fields
+        columns: dict[str, Jagged | list[Any]] = {}
+        for name in names:
+            lacking = [row.key for row in rows if name not in row.columns]
+            if lacking:
+                raise DataPlaneError(
+                    f"column {name!r} is missing on {len(lacking)} of {len(rows)} rows ({lacking[0]} …), "
+                    f"which has {', '.join(home.rows[lacking[0]].columns) or 'no columns'}; claim with fields=({name!r},)"
+                )
+        for name in names:
+            frames = await self._store.frames(rows, name)
+            if sum(map(len, frames)) > 2**20:
+                columns[name] = await asyncio.to_thread(gather, name, frames, meta.keys)
+            else:
+                columns[name] = gather(name, frames, meta.keys)
+        return columns
+
+    async def ack(self, lease: Lease, step: int, keys: Sequence[str] | None = None) -> None:
+        store = self._store
+        self._check()
+        store.expire()
+        held = store.leases.check(lease, keys)
+        if held.produces:
+            raise DataPlaneError(
+                f"lease {lease.id} is for making rows: `put` them with it, then claim them finished"
+            )
+        for key in list(held.rows) if keys is None else keys:
+            store.trained(held.rows[key], step)
+        store.last_step = max(store.last_step, step)
+        await store.journal.durable()
+
+    async def release(self, lease: Lease, keys: Sequence[str] | None = None) -> None:
+        self._check()
+        self._store.expire()
+        held = self._store.leases.check(lease, keys)
+        for key in list(held.rows) if keys is None else keys:
+            self._store.give_back(held.rows[key])
+
+    async def renew(self, lease: Lease, lease_seconds: float | None = 600.0) -> Lease:
+        self._check()
+        self._store.expire()
+        held = self._store.leases.check(lease)
+        self._store.leases.renew(held, lease_seconds)
+        return Lease(lease.meta, lease.id, lease.epoch, held.expires)
+
+    # ---- taking rows out
+
+    async def dead_letter(
+        self, partition: str, key: str, reason: str, evidence: Mapping[str, Any] | None = None
+    ) -> None:
+        home, store = self._home(partition), self._store
+        row = self._row(home, key)
+        group = row.group
+        store.taken_out(row, "dead", detail(reason, evidence))
+        if group is not None and group.policy is GroupPolicy.DROP_GROUP:
+            for other in list(group.members):
+                store.taken_out(other, "evicted", detail(f"its group lost {key}: {reason}"))
+        elif group is not None and group.rows:
+            store.filter_group(home, next(iter(group.members)))
+        await store.journal.durable()
+
+    async def evict(
+        self, partition: str, keys: Sequence[str], reason: str, lease: Lease | None = None
+    ) -> None:
+        home, store = self._home(partition), self._store
+        store.expire()
+        if lease is not None:
+            store.leases.check(lease, keys)
+        for row in [self._row(home, key) for key in dict.fromkeys(keys)]:
+            store.taken_out(row, "evicted", detail(reason))
+        await store.journal.durable()
+
+    async def clear(self, partition: str, keys: Sequence[str] | None = None) -> None:
+        home = self._home(partition)
+        gone = list(home.rows) if keys is None else [key for key in keys if key in home.rows]
+        if gone:
+            await self.evict(partition, gone, "cleared")
+
+    # ---- looking
+
+    async def list(self, partition: str) -> dict[str, RowInfo]:
+        self._store.expire()
+        return {
+            key: RowInfo(
+                row.status,
+                dict(row.tags),
+                tuple(row.columns),
+                None if row.group is None else row.group.name,
+                row.step,
+                row.attempts,
+                row.lease is not None,
+            )
+            for key, row in self._home(partition).rows.items()
+        }
+
+    async def depth(self, partition: str, *, fields: Sequence[str] = (), where: Where | None = None) -> Depth:
+        self._store.expire()
+        return self._claims.depth(self._home(partition), fields, where)
+
+    async def wait(
+        self,
+        partition: str,
+        until: Callable[[Depth], bool],
+        *,
+        fields: Sequence[str] = (),
+        where: Where | None = None,
+        timeout: float | None = None,
+    ) -> Depth:
+        return await self._claims.wait(self._home(partition), until, fields, where, timeout)
+
+    # ---- checkpoints, start and end
+
+    async def settle(self, step: int) -> None:
+        self._check()
+        journal, segment = self._store.journal, self._store.spill.segment
+
+        def job(connection: Any) -> None:
+            journal_rewind.settle(connection, step)
+            journal.sweep(segment)
+
+        await journal.run(job)
+
+    async def rewind(self, step: int, *, keep_rows: bool) -> None:
+        self._check()
+        store = self._store
+        await store.journal.run(lambda connection: journal_rewind.check(connection, step))
+        self._refuse(DataPlaneError("the plane is being rewound; wait for `rewind` to return"))
+
+        def job(connection: Any) -> Loaded:
+            journal_rewind.rewind(connection, step, keep_rows)
+            store.admission.reset()
+            return load(connection, store.spill, store.admission)
+
+        state = await store.journal.run(job)
+        store.install(state)
+        self._refusal = None
+
+    async def sync(self) -> None:
+        self._check()
+        await self._store.journal.sync()
+
+    async def close(self) -> None:
+        """Commit what is open and let go of the folder. Whoever waits is told."""
+        closed = DataPlaneError("the data plane is closed")
+        if self._refusal is not None and str(self._refusal) == str(closed):
+            return
+        self._refuse(closed)
+        await self._store.journal.close()
+        self._store.spill.close()
+        self._lock.release()
+
+    def _refuse(self, error: DataPlaneError) -> None:
+        """Fail whoever waits, and every call from now on."""
+        self._refusal = error
+        self._claims.fail(error)
+        self._store.admission.fail(error)
+
+    def _check(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _home(self, partition: str) -> Partition:
+        self._check()
+        return self._store.partition(partition)
+
+    def _row(self, home: Partition, key: str) -> Row:
+        row = home.rows.get(key)
+        if row is None:
+            why = (
+                "was settled already (trained, dead-lettered or evicted)"
+                if key in home.settled
+                else "was never issued"
+            )
+            raise DataPlaneError(f"row {key} is not in flight in partition {home.name!r}: it {why}")
+        return row
+
+
+def check_tags(key: str, tags: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tags are written as JSON: find out now, not in the commit that carries other rows too."""
+    encode(f"tags of {key}", dict(tags))
+    return tags

@@ -1,0 +1,31 @@
+"""One process per data plane folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from understudy.errors import DataPlaneError
+
+
+class FolderLock:
+    """Held by the kernel for as long as the process lives, so a crash leaves no stale lock behind."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(self._file, 32).decode(errors="replace").strip() or "unknown"
+            os.close(self._file)
+            raise DataPlaneError(
+                f"{folder} is in use by process {owner}: two runs cannot share a run directory; "
+                "stop that process or choose another directory"
+            ) from None
+        os.ftruncate(self._file, 0)
+        os.write(self._file, f"{os.getpid()}\n".encode())
+
+    def release(self) -> None:
+        os.close(self._file)

@@ -1,0 +1,58 @@
+"""The n sessions of a prompt: filters over their rewards, and what is done about over-long ones.
+
+Pure functions; the data plane calls a `GroupFilter` when a group's last session finishes, the trainer the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from understudy.types.trajectory import StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFilter:
+    """Look at a finished group; evict it whole when the rule gives a reason.
+
+    The rule sees one value per session, in session order, taken from the tag `tag` of its rows; a group is looked
+    at once all its rows are finished and carry the tag. Eviction frees the group's room, so producers that wait
+    at `issue` refill what was filtered.
+    """
+
+    rule: Callable[[Sequence[float]], str | None]
+    tag: str = "reward"
+
+
+def no_signal(rewards: Sequence[float], tolerance: float = 1e-6) -> str | None:
+    """DAPO's dynamic sampling: a group whose rewards are all equal has zero advantage everywhere.
+
+    A single session has no peers to differ from and is kept, as are groups with a missing (NaN) reward: whether
+    a NaN is poison is decided where the reward is made.
+    """
+    if len(rewards) < 2 or any(math.isnan(reward) for reward in rewards):
+        return None
+    low, high = min(rewards), max(rewards)
+    if high - low > tolerance:
+        return None
+    return f"no signal: all {len(rewards)} rewards are {low:g}"
+
+
+def keep_complete(stop_reasons: Sequence[StopReason]) -> list[bool]:
+    """DAPO's over-long filtering: which sessions may carry loss. Truncated ones were cut, not wrong."""
+    return [reason is not StopReason.LENGTH for reason in stop_reasons]
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """DAPO's soft over-long punishment, added to the reward.
+
+    0 up to `max_length − buffer`, falling in a straight line to −1 at `max_length`, −1 beyond it.
+
+    >>> [overlong_penalty(length, 100, 20) for length in (80, 90, 100, 120)]
+    [0.0, -0.5, -1.0, -1.0]
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"buffer={buffer} must lie in 1 … max_length={max_length}")
+    over = length - (max_length - buffer)
+    return -min(1.0, max(0.0, over / buffer)) + 0.0

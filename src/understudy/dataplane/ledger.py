@@ -1,0 +1,161 @@
+"""The accounting of a run, read from its journal alone.
+
+    issued = trained + dead-lettered + evicted + in flight,   no key twice
+
+The two sides come from different tables: what was issued, trained, dead-lettered and evicted from the append-only
+`events`, what is in flight from `rows`. A row that vanished from one of them shows. The journal is opened read-only,
+in one read transaction: a run may be living or dead, and is not disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from understudy.dataplane.journal_schema import FILE_NAME, FORMAT, read_meta
+from understudy.errors import DataPlaneError
+
+FOLDER_NAME = "dataplane"
+"""Where a run directory keeps its data plane."""
+
+_NET = """
+SELECT partition, key,
+    SUM(CASE kind WHEN 'issued' THEN sign ELSE 0 END),
+    SUM(CASE kind WHEN 'trained' THEN sign ELSE 0 END),
+    SUM(CASE kind WHEN 'dead' THEN sign ELSE 0 END),
+    SUM(CASE kind WHEN 'evicted' THEN sign ELSE 0 END)
+FROM events GROUP BY partition, key
+"""
+_STEPS = "SELECT step, SUM(sign) FROM events WHERE kind = 'trained' GROUP BY step HAVING SUM(sign) != 0 ORDER BY step"
+_REASONS = """
+SELECT detail, sign FROM events WHERE kind IN ('dead', 'evicted') AND (partition, key) IN
+    (SELECT partition, key FROM events WHERE kind IN ('dead', 'evicted') GROUP BY partition, key HAVING SUM(sign) > 0)
+"""
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """Counts are of keys; lists name the offenders, as `partition/key`."""
+
+    issued: int = 0
+    trained: int = 0
+    dead: int = 0
+    evicted: int = 0
+    in_flight: int = 0
+    twice: list[str] = field(default_factory=list)
+    """Issued twice, settled twice, or settled and still in flight."""
+    lost: list[str] = field(default_factory=list)
+    """Issued, never settled, and not in flight either."""
+    unknown: list[str] = field(default_factory=list)
+    """Settled or in flight without ever having been issued."""
+    per_step: dict[int, int] = field(default_factory=dict)
+    """Rows trained in each step."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Why rows were dead-lettered or evicted."""
+
+    @property
+    def balanced(self) -> bool:
+        return (
+            self.issued == self.trained + self.dead + self.evicted + self.in_flight
+            and sum(self.per_step.values()) == self.trained
+            and not self.twice
+            and not self.lost
+            and not self.unknown
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"issued {self.issued} = trained {self.trained} + dead-lettered {self.dead} + evicted {self.evicted}"
+            f" + in flight {self.in_flight}: {'balanced' if self.balanced else 'NOT BALANCED'}"
+        ]
+        for name in ("twice", "lost", "unknown"):
+            keys = getattr(self, name)
+            if keys:
+                more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+                lines.append(f"{name}: {', '.join(keys[:5])}{more}")
+        return "\n".join(lines)
+
+
+class Ledger:
+    """A journal opened for reading."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    @classmethod
+    def read(cls, path: Path) -> Ledger:
+        """The ledger of a run directory (or of a data plane folder, or a journal file)."""
+        for file in (path, path / FILE_NAME, path / FOLDER_NAME / FILE_NAME):
+            if file.is_file():
+                return cls(file)
+        raise DataPlaneError(
+            f"{path} has no journal: neither {FILE_NAME} nor {FOLDER_NAME}/{FILE_NAME} is there"
+        )
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            f"{self.file.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None
+        )
+        try:
+            found = read_meta(connection, "format", -1)
+        except sqlite3.DatabaseError as error:
+            connection.close()
+            raise DataPlaneError(f"{self.file} is not a data plane journal: {error}") from None
+        if found != FORMAT:
+            connection.close()
+            raise DataPlaneError(
+                f"{self.file} has journal format {found}; this version reads format {FORMAT}"
+            )
+        return connection
+
+    def audit(self) -> AuditReport:
+        with closing(self._connect()) as connection:
+            connection.execute("BEGIN")
+            return _audit(connection)
+
+    def trained_keys(self, partition: str) -> Iterator[tuple[int, str]]:
+        """(step, key) of every row trained, in the order of training."""
+        with closing(self._connect()) as connection:
+            yield from connection.execute(
+                "SELECT step, key FROM events WHERE kind = 'trained' AND partition = ? "
+                "GROUP BY step, key HAVING SUM(sign) > 0 ORDER BY step, MAX(seq)",
+                (partition,),
+            )
+
+
+def audit(path: Path) -> AuditReport:
+    """Account for every row ever issued by the run at `path`."""
+    return Ledger.read(path).audit()
+
+
+def _audit(connection: sqlite3.Connection) -> AuditReport:
+    report = AuditReport()
+    flying = Counter(connection.execute("SELECT partition, key FROM rows WHERE trained IS NULL"))
+    report.in_flight = sum(flying.values())
+    for partition, key, issued, trained, dead, evicted in connection.execute(_NET):
+        flights = flying.pop((partition, key), 0)
+        report.issued += issued
+        report.trained += trained
+        report.dead += dead
+        report.evicted += evicted
+        places = trained + dead + evicted + flights
+        name = f"{partition}/{key}"
+        if issued == 0 and places > 0:
+            report.unknown.append(name)
+        if issued > 1 or places > 1 or min(issued, trained, dead, evicted) < 0:
+            report.twice.append(name)
+        if issued > 0 and places == 0:
+            report.lost.append(name)
+    report.unknown += [f"{partition}/{key}" for partition, key in flying]
+    report.per_step = dict(connection.execute(_STEPS).fetchall())
+    reasons: Counter[str] = Counter()
+    for told, sign in connection.execute(_REASONS):
+        if told and told.startswith("{"):
+            reasons[str(json.loads(told).get("reason"))] += sign
+    report.reasons = {reason: count for reason, count in reasons.most_common() if count > 0}
+    return report

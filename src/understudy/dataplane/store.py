@@ -1,0 +1,212 @@
+"""The state of an embedded plane and the changes that can be made to it, each in memory and in the open journal batch.
+
+Nothing here waits. Callers (embedded.py, claims.py) decide who may do what, and await the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from understudy.dataplane.admission import Admission
+from understudy.dataplane.base import GroupPolicy, Retain, RowStatus, split_key
+from understudy.dataplane.dead_letters import DeadLetters, detail
+from understudy.dataplane.frame import SpillRef, pack
+from understudy.dataplane.journal import Journal
+from understudy.dataplane.journal_schema import PACK_SHIFT
+from understudy.dataplane.leases import HeldLease, Leases
+from understudy.dataplane.loading import Loaded
+from understudy.dataplane.partition import Partition
+from understudy.dataplane.rows import Row
+from understudy.dataplane.spill import SpillFiles
+
+
+class Store:
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        spill: SpillFiles,
+        admission: Admission,
+        leases: Leases,
+        dead_letters: DeadLetters,
+        spill_bytes: int,
+        retain: Retain,
+    ) -> None:
+        self.journal = journal
+        self.spill = spill
+        self.admission = admission
+        self.leases = leases
+        self.dead_letters = dead_letters
+        self.partitions: dict[str, Partition] = {}
+        self.last_step = 0
+        self.on_change: Callable[[Partition], None] = lambda partition: None
+        self._spill_bytes = spill_bytes
+        self._retain = retain
+        self._spilling: dict[SpillRef, bytes] = {}
+        """Frames on their way to disk: readable here until their commit."""
+        self._next_id = 1
+        self._next_arrival = 1
+
+    def install(self, state: Loaded) -> None:
+        """Become what the journal says; filters set by the program stay."""
+        filters = {name: partition.filter for name, partition in self.partitions.items()}
+        self.partitions = state.partitions
+        for name, group_filter in filters.items():
+            self.partition(name).filter = group_filter
+        self.last_step = state.last_step
+        self._next_id = max(self._next_id, state.next_id)
+        self._next_arrival = max(self._next_arrival, state.next_arrival)
+        self.leases.void_all(state.epoch)
+        self.dead_letters.rewrite(state.dead)
+
+    def partition(self, name: str) -> Partition:
+        found = self.partitions.get(name)
+        if found is None:
+            found = self.partitions[name] = Partition(name)
+        return found
+
+    def issue(
+        self, home: Partition, key: str, step: int, tags: Mapping[str, Any] | None, group: GroupPolicy | None
+    ) -> Row:
+        """A new row, admitted before; call `touched` when it is filled."""
+        row = Row(self._next_id, home.name, key, step, dict(tags) if tags else {})
+        self._next_id += 1
+        home.add(row)
+        if group is not None:
+            home.join(row, row.sort[0], group, row.id)
+        changes = self.journal.changes
+        changes.dirty[row.id] = row
+        changes.events.append(("issued", 1, home.name, key, step, None))
+        return row
+
+    def sibling(self, home: Partition, key: str) -> Row | None:
+        """The first output of the same session: further outputs belong to its step and its group."""
+        prompt, session, index = split_key(key)
+        return home.rows.get(f"{prompt}_{session}_0") if index > 0 else None
+
+    def touched(self, home: Partition, row: Row) -> None:
+        """The row changed: write its line, and let claims see it."""
+        self.journal.changes.dirty[row.id] = row
+        home.touch(row)
+        self.on_change(home)
+
+    def write(self, home: Partition, row: Row, frames: dict[str, bytes], status: RowStatus) -> None:
+        """More columns for a row."""
+        changes = self.journal.changes
+        pack_id = (row.id << PACK_SHIFT) + row.packs
+        row.packs += 1
+        cells: dict[str, bytes | SpillRef] = {}
+        for name, frame in frames.items():
+            before = row.columns.get(name)
+            if isinstance(before, bytes):
+                row.resident -= len(before)
+                self.admission.leave(0, len(before))
+            if len(frame) < self._spill_bytes and self.admission.hold(len(frame)):
+                row.resident += len(frame)
+                cells[name] = frame
+            else:
+                ref = cells[name] = self.spill.reserve(frame)
+                self._spilling[ref] = frame
+                changes.spills.append((pack_id, ref, frame))
+                changes.then.append(partial(self._on_disk, ref))
+            row.columns[name] = cells[name]
+        changes.packs.append((pack_id, pack(cells)))
+        if row.status is not status:
+            home.set_status(row, status)
+        if status is RowStatus.FINISHED and row.arrival == 0:
+            row.arrival = self._next_arrival
+            self._next_arrival += 1
+
+    def _on_disk(self, ref: SpillRef) -> None:
+        del self._spilling[ref]
+
+    def drop_lease(self, home: Partition, row: Row) -> None:
+        if row.lease is not None:
+            home.leased -= 1
+            self.leases.drop(row)
+
+    def grant(self, home: Partition, rows: Iterable[Row], seconds: float | None, produces: bool) -> HeldLease:
+        rows = list(rows)
+        if produces:
+            for row in rows:
+                home.set_status(row, RowStatus.RUNNING)
+                row.attempts += 1
+                self.journal.changes.dirty[row.id] = row
+        held = self.leases.grant(rows, seconds, produces)
+        home.leased += len(rows)
+        for row in rows:
+            home.touch(row)
+        return held
+
+    def give_back(self, row: Row) -> None:
+        """Free a leased row for the next claim; one that was being made is to be made again."""
+        home = self.partitions[row.partition]
+        produces = row.lease is not None and row.lease.produces
+        self.drop_lease(home, row)
+        if produces and row.status is RowStatus.RUNNING:
+            home.set_status(row, RowStatus.PENDING)
+        home.touch(row)
+        self.on_change(home)
+
+    def trained(self, row: Row, step: int) -> None:
+        changes = self.journal.changes
+        changes.events.append(("trained", 1, row.partition, row.key, step, None))
+        changes.trained.setdefault(step, []).append(row.id)
+        if self._retain is Retain.UNTIL_ACK:
+            changes.packs_gone.append(row.id)
+            self._note_spills(row)
+        self._remove(row)
+
+    def taken_out(self, row: Row, kind: str, told: str) -> None:
+        """Dead or evicted, for good."""
+        changes = self.journal.changes
+        changes.events.append((kind, 1, row.partition, row.key, row.step, told))
+        changes.rows_gone.append(row.id)
+        self._note_spills(row)
+        if kind == "dead":
+            changes.then.append(lambda: self.dead_letters.append(row.partition, row.key, row.step, told))
+        self._remove(row)
+
+    def _note_spills(self, row: Row) -> None:
+        if any(isinstance(cell, SpillRef) for cell in row.columns.values()):
+            self.journal.changes.spills_gone = True
+
+    def _remove(self, row: Row) -> None:
+        home = self.partitions[row.partition]
+        self.drop_lease(home, row)
+        home.remove(row)
+        self.admission.leave(1, row.resident)
+        self.admission.serve()
+        self.on_change(home)
+
+    def filter_group(self, home: Partition, row: Row) -> None:
+        """Look at the row's group if it is complete now."""
+        group, rule = row.group, home.filter
+        if group is None or rule is None:
+            return
+        members = sorted(group.members, key=lambda member: member.sort)
+        if any(member.status is not RowStatus.FINISHED or rule.tag not in member.tags for member in members):
+            return
+        reason = rule.rule([member.tags[rule.tag] for member in members])
+        if reason is not None:
+            for member in members:
+                self.taken_out(member, "evicted", detail(reason))
+
+    def expire(self) -> None:
+        """Give back the rows of leases whose time is up."""
+        for held in self.leases.due():
+            for row in list(held.rows.values()):
+                self.give_back(row)
+
+    async def frames(self, rows: list[Row], name: str) -> list[bytes]:
+        """One column's frames; spilled ones are read off the event loop."""
+        cells = [row.columns[name] for row in rows]
+        if not any(isinstance(cell, SpillRef) for cell in cells):
+            return cells  # type: ignore[return-value]
+        here = [self._spilling.get(cell, cell) if isinstance(cell, SpillRef) else cell for cell in cells]
+        return await asyncio.to_thread(
+            lambda: [self.spill.read(cell) if isinstance(cell, SpillRef) else cell for cell in here]
+        )

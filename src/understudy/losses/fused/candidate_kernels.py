@@ -1,0 +1,224 @@
+"""Triton kernels for losses that read the student at the written token and at K candidates.
+
+One program handles one row, so nothing is shared between programs and results do not depend on scheduling.
+
+Shape legend: C rows of the chunk, V vocabulary, K candidates.
+"""
+
+# mypy: disallow-untyped-defs=False
+# Kernel arguments are pointers and scalars of the device language, which Python annotations do not describe.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from understudy.losses.fused.kernel_maths import (
+    BUCKET,
+    HEADROOM,
+    NEGATIVE_INFINITY,
+    RENORMALISE,
+    SMALLEST_SHARE,
+    STUDENT_LOG_TAIL_FLOOR,
+    TEACHER_TAIL_FLOOR,
+    divergence_terms,
+    transform_slope,
+    transformed,
+)
+
+
+@triton.jit
+def take_candidates_kernel(
+    x_ptr, ids_ptr, token_ptr, z_ids_ptr, z_token_ptr, reference_ptr,
+    stride, count, scale, softcap, inverse_temperature,
+    HAS_CAP: tl.constexpr, HAS_IDS: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gather the logits at the candidates and at the written token; their maximum is the row's first reference."""
+    row = tl.program_id(0).to(tl.int64)
+    base = x_ptr + row * stride
+    token = tl.load(token_ptr + row)
+    x_token = tl.load(base + token).to(tl.float32)
+    z_token = transformed(x_token, scale, softcap, inverse_temperature, HAS_CAP)
+    tl.store(z_token_ptr + row, z_token)
+    reference = z_token
+    if HAS_IDS:
+        lanes = tl.arange(0, K_BLOCK)
+        valid = lanes < count
+        ids = tl.load(ids_ptr + row * count + lanes, mask=valid, other=0)
+        x = tl.load(base + ids, mask=valid, other=NEGATIVE_INFINITY).to(tl.float32)
+        z = transformed(x, scale, softcap, inverse_temperature, HAS_CAP)
+        tl.store(z_ids_ptr + row * count + lanes, z, mask=valid)
+        reference = tl.maximum(reference, tl.max(z, 0))
+    tl.store(reference_ptr + row, reference)
+
+
+@triton.jit
+def exponentiate_rows_kernel(
+    x_ptr, reference_ptr, peak_ptr, rest_ptr, moment_ptr,
+    vocab, stride, scale, softcap, inverse_temperature,
+    HAS_CAP: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One pass over a row: x becomes slope·exp(z − peak), while Σ exp(z − peak) and Σ exp(z − peak)·(z − peak) add up.
+
+    The softmax's denominator is not known yet and need not be: it is a factor of the whole row, applied to the row's
+    hidden state instead (see `triton_rows`). The peak only has to be near the maximum; where a block rises too far above
+    it, what has been written of the row is rescaled and the row goes on with the new peak.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    base = x_ptr + row * stride
+    peak = tl.load(reference_ptr + row)
+    rest = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK], tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, vocab, BLOCK):
+        at = start + lanes
+        valid = at < vocab
+        x = tl.load(base + at, mask=valid, other=NEGATIVE_INFINITY).to(tl.float32)
+        z = transformed(x, scale, softcap, inverse_temperature, HAS_CAP)
+        top = tl.max(z, 0)
+        if top > peak + HEADROOM:
+            lower = peak - top
+            factor = tl.exp(lower)
+            moment = (moment + rest * lower) * factor
+            rest = rest * factor
+            if WRITE:
+                for back in range(0, start, BLOCK):
+                    written = tl.load(base + back + lanes).to(tl.float32)
+                    tl.store(base + back + lanes, (written * factor).to(x_ptr.dtype.element_ty))
+            peak = top
+        shifted = z - peak
+        e = tl.exp(shifted)
+        rest += e
+        moment += tl.where(e > 0.0, e * shifted, 0.0)
+        if WRITE:
+            out = e
+            if HAS_CAP:
+                out = tl.where(
+                    e > 0.0, e * transform_slope(z, scale, softcap, inverse_temperature, HAS_CAP), 0.0
+                )
+            else:
+                out = e * (scale * inverse_temperature)
+            tl.store(base + at, out.to(x_ptr.dtype.element_ty), mask=valid)
+    tl.store(peak_ptr + row, peak)
+    tl.store(rest_ptr + row, tl.sum(rest, 0))
+    tl.store(moment_ptr + row, tl.sum(moment, 0))
+
+
+@triton.jit
+def compared(z, teacher, valid, peak, rest, shape, KIND: tl.constexpr, TAIL: tl.constexpr):
+    """Everything about one row's candidates: (log q, Σ exp, divergence, ∂D/∂log q per candidate, ∂D/∂log q of the tail,
+    q of the tail)."""
+    e = tl.where(valid, tl.exp(z - peak), 0.0)
+    total = rest + tl.sum(e, 0)
+    lq = z - peak - tl.log(total)
+    q_tail = 1.0
+    tail_slope = 0.0
+    if TAIL == RENORMALISE:
+        inside = tl.log(tl.sum(e, 0))
+        p_peak = tl.max(tl.where(valid, teacher, NEGATIVE_INFINITY), 0)
+        p_inside = p_peak + tl.log(tl.sum(tl.where(valid, tl.exp(teacher - p_peak), 0.0), 0))
+        lq_inside = z - peak - inside
+        term, slope = divergence_terms(teacher - p_inside, lq_inside, shape, KIND)
+        slope = tl.where(valid, slope, 0.0)
+        slope = tl.where(valid, slope - tl.exp(lq_inside) * tl.sum(slope, 0), 0.0)
+    else:
+        term, slope = divergence_terms(teacher, lq, shape, KIND)
+        slope = tl.where(valid, slope, 0.0)
+    loss = tl.sum(tl.where(valid, term, 0.0), 0)
+    if TAIL == BUCKET:
+        p_tail = tl.maximum(1.0 - tl.sum(tl.where(valid, tl.exp(teacher), 0.0), 0), TEACHER_TAIL_FLOOR)
+        lq_tail = tl.maximum(tl.log(rest) - tl.log(total), STUDENT_LOG_TAIL_FLOOR)
+        tail_term, tail_slope = divergence_terms(tl.log(p_tail), lq_tail, shape, KIND)
+        loss += tail_term
+        q_tail = tl.exp(lq_tail)
+    return lq, total, loss, slope, tail_slope, q_tail
+
+
+@triton.jit
+def candidate_loss_kernel(
+    z_ids_ptr, z_token_ptr, teacher_ptr, peak_ptr, rest_ptr, moment_ptr,
+    logp_ptr, entropy_ptr, loss_ptr, student_mass_ptr, teacher_mass_ptr,
+    count, shape,
+    KIND: tl.constexpr, TAIL: tl.constexpr, HAS_IDS: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Numbers per token: log q of the written token, entropy, divergence over the candidates, masses on them."""
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.load(peak_ptr + row)
+    total = tl.load(rest_ptr + row)
+    moment = tl.load(moment_ptr + row)
+    if HAS_IDS:
+        lanes = tl.arange(0, K_BLOCK)
+        valid = lanes < count
+        z = tl.load(z_ids_ptr + row * count + lanes, mask=valid, other=NEGATIVE_INFINITY)
+        teacher = tl.load(teacher_ptr + row * count + lanes, mask=valid, other=NEGATIVE_INFINITY).to(
+            tl.float32
+        )
+        lq, all_of_it, loss, _slope, _tail_slope, _q_tail = compared(
+            z, teacher, valid, peak, total, shape, KIND, TAIL
+        )
+        total = all_of_it
+        e = tl.where(valid, tl.exp(z - peak), 0.0)
+        moment += tl.sum(tl.where(e > 0.0, e * (z - peak), 0.0), 0)
+        tl.store(loss_ptr + row, loss)
+        tl.store(student_mass_ptr + row, tl.sum(tl.where(valid, tl.exp(lq), 0.0), 0))
+        tl.store(teacher_mass_ptr + row, tl.sum(tl.where(valid, tl.exp(teacher), 0.0), 0))
+    log_total = tl.log(total)
+    tl.store(logp_ptr + row, tl.load(z_token_ptr + row) - peak - log_total)
+    tl.store(entropy_ptr + row, log_total - moment / total)
+
+
+@triton.jit
+def candidate_gradient_kernel(
+    d_ptr, ids_ptr, token_ptr, z_ids_ptr, z_token_ptr, teacher_ptr, peak_ptr, rest_ptr,
+    grad_loss_ptr, grad_logp_ptr, row_scale_ptr,
+    stride, count, shape, scale, softcap, inverse_temperature,
+    KIND: tl.constexpr, TAIL: tl.constexpr, HAS_IDS: tl.constexpr, HAS_CAP: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Finish the rows that `exponentiate_rows_kernel` left as slope·exp(z − peak).
+
+    With c the coefficient of q at every other id, the gradient of a row is (c / total) · d, where d keeps the written
+    exponentials and gets, at the candidates and the token, their own gradient divided by that factor.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    base = d_ptr + row * stride
+    peak = tl.load(peak_ptr + row)
+    rest = tl.load(rest_ptr + row)
+    token = tl.load(token_ptr + row)
+    z_token = tl.load(z_token_ptr + row)
+    at_token = tl.load(grad_logp_ptr + row)
+    everywhere = -at_token
+    coefficient = everywhere
+    total = rest
+    largest = tl.abs(at_token)
+    token_is_candidate = 0
+    if HAS_IDS:
+        through = tl.load(grad_loss_ptr + row)
+        lanes = tl.arange(0, K_BLOCK)
+        valid = lanes < count
+        ids = tl.load(ids_ptr + row * count + lanes, mask=valid, other=-1)
+        z = tl.load(z_ids_ptr + row * count + lanes, mask=valid, other=NEGATIVE_INFINITY)
+        teacher = tl.load(teacher_ptr + row * count + lanes, mask=valid, other=NEGATIVE_INFINITY).to(
+            tl.float32
+        )
+        lq, all_of_it, _loss, slope, tail_slope, q_tail = compared(
+            z, teacher, valid, peak, rest, shape, KIND, TAIL
+        )
+        total = all_of_it
+        everywhere -= through * (tl.sum(slope, 0) + tail_slope)
+        coefficient = everywhere + through * tail_slope / q_tail
+        is_token = ids == token
+        at_ids = through * slope + everywhere * tl.exp(lq) + tl.where(is_token, at_token, 0.0)
+        at_ids = tl.where(valid, at_ids, 0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(at_ids), 0))
+        token_is_candidate = tl.sum(tl.where(is_token, 1, 0), 0)
+    smallest = SMALLEST_SHARE * largest
+    coefficient = tl.where(tl.abs(coefficient) < smallest, smallest, coefficient)
+    row_scale = coefficient / total
+    tl.store(row_scale_ptr + row, row_scale)
+    divisor = tl.where(row_scale == 0.0, 1.0, row_scale)
+    token_slope = transform_slope(z_token, scale, softcap, inverse_temperature, HAS_CAP)
+    token_value = token_slope * (tl.exp(z_token - peak) + at_token / divisor)
+    tl.store(base + token, token_value.to(d_ptr.dtype.element_ty), mask=token_is_candidate == 0)
+    if HAS_IDS:
+        value = at_ids / divisor * transform_slope(z, scale, softcap, inverse_temperature, HAS_CAP)
+        tl.store(base + ids, value.to(d_ptr.dtype.element_ty), mask=valid)

@@ -1,0 +1,190 @@
+"""One chunk of logits, read and differentiated by Triton kernels: the same contract as `torch_rows`, in fewer passes.
+
+Candidates: ONE pass over the chunk (read, exponentiate, write back). The gradient of a row is c·q everywhere except at
+the candidates and the written token, and q = e / total: both c and total are known only after the pass, but they are one
+factor per row, and dᵀ·hidden = eᵀ·(factor·hidden), d·weight = factor·(e·weight). So the pass writes bare exponentials,
+a small kernel overwrites the few ids that differ, and the factor is applied to [C × H] matrices instead of [C × V] ones.
+
+Full vocabulary: one pass over both chunks for the normalisers (two for divergences that need them first), one that turns
+the student's logits into their gradient.
+
+Shape legend: C tokens of the chunk, V vocabulary, K candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from understudy.losses.divergences import DivergenceParameters
+from understudy.losses.fused.candidate_kernels import (
+    candidate_gradient_kernel,
+    candidate_loss_kernel,
+    exponentiate_rows_kernel,
+    take_candidates_kernel,
+)
+from understudy.losses.fused.full_kernels import full_gradient_kernel, full_summary_kernel
+from understudy.losses.fused.kernel_maths import KIND_CODES, TAIL_CODES, scale_unless_one_kernel
+from understudy.losses.fused.rows import ViewGradients
+from understudy.losses.fused.transform import LogitTransform
+from understudy.losses.per_token import StudentView
+from understudy.losses.plain import overlap_with_best
+
+EXPONENTIATE = {"BLOCK": 8192, "num_warps": 8}
+FULL_SUMMARY = {"BLOCK": 4096, "num_warps": 8}
+FULL_GRADIENT = {"BLOCK": 4096, "num_warps": 8}
+SCALE_BLOCK = 8192
+"""Launch settings, measured on an H200 (benchmarks/losses.py --tune)."""
+
+
+def kernel_divergence(kind: str, parameters: DivergenceParameters) -> tuple[int, float]:
+    """(code, shape) of a divergence; the ends of a family become the plain KLs, where the general formula divides by 0."""
+    if kind == "jsd":
+        ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
+        return KIND_CODES[ends.get(parameters.beta, kind)], parameters.beta
+    if kind in ("skew_forward_kl", "skew_reverse_kl"):
+        plain = kind.removeprefix("skew_")
+        return KIND_CODES[plain if parameters.alpha == 0.0 else kind], parameters.alpha
+    return KIND_CODES[kind], parameters.mixture_weight
+
+
+class TritonCandidateRows:
+    """Reads the written token and, where given, the divergence over K candidates."""
+
+    def __init__(
+        self,
+        raw_CV: Tensor,
+        transform: LogitTransform,
+        token_ids_C: Tensor,
+        ids_CK: Tensor | None,
+        teacher_CK: Tensor | None,
+        kind: str,
+        parameters: DivergenceParameters,
+        tail: str,
+        *,
+        overlap: bool,
+        with_gradient: bool,
+    ) -> None:
+        rows, vocab = raw_CV.shape
+        self._raw_CV, self._token_ids_C = raw_CV, token_ids_C.contiguous()
+        self._numbers = (transform.scale, transform.softcap or 1.0, 1.0 / transform.temperature)
+        self._cap = transform.softcap is not None
+        self._count = 0 if ids_CK is None else ids_CK.shape[1]
+        self._has_ids = ids_CK is not None
+        self._ids_CK = self._token_ids_C if ids_CK is None else ids_CK.contiguous()
+        self._z_CK = _numbers_like(raw_CV, rows, max(self._count, 1))
+        self._teacher_CK = self._z_CK if teacher_CK is None else teacher_CK.float().contiguous()
+        self._code, self._shape = (
+            kernel_divergence(kind, parameters) if self._has_ids else (KIND_CODES["nothing"], 0.0)
+        )
+        self._tail = TAIL_CODES["drop" if self._count == vocab and tail == "bucket" else tail]
+        self._k_block = max(16, triton.next_power_of_2(max(self._count, 1)))
+        overlap_CK = overlap_with_best(raw_CV, ids_CK) if overlap and ids_CK is not None else None
+
+        z_token_C, reference_C, peak_C, rest_C, moment_C = _numbers_like(raw_CV, 5, rows).unbind(0)
+        self._z_token_C, self._peak_C, self._rest_C = z_token_C, peak_C, rest_C
+        take_candidates_kernel[(rows,)](
+            raw_CV, self._ids_CK, self._token_ids_C, self._z_CK, z_token_C, reference_C,
+            raw_CV.stride(0), self._count, *self._numbers,
+            HAS_CAP=self._cap, HAS_IDS=self._has_ids, K_BLOCK=self._k_block, num_warps=1,
+        )  # fmt: skip
+        if ids_CK is not None:
+            raw_CV.scatter_(-1, self._ids_CK, float("-inf"))
+        exponentiate_rows_kernel[(rows,)](
+            raw_CV, reference_C, peak_C, rest_C, moment_C, vocab, raw_CV.stride(0), *self._numbers,
+            HAS_CAP=self._cap, WRITE=with_gradient, **EXPONENTIATE,
+        )  # fmt: skip
+        logp_C, entropy_C, loss_C, student_mass_C, teacher_mass_C = _numbers_like(raw_CV, 5, rows).unbind(0)
+        candidate_loss_kernel[(rows,)](
+            self._z_CK, z_token_C, self._teacher_CK, peak_C, rest_C, moment_C,
+            logp_C, entropy_C, loss_C, student_mass_C, teacher_mass_C, self._count, self._shape,
+            KIND=self._code, TAIL=self._tail, HAS_IDS=self._has_ids, K_BLOCK=self._k_block, num_warps=1,
+        )  # fmt: skip
+        self.view = StudentView(logp_N=logp_C, entropy_N=entropy_C)
+        if self._has_ids:
+            self.view = replace(
+                self.view,
+                divergence_N=loss_C,
+                student_mass_N=student_mass_C,
+                teacher_mass_N=teacher_mass_C,
+                overlap_NK=overlap_CK,
+                logp_NK=self._candidate_logprobs(logp_C) if overlap_CK is not None else None,
+            )
+
+    def gradient(self, grads: ViewGradients) -> tuple[Tensor, Tensor]:
+        """(d_CV, scale_C): the gradient of the raw logits is scale_C · d_CV."""
+        scale_C = torch.empty_like(self._peak_C)
+        through_C = grads.logp_N if grads.divergence_N is None else grads.divergence_N
+        candidate_gradient_kernel[(len(scale_C),)](
+            self._raw_CV, self._ids_CK, self._token_ids_C, self._z_CK, self._z_token_C, self._teacher_CK,
+            self._peak_C, self._rest_C, through_C.contiguous(), grads.logp_N.contiguous(), scale_C,
+            self._raw_CV.stride(0), self._count, self._shape, *self._numbers,
+            KIND=self._code, TAIL=self._tail, HAS_IDS=self._has_ids, HAS_CAP=self._cap, K_BLOCK=self._k_block,
+            num_warps=1,
+        )  # fmt: skip
+        return self._raw_CV, scale_C
+
+    def _candidate_logprobs(self, logp_C: Tensor) -> Tensor:
+        """log q at the candidates, for the overlap diagnostics only."""
+        return self._z_CK - (self._z_token_C - logp_C).unsqueeze(-1)
+
+
+class TritonFullRows:
+    """Reads the written token and a divergence between whole distributions."""
+
+    def __init__(
+        self,
+        raw_CV: Tensor,
+        transform: LogitTransform,
+        teacher_CV: Tensor,
+        teacher_transform: LogitTransform,
+        token_ids_C: Tensor,
+        kind: str,
+        parameters: DivergenceParameters,
+    ) -> None:
+        rows, vocab = raw_CV.shape
+        self._raw_CV, self._teacher_CV, self._token_ids_C = raw_CV, teacher_CV, token_ids_C.contiguous()
+        code, shape = kernel_divergence(kind, parameters)
+        self._arguments = (
+            vocab, raw_CV.stride(0), teacher_CV.stride(0), shape,
+            transform.scale, transform.softcap or 1.0, 1.0 / transform.temperature,
+            teacher_transform.scale, teacher_transform.softcap or 1.0, 1.0 / teacher_transform.temperature,
+        )  # fmt: skip
+        self._constants = {
+            "KIND": code,
+            "HAS_CAP": transform.softcap is not None,
+            "TEACHER_HAS_CAP": teacher_transform.softcap is not None,
+        }
+        lse_q_C, lse_p_C, logp_C, entropy_C, loss_C, slope_sum_C = _numbers_like(raw_CV, 6, rows).unbind(0)
+        self._lse_q_C, self._lse_p_C, self._slope_sum_C = lse_q_C, lse_p_C, slope_sum_C
+        full_summary_kernel[(rows,)](
+            raw_CV, teacher_CV, self._token_ids_C, lse_q_C, lse_p_C, logp_C, entropy_C, loss_C, slope_sum_C,
+            *self._arguments, **self._constants, **FULL_SUMMARY,
+        )  # fmt: skip
+        self.view = StudentView(logp_N=logp_C, divergence_N=loss_C, entropy_N=entropy_C)
+
+    def gradient(self, grads: ViewGradients) -> tuple[Tensor, None]:
+        """Gradient of the raw logits, written over them."""
+        assert grads.divergence_N is not None
+        full_gradient_kernel[(self._raw_CV.shape[0],)](
+            self._raw_CV, self._teacher_CV, self._token_ids_C, self._lse_q_C, self._lse_p_C, self._slope_sum_C,
+            grads.divergence_N.contiguous(), grads.logp_N.contiguous(),
+            *self._arguments, **self._constants, **FULL_GRADIENT,
+        )  # fmt: skip
+        return self._raw_CV, None
+
+
+def scale_unless_one_(gradient: Tensor, factor: Tensor) -> None:
+    """gradient *= factor on the device, without asking the host whether the factor is 1."""
+    blocks = triton.cdiv(gradient.numel(), SCALE_BLOCK)
+    if blocks:
+        scale_unless_one_kernel[(blocks,)](
+            gradient, factor.float(), gradient.numel(), BLOCK=SCALE_BLOCK, num_warps=8
+        )
+
+
+def _numbers_like(raw_CV: Tensor, *shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.float32, device=raw_CV.device)

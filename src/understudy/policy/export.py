@@ -1,0 +1,121 @@
+"""A checkpoint as a Hugging Face folder: config, safetensors, tokenizer, generation config, model card."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from understudy.errors import CheckpointError
+from understudy.policy.checkpoint import MODEL_FILE, verify
+from understudy.policy.load import load_student
+
+_FACTS = {
+    "student": "Student",
+    "teachers": "Teachers",
+    "teacher": "Teacher",
+    "objective": "Objective",
+    "step": "Steps trained",
+    "data": "Training data",
+    "command": "Command",
+    "versions": "Versions",
+}
+
+
+def export(
+    run_checkpoint_dir: Path | str,
+    base_model: Path | str,
+    out: Path | str,
+    card: Mapping[str, Any],
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> Path:
+    """Writes the student of one checkpoint to `out`, ready for `AutoModelForCausalLM.from_pretrained(out)`.
+
+    `base_model` (folder or hub id) gives architecture, tokenizer and generation config. The folder appears under its
+    name only when it is complete; one that already holds something is refused.
+    """
+    checkpoint, out = Path(run_checkpoint_dir), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty; give a new folder to export to")
+    verify(checkpoint)
+    student = load_student(str(base_model), _stored_dtype(checkpoint), "cpu", trust_remote_code, revision)
+    _fill(student.model, checkpoint)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        student.model.save_pretrained(temporary)
+        student.tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(model_card(card, out.name), encoding="utf-8")
+        if out.exists():
+            out.rmdir()
+        os.rename(temporary, out)
+    except OSError as error:
+        raise CheckpointError(f"could not export to {out}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def model_card(card: Mapping[str, Any], title: str) -> str:
+    """A README for the hub: what was trained, by whom it was judged, on what, how, and where it ended."""
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    lines += ["tags:", "- on-policy-distillation", "- understudy", "---", "", f"# {title}", ""]
+    lines += [
+        "Trained on its own rollouts under the judgement of teachers (on-policy distillation) with Understudy.",
+        "",
+    ]
+    lines += ["| | |", "|---|---|"]
+    facts = [(label, card[key]) for key, label in _FACTS.items() if key in card]
+    facts += [(key, value) for key, value in card.items() if key not in _FACTS and key != "metrics"]
+    lines += [f"| {_cell(label)} | {_cell(_words(value))} |" for label, value in facts]
+    metrics = card.get("metrics") or {}
+    if metrics:
+        lines += ["", "## Final metrics", "", "| metric | value |", "|---|---|"]
+        lines += [f"| {_cell(name)} | {_cell(_words(value))} |" for name, value in sorted(metrics.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _fill(model: torch.nn.Module, checkpoint: Path) -> None:
+    """Copies the checkpoint's weights into the base model; each must have its place there."""
+    own = model.state_dict()
+    with torch.no_grad(), safe_open(checkpoint / MODEL_FILE, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            tensor = file.get_tensor(name)
+            if name not in own or own[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"checkpoint {checkpoint} holds {name} {tuple(tensor.shape)}, which the base model lacks"
+                )
+            own[name].copy_(tensor)
+
+
+def _stored_dtype(checkpoint: Path) -> torch.dtype:
+    with safe_open(checkpoint / MODEL_FILE, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            dtype: torch.dtype = file.get_tensor(name).dtype
+            if dtype.is_floating_point:
+                return dtype
+    raise CheckpointError(f"checkpoint {checkpoint} holds no weights")
+
+
+def _words(value: Any) -> str:
+    """A value for a table cell; a folder of the training machine shrinks to its name."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_words(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_words(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str | Path) and os.path.isabs(value):
+        return Path(value).name
+    return str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

@@ -1,0 +1,292 @@
+"""The life of a pool's replicas: bring them up, doubt them, eject them, bring them back, let them go.
+
+The rules are in health.py; here are the calls and tasks that carry them out. A replica enters traffic only after
+the identity probe: the same manifest and the same scores of fixed tokens as the replica that came first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from understudy.errors import TeacherError
+from understudy.teacher.client import ReplicaClient, ScoringClient
+from understudy.teacher.clock import Clock
+from understudy.teacher.health import Failure, HealthRules, ReplicaLife, State
+from understudy.teacher.integrity import Identity, check_same, identify
+from understudy.teacher.launch import Endpoint, Launcher, ReplicaSpec
+from understudy.teacher.pool_events import EventKind, PoolEvent
+from understudy.teacher.replica import Replica
+
+Connect = Callable[[str, str, Endpoint], ScoringClient]
+"""(teacher, replica, endpoint) → a client."""
+
+
+def connect_native(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
+    return ReplicaClient(endpoint.url, endpoint.token, teacher=teacher, replica=replica)
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperOptions:
+    probe_deadline: float = 15.0
+    """Seconds for the fixed tokens, beyond what already waits at the replica."""
+    slowest_tokens_per_second: float = 500.0
+    start_deadline: float = 600.0
+    watch_every: float = 0.25
+    """Seconds between looks at processes and back-offs."""
+    max_in_flight: int = 32
+    """Requests one replica may hold."""
+    health: HealthRules = field(default_factory=HealthRules)
+
+
+class Keeper:
+    def __init__(
+        self,
+        teacher: str,
+        launcher: Launcher | None,
+        connect: Connect,
+        clock: Clock,
+        options: KeeperOptions,
+        emit: Callable[[PoolEvent], None],
+    ) -> None:
+        self.teacher = teacher
+        self.replicas: dict[str, Replica] = {}
+        self.identity: Identity | None = None
+        self._launcher = launcher
+        self._connect = connect
+        self._clock = clock
+        self._options = options
+        self._emit = emit
+        self._changed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self, specs: Sequence[ReplicaSpec]) -> None:
+        """Bring all up and prove that they agree. If one cannot start, none stays."""
+        for spec in specs:
+            self._enrol(spec)
+        try:
+            found = await asyncio.gather(*(self._bring_up(self.replicas[spec.name]) for spec in specs))
+            self.identity = found[0]
+            for spec, identity in zip(specs, found, strict=True):
+                check_same(self.identity, identity, spec.name)
+        except BaseException:
+            await self.close()
+            raise
+        for spec in specs:
+            self.replicas[spec.name].life.probe_passed(self._clock.now())
+        self._watching = asyncio.create_task(self._watch(), name=f"watch-{self.teacher}")
+
+    async def add(self, spec: ReplicaSpec) -> None:
+        """A further replica; it joins once it has proved to be the same teacher."""
+        replica = self._enrol(spec)
+        try:
+            self._check_identity(replica, await self._bring_up(replica))
+        except BaseException:
+            del self.replicas[spec.name]
+            await self._stop(replica)
+            raise
+        replica.life.probe_passed(self._clock.now())
+        self.tell(EventKind.ADDED, replica.name, "joined")
+        self._notify()
+
+    async def remove(self, name: str, drain: float) -> None:
+        """Send it nothing more, give its requests in flight `drain` seconds, stop it."""
+        replica = self.replicas.get(name)
+        if replica is None:
+            raise TeacherError(
+                f"teacher {self.teacher} has no replica {name!r}; it has {', '.join(self.replicas)}"
+            )
+        if replica.life.usable and sum(other.life.usable for other in self.replicas.values()) == 1:
+            raise TeacherError(
+                f"teacher {self.teacher}: {name!r} is the last usable replica; add another one first"
+            )
+        replica.life.retire()
+        until = self._clock.now() + drain
+        while replica.load.outstanding_requests and self._clock.now() < until:
+            await self._clock.sleep(min(0.05, drain))
+        await self._stop(replica)
+        del self.replicas[name]
+        self.tell(EventKind.REMOVED, name, "left")
+
+    async def close(self) -> None:
+        await _cancelled(self._watching)
+        await asyncio.gather(*(self._stop(replica) for replica in self.replicas.values()))
+        for replica in self.replicas.values():
+            replica.life.retire()
+
+    def usable(self) -> list[Replica]:
+        """Healthy ones; where there is none, suspects."""
+        healthy = [replica for replica in self.replicas.values() if replica.life.state is State.HEALTHY]
+        return healthy or [
+            replica for replica in self.replicas.values() if replica.life.state is State.SUSPECT
+        ]
+
+    def request_failed(self, replica: Replica, failure: Failure, tokens: int, reason: str) -> None:
+        """Take note; eject on a bad record if another can serve, otherwise ask the replica to prove itself."""
+        replica.failed(failure, tokens, reason, self._clock.now())
+        if replica.life.deserves_ejection and self._spare(replica):
+            self._eject(replica)
+        elif replica.life.state is State.SUSPECT and replica.probing is None:
+            replica.probing = asyncio.create_task(self._prove(replica), name=f"probe-{replica.name}")
+
+    async def wait_for_change(self, most: float) -> None:
+        """Return when a replica has come back, or after `most` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), most)
+
+    def tell(self, kind: EventKind, replica: str | None, message: str) -> None:
+        self._emit(PoolEvent(kind, self.teacher, replica, message, self._clock.now()))
+
+    def _enrol(self, spec: ReplicaSpec) -> Replica:
+        if spec.name in self.replicas:
+            raise TeacherError(f"teacher {self.teacher} already has a replica {spec.name!r}")
+        if not spec.external and self._launcher is None:
+            raise TeacherError(
+                f"teacher {self.teacher}, replica {spec.name}: neither an address nor a launcher"
+            )
+        replica = Replica(
+            spec, ReplicaLife(self._options.health), asyncio.Semaphore(self._options.max_in_flight)
+        )
+        self.replicas[spec.name] = replica
+        return replica
+
+    def _spare(self, replica: Replica) -> bool:
+        return any(other.life.usable for other in self.replicas.values() if other is not replica)
+
+    def _eject(self, replica: Replica) -> None:
+        replica.ejections += 1
+        replica.life.eject(self._clock.now())
+        self.tell(EventKind.EJECTED, replica.name, replica.life.last_reason)
+
+    async def _prove(self, replica: Replica) -> None:
+        """A suspect scores the fixed tokens: health is a matter of scoring, not of answering /health."""
+        try:
+            await self._probe(replica)
+        except Exception as error:
+            replica.life.probe_failed(self._clock.now(), str(error))
+            # A lone external replica is kept: nobody here could restart it, and trying it is all there is.
+            if replica.life.usable and (self._spare(replica) or not replica.spec.external):
+                self._eject(replica)
+        else:
+            replica.life.probe_passed(self._clock.now())
+            self._notify()
+        finally:
+            replica.probing = None
+
+    async def _probe(self, replica: Replica) -> None:
+        self._check_identity(replica, await self._identify(replica))
+
+    async def _identify(self, replica: Replica) -> Identity:
+        assert replica.client is not None
+        waiting = replica.load.outstanding_tokens / self._options.slowest_tokens_per_second
+        deadline = self._options.probe_deadline + waiting
+        try:
+            async with asyncio.timeout(deadline):
+                return await identify(replica.client, deadline)
+        except TimeoutError as error:
+            raise TeacherError(f"did not score the fixed tokens within {deadline:.1f} s") from error
+
+    def _check_identity(self, replica: Replica, found: Identity) -> None:
+        assert self.identity is not None
+        check_same(self.identity, found, replica.name)
+
+    async def _bring_up(self, replica: Replica) -> Identity:
+        """Launch (unless external), connect, identify."""
+        endpoint = replica.spec.endpoint
+        if endpoint is None:
+            assert self._launcher is not None
+            try:
+                async with asyncio.timeout(self._options.start_deadline):
+                    endpoint = await self._launcher.start(replica.name)
+            except TimeoutError as error:
+                raise TeacherError(
+                    f"teacher {self.teacher}, replica {replica.name}: not ready after {self._options.start_deadline:.0f} s"
+                ) from error
+        if replica.client is not None:
+            await replica.client.close()
+        replica.client = self._connect(self.teacher, replica.name, endpoint)
+        replica.life.started()
+        return await self._identify(replica)
+
+    async def _watch(self) -> None:
+        """Look for dead processes and for ejected replicas whose back-off is over."""
+        while True:
+            await self._clock.sleep(self._options.watch_every)
+            for replica in list(self.replicas.values()):
+                if (
+                    self._launcher is not None
+                    and not replica.spec.external
+                    and not self._launcher.alive(replica.name)
+                ):
+                    was_usable = replica.life.usable
+                    replica.life.died(self._clock.now(), "its process died")
+                    if was_usable:
+                        replica.ejections += 1
+                        self.tell(EventKind.EJECTED, replica.name, "its process died")
+                if replica.life.revival_due(self._clock.now()) and replica.reviving is None:
+                    replica.reviving = asyncio.create_task(
+                        self._revive(replica), name=f"revive-{replica.name}"
+                    )
+
+    async def _revive(self, replica: Replica) -> None:
+        """Probe what is still there; restart what is not, or does not pass."""
+        try:
+            if await self._still_sound(replica):
+                self._readmit(replica, EventKind.READMITTED, "proved itself again")
+            elif not replica.spec.external:
+                await self._restart(replica)
+        finally:
+            replica.reviving = None
+
+    async def _still_sound(self, replica: Replica) -> bool:
+        alive = replica.spec.external or (self._launcher is not None and self._launcher.alive(replica.name))
+        if not alive or replica.client is None:
+            return False
+        replica.life.started()
+        try:
+            await self._probe(replica)
+        except Exception as error:
+            replica.life.probe_failed(self._clock.now(), str(error))
+            return False
+        return True
+
+    async def _restart(self, replica: Replica) -> None:
+        assert self._launcher is not None
+        replica.life.restarting()
+        try:
+            await self._launcher.stop(replica.name)
+            replica.restarts += 1
+            self._check_identity(replica, await self._bring_up(replica))
+        except Exception as error:
+            replica.life.restart_failed(self._clock.now(), str(error))
+            replica.life.probe_failed(self._clock.now(), str(error))
+            self.tell(EventKind.EJECTED, replica.name, f"restart failed: {error}")
+        else:
+            self._readmit(replica, EventKind.RESTARTED, "back after a restart")
+
+    def _readmit(self, replica: Replica, kind: EventKind, message: str) -> None:
+        replica.life.probe_passed(self._clock.now())
+        if replica.life.usable:
+            self.tell(kind, replica.name, message)
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _stop(self, replica: Replica) -> None:
+        await _cancelled(replica.probing)
+        await _cancelled(replica.reviving)
+        if replica.client is not None:
+            await replica.client.close()
+        if self._launcher is not None and not replica.spec.external:
+            await self._launcher.stop(replica.name)
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

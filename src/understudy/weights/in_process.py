@@ -1,0 +1,45 @@
+"""Publishing to an engine that lives in the trainer's own process."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from understudy.weights.base import SharingReceiver, WeightReceiver, WeightSource
+
+
+class SharedWeights:
+    """Engine and policy hold the same tensors: an optimizer step *is* the new weights, publishing only counts it up.
+
+    Right for the sync trainer, where nobody generates while the optimizer writes. Where both run at once, a generation
+    could see half a step: use `CopiedWeights` there.
+    """
+
+    def __init__(self, model: nn.Module, engine: SharingReceiver) -> None:
+        engine.share_parameters_with(model)
+        self._engine = engine
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def publish(self, version: int) -> None:
+        await self._engine.update_weights(version, ())
+        self._version = version
+
+
+class CopiedWeights:
+    """The engine has tensors of its own, and each version is copied into them between two of its steps."""
+
+    def __init__(self, source: WeightSource, engine: WeightReceiver) -> None:
+        self._source = source
+        self._engine = engine
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def publish(self, version: int) -> None:
+        await self._engine.update_weights(version, self._source.named_weights())
+        self._version = version

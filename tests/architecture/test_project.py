@@ -1,0 +1,43 @@
+"""What the README and the recipes promise exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from understudy.cli.main import _COMMANDS
+from understudy.config import load_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted([*ROOT.glob("recipes/**/*.toml"), *ROOT.glob("src/understudy/assets/**/*.toml")])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_shipped_recipe_parses(path: Path) -> None:
+    assert load_recipe(path).student.model
+
+
+def test_there_are_recipes() -> None:
+    assert RECIPES
+
+
+def test_readme_commands_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"^make ([\w-]+)", readme, re.MULTILINE):
+        assert target in targets
+    for command in re.findall(r"\bunderstudy ([a-z][\w-]*)\b(?= [A-Za-z.\"/-]|$|`)", readme):
+        if f"`understudy {command}" in readme or f"\nunderstudy {command}" in readme:
+            assert command in _COMMANDS
+    assert "make quickstart" in readme and "make test" in readme
+
+
+def test_ci_runs_the_readme_test_command() -> None:
+    assert re.search(r"^make test$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+
+
+def test_every_local_link_in_the_docs_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            if not link.startswith(("http://", "https://")):
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -1,0 +1,169 @@
+"""What teacher tests share: tiny models on disk, real replica processes, and a launcher for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from understudy.teacher.launch import Endpoint
+from understudy.types.scores import ScoreItem, Signal
+
+transformers_logging.disable_progress_bar()
+
+VOCAB = 61
+TOKEN = "test-token"
+
+
+def write_tokenizer(folder: Path, vocab: dict[str, int], special: dict[str, str]) -> None:
+    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+
+
+def write_model(folder: Path, kind: str = "qwen3", seed: int = 0, vocab: int = VOCAB, **changes: object) -> Path:
+    """A random model of a real architecture, sharp enough that its scores are far from uniform."""
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.4,
+        **changes,
+    }
+    torch.manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(head_dim=8, **shape))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    model.save_pretrained(folder)
+    names = {f"t{i}": i for i in range(vocab - 1)}
+    write_tokenizer(folder, names, {"bos_token": "t1", "eos_token": "t2", "pad_token": "t0"})
+    return folder
+
+
+def random_items(
+    count: int,
+    seed: int = 0,
+    signal: Signal = Signal.SAMPLED,
+    k: int = 0,
+    vocab: int = VOCAB,
+    lengths: tuple[int, int] = (3, 30),
+) -> list[ScoreItem]:
+    rng = np.random.default_rng(seed)
+    items = []
+    for i in range(count):
+        length = int(rng.integers(*lengths))
+        tokens = rng.integers(0, vocab, length).astype(np.int32)
+        wanted = np.flatnonzero(rng.random(length - 1) < 0.6) + 1
+        positions = (wanted if len(wanted) else np.array([length - 1])).astype(np.int32)
+        ids = rng.integers(0, vocab, (len(positions), k)).astype(np.int32) if signal is Signal.AT_IDS else None
+        items.append(ScoreItem(f"row-{seed}-{i}", tokens, positions, signal, k if signal is Signal.TOPK else 0, ids))
+    return items
+
+
+@dataclass
+class ReplicaProcess:
+    process: subprocess.Popen[bytes]
+    watch: int
+    """Our end of the pipe; the replica exits when it closes."""
+    log: Path
+    url: str = ""
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.kill()
+        self.process.wait(30)
+        if self.watch >= 0:
+            os.close(self.watch)
+            self.watch = -1
+
+
+def spawn_replica(model: Path, folder: Path, name: str = "math", *options: str, token: str | None = TOKEN) -> ReplicaProcess:
+    """Start a real server process; `await_ready` waits until it can score."""
+    folder.mkdir(parents=True, exist_ok=True)
+    read_end, write_end = os.pipe()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env.pop("UNDERSTUDY_TOKEN", None)
+    if token is not None:
+        env["UNDERSTUDY_TOKEN"] = token
+    command = [sys.executable, "-m", "understudy.teacher.server", "--model", str(model), "--name", name]
+    command += ["--threads", "1", "--ready-file", str(folder / "ready.json"), "--watch-fd", str(read_end), *options]
+    log = folder / "log.txt"
+    with log.open("ab") as stream:
+        process = subprocess.Popen(command, env=env, stdout=stream, stderr=stream, pass_fds=[read_end])
+    os.close(read_end)
+    return ReplicaProcess(process, write_end, log)
+
+
+def ready_url(replica: ReplicaProcess, folder: Path) -> str | None:
+    ready = folder / "ready.json"
+    if replica.process.poll() is not None:
+        raise RuntimeError(f"replica ended with {replica.process.returncode}: {replica.log.read_text()[-2000:]}")
+    return json.loads(ready.read_text())["url"] if ready.exists() else None
+
+
+def await_ready(replica: ReplicaProcess, folder: Path, seconds: float = 90) -> str:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if url := ready_url(replica, folder):
+            replica.url = url
+            return url
+        time.sleep(0.05)
+    raise RuntimeError(f"replica not ready: {replica.log.read_text()[-2000:]}")
+
+
+@dataclass
+class ProcessLauncher:
+    """A launcher over real processes, as a cluster would be."""
+
+    model: Path
+    folder: Path
+    options: Sequence[str] = ()
+    running: dict[str, ReplicaProcess] = field(default_factory=dict)
+    starts: int = 0
+    hold: float = 0.0
+    """Until this time.monotonic(), starts fail: the machine is down."""
+
+    async def start(self, replica: str) -> Endpoint:
+        if time.monotonic() < self.hold:
+            raise RuntimeError("the machine is down")
+        self.starts += 1
+        folder = self.folder / f"{replica}-{self.starts}"
+        process = spawn_replica(self.model, folder, "math", *self.options)
+        self.running[replica] = process
+        while not (url := ready_url(process, folder)):
+            await asyncio.sleep(0.05)
+        process.url = url
+        return Endpoint(url, TOKEN)
+
+    async def stop(self, replica: str) -> None:
+        if replica in self.running:
+            await asyncio.to_thread(self.running.pop(replica).end)
+
+    def alive(self, replica: str) -> bool:
+        return replica in self.running and self.running[replica].process.poll() is None
+
+    def end_all(self) -> None:
+        for process in self.running.values():
+            process.end()
+        self.running.clear()

@@ -1,0 +1,36 @@
+"""A process that saves checkpoints until somebody kills it."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+
+import torch
+
+from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.state import PolicyState
+
+ELEMENTS = 40_000
+
+
+def state_of(step: int) -> PolicyState:
+    """Every number in it follows from the step, so that a mixture of two saves cannot pass."""
+    weight = torch.arange(ELEMENTS, dtype=torch.float32) + step
+    return PolicyState(
+        {"weight": weight},
+        {"exp_avg/weight": -weight, "step/weight": torch.tensor(float(step))},
+        {"step": step},
+    )
+
+
+def save_for_ever(root: str, fault: str, acknowledged: Connection) -> None:
+    """Saves step 1, 2, 3 …, and reports each one only after `save` has returned."""
+    os.environ["UNDERSTUDY_FAULT"] = fault
+    torch.set_num_threads(1)
+    store = CheckpointStore(root)
+    store.recover()
+    step = store.latest() or 0
+    while True:
+        step += 1
+        store.save(step, state_of(step), {"cursor": step})
+        acknowledged.send(step)

@@ -1,0 +1,121 @@
+"""Children are real processes; no child outlives its run, however the launcher ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from understudy.cluster.local import LocalProcesses
+from understudy.errors import ChildDied, ClusterError
+
+CHILD = textwrap.dedent("""
+    import argparse, json, os, sys, threading, time
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ready-file"); parser.add_argument("--watch-fd", type=int)
+    parser.add_argument("--how", default="serve")
+    options = parser.parse_args()
+    if options.how == "die":
+        print("the model folder is missing"); sys.exit(7)
+    def watch():
+        os.read(options.watch_fd, 1); os._exit(0)
+    threading.Thread(target=watch, daemon=True).start()
+    if options.how != "silent":
+        with open(options.ready_file + ".tmp", "w") as handle: handle.write(json.dumps({"url": "here", "pid": os.getpid()}))
+        os.replace(options.ready_file + ".tmp", options.ready_file)
+    if options.how == "stubborn":
+        import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+""")
+
+
+@pytest.fixture
+def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "child_for_test.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return "child_for_test"
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_start_and_stop(tmp_path: Path, child_module: str) -> None:
+    async def scenario() -> int:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        child = await processes.start("one", child_module, [])
+        assert child.alive and child.ready["url"] == "here"
+        with pytest.raises(ClusterError, match="runs already"):
+            await processes.start("one", child_module, [])
+        await processes.close()
+        return int(child.ready["pid"])
+
+    assert gone(asyncio.run(scenario()))
+
+
+def test_a_stubborn_child_is_killed(tmp_path: Path, child_module: str) -> None:
+    async def scenario() -> int:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        child = await processes.start("one", child_module, ["--how", "stubborn"])
+        processes.kill_now()
+        child.process.wait(10)
+        return int(child.ready["pid"])
+
+    assert gone(asyncio.run(scenario()))
+
+
+def test_a_childs_own_words_come_first(tmp_path: Path, child_module: str) -> None:
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        try:
+            await processes.start("one", child_module, ["--how", "die"])
+        finally:
+            await processes.close()
+
+    with pytest.raises(ChildDied) as caught:
+        asyncio.run(scenario())
+    assert str(caught.value).startswith("the model folder is missing") and "code 7" in str(caught.value)
+
+
+def test_a_child_that_never_gets_ready_is_an_error_and_is_stopped(tmp_path: Path, child_module: str) -> None:
+    async def scenario() -> int:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=1.5)
+        with pytest.raises(ClusterError, match="not ready after"):
+            await processes.start("one", child_module, ["--how", "silent"])
+        assert not processes.children
+        await processes.close()
+        return 0
+
+    assert asyncio.run(scenario()) == 0
+
+
+def test_kill_9_of_the_launcher_takes_the_children_along(tmp_path: Path, child_module: str) -> None:
+    launcher = textwrap.dedent(f"""
+        import asyncio
+        from pathlib import Path
+        from understudy.cluster.local import LocalProcesses
+        async def main():
+            processes = LocalProcesses(Path({str(tmp_path / "logs")!r}), start_timeout=20)
+            child = await processes.start("one", {child_module!r}, [])
+            print(child.ready["pid"], flush=True)
+            await asyncio.sleep(60)
+        asyncio.run(main())
+    """)
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert psutil.pid_exists(pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert gone(pid)

@@ -1,0 +1,90 @@
+"""A recipe's problems are all told at once, each with the nearest right key or value."""
+
+from pathlib import Path
+
+import pytest
+
+from understudy.config import parse_recipe
+from understudy.config.recipe import load_recipe
+from understudy.errors import ConfigError
+
+GOOD = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
+
+
+def problems_of(table: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_recipe(table)
+    return str(caught.value)
+
+
+def changed(**sections: dict) -> dict:
+    return {**GOOD, **{name: {**GOOD.get(name, {}), **values} for name, values in sections.items()}}
+
+
+def test_defaults_are_sound() -> None:
+    recipe = parse_recipe(GOOD)
+    assert recipe.loss.kind == "forward_kl" and recipe.loss.tail == "bucket"
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (changed(loss={"kindd": "k2"}), "unknown key `loss.kindd`; did you mean `loss.kind`?"),
+        (changed(teachers={"t": {"model": "m", "replcas": 2}}), "did you mean `teachers.t.replicas`?"),
+        (changed(los={"kind": "k2"}), "unknown key `los`; did you mean `loss`?"),
+        (changed(loss={"kind": "forwrd_kl"}), "did you mean 'forward_kl'?"),
+        (changed(loss={"topk": "8"}), "`loss.topk` = '8': input should be a valid integer"),
+        (changed(trainer={"steps": 0}), "`trainer.steps` = 0"),
+        (changed(trainer={"steps": True}), "`trainer.steps` = True"),
+        (changed(teachers={"t": {"model": "m", "placement": "colocate"}}), "woke up with wrong weights"),
+        (changed(teachers={"t": {"model": "m", "replicas": 0}}), "at least 1 replica"),
+        (changed(teachers={"t": {"model": "m", "placement": "external"}}), "needs `urls`"),
+        (changed(student={"trust_remote_code": True}), "pin it with `revision`"),
+        (changed(loss={"task_coef": 1.0}), "needs data.reward"),
+        (changed(loss={"distill_coef": 0.0}), "nothing would be learnt"),
+        (changed(loss={"teacher_temperature": 0.7}), "cannot be re-tempered"),
+        ({**GOOD, "teachers": {}}, "no teacher"),
+        ({**GOOD, "teachers": {"a": {"model": "m", "key": "x"}, "b": {"model": "m"}}}, "teachers.b.key is missing"),
+        ({**GOOD, "teachers": {"a": {"model": "m", "key": "x"}, "b": {"model": "m", "key": "x"}}}, "two teachers have key = 'x'"),
+        (changed(data={"default_teacher": "tt"}), "did you mean 't'?"),
+        ({"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}}, "`data` is missing"),
+    ],
+)
+def test_each_problem_explains_itself(table: dict, expected: str) -> None:
+    assert expected in problems_of(table)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    """Those only a whole-section or cross-section check can find are not hidden by a misspelt key."""
+    text = problems_of(changed(student={"modle": "x"}, loss={"topk": "8", "task_coef": 1.0}, trainer={"steps": -1}))
+    for expected in ("student.modle", "loss.topk", "trainer.steps", "needs data.reward"):
+        assert expected in text
+
+
+def test_whole_numbers_pass_as_floats_and_nothing_else_is_coerced() -> None:
+    assert parse_recipe(changed(loss={"distill_coef": 2})).loss.distill_coef == 2.0
+    assert "trainer.batch_size" in problems_of(changed(trainer={"batch_size": 4.0}))
+
+
+def test_overrides_and_paths(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "d.jsonl").write_text("{}")
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[student]\nmodel = "model"\n[teachers.t]\nmodel = "model"\n[data]\ntrain = "d.jsonl"\n')
+    loaded = load_recipe(recipe, ["trainer.steps=7", "run.name=fine", "loss.kind=k2", "loss.signal=sampled"])
+    assert loaded.trainer.steps == 7 and loaded.run.name == "fine"
+    assert loaded.student.model == str(tmp_path / "model") and loaded.data.train == str(tmp_path / "d.jsonl")
+    with pytest.raises(ConfigError, match="expected key=value"):
+        load_recipe(recipe, ["trainer.steps"])
+    with pytest.raises(ConfigError, match="is not TOML"):
+        recipe.write_text("[student\n")
+        load_recipe(recipe)
+    with pytest.raises(ConfigError, match="no recipe at"):
+        load_recipe(tmp_path / "none.toml")
+
+
+def test_errors_survive_a_process_boundary() -> None:
+    import pickle
+
+    error = ConfigError(["a", "b"])
+    assert pickle.loads(pickle.dumps(error)).problems == ["a", "b"]

@@ -1,0 +1,263 @@
+"""Pausing, aborting, live weight updates and concurrent callers of the in-process engine."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import EOS, engine_over, make_model, make_requests
+from reference_sampling import generate_plainly
+
+from understudy.engines.base import GenerateRequest, Sampling
+from understudy.engines.hf import HFEngine
+from understudy.engines.schedule import Batching
+from understudy.errors import EngineError
+from understudy.types.trajectory import StopReason
+
+LONG = Sampling(max_new_tokens=100)
+
+
+def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), timeout=60))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def slowed(model: Any, tokens_seen: list[int]) -> Any:
+    """Counts forward calls, so that a test can act in the middle of a generation."""
+    forward = model.forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        tokens_seen.append(kwargs["input_ids"].shape[1])
+        torch.ones(1).add_(0)
+        return forward(*args, **kwargs)
+
+    model.forward = counting
+    return model
+
+
+def test_the_event_loop_stays_free() -> None:
+    async def body() -> None:
+        async with engine_over(make_model("qwen3")) as engine:
+            task = asyncio.create_task(engine.generate(make_requests(32, LONG)))
+            ticks = 0
+            while not task.done():
+                await asyncio.sleep(0.001)
+                ticks += 1
+            assert ticks > 10
+
+    run(body)
+
+
+def test_abort_keeps_what_was_written() -> None:
+    model = make_model("qwen3")
+    steps: list[int] = []
+    request = make_requests(1, LONG)[0]
+    plain, _ = generate_plainly(model, request)
+
+    async def body() -> None:
+        async with engine_over(slowed(model, steps)) as engine:
+            task = asyncio.create_task(engine.generate([request]))
+            await until(lambda: len(steps) >= 5)
+            await engine.abort()
+            (generation,) = await task
+            assert generation.stop_reason is StopReason.ABORTED
+            assert 4 <= len(generation.tokens) < 100
+            assert generation.tokens.tolist() == plain[: len(generation.tokens)]
+            (after,) = await engine.generate([request])
+            assert after.tokens.tolist() == plain, "the engine goes on after an abort"
+
+    run(body)
+
+
+def test_pause_holds_everything_and_resume_changes_nothing() -> None:
+    model = make_model("qwen3")
+    steps: list[int] = []
+    requests = make_requests(4, LONG)
+    plain = [generate_plainly(model, request)[0] for request in requests]
+
+    async def body() -> None:
+        async with engine_over(slowed(model, steps)) as engine:
+            task = asyncio.create_task(engine.generate(requests))
+            await until(lambda: len(steps) >= 5)
+            await engine.pause()
+            held = len(steps)
+            await asyncio.sleep(0.05)
+            assert len(steps) == held and not task.done()
+            await engine.resume()
+            assert [g.tokens.tolist() for g in await task] == plain
+
+    run(body)
+
+
+def test_a_live_update_continues_generations_under_the_new_weights() -> None:
+    """Tokens before carry the old version, tokens after equal a fresh forward of the new model on everything so far."""
+    old, new = make_model("qwen3", seed=0), make_model("qwen3", seed=1)
+    steps: list[int] = []
+    requests = make_requests(6, LONG)
+
+    async def body() -> None:
+        async with engine_over(slowed(make_model("qwen3", seed=0), steps), version=3) as engine:
+            task = asyncio.create_task(engine.generate(requests))
+            await until(lambda: len(steps) >= 8)
+            await engine.update_weights(4, new.named_parameters())
+            assert engine.version == 4
+            for request, generation in zip(requests, await task, strict=True):
+                switch = int((generation.weight_versions == 3).sum())
+                assert generation.weight_versions.tolist() == [3] * switch + [4] * (100 - switch)
+                assert 0 < switch < 100
+                for start, end, model in ((0, switch, old), (switch, 100, new)):
+                    ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens[:end].tolist()]])
+                    with torch.no_grad():
+                        logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+                    at = len(request.tokens) + start
+                    expected = logprobs[at - 1 : -1].gather(1, ids[0, at:, None])[:, 0].numpy()
+                    np.testing.assert_allclose(generation.logprobs[start:end], expected, atol=2e-5)
+
+    run(body)
+
+
+def test_shared_parameters_need_no_copy() -> None:
+    trained = make_model("qwen3").train()
+    request = make_requests(1, Sampling(20))[0]
+
+    async def body() -> None:
+        async with engine_over(make_model("qwen3", seed=9)) as engine:
+            engine.share_parameters_with(trained)
+            await engine.update_weights(0, ())
+            (before,) = await engine.generate([request])
+            assert trained.training, "generating must not put the trained model into eval mode"
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+            await engine.update_weights(1, ())
+            (after,) = await engine.generate([request])
+            assert before.tokens.tolist() != after.tokens.tolist()
+            assert after.tokens.tolist() == generate_plainly(trained.eval(), request)[0]
+            assert set(after.weight_versions.tolist()) == {1}
+
+    run(body)
+
+
+def test_incomplete_or_foreign_weights_are_refused_and_the_engine_says_so() -> None:
+    model = make_model("qwen3", seed=1)
+    weights = dict(model.named_parameters())
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    async def body() -> None:
+        async with engine_over(make_model("qwen3")) as engine:
+            for wrong, says in (
+                ({k: v for k, v in weights.items() if k != name}, name),
+                ({**weights, "no.such": torch.ones(1)}, "no.such"),
+                ({**weights, name: torch.ones(2)}, "shape"),
+            ):
+                with pytest.raises(EngineError, match=says):
+                    await engine.update_weights(7, wrong.items())
+                assert engine.version == -1
+                with pytest.raises(EngineError, match="half-way"):
+                    await engine.generate(make_requests(1, LONG))
+            await engine.update_weights(8, weights.items())
+            (generation,) = await engine.generate(make_requests(1, Sampling(20)))
+            assert generation.tokens.tolist() == generate_plainly(model, make_requests(1, Sampling(20))[0])[0]
+
+    run(body)
+
+
+@pytest.mark.parametrize("batching", list(Batching))
+def test_many_callers_at_once(batching: Batching) -> None:
+    model = make_model("qwen3")
+    requests = make_requests(30, Sampling(15, (EOS,)))
+    plain = [generate_plainly(model, request)[0] for request in requests]
+
+    async def body() -> None:
+        async with engine_over(model, batching=batching, max_batch=8) as engine:
+            calls = [engine.generate([request]) for request in requests]
+            generations = [generation for (generation,) in await asyncio.gather(*calls)]
+            assert [g.tokens.tolist() for g in generations] == plain
+
+    run(body)
+
+
+def test_continuous_batching_lets_a_late_caller_in() -> None:
+    """A one-token request that comes while a long one runs is answered first; a composed engine makes it wait."""
+
+    async def order(batching: Batching) -> list[str]:
+        steps: list[int] = []
+        ended: list[str] = []
+        long, short = make_requests(1, LONG)[0], make_requests(1, Sampling(1))[0]
+        async with engine_over(slowed(make_model("qwen3"), steps), batching=batching) as engine:
+
+            async def ask(name: str, request: GenerateRequest) -> None:
+                await engine.generate([request])
+                ended.append(name)
+
+            first = asyncio.create_task(ask("long", long))
+            await until(lambda: len(steps) >= 3)
+            await asyncio.gather(first, ask("short", short))
+        return ended
+
+    async def body() -> None:
+        assert await order(Batching.CONTINUOUS) == ["short", "long"]
+        assert await order(Batching.COMPOSED) == ["long", "short"]
+
+    run(body)
+
+
+def test_a_cancelled_caller_frees_the_engine() -> None:
+    async def body() -> None:
+        steps: list[int] = []
+        async with engine_over(slowed(make_model("qwen3"), steps), max_length=5000) as engine:
+            task = asyncio.create_task(engine.generate(make_requests(2, Sampling(4000))))
+            await until(lambda: len(steps) >= 3)
+            task.cancel()
+            (generation,) = await engine.generate(make_requests(1, Sampling(3)))
+            assert len(generation.tokens) == 3
+            assert len(steps) < 3000
+
+    run(body)
+
+
+def test_a_failing_model_fails_its_callers_only() -> None:
+    model = make_model("qwen3")
+    forward = model.forward
+    broken = True
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if broken:
+            raise RuntimeError("out of memory")
+        return forward(*args, **kwargs)
+
+    model.forward = failing
+
+    async def body() -> None:
+        nonlocal broken
+        async with engine_over(model) as engine:
+            with pytest.raises(EngineError, match=r"row-0.*out of memory"):
+                await engine.generate(make_requests(1, LONG))
+            broken = False
+            assert len(await engine.generate(make_requests(1, Sampling(2)))) == 1
+
+    run(body)
+
+
+def test_close_fails_what_runs_and_refuses_what_comes() -> None:
+    async def body() -> None:
+        steps: list[int] = []
+        engine = HFEngine(
+            slowed(make_model("qwen3"), steps), max_batch=4, device="cpu", pad_id=0, max_length=5000
+        )
+        task = asyncio.create_task(engine.generate(make_requests(1, Sampling(4000))))
+        await until(lambda: len(steps) >= 3)
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await task
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(make_requests(1, LONG))
+
+    run(body)

@@ -1,0 +1,133 @@
+"""From a folder and back into one that anybody can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from understudy.errors import CheckpointError, PolicyError
+from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.export import export, model_card
+from understudy.policy.load import context_length, load_student, resolve_dtype
+from understudy.policy.policy import Policy
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    model = qwen3()
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{index}": index for index in range(23)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(folder)
+    return folder
+
+
+def test_load_gives_a_model_without_dropout(base: Path) -> None:
+    student = load_student(str(base), "float32", "cpu")
+    assert student.context_length == 64 == context_length(student.model)
+    assert student.tokenizer.eos_token_id == 2
+    assert all(getattr(module, "attention_dropout", 0.0) == 0.0 for module in student.model.modules())
+    ids = torch.arange(10)[None]
+    assert torch.equal(student.model(ids).logits, student.model(ids).logits)
+    assert torch.allclose(student.model(ids).logits, qwen3().eval()(ids).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/nowhere/model", "does not exist"),
+        ("./nowhere", "does not exist"),
+        ("{tmp}", "config.json is missing"),
+        ("{tmp}/nowhere", "does not exist"),
+    ],
+)
+def test_a_missing_folder_is_said_at_once(tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        load_student(source.format(tmp=tmp_path))
+
+
+def test_pickled_weights_are_refused(base: Path) -> None:
+    (base / "model.safetensors").unlink()
+    torch.save(qwen3().state_dict(), base / "pytorch_model.bin")
+    with pytest.raises(PolicyError, match="cannot be loaded"):
+        load_student(str(base))
+
+
+def test_remote_code_needs_a_pin() -> None:
+    with pytest.raises(PolicyError, match="pin it with `revision`"):
+        load_student("someone/model", trust_remote_code=True)
+
+
+def test_dtype_is_checked() -> None:
+    assert resolve_dtype("bfloat16") is torch.bfloat16
+    with pytest.raises(PolicyError, match="expected one of float32"):
+        resolve_dtype("fp8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_folder_is_the_trained_student(base: Path, tmp_path: Path, dtype: str) -> None:
+    policy = Policy(load_student(str(base), dtype).model, settings())
+    batch = varied_batch()
+    policy.update(batch, cross_entropy, token_mean(batch))
+    saved = CheckpointStore(tmp_path / "checkpoints").save(1, policy.state())
+    card = {
+        "student": str(base),
+        "teachers": {"math": "/models/big", "code": "org/coder"},
+        "step": 1,
+        "data": "sha256:abc",
+        "command": "understudy train recipe.toml",
+        "versions": {"torch": "2"},
+        "metrics": {"val/accuracy": 0.9512345678, "a|b": 1},
+    }
+    out = export(saved, base, tmp_path / "out" / "student", card)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == resolve_dtype(dtype)
+    trained = policy.model.state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in loaded.state_dict().items())
+    assert loaded.generation_config.eos_token_id == 2
+    assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(base).get_vocab()
+    readme = (out / "README.md").read_text()
+    for word in (
+        "math: big, code: org/coder",
+        "sha256:abc",
+        "understudy train recipe.toml",
+        "| val/accuracy | 0.951235 |",
+        "a\\|b",
+    ):
+        assert word in readme
+    assert str(tmp_path) not in readme
+    assert not any(file.suffix in (".bin", ".pt", ".pkl") for file in out.iterdir())
+
+
+def test_export_never_overwrites(base: Path, tmp_path: Path) -> None:
+    saved = CheckpointStore(tmp_path / "checkpoints").save(
+        0, Policy(load_student(str(base)).model, settings()).state()
+    )
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not empty"):
+        export(saved, base, tmp_path / "out", {})
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious.txt"]
+    (tmp_path / "empty").mkdir()
+    assert (export(saved, base, tmp_path / "empty", {}) / "config.json").is_file()
+
+
+def test_export_of_a_damaged_checkpoint_is_refused(base: Path, tmp_path: Path) -> None:
+    saved = CheckpointStore(tmp_path / "checkpoints").save(
+        0, Policy(load_student(str(base)).model, settings()).state()
+    )
+    (saved / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="torn"):
+        export(saved, base, tmp_path / "out", {})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_card_escapes_markup() -> None:
+    assert "<script" not in model_card({"student": "<script>alert(1)</script>"}, "x")

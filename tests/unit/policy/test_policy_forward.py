@@ -1,0 +1,232 @@
+"""Every token is judged by the hidden state before it, whatever else lies in the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_student import (
+    VOCAB,
+    batch_of,
+    cross_entropy,
+    gemma2,
+    llama,
+    plain_loss,
+    qwen3,
+    settings,
+    token_mean,
+    varied_batch,
+)
+from torch import nn
+
+from understudy.errors import LossInputError, PolicyError
+from understudy.policy.assemble import Assembler
+from understudy.policy.forward import StudentForward, attention_for
+from understudy.policy.head import logits_of, verify_head
+from understudy.policy.load import switch_off_dropout
+from understudy.policy.microbatch import Layout
+from understudy.policy.policy import Policy
+from understudy.types.batch import Batch
+from understudy.types.jagged import Jagged
+from understudy.types.loss import LossInputs, StudentHead
+
+MODELS = {"qwen3": qwen3, "qwen3-untied": lambda: qwen3(tied=False), "llama": llama, "gemma2": gemma2}
+
+
+def ready(name: str) -> nn.Module:
+    model = MODELS[name]()
+    switch_off_dropout(model)
+    return model.train()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradient_equal_a_plain_forward(name: str) -> None:
+    batch = varied_batch()
+    model, reference = ready(name), ready(name)
+    policy = Policy(model, settings())
+    expected = plain_loss(reference, batch)
+    expected.backward()
+    assembler = Assembler(batch, token_mean(batch))
+    output = policy.forward(assembler.cut(list(range(len(batch))), Layout.PADDED), cross_entropy)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    for (which, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-5), which
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_packed_equals_padded(name: str) -> None:
+    batch = varied_batch(seed=3)
+    found = {}
+    for layout in Layout:
+        model = ready(name)
+        forward = StudentForward(model)
+        micro = Assembler(batch, token_mean(batch)).cut([4, 0, 9, 2], layout)
+        with attention_for(model, layout):
+            loss = forward(micro, cross_entropy).loss
+            loss.backward()
+        assert model.config._attn_implementation == "sdpa"
+        found[layout] = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    for padded, packed in zip(found[Layout.PADDED], found[Layout.PACKED], strict=True):
+        assert torch.allclose(padded, packed, atol=1e-5)
+
+
+def test_packed_sliding_window_equals_padded() -> None:
+    def windowed() -> nn.Module:
+        model = qwen3()
+        model.config.layer_types = ["sliding_attention", "full_attention"]
+        model.config.sliding_window = 4
+        rebuilt = type(model)(model.config)
+        rebuilt.load_state_dict(model.state_dict())
+        switch_off_dropout(rebuilt)
+        return rebuilt.train()
+
+    batch = varied_batch(seed=5)
+    losses = []
+    for layout in Layout:
+        model = windowed()
+        micro = Assembler(batch, token_mean(batch)).cut(list(range(len(batch))), layout)
+        with attention_for(model, layout):
+            losses.append(StudentForward(model)(micro, cross_entropy).loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0] == pytest.approx(plain_loss(windowed(), batch).item(), abs=1e-5)
+
+
+class PositionBody(nn.Module):
+    """Its hidden state at position t is the one-hot of t itself: any shift shows as a wrong index."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.positions = positions
+        self.anchor = nn.Parameter(torch.ones(()))
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **_: object
+    ) -> object:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        hidden = nn.functional.one_hot(position_ids, self.positions).float() * self.anchor
+        return type("Output", (), {"last_hidden_state": hidden})()
+
+
+class PositionModel(nn.Module):
+    """A causal language model by shape, whose logits say which position they were made at."""
+
+    def __init__(self, positions: int = 64) -> None:
+        super().__init__()
+        self.body = PositionBody(positions)
+        self.head = nn.Linear(positions, positions, bias=False)
+        nn.init.eye_(self.head.weight)
+        text = type("Config", (), {})()
+        self.config = type(
+            "Config", (), {"get_text_config": lambda self: text, "_attn_implementation": "sdpa"}
+        )()
+
+    def get_decoder(self) -> nn.Module:
+        return self.body
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_each_token_is_predicted_from_the_position_before_it(layout: Layout) -> None:
+    """Variable prompt lengths and several turns: the one-hot index that reaches the head must be t − 1."""
+    masks = [
+        [0, 1],
+        [0, 0, 0, 1, 1, 0, 0, 1, 0, 1],
+        [0, 1, 1, 1],
+        [0, 0, 0, 0, 0, 1],
+        [0, 1, 0, 1, 0, 1, 0, 1, 1],
+    ]
+    batch = batch_of(masks)
+    rows = [3, 1, 4, 0, 2]
+    expected = [t - 1 for row in rows for t, bears in enumerate(masks[row]) if bears]
+    targets = [int(batch.tokens[row][t]) for row in rows for t, bears in enumerate(masks[row]) if bears]
+
+    def positions(head: StudentHead, inputs: LossInputs) -> tuple[list[int], list[int]]:
+        return logits_of(head).argmax(-1).tolist(), inputs.token_ids_N.tolist()
+
+    micro = Assembler(batch, token_mean(batch)).cut(rows, layout)
+    assert StudentForward(PositionModel())(micro, positions) == (expected, targets)  # type: ignore[arg-type]
+    assert micro.inputs.positions_N.tolist() == [place for row in rows for place in range(sum(masks[row]))]
+    assert micro.inputs.sequence_ids_N.tolist() == [
+        i for i, row in enumerate(rows) for _ in range(sum(masks[row]))
+    ]
+
+
+def test_teacher_columns_follow_their_token() -> None:
+    """Each value names its row and place, so a column that slips by one anywhere is seen."""
+    masks = [[0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 0, 0, 1]]
+    batch = batch_of(masks)
+    named = Jagged.from_rows(
+        [
+            torch.tensor([-float(10 * row + place + 1) for place in range(sum(m))])
+            for row, m in enumerate(masks)
+        ]
+    )
+    ids = Jagged(torch.arange(len(named.values) * 2).view(-1, 2) % VOCAB, named.offsets)
+    pairs = Jagged(torch.stack([named.values - 3, named.values - 4], 1), named.offsets)
+    full = Batch(
+        batch.keys,
+        batch.tokens,
+        batch.loss_mask,
+        batch.behaviour_logprobs,
+        teacher_logprobs=named,
+        teacher_ids=ids,
+        teacher_topk_logprobs=pairs,
+        advantages=named,
+    )
+    inputs = Assembler(full, token_mean(full), old_logprobs=named).cut([2, 0, 1], Layout.PADDED).inputs
+    want = torch.cat([named[2], named[0], named[1]])
+    assert torch.equal(inputs.teacher_logprobs_N, want)
+    assert torch.equal(inputs.old_logprobs_N, want)
+    assert torch.equal(inputs.advantages_N, want)
+    assert torch.equal(inputs.teacher_ids_NK, torch.cat([ids[2], ids[0], ids[1]]))
+    assert torch.equal(inputs.teacher_logprobs_NK, torch.cat([pairs[2], pairs[0], pairs[1]]))
+
+
+def test_an_unaligned_column_is_refused_by_name() -> None:
+    batch = batch_of([[0, 1, 1], [0, 1]])
+    short = Jagged.from_rows([torch.ones(1), torch.ones(1)])
+    with pytest.raises(PolicyError, match=r"weights is not aligned.*row row-000 has 1 entries, expected 2"):
+        Assembler(batch, short)
+    with pytest.raises(PolicyError, match="weights is not aligned.*1 rows, expected 2"):
+        Assembler(batch, [torch.ones(2)])
+
+
+def test_the_first_token_cannot_bear_loss() -> None:
+    batch = batch_of([[0, 1], [1, 1]])
+    with pytest.raises(PolicyError, match="row-001"):
+        Assembler(batch, token_mean(batch))
+
+
+def test_bad_numbers_name_the_rows() -> None:
+    batch = batch_of([[0, 1], [0, 1, 1]])
+    batch.behaviour_logprobs.values[1] = float("nan")
+    with pytest.raises(LossInputError, match="behaviour_logprobs_N holds nan.*row-000"):
+        Assembler(batch, token_mean(batch)).cut([0, 1], Layout.PADDED)
+
+
+def test_a_head_with_an_unknown_twist_is_refused() -> None:
+    model = ready("qwen3")
+    verify_head(model)
+    plain = model.forward
+
+    def twisted(*args: object, **kwargs: object) -> object:
+        output = plain(*args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+    model.forward = twisted
+    with pytest.raises(PolicyError, match="differs from the model's own logits"):
+        verify_head(model)
+
+
+def test_softcap_reaches_the_loss() -> None:
+    head_of_gemma = StudentForward(gemma2())
+    assert head_of_gemma.facts.softcap == 5.0
+    batch = varied_batch(rows=2)
+    logits = head_of_gemma(
+        Assembler(batch, token_mean(batch)).cut([0, 1], Layout.PADDED), lambda head, _: logits_of(head)
+    )
+    assert logits.abs().max() <= 5.0

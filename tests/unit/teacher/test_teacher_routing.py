@@ -1,0 +1,172 @@
+"""Which teacher judges what, and whether it may: routes, vocabularies, capabilities."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from teacher_rig import random_items, write_tokenizer
+
+from understudy.errors import TeacherError
+from understudy.teacher.integrity import (
+    Identity,
+    check_manifest_unchanged,
+    check_same,
+    check_signals,
+    check_vocabulary,
+)
+from understudy.teacher.manifest import Limits, Manifest
+from understudy.teacher.route import TeacherRouter
+from understudy.teacher.score import score, score_mixture
+from understudy.teacher.vocabulary import Vocabulary, differences
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+MANIFEST = Manifest(
+    teacher="math",
+    backend="native",
+    model="m",
+    weights_sha256="aa",
+    vocab_fingerprint="ff",
+    vocab_size=61,
+    hidden_size=32,
+    dtype="float32",
+    signals=[Signal.SAMPLED, Signal.TOPK],
+    limits=Limits(max_length=100, max_k=20),
+)
+
+
+@dataclass
+class NamedPool:
+    """Answers with its own name; remembers what it was asked together."""
+
+    name: str
+    asked: list[list[str]] = field(default_factory=list)
+
+    async def score(self, items: list[ScoreItem]) -> list[TeacherScores]:
+        self.asked.append([item.key for item in items])
+        await asyncio.sleep(0)
+        return [TeacherScores(i.key, self.name, i.signal, np.zeros(len(i.positions), np.float32)) for i in items]
+
+
+def router(**changes: Any) -> TeacherRouter:
+    pools: Any = {"maths": NamedPool("maths"), "code": NamedPool("code")}
+    return TeacherRouter(pools, **{"keys": {"openai/gsm8k": "maths", "mbpp": "code"}, **changes})
+
+
+def test_values_lead_to_their_teacher() -> None:
+    assert router().route("mbpp") == "code"
+    assert router().route("openai/gsm8k") == "maths"
+
+
+def test_one_teacher_takes_everything() -> None:
+    only: Any = {"t": NamedPool("t")}
+    assert TeacherRouter(only).route("whatever") == "t"
+
+
+def test_an_unknown_value_lists_the_keys_and_the_nearest() -> None:
+    with pytest.raises(TeacherError, match=r"no teacher for 'openai/gsm8'; keys are 'openai/gsm8k', 'mbpp'; the nearest is 'openai/gsm8k'"):
+        router().route("openai/gsm8")
+    only: Any = {"t": NamedPool("t")}
+    with pytest.raises(TeacherError, match="no teacher for 'zzz'"):
+        TeacherRouter(only, keys={"a": "t"}).route("zzz")
+
+
+def test_a_named_default_takes_the_rest() -> None:
+    assert router(default="code").route("something else") == "code"
+
+
+def test_routes_that_lead_nowhere_are_refused_at_once() -> None:
+    with pytest.raises(TeacherError, match="'mbpp' is routed to teacher 'cod'"):
+        router(keys={"x": "maths", "mbpp": "cod"})
+    with pytest.raises(TeacherError, match="no row can reach teacher 'code'"):
+        router(keys={"x": "maths"})
+    with pytest.raises(TeacherError, match="'default' is routed to teacher 'nobody'"):
+        router(default="nobody")
+    with pytest.raises(TeacherError, match="at least one"):
+        TeacherRouter({})
+
+
+def test_items_travel_by_teacher_and_return_in_order() -> None:
+    r = router()
+    items = random_items(5, 1)
+    values = ["mbpp", "openai/gsm8k", "mbpp", "mbpp", "openai/gsm8k"]
+    scores = asyncio.run(score(r, list(zip(items, values, strict=True))))
+    assert [s.key for s in scores] == [i.key for i in items]
+    assert [s.teacher for s in scores] == ["code", "maths", "code", "code", "maths"]
+    pools: Any = r.pools
+    assert pools["code"].asked == [[items[0].key, items[2].key, items[3].key]]
+    assert pools["maths"].asked == [[items[1].key, items[4].key]]
+
+
+def test_a_mixture_asks_each_teacher_and_weighs_them() -> None:
+    opinions = asyncio.run(score_mixture(router(), random_items(1)[0], {"maths": 1.0, "code": 3.0}))
+    assert [(o.scores.teacher, o.weight) for o in opinions] == [("code", 0.75), ("maths", 0.25)]
+    with pytest.raises(TeacherError, match="names 'physics'; teachers are 'maths', 'code'"):
+        router().mixture({"physics": 1.0})
+    with pytest.raises(TeacherError, match="positive sum"):
+        router().mixture({"maths": 0.0})
+    with pytest.raises(TeacherError, match="≥ 0"):
+        router().mixture({"maths": -1.0, "code": 3.0})
+
+
+def vocabulary(folder: Path, tokens: dict[str, int], **special: str) -> Vocabulary:
+    folder.mkdir()
+    write_tokenizer(folder, tokens, special)
+    return Vocabulary.load(folder)
+
+
+def test_vocabularies_are_compared_by_map_and_special_ids(tmp_path: Path) -> None:
+    tokens = {"<s>": 0, "</s>": 1, "a": 2, "b": 3}
+    student = vocabulary(tmp_path / "s", tokens, bos_token="<s>", eos_token="</s>")
+    same = vocabulary(tmp_path / "same", dict(reversed(tokens.items())), bos_token="<s>", eos_token="</s>")
+    assert student.fingerprint == same.fingerprint
+    check_vocabulary(student, same, "math")
+    moved = vocabulary(tmp_path / "moved", {**tokens, "a": 3, "b": 2}, bos_token="<s>", eos_token="</s>")
+    with pytest.raises(TeacherError, match="'a' is 2 for the student and 3 for the teacher; 'b' is 3"):
+        check_vocabulary(student, moved, "math")
+    fewer = vocabulary(tmp_path / "fewer", {"<s>": 0, "</s>": 1, "a": 2}, bos_token="<s>", eos_token="</s>")
+    assert differences(student, fewer) == ["'b' is 3 for the student and missing for the teacher"]
+    assert differences(fewer, student) == ["'b' is missing for the student and 3 for the teacher"]
+    eos = vocabulary(tmp_path / "eos", tokens, bos_token="<s>", eos_token="b")
+    with pytest.raises(TeacherError, match="eos_token is 1 for the student and 3 for the teacher"):
+        check_vocabulary(student, eos, "math")
+
+
+def test_unigram_vocabularies_and_added_tokens_are_read(tmp_path: Path) -> None:
+    content = {
+        "model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["▁a", -1.0]]},
+        "added_tokens": [{"id": 2, "content": "<|end|>"}],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    loaded = Vocabulary.load(tmp_path)
+    assert loaded.ids == {"<unk>": 0, "▁a": 1, "<|end|>": 2}
+    assert loaded.special["eos_token"] == 2 and loaded.special["pad_token"] is None
+
+
+def test_a_teacher_is_refused_for_what_it_cannot_give() -> None:
+    check_signals(MANIFEST, [Signal.TOPK], 20, 100)
+    with pytest.raises(TeacherError, match=r"cannot give at_ids, hidden; its native backend offers sampled, topk") as caught:
+        check_signals(MANIFEST, [Signal.AT_IDS, Signal.HIDDEN], 64, 101)
+    assert "at most 20 candidates; the loss asks for 64" in str(caught.value)
+    assert "prompt + response + 1 needs 101" in str(caught.value)
+
+
+def test_replicas_must_be_the_same_teacher() -> None:
+    probe = np.array([-1.0, -2.0], np.float32)
+    first = Identity(MANIFEST, probe)
+    check_same(first, Identity(MANIFEST, probe + 5e-5), "b")
+    with pytest.raises(TeacherError, match="replica b: scores of the fixed tokens differ by 0.01"):
+        check_same(first, Identity(MANIFEST, probe + np.float32(0.01)), "b")
+    with pytest.raises(TeacherError, match="fixed tokens differ by nan"):
+        check_same(first, Identity(MANIFEST, probe * np.float32(np.nan)), "b")
+    other = msgspec.structs.replace(MANIFEST, weights_sha256="bb")
+    with pytest.raises(TeacherError, match="replica b: weights is bb; the other replicas have aa"):
+        check_same(first, Identity(other, probe), "b")
+    with pytest.raises(TeacherError, match="changed since this run began"):
+        check_manifest_unchanged(MANIFEST, other)
+    check_manifest_unchanged(MANIFEST, msgspec.structs.replace(MANIFEST, model="moved/elsewhere"))

@@ -1,0 +1,207 @@
+"""The scorer against a plain transformers forward of each sequence alone, in fp64 where it matters."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from teacher_rig import VOCAB, random_items, write_model
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
+
+from understudy.errors import TeacherError
+from understudy.teacher.head import Head, from_wire, head_of, score_rows, to_wire, two_stage_topk
+from understudy.teacher.head_frame import decode_head, encode_head
+from understudy.teacher.model import load_frozen, weights_sha256
+from understudy.teacher.packing import packed_plan, padded_plan
+from understudy.teacher.protocol import request_of
+from understudy.teacher.scorer import Scorer, ScorerOptions
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+
+def plain_logprobs(folder: Path, item: ScoreItem) -> np.ndarray:
+    """float64 [P, V]: log-softmax of the model's own logits, one sequence at a time, no padding."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.from_numpy(item.tokens.astype(np.int64))[None]).logits[0]
+    return logits.log_softmax(-1).numpy()[item.positions - 1]
+
+
+def assert_same_as_plain(folder: Path, items: list[ScoreItem], scores: list[TeacherScores], atol: float = 1e-4) -> None:
+    for item, score in zip(items, scores, strict=True):
+        plain_PV = plain_logprobs(folder, item)
+        assert score.key == item.key
+        judged = item.tokens[item.positions]
+        np.testing.assert_allclose(score.sampled_logprobs, np.take_along_axis(plain_PV, judged[:, None], 1)[:, 0], atol=atol)
+        if item.signal is Signal.TOPK:
+            assert score.ids is not None and score.logprobs is not None
+            best_PK = np.sort(plain_PV, axis=1)[:, ::-1][:, : item.k]
+            np.testing.assert_allclose(score.logprobs, best_PK, atol=atol)
+            np.testing.assert_allclose(np.take_along_axis(plain_PV, score.ids, 1), score.logprobs, atol=atol)
+        if item.signal is Signal.AT_IDS:
+            assert score.logprobs is not None and item.ids is not None
+            np.testing.assert_array_equal(score.ids, item.ids)
+            np.testing.assert_allclose(score.logprobs, np.take_along_axis(plain_PV, item.ids, 1), atol=atol)
+
+
+def all_signals() -> list[ScoreItem]:
+    return (
+        random_items(3, 1, Signal.TOPK, 8)
+        + random_items(2, 2, Signal.SAMPLED)
+        + random_items(2, 3, Signal.AT_IDS, 5)
+        + random_items(2, 4, Signal.HIDDEN)
+        + random_items(1, 5, Signal.TOPK, VOCAB)
+    )
+
+
+@pytest.mark.parametrize("budget", [16384, 64, 1])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_scores_equal_a_plain_forward(family: str, budget: int, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(family)
+    scorer = Scorer("t", load_frozen(str(folder)), ScorerOptions(max_batch_tokens=budget))
+    items = all_signals()
+    assert_same_as_plain(folder, items, scorer.score(request_of(items)).split())
+
+
+def test_hidden_states_and_the_head_give_back_every_logprob(qwen3: Path) -> None:
+    frozen = load_frozen(str(qwen3), dtype="bfloat16")
+    scorer = Scorer("t", frozen)
+    items = random_items(3, 6, Signal.HIDDEN)
+    head = from_wire(decode_head(encode_head(to_wire(scorer.head))))
+    for item, score in zip(items, scorer.score(request_of(items)).split(), strict=True):
+        assert score.hidden is not None
+        hidden = torch.from_numpy(score.hidden.copy()).view(torch.bfloat16)
+        logprobs = head.logits(hidden).log_softmax(-1)
+        judged = torch.from_numpy(item.tokens[item.positions].astype(np.int64))
+        np.testing.assert_allclose(
+            logprobs.gather(1, judged[:, None])[:, 0].numpy(), score.sampled_logprobs, atol=1e-5
+        )
+
+
+FAMILIES = {
+    "softcap": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=5.0, attn_implementation="eager")
+    ),
+    "scale": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.25)),
+    "scaling": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=3.0)),
+    "learned positions": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3)
+    ),
+}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "initializer_range": 0.4,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_change_their_logits(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    FAMILIES[family]().save_pretrained(tmp_path)
+    attention = "eager" if family == "softcap" else "sdpa"
+    scorer = Scorer("t", load_frozen(str(tmp_path), attention=attention))
+    scorer.warm_up()
+    items = random_items(4, 1, Signal.TOPK, 6)
+    assert_same_as_plain(tmp_path, items, scorer.score(request_of(items)).split(), atol=3e-4)
+
+
+def test_warm_up_refuses_a_head_it_does_not_understand(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=3.0)).save_pretrained(tmp_path)
+    scorer = Scorer("t", load_frozen(str(tmp_path)))
+    scorer.head = Head(scorer.head.weight_VH)  # as if `logits_scaling` were not known here
+    with pytest.raises(TeacherError, match="differ from the model's own forward"):
+        scorer.warm_up()
+
+
+def test_warm_up_refuses_a_model_without_weights(tmp_path: Path) -> None:
+    frozen = load_frozen(str(write_model(tmp_path / "empty")))
+    for tensor in frozen.model.state_dict().values():
+        tensor.zero_()
+    with pytest.raises(TeacherError, match="same probability.*−ln V"):
+        Scorer("t", frozen).warm_up()
+
+
+def test_scores_depend_on_the_request_alone(qwen3: Path) -> None:
+    items = random_items(20, 1, Signal.TOPK, 8)
+    first = Scorer("t", load_frozen(str(qwen3)))
+    second = Scorer("t", load_frozen(str(qwen3)))
+    second.score(request_of(random_items(7, 99)))
+    a, b = first.score(request_of(items)), second.score(request_of(items))
+    np.testing.assert_array_equal(a.sampled_P, b.sampled_P)
+    np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    np.testing.assert_array_equal(a.ids, b.ids)
+
+
+def test_the_head_never_holds_more_than_a_chunk(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = head_of(load_frozen(str(qwen3)).model)
+    seen: list[int] = []
+    whole = Head.logits
+
+    def watched(self: Head, hidden_CH: torch.Tensor) -> torch.Tensor:
+        logits = whole(self, hidden_CH)
+        seen.append(logits.numel() * logits.element_size())
+        return logits
+
+    monkeypatch.setattr(Head, "logits", watched)
+    hidden = torch.randn(100, 32)
+    judged = torch.arange(100) % VOCAB
+    chunked = score_rows(head, hidden, judged, topk=5, chunk_bytes=7 * 4 * VOCAB + 3)
+    assert len(seen) == 15 and max(seen) <= 7 * 4 * VOCAB
+    at_once = score_rows(head, hidden, judged, topk=5, chunk_bytes=1 << 30)
+    torch.testing.assert_close(chunked.sampled_P, at_once.sampled_P)
+    assert chunked.ids_PK is not None and at_once.ids_PK is not None
+    torch.testing.assert_close(chunked.ids_PK, at_once.ids_PK)
+
+
+def test_two_stage_topk_is_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (64 * 40, 64 * 40 + 17, 5000):
+        logits = torch.randn(9, vocab, generator=generator)
+        logits[0, -3:] += 10  # winners in the columns beyond the last whole block
+        logits[1, 64:128] += 10  # all winners in one block
+        best, ids = two_stage_topk(logits, 4)
+        expected = logits.topk(4)
+        torch.testing.assert_close(best, expected.values)
+        torch.testing.assert_close(logits.gather(1, ids), expected.values)
+
+
+def test_plans_respect_the_budget_and_lose_nobody() -> None:
+    lengths = [5, 30, 1, 8, 8, 100, 3, 3, 3, 0]
+    padded = padded_plan(lengths, 40)
+    assert sorted(i for members in padded for i in members) == list(range(len(lengths)))
+    for members in padded:
+        assert len(members) == 1 or len(members) * max(lengths[i] for i in members) <= 40
+    packed = packed_plan(lengths, 40)
+    assert [i for members in packed for i in members] == list(range(len(lengths)))
+    for members in packed:
+        assert len(members) == 1 or sum(lengths[i] for i in members) <= 40
+
+
+def test_the_weight_digest_follows_the_weights_not_the_files(qwen3: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(qwen3)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    same = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert weights_sha256(same) == weights_sha256(model)
+    with torch.no_grad():
+        same.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3
+    assert weights_sha256(same) != weights_sha256(model)
+
+
+def test_a_missing_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TeacherError, match=r"no model at .*config\.json"):
+        load_frozen(str(tmp_path / "nowhere"))

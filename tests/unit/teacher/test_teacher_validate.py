@@ -1,0 +1,122 @@
+"""Every kind of lie is caught, and the error says who, which row, which position."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from teacher_rig import VOCAB, random_items
+
+from understudy.errors import TeacherReplyError
+from understudy.teacher.model import load_frozen
+from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
+from understudy.teacher.scorer import Scorer
+from understudy.teacher.validate import Origin, check_reply
+from understudy.types.scores import Signal
+
+K = 5
+ORIGIN = Origin("math", "replica-7", VOCAB)
+
+
+@pytest.fixture(scope="module")
+def asked() -> ScoreRequest:
+    items = (
+        random_items(3, 1, Signal.TOPK, K)
+        + random_items(2, 2, Signal.SAMPLED)
+        + random_items(2, 3, Signal.AT_IDS, 3)
+        + random_items(1, 4, Signal.TOPK, 3)
+        + random_items(2, 5, Signal.HIDDEN)
+    )
+    return request_of(items)
+
+
+@pytest.fixture(scope="module")
+def honest(asked: ScoreRequest, qwen3: object) -> ScoreReply:
+    return Scorer("math", load_frozen(str(qwen3))).score(asked)
+
+
+def test_an_honest_reply_passes(asked: ScoreRequest, honest: ScoreReply) -> None:
+    check_reply(asked, honest, ORIGIN)
+
+
+def altered(array: np.ndarray, at: int | slice, value: object) -> np.ndarray:
+    array = array.copy()
+    array[at] = value
+    return array
+
+
+def position_of(asked: ScoreRequest, row: int, nth: int) -> int:
+    return int(asked.positions_P[int(asked.position_counts_N[:row].sum()) + nth])
+
+
+def swapped(array: np.ndarray, a: int, b: int) -> np.ndarray:
+    array = array.copy()
+    array[[a, b]] = array[[b, a]]
+    return array
+
+
+def shifted(reply: ScoreReply, asked: ScoreRequest) -> ScoreReply:
+    """Row 0 answers each position with the verdict on the next one, everything else in order."""
+    count = int(asked.position_counts_N[0])
+    sampled, ids, logprobs = reply.sampled_P.copy(), reply.ids.copy(), reply.logprobs.copy()
+    sampled[: count - 1] = reply.sampled_P[1:count]
+    ids[: (count - 1) * K] = reply.ids[K : count * K]
+    logprobs[: (count - 1) * K] = reply.logprobs[K : count * K]
+    return replace(reply, sampled_P=sampled, ids=ids, logprobs=logprobs)
+
+
+LIES: dict[str, tuple[Callable[[ScoreReply, ScoreRequest], ScoreReply], str]] = {
+    "NaN for the judged token": (lambda r, a: replace(r, sampled_P=altered(r.sampled_P, 1, np.nan)), "finite number ≤ 0"),
+    "infinite": (lambda r, a: replace(r, sampled_P=altered(r.sampled_P, 1, -np.inf)), "finite number ≤ 0"),
+    "positive": (lambda r, a: replace(r, sampled_P=altered(r.sampled_P, 1, 0.01)), "finite number ≤ 0"),
+    "NaN candidate": (lambda r, a: replace(r, logprobs=altered(r.logprobs, K + 2, np.nan)), "finite number ≤ 0"),
+    "positive candidate": (lambda r, a: replace(r, logprobs=altered(r.logprobs, K, 0.5)), "finite number ≤ 0"),
+    "unsorted": (lambda r, a: replace(r, logprobs=swapped(r.logprobs, K, K + 4)), "not sorted"),
+    "too much mass": (lambda r, a: replace(r, logprobs=altered(r.logprobs, slice(K, 2 * K), -0.5)), "more than all"),
+    "an id beyond the vocabulary": (lambda r, a: replace(r, ids=altered(r.ids, K + 1, VOCAB)), "outside the vocabulary"),
+    "a negative id": (lambda r, a: replace(r, ids=altered(r.ids, K + 1, -1)), "negative"),
+    "an id twice": (lambda r, a: replace(r, ids=altered(r.ids, K + 1, r.ids[K])), "twice"),
+    "shifted by one": (shifted, "shifted|likelier"),
+    "judges other tokens": (lambda r, a: replace(r, judged_P=altered(r.judged_P, 1, (r.judged_P[1] + 1) % VOCAB)), "shifted"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_about_row_0_is_caught_and_named(lie: str, asked: ScoreRequest, honest: ScoreReply) -> None:
+    tell, expected = LIES[lie]
+    with pytest.raises(TeacherReplyError, match=expected) as caught:
+        check_reply(asked, tell(honest, asked), ORIGIN)
+    told = str(caught.value)
+    assert told.startswith("teacher math, replica replica-7, row 'row-1-0', position ")
+    if lie != "shifted by one":
+        assert f"position {position_of(asked, 0, 1)}:" in told
+
+
+def test_a_short_reply_is_caught(asked: ScoreRequest, honest: ScoreReply) -> None:
+    with pytest.raises(TeacherReplyError, match="row 'row-2-1'.*positions"):
+        check_reply(asked, replace(honest, position_counts_N=altered(honest.position_counts_N, 4, 1)), ORIGIN)
+    with pytest.raises(TeacherReplyError, match="rows"):
+        check_reply(asked, replace(honest, keys=honest.keys[:-1]), ORIGIN)
+
+
+def test_a_reply_to_another_request_is_caught(asked: ScoreRequest, honest: ScoreReply) -> None:
+    with pytest.raises(TeacherReplyError, match="row 'row-2-0'.*other tokens"):
+        check_reply(asked, replace(honest, digests_N=altered(honest.digests_N, 3, 1)), ORIGIN)
+    with pytest.raises(TeacherReplyError, match="rows"):
+        check_reply(asked, replace(honest, keys=honest.keys[::-1]), ORIGIN)
+    with pytest.raises(TeacherReplyError, match="asked for topk with k = 5"):
+        check_reply(asked, replace(honest, k_N=[4, *honest.k_N[1:]]), ORIGIN)
+
+
+def test_lies_in_other_blocks_are_placed_too(asked: ScoreRequest, honest: ScoreReply) -> None:
+    """Row 5 is `at_ids` with K = 3, row 7 `topk` with K = 3: same width, different rules, offsets after others."""
+    counts = asked.position_counts_N.tolist()
+    start_5 = sum(n * k for n, k in zip(counts[:5], asked.k_N[:5], strict=True))
+    start_7 = sum(n * k for n, k in zip(counts[:7], asked.k_N[:7], strict=True))
+    with pytest.raises(TeacherReplyError, match=f"'row-3-0', position {position_of(asked, 5, 1)}: other ids"):
+        check_reply(asked, replace(honest, ids=altered(honest.ids, start_5 + 3, (honest.ids[start_5 + 3] + 1) % VOCAB)), ORIGIN)
+    with pytest.raises(TeacherReplyError, match=f"'row-4-0', position {position_of(asked, 7, 0)}: .*sorted"):
+        check_reply(asked, replace(honest, logprobs=swapped(honest.logprobs, start_7, start_7 + 2)), ORIGIN)
+    size = honest.hidden_size
+    with pytest.raises(TeacherReplyError, match=f"'row-5-0', position {position_of(asked, 8, 1)}: a hidden state"):
+        check_reply(asked, replace(honest, hidden=altered(honest.hidden, size + 3, 0x7FC0)), ORIGIN)

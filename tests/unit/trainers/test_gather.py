@@ -1,0 +1,118 @@
+"""Batches by key do not depend on who was quicker; batches by arrival have no barrier."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from understudy.trainers.gather import Arrivals, Cohort, Lane
+
+
+async def run_cohort(seed: int, turns: dict[str, int], limit: int = 3) -> list[tuple[str, ...]]:
+    """Members ask `turns[key]` times in a row, with random pauses; returns the batches as they were composed."""
+    chance = random.Random(seed)
+    batches: list[tuple[str, ...]] = []
+
+    async def serve(items: Sequence[str]) -> list[str]:
+        batches.append(tuple(items))
+        await asyncio.sleep(chance.random() * 0.003)
+        return [item.upper() for item in items]
+
+    lane, cohort = Lane("engine", serve, limit), Cohort(len(turns))
+
+    async def member(key: str) -> None:
+        async with cohort.member():
+            for turn in range(turns[key]):
+                await asyncio.sleep(chance.random() * 0.003)
+                assert await cohort.call(lane, key, f"{key}{turn}") == f"{key}{turn}".upper()
+
+    keys = list(turns)
+    chance.shuffle(keys)
+    await asyncio.wait_for(asyncio.gather(*(member(key) for key in keys)), 5)
+    return sorted(batches)
+
+
+def test_a_cohort_composes_by_key_whatever_the_timing() -> None:
+    turns = {"a": 1, "b": 3, "c": 2, "d": 0, "e": 3, "f": 1, "g": 2}
+    composed = {tuple(asyncio.run(run_cohort(seed, turns))) for seed in range(8)}
+    assert len(composed) == 1
+    first = composed.pop()
+    assert ("a0", "b0", "c0") in first and ("e0", "f0", "g0") in first and ("b2", "e2") in first
+
+
+def test_a_failing_batch_fails_its_callers_and_nobody_else() -> None:
+    async def scenario() -> list[object]:
+        async def serve(items: Sequence[int]) -> list[int]:
+            if 1 in items:
+                raise ValueError("bad batch")
+            return list(items)
+
+        lane, cohort = Lane("engine", serve, 2), Cohort(4)
+
+        async def member(number: int) -> int:
+            async with cohort.member():
+                result: int = await cohort.call(lane, str(number), number)
+                return result
+
+        return await asyncio.gather(*(member(i) for i in range(4)), return_exceptions=True)
+
+    results = asyncio.run(scenario())
+    assert [type(result) for result in results[:2]] == [ValueError, ValueError] and results[2:] == [2, 3]
+
+
+def test_a_member_that_fails_between_calls_does_not_hold_the_others() -> None:
+    async def scenario() -> list[object]:
+        async def serve(items: Sequence[int]) -> list[int]:
+            return list(items)
+
+        lane, cohort = Lane("engine", serve, 8), Cohort(3)
+
+        async def member(number: int) -> int:
+            async with cohort.member():
+                await cohort.call(lane, str(number), number)
+                if number == 1:
+                    raise RuntimeError("reward raised")
+                await asyncio.sleep(0.001 * number)
+                result: int = await cohort.call(lane, str(number), number)
+                return result
+
+        return await asyncio.wait_for(asyncio.gather(*(member(i) for i in range(3)), return_exceptions=True), 2)
+
+    results = asyncio.run(scenario())
+    assert results[0] == 0 and isinstance(results[1], RuntimeError) and results[2] == 2
+
+
+def test_arrivals_serve_an_early_caller_without_waiting_for_a_late_one() -> None:
+    async def scenario() -> list[tuple[int, ...]]:
+        batches: list[tuple[int, ...]] = []
+
+        async def serve(items: Sequence[int]) -> list[int]:
+            batches.append(tuple(items))
+            return list(items)
+
+        lane, gather = Lane("engine", serve, 2), Arrivals()
+
+        async def member(number: int, pause: float) -> None:
+            async with gather.member():
+                await asyncio.sleep(pause)
+                await gather.call(lane, str(number), number)
+
+        await asyncio.gather(member(0, 0), member(1, 0), member(2, 0), member(3, 0.05))
+        return batches
+
+    batches = asyncio.run(scenario())
+    assert batches == [(0, 1), (2,), (3,)]
+
+
+def test_a_lane_that_loses_results_is_an_error() -> None:
+    async def scenario() -> None:
+        async def serve(items: Sequence[int]) -> list[int]:
+            return []
+
+        cohort = Cohort(1)
+        async with cohort.member():
+            await cohort.call(Lane("engine", serve, 2), "a", 1)
+
+    with pytest.raises(RuntimeError, match="0 results for 1 calls"):
+        asyncio.run(scenario())

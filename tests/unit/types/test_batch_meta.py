@@ -1,0 +1,47 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from understudy.types.batch import BatchMeta
+
+META = BatchMeta("train", ("a", "b", "c"), ("tokens", "mask"), ({"n": 1}, {"n": 2}, {"n": 3}), {"step": 4})
+
+
+def test_select_keeps_tags_beside_their_keys() -> None:
+    chosen = META.select(["c", "a"])
+    assert chosen.keys == ("c", "a") and chosen.tags == ({"n": 3}, {"n": 1}) and chosen.extra == {"step": 4}
+    with pytest.raises(KeyError, match="not in this batch"):
+        META.select(["z"])
+
+
+def test_reorder_needs_a_permutation() -> None:
+    assert META.reorder([2, 0, 1]).keys == ("c", "a", "b")
+    with pytest.raises(ValueError, match="permutation"):
+        META.reorder([0, 0, 1])
+
+
+@given(st.integers(0, 12), st.integers(1, 7))
+def test_chunks_are_balanced_and_whole(rows: int, parts: int) -> None:
+    meta = BatchMeta("p", tuple(str(i) for i in range(rows)))
+    chunks = meta.chunk(parts)
+    assert len(chunks) == parts and max(map(len, chunks)) - min(map(len, chunks)) <= 1
+    assert BatchMeta.concat(chunks).keys == meta.keys
+
+
+def test_duplicates_are_refused_however_they_come() -> None:
+    with pytest.raises(ValueError, match="duplicate keys"):
+        BatchMeta("p", ("a", "a"))
+    with pytest.raises(ValueError, match="duplicate keys"):
+        BatchMeta.concat([META, META])
+    with pytest.raises(ValueError, match="2 tags for 3 keys"):
+        BatchMeta("p", ("a", "b", "c"), tags=({}, {}))
+    with pytest.raises(ValueError, match="one partition"):
+        BatchMeta.concat([BatchMeta("p", ("a",)), BatchMeta("q", ("b",))])
+
+
+def test_union_joins_columns_of_the_same_rows() -> None:
+    other = BatchMeta("train", ("c", "b", "a"), ("scores",), ({"m": 3}, {"m": 2}, {"m": 1}))
+    both = META.union(other)
+    assert both.fields == ("tokens", "mask", "scores") and both.tags[0] == {"n": 1, "m": 1}
+    with pytest.raises(ValueError, match="same keys"):
+        META.union(BatchMeta("train", ("a",)))
