@@ -56,7 +56,8 @@ def forward_kl(student_TV: torch.Tensor, teacher_TV: torch.Tensor, k: int) -> to
     """KL(teacher ‖ student) per token, over the teacher's k best ids and one bucket for all the rest."""
     p_TK, ids_TK = teacher_TV.topk(k, -1)
     q_TK = student_TV.gather(-1, ids_TK)
-    p_tail, q_tail = (torch.log1p(-x.exp().sum(-1).clamp(max=1 - 1e-7)) for x in (p_TK, q_TK))
+    p_tail = torch.log1p(-p_TK.exp().sum(-1).clamp(max=1 - 2**-23))
+    q_tail = student_TV.scatter(-1, ids_TK, -torch.inf).logsumexp(-1)
     return (p_TK.exp() * (p_TK - q_TK)).sum(-1) + p_tail.exp() * (p_tail - q_tail)
 
 

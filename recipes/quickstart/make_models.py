@@ -27,7 +27,7 @@ ASSETS = Path(__file__).resolve().parents[2] / "src" / "understudy" / "assets" /
 THREADS = 1
 
 SCHEDULES: dict[str, Schedule] = {
-    "student": Schedule(steps=60, rows_per_domain={"add": 64, "sort": 64}, seed=1),
+    "student": Schedule(steps=180, rows_per_domain={"add": 112, "sort": 16}, seed=1),
     "teacher-add": Schedule(steps=800, rows_per_domain={"add": 128}, seed=2),
     "teacher-sort": Schedule(steps=800, rows_per_domain={"sort": 128}, seed=3),
 }

@@ -35,14 +35,20 @@ class Admission:
             return False
         return self.resident + size <= self.max_bytes or self.rows == 0 or self.waiting_claims > 0
 
+    def enter_now(self, rows: int, size: int) -> bool:
+        """Take room for rows if there is room and nobody stands in line before them."""
+        if self._queue or not self._fits(rows, size):
+            return False
+        self.rows += rows
+        return True
+
     async def admit(self, rows: int, size: int) -> None:
         """Wait for room for `rows` rows of `size` bytes, and take the room for the rows."""
         if rows > self.max_rows:
             raise DataPlaneError(
                 f"{rows} rows at once in a plane of max_rows={self.max_rows}: raise max_rows, or write fewer at a time"
             )
-        if not self._queue and self._fits(rows, size):
-            self.rows += rows
+        if self.enter_now(rows, size):
             return
         entry = (rows, size, asyncio.get_running_loop().create_future())
         self._queue.append(entry)

@@ -7,14 +7,14 @@ arrival and its watches looked at, once, however many rows changed. One timer st
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import math
 from collections.abc import Callable, Sequence
 
 from understudy.dataplane.base import Depth, Lease, RowStatus, Where
-from understudy.dataplane.partition import ClaimRequest, Partition, Watch
+from understudy.dataplane.partition import Partition, Watch
 from understudy.dataplane.rows import Row
 from understudy.dataplane.store import Store
-from understudy.dataplane.view import ViewSpec
+from understudy.dataplane.view import ClaimRequest, View
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 
@@ -28,9 +28,7 @@ class Claims:
         self._timer_end = 0.0
         store.on_change = self._changed
 
-    async def claim(
-        self, home: Partition, spec: ViewSpec, request: ClaimRequest, timeout: float | None
-    ) -> Lease:
+    async def claim(self, home: Partition, view: View, request: ClaimRequest, timeout: float | None) -> Lease:
         store = self._store
         if request.n > store.admission.max_rows:
             raise DataPlaneError(
@@ -38,14 +36,10 @@ class Claims:
                 "raise max_rows to at least one batch"
             )
         store.expire()
-        line = home.queues.get(spec)
-        lease = None if line else self._try(home, spec, request)
+        lease = None if view.line else self._try(home, view, request)
         if lease is None:
-            if line is None:
-                line = home.queues[spec] = deque()
-            line.append(request)
-            lease = await self._wait_in_line(home, spec, line, request, timeout)
-        if spec.status is not RowStatus.FINISHED:
+            lease = await self._wait_in_line(home, view, request, timeout)
+        if view.spec.status is not RowStatus.FINISHED:
             try:
                 await store.journal.durable()  # the attempt is on record before the work starts
             except asyncio.CancelledError:
@@ -54,60 +48,45 @@ class Claims:
         return lease
 
     async def _wait_in_line(
-        self,
-        home: Partition,
-        spec: ViewSpec,
-        line: deque[ClaimRequest],
-        request: ClaimRequest,
-        timeout: float | None,
+        self, home: Partition, view: View, request: ClaimRequest, timeout: float | None
     ) -> Lease:
-        admission = self._store.admission
-        admission.waiting_claims += 1
-        admission.serve()
+        answer = request.answer = asyncio.get_running_loop().create_future()
+        view.line.append(request)
+        home.claims_waiting += 1
+        self._store.admission.waiting_claims += 1
+        self._store.admission.serve()
         try:
             async with asyncio.timeout(timeout):
-                return await request.answer
+                return await answer
         except BaseException as error:
-            answer = request.answer
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 self.give_back(answer.result())
             if isinstance(error, TimeoutError):
-                raise TimeoutError(self._missing(home, spec, request, timeout)) from None
+                raise TimeoutError(_missing(home, view, request, timeout)) from None
             raise
         finally:
-            admission.waiting_claims -= 1
-            if request in line:
-                line.remove(request)
-            if not line:
-                home.queues.pop(spec, None)
+            self._store.admission.waiting_claims -= 1
+            home.claims_waiting -= 1
+            if request in view.line:
+                view.line.remove(request)
             self._changed(home)
-
-    def _missing(self, home: Partition, spec: ViewSpec, request: ClaimRequest, timeout: float | None) -> str:
-        view = home.view(spec)
-        counts = ", ".join(f"{count} {status.value}" for status, count in home.counts.items() if count)
-        wanted = f" with columns {', '.join(spec.fields)}" if spec.fields else ""
-        return (
-            f"after {timeout} s {view.ready(request.count)} of {request.at_least} {request.count.value} are {spec.status.value}"
-            f"{wanted} in partition {home.name!r}; it holds {counts or 'nothing'}, {home.leased} leased"
-        )
 
     def give_back(self, lease: Lease) -> None:
         held = self._store.leases.check(lease)
         for row in list(held.rows.values()):
             self._store.give_back(row)
 
-    def _try(self, home: Partition, spec: ViewSpec, request: ClaimRequest) -> Lease | None:
-        view = home.view(spec)
+    def _try(self, home: Partition, view: View, request: ClaimRequest) -> Lease | None:
         rows = view.take(request.n, request.at_least, request.count)
         if rows is None:
             return None
-        produces = spec.status is not RowStatus.FINISHED
+        produces = view.spec.status is not RowStatus.FINISHED
         held = self._store.grant(home, rows, request.lease_seconds, produces)
         self._set_timer(held.expires)
         return Lease(_meta(home.name, rows), held.id, self._store.leases.epoch, held.expires)
 
     def _set_timer(self, end: float) -> None:
-        if end == float("inf") or (self._timer is not None and self._timer_end <= end):
+        if end == math.inf or (self._timer is not None and self._timer_end <= end):
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -163,31 +142,32 @@ class Claims:
             finished=counts[RowStatus.FINISHED],
             failed=counts[RowStatus.FAILED],
             leased=home.leased,
-            ready=home.ready_view(tuple(fields), where).ready_rows,
+            ready=home.ready_view(fields, where).ready_rows,
             resident_bytes=self._store.admission.resident,
             waiting_producers=self._store.admission.waiting,
         )
 
     def _changed(self, home: Partition) -> None:
-        if not home.serve_scheduled and (home.queues or home.watches):
+        if not home.serve_scheduled and (home.claims_waiting or home.watches):
             home.serve_scheduled = True
             asyncio.get_running_loop().call_soon(self._serve, home)
 
     def _serve(self, home: Partition) -> None:
         home.serve_scheduled = False
-        for spec, line in list(home.queues.items()):
-            while line:
-                request = line[0]
-                if not request.answer.done():
+        for view in list(home.views.values()):
+            while view.line:
+                request = view.line[0]
+                answer = request.answer
+                if answer is not None and not answer.done():
                     try:
-                        lease = self._try(home, spec, request)
+                        lease = self._try(home, view, request)
                     except DataPlaneError as error:
-                        request.answer.set_exception(error)
+                        answer.set_exception(error)
                     else:
                         if lease is None:
                             break
-                        request.answer.set_result(lease)
-                line.popleft()
+                        answer.set_result(lease)
+                view.line.popleft()
         for watch in list(home.watches):
             if watch.answer.done():
                 continue
@@ -203,24 +183,41 @@ class Claims:
             self._timer.cancel()
             self._timer = None
         for home in self._store.partitions.values():
-            for line in home.queues.values():
-                for request in line:
-                    if not request.answer.done():
+            for view in home.views.values():
+                for request in view.line:
+                    if request.answer is not None and not request.answer.done():
                         request.answer.set_exception(error)
-                line.clear()
+                view.line.clear()
             for watch in home.watches:
                 if not watch.answer.done():
                     watch.answer.set_exception(error)
             home.watches.clear()
 
 
+def _missing(home: Partition, view: View, request: ClaimRequest, timeout: float | None) -> str:
+    spec = view.spec
+    counts = ", ".join(f"{count} {status.value}" for status, count in home.counts.items() if count)
+    wanted = f" with columns {', '.join(spec.fields)}" if spec.fields else ""
+    return (
+        f"after {timeout} s {view.ready(request.count)} of {request.at_least} {request.count.value} are "
+        f"{spec.status.value}{wanted} in partition {home.name!r}; it holds {counts or 'nothing'}, {home.leased} leased"
+    )
+
+
 def _meta(partition: str, rows: list[Row]) -> BatchMeta:
     """The names of claimed rows: the columns all of them have, and their tags."""
-    shared = set(rows[0].columns).intersection(*(row.columns for row in rows[1:])) if rows else set()
+    first = rows[0]
+    fields = tuple(first.columns)
+    if len(rows) > 1:
+        shared = first.columns.keys()
+        for row in rows:
+            if row.columns.keys() != shared:
+                shared = shared & row.columns.keys()  # type: ignore[assignment]
+        fields = tuple(name for name in fields if name in shared)
     return BatchMeta(
         partition=partition,
-        keys=tuple(row.key for row in rows),
-        fields=tuple(name for name in rows[0].columns if name in shared) if rows else (),
-        tags=tuple(dict(row.tags) for row in rows),
-        extra={"attempts": {row.key: row.attempts for row in rows}} if rows and rows[0].attempts else {},
+        keys=tuple([row.key for row in rows]),
+        fields=fields,
+        tags=tuple([dict(row.tags) for row in rows]),
+        extra={"attempts": {row.key: row.attempts for row in rows}} if first.attempts else {},
     )

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from understudy.observability.faults import point
+
 FILE_NAME = "dead_letters.jsonl"
 
 
@@ -37,6 +39,7 @@ class DeadLetters:
         fresh.replace(self._file)
 
     def append(self, partition: str, key: str, step: int, told: str) -> None:
+        point("dead_letters.before_append")
         with self._file.open("a", encoding="utf-8") as out:
             out.write(self._line(partition, key, step, told))
 

@@ -39,18 +39,17 @@ from understudy.dataplane.claims import Claims
 from understudy.dataplane.columns import gather
 from understudy.dataplane.dead_letters import DeadLetters, detail
 from understudy.dataplane.folder import FolderLock
-from understudy.dataplane.frame import encode
 from understudy.dataplane.groups import GroupFilter
+from understudy.dataplane.intake import Intake
 from understudy.dataplane.journal import Journal
 from understudy.dataplane.journal_schema import read_meta, write_meta
 from understudy.dataplane.leases import Leases
 from understudy.dataplane.loading import Loaded, load
-from understudy.dataplane.partition import ClaimRequest, Partition
-from understudy.dataplane.rows import Row
+from understudy.dataplane.partition import Partition
 from understudy.dataplane.spill import SpillFiles
 from understudy.dataplane.store import Store
-from understudy.dataplane.view import ViewSpec
-from understudy.errors import DataPlaneError, LeaseLost
+from understudy.dataplane.view import ClaimRequest
+from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 from understudy.types.jagged import Jagged
 
@@ -60,6 +59,7 @@ class EmbeddedDataPlane:
         self._store = store
         self._lock = lock
         self._claims = Claims(store)
+        self._intake = Intake(store)
         self._refusal: DataPlaneError | None = None
         store.journal.on_failure = self._refuse
 
@@ -86,7 +86,7 @@ class EmbeddedDataPlane:
         except BaseException:
             lock.release()
             raise
-        connection = journal.connection
+        connection = journal.writer.connection
         write_meta(connection, "epoch", read_meta(connection, "epoch", 0) + 1)
         admission = Admission(max_rows, max_bytes)
         store = Store(
@@ -99,7 +99,7 @@ class EmbeddedDataPlane:
             retain=retain,
         )
         store.install(load(connection, spill, admission))
-        journal.sweep(spill.segment)
+        journal.writer.sweep(spill.segment)
         return cls(store, lock)
 
     # ---- making rows
@@ -113,23 +113,8 @@ class EmbeddedDataPlane:
         group: GroupPolicy | None = None,
         tags: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> tuple[str, ...]:
-        home = self._home(partition)
-        new = self._unknown(home, keys)
-        if not new:
-            return ()
-        await self._store.admission.admit(len(new), 0)
-        home = self._home(partition)
-        still = self._unknown(home, new)
-        self._store.admission.leave(len(new) - len(still))
-        for key in still:
-            row = self._store.issue(home, key, step, (tags or {}).get(key), group)
-            self._store.touched(home, row)
-        await self._store.journal.durable()
-        return tuple(still)
-
-    @staticmethod
-    def _unknown(home: Partition, keys: Sequence[str]) -> list[str]:
-        return [key for key in dict.fromkeys(keys) if key not in home.rows and key not in home.settled]
+        self._check()
+        return await self._intake.issue(partition, keys, step, group, tags)
 
     async def put(
         self,
@@ -140,82 +125,12 @@ class EmbeddedDataPlane:
         *,
         status: RowStatus = RowStatus.FINISHED,
     ) -> BatchMeta:
-        home, store = self._home(partition), self._store
-        frames = {
-            key: {name: encode(name, cell) for name, cell in columns.items()} for key, columns in rows.items()
-        }
-        checked = {key: check_tags(key, told) for key, told in (tags or {}).items()}
-        self._may_write(home, rows, lease)
-        waiting = [key for key in rows if key not in home.rows and store.sibling(home, key) is None]
-        if waiting:
-            size = sum(len(frame) for key in waiting for frame in frames[key].values())
-            await store.admission.admit(len(waiting), size)
-            home = self._home(partition)
-            try:
-                self._may_write(home, rows, lease)
-            except LeaseLost:
-                store.admission.leave(len(waiting))
-                store.admission.serve()
-                raise
-        touched: list[Row] = []
-        room = len(waiting)
-        for key in rows:
-            row = home.rows.get(key)
-            if row is None:
-                sibling = store.sibling(home, key)
-                policy = sibling.group.policy if sibling is not None and sibling.group is not None else None
-                step = store.last_step + 1 if sibling is None else sibling.step
-                row = store.issue(home, key, step, None, policy)
-                if room:
-                    room -= 1
-                else:
-                    store.admission.enter()
-            if key in checked:
-                row.tags.update(checked[key])
-            store.write(home, row, frames[key], status)
-            if row.lease is not None and row.lease.produces and status is not RowStatus.RUNNING:
-                store.drop_lease(home, row)
-            touched.append(row)
-        store.admission.leave(room)
-        for row in touched:
-            store.touched(home, row)
-        for row in touched:
-            if row.key in home.rows:
-                store.filter_group(home, row)
-        await store.journal.durable()
-        names = tuple(dict.fromkeys(name for columns in rows.values() for name in columns))
-        shared = tuple(name for name in names if all(name in columns for columns in rows.values()))
-        return BatchMeta(partition, tuple(rows), shared)
-
-    def _may_write(self, home: Partition, keys: Mapping[str, Any], lease: Lease | None) -> None:
-        self._store.expire()
-        if lease is not None:
-            self._store.leases.check(lease, keys)
-        for key in keys:
-            row = home.rows.get(key)
-            if row is None:
-                if key in home.settled:
-                    raise LeaseLost(
-                        f"row {key} of {home.name!r} was trained, dead-lettered or evicted already; drop this work"
-                    )
-            elif lease is None and row.lease is not None and row.lease.produces:
-                raise LeaseLost(
-                    f"row {key} of {home.name!r} is being made under lease {row.lease.id}; write with that lease"
-                )
+        self._check()
+        return await self._intake.put(partition, rows, tags, lease, status)
 
     async def put_tags(self, partition: str, tags: Mapping[str, Mapping[str, Any]]) -> None:
-        home, store = self._home(partition), self._store
-        for key, told in tags.items():
-            check_tags(key, told)
-            self._row(home, key)
-        for key, told in tags.items():
-            row = home.rows[key]
-            row.tags.update(told)
-            store.touched(home, row)
-        for key in tags:
-            if key in home.rows:
-                store.filter_group(home, home.rows[key])
-        await store.journal.durable()
+        self._check()
+        await self._intake.put_tags(partition, tags)
 
     def filter_groups(self, partition: str, group_filter: GroupFilter | None) -> None:
         """Look at every group of this partition when it is complete; see `GroupFilter`."""
@@ -242,20 +157,20 @@ class EmbeddedDataPlane:
         least = n if at_least is None else at_least
         if not 1 <= least <= n:
             raise DataPlaneError(f"a claim of n={n}, at_least={least}: ask for 1 ≤ at_least ≤ n")
-        status, order, count = RowStatus(status), Order(order), Count(count)
-        if status is RowStatus.RUNNING:
+        if status == RowStatus.RUNNING:
             raise DataPlaneError(
                 "rows with status running are being made by somebody; claim pending, finished or failed"
             )
-        spec = ViewSpec.of(status, fields, without, where, order)
-        request = ClaimRequest(n, least, count, lease_seconds, asyncio.get_running_loop().create_future())
-        return await self._claims.claim(home, spec, request, timeout)
+        view = home.view_for(RowStatus(status), fields, without, where, Order(order))
+        return await self._claims.claim(
+            home, view, ClaimRequest(n, least, Count(count), lease_seconds), timeout
+        )
 
     async def get(
         self, meta: BatchMeta, fields: Sequence[str] | None = None
     ) -> dict[str, Jagged | list[Any]]:
         home = self._home(meta.partition)
-        rows = [self._row(home, key) for key in meta.keys]
+        rows = [self._store.row(home, key) for key in meta.keys]
         if fields is None:
             names: Sequence[str] = meta.fields or [
                 name for name in (rows[0].columns if rows else ()) if all(name in row.columns for row in rows)
@@ -287,8 +202,9 @@ class EmbeddedDataPlane:
             raise DataPlaneError(
                 f"lease {lease.id} is for making rows: `put` them with it, then claim them finished"
             )
-        for key in list(held.rows) if keys is None else keys:
-            store.trained(held.rows[key], step)
+        store.trained(
+            [held.rows[key] for key in (list(held.rows) if keys is None else dict.fromkeys(keys))], step
+        )
         store.last_step = max(store.last_step, step)
         await store.journal.durable()
 
@@ -296,7 +212,7 @@ class EmbeddedDataPlane:
         self._check()
         self._store.expire()
         held = self._store.leases.check(lease, keys)
-        for key in list(held.rows) if keys is None else keys:
+        for key in list(held.rows) if keys is None else dict.fromkeys(keys):
             self._store.give_back(held.rows[key])
 
     async def renew(self, lease: Lease, lease_seconds: float | None = 600.0) -> Lease:
@@ -312,14 +228,14 @@ class EmbeddedDataPlane:
         self, partition: str, key: str, reason: str, evidence: Mapping[str, Any] | None = None
     ) -> None:
         home, store = self._home(partition), self._store
-        row = self._row(home, key)
+        row = self._store.row(home, key)
         group = row.group
         store.taken_out(row, "dead", detail(reason, evidence))
         if group is not None and group.policy is GroupPolicy.DROP_GROUP:
             for other in list(group.members):
                 store.taken_out(other, "evicted", detail(f"its group lost {key}: {reason}"))
         elif group is not None and group.rows:
-            store.filter_group(home, next(iter(group.members)))
+            store.filter_complete(home, list(group.members)[:1])
         await store.journal.durable()
 
     async def evict(
@@ -329,7 +245,7 @@ class EmbeddedDataPlane:
         store.expire()
         if lease is not None:
             store.leases.check(lease, keys)
-        for row in [self._row(home, key) for key in dict.fromkeys(keys)]:
+        for row in [self._store.row(home, key) for key in dict.fromkeys(keys)]:
             store.taken_out(row, "evicted", detail(reason))
         await store.journal.durable()
 
@@ -375,11 +291,11 @@ class EmbeddedDataPlane:
 
     async def settle(self, step: int) -> None:
         self._check()
-        journal, segment = self._store.journal, self._store.spill.segment
+        journal, segment = self._store.journal, self._store.spill.roll()
 
         def job(connection: Any) -> None:
             journal_rewind.settle(connection, step)
-            journal.sweep(segment)
+            journal.writer.sweep(segment)
 
         await journal.run(job)
 
@@ -400,7 +316,8 @@ class EmbeddedDataPlane:
 
     async def sync(self) -> None:
         self._check()
-        await self._store.journal.sync()
+        writer = self._store.journal.writer
+        await self._store.journal.run(lambda connection: writer.flush())
 
     async def close(self) -> None:
         """Commit what is open and let go of the folder. Whoever waits is told."""
@@ -425,20 +342,3 @@ class EmbeddedDataPlane:
     def _home(self, partition: str) -> Partition:
         self._check()
         return self._store.partition(partition)
-
-    def _row(self, home: Partition, key: str) -> Row:
-        row = home.rows.get(key)
-        if row is None:
-            why = (
-                "was settled already (trained, dead-lettered or evicted)"
-                if key in home.settled
-                else "was never issued"
-            )
-            raise DataPlaneError(f"row {key} is not in flight in partition {home.name!r}: it {why}")
-        return row
-
-
-def check_tags(key: str, tags: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Tags are written as JSON: find out now, not in the commit that carries other rows too."""
-    encode(f"tags of {key}", dict(tags))
-    return tags

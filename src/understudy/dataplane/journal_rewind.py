@@ -34,6 +34,7 @@ import sqlite3
 
 from understudy.dataplane.journal_schema import PACK_SHIFT, delete_rows, read_meta, write_meta
 from understudy.errors import DataPlaneError
+from understudy.observability.faults import point
 
 _UNTRAIN = """
 INSERT INTO events(kind, sign, partition, key, step, detail)
@@ -87,7 +88,9 @@ def rewind(connection: sqlite3.Connection, step: int, keep_rows: bool) -> None:
             delete_rows(connection, [row_id for (row_id,) in gone])
             connection.execute("DROP TABLE temp.forgotten")
         write_meta(connection, "epoch", read_meta(connection, "epoch", 0) + 1)
+        point("rewind.before_commit")
         connection.execute("COMMIT")
+        point("rewind.after_commit")
     except BaseException:
         connection.execute("ROLLBACK")
         raise
@@ -100,7 +103,9 @@ def settle(connection: sqlite3.Connection, step: int) -> None:
         done = connection.execute("SELECT id FROM rows WHERE trained <= ?", (step,)).fetchall()
         delete_rows(connection, [row_id for (row_id,) in done])
         write_meta(connection, "settled", max(step, read_meta(connection, "settled", -1)))
+        point("settle.before_commit")
         connection.execute("COMMIT")
+        point("settle.after_commit")
     except BaseException:
         connection.execute("ROLLBACK")
         raise

@@ -40,14 +40,10 @@ CREATE TABLE IF NOT EXISTS events(
     seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, sign INTEGER NOT NULL, partition TEXT NOT NULL, key TEXT NOT NULL,
     step INTEGER NOT NULL, detail TEXT);
 """
-ROW_WIDTH, EVENT_WIDTH = 11, 6
 INSERT_ROWS = "INSERT OR REPLACE INTO rows VALUES "
 INSERT_PACKS = "INSERT INTO packs VALUES "
 INSERT_SPILLS = "INSERT OR IGNORE INTO spills VALUES "
 INSERT_EVENTS = "INSERT INTO events(kind, sign, partition, key, step, detail) VALUES "
-
-WAL_PAGES_BEFORE_CHECKPOINT = 16384
-"""64 MiB of log between checkpoints: the only moments when a commit waits for the disk."""
 
 
 def connect(file: Path) -> sqlite3.Connection:
@@ -55,7 +51,7 @@ def connect(file: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=30.0)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute(f"PRAGMA wal_autocheckpoint={WAL_PAGES_BEFORE_CHECKPOINT}")
+    connection.execute("PRAGMA wal_autocheckpoint=0")
     connection.execute("PRAGMA cache_size=-65536")
     connection.executescript(_TABLES)
     found = connection.execute("SELECT value FROM meta WHERE name='format'").fetchone()

@@ -33,9 +33,10 @@ FROM events GROUP BY partition, key
 """
 _STEPS = "SELECT step, SUM(sign) FROM events WHERE kind = 'trained' GROUP BY step HAVING SUM(sign) != 0 ORDER BY step"
 _REASONS = """
-SELECT detail, sign FROM events WHERE kind IN ('dead', 'evicted') AND (partition, key) IN
-    (SELECT partition, key FROM events WHERE kind IN ('dead', 'evicted') GROUP BY partition, key HAVING SUM(sign) > 0)
+SELECT detail, MAX(CASE WHEN sign > 0 THEN seq END) FROM events WHERE kind IN ('dead', 'evicted')
+GROUP BY partition, key HAVING SUM(sign) > 0
 """
+"""The detail of the last word on each key (SQLite takes it from the row that has the maximum)."""
 
 
 @dataclass(slots=True)
@@ -153,9 +154,6 @@ def _audit(connection: sqlite3.Connection) -> AuditReport:
             report.lost.append(name)
     report.unknown += [f"{partition}/{key}" for partition, key in flying]
     report.per_step = dict(connection.execute(_STEPS).fetchall())
-    reasons: Counter[str] = Counter()
-    for told, sign in connection.execute(_REASONS):
-        if told and told.startswith("{"):
-            reasons[str(json.loads(told).get("reason"))] += sign
-    report.reasons = {reason: count for reason, count in reasons.most_common() if count > 0}
+    reasons = Counter(json.loads(told)["reason"] for told, _ in connection.execute(_REASONS))
+    report.reasons = dict(reasons.most_common())
     return report

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from understudy.dataplane.base import Count, GroupPolicy, Lease, Order, RowStatus
+from understudy.dataplane.base import GroupPolicy, Order, RowStatus, Where
 from understudy.dataplane.groups import GroupFilter
 from understudy.dataplane.rows import Group, Row, Unit, unit_of
 from understudy.dataplane.settled import SettledKeys
 from understudy.dataplane.view import View, ViewSpec
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimRequest:
-    n: int
-    at_least: int
-    count: Count
-    lease_seconds: float | None
-    answer: asyncio.Future[Lease]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +28,9 @@ class Partition:
     rows: dict[str, Row] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
     views: dict[ViewSpec, View] = field(default_factory=dict)
-    queues: dict[ViewSpec, deque[ClaimRequest]] = field(default_factory=dict)
-    """Claims waiting on a view, first come first served: a large claim is not starved by small ones."""
+    asked: dict[tuple[Any, ...], View] = field(default_factory=dict)
+    """The same views by the words of a claim, so that a claim asked again finds its view without building a spec."""
+    claims_waiting: int = 0
     watches: list[Watch] = field(default_factory=list)
     settled: SettledKeys = field(default_factory=SettledKeys)
     counts: dict[RowStatus, int] = field(default_factory=lambda: dict.fromkeys(RowStatus, 0))
@@ -54,7 +45,23 @@ class Partition:
             found = self.views[spec] = View(spec, [*singles, *self.groups.values()])
         return found
 
-    def ready_view(self, fields: tuple[str, ...], where: Any) -> View:
+    def view_for(
+        self,
+        status: RowStatus,
+        fields: Sequence[str],
+        without: Sequence[str],
+        where: Where | None,
+        order: Order,
+    ) -> View:
+        if where:
+            return self.view(ViewSpec.of(status, fields, without, where, order))
+        words = (status, tuple(fields), tuple(without), order)
+        found = self.asked.get(words)
+        if found is None:
+            found = self.asked[words] = self.view(ViewSpec.of(status, fields, without, None, order))
+        return found
+
+    def ready_view(self, fields: Sequence[str], where: Where | None) -> View:
         """Rows ready under these fields, in whichever order a claim keeps them already."""
         for order in (Order.ARRIVAL, Order.KEY):
             spec = ViewSpec.of(RowStatus.FINISHED, fields, (), where, order)

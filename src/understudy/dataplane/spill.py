@@ -48,6 +48,12 @@ class SpillFiles:
         self._offset += len(frame)
         return ref
 
+    def roll(self) -> int:
+        """Start a new segment, so that the one so far can be deleted as a whole; returns the new one's number."""
+        if self._offset:
+            self._segment, self._offset = self._segment + 1, 0
+        return self._segment
+
     def _file(self, segment: int) -> int:
         if segment not in self._files:
             self._files[segment] = os.open(self._path(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

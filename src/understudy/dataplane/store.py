@@ -21,6 +21,7 @@ from understudy.dataplane.loading import Loaded
 from understudy.dataplane.partition import Partition
 from understudy.dataplane.rows import Row
 from understudy.dataplane.spill import SpillFiles
+from understudy.errors import DataPlaneError
 
 
 class Store:
@@ -68,6 +69,17 @@ class Store:
             found = self.partitions[name] = Partition(name)
         return found
 
+    def row(self, home: Partition, key: str) -> Row:
+        row = home.rows.get(key)
+        if row is None:
+            why = (
+                "was settled already (trained, dead-lettered or evicted)"
+                if key in home.settled
+                else "was never issued"
+            )
+            raise DataPlaneError(f"row {key} is not in flight in partition {home.name!r}: it {why}")
+        return row
+
     def issue(
         self, home: Partition, key: str, step: int, tags: Mapping[str, Any] | None, group: GroupPolicy | None
     ) -> Row:
@@ -84,13 +96,17 @@ class Store:
 
     def sibling(self, home: Partition, key: str) -> Row | None:
         """The first output of the same session: further outputs belong to its step and its group."""
+        if key.endswith("_0"):
+            return None
         prompt, session, index = split_key(key)
         return home.rows.get(f"{prompt}_{session}_0") if index > 0 else None
 
-    def touched(self, home: Partition, row: Row) -> None:
-        """The row changed: write its line, and let claims see it."""
-        self.journal.changes.dirty[row.id] = row
-        home.touch(row)
+    def touched(self, home: Partition, rows: Iterable[Row]) -> None:
+        """These rows changed: write their lines, and let claims see them."""
+        dirty = self.journal.changes.dirty
+        for row in rows:
+            dirty[row.id] = row
+            home.touch(row)
         self.on_change(home)
 
     def write(self, home: Partition, row: Row, frames: dict[str, bytes], status: RowStatus) -> None:
@@ -151,14 +167,17 @@ class Store:
         home.touch(row)
         self.on_change(home)
 
-    def trained(self, row: Row, step: int) -> None:
+    def trained(self, rows: Iterable[Row], step: int) -> None:
         changes = self.journal.changes
-        changes.events.append(("trained", 1, row.partition, row.key, step, None))
-        changes.trained.setdefault(step, []).append(row.id)
-        if self._retain is Retain.UNTIL_ACK:
-            changes.packs_gone.append(row.id)
-            self._note_spills(row)
-        self._remove(row)
+        ids = changes.trained.setdefault(step, [])
+        for row in rows:
+            changes.events.append(("trained", 1, row.partition, row.key, step, None))
+            ids.append(row.id)
+            if self._retain is Retain.UNTIL_ACK:
+                changes.packs_gone.append(row.id)
+                self._note_spills(row)
+            self._remove(row)
+        self.admission.serve()
 
     def taken_out(self, row: Row, kind: str, told: str) -> None:
         """Dead or evicted, for good."""
@@ -169,6 +188,7 @@ class Store:
         if kind == "dead":
             changes.then.append(lambda: self.dead_letters.append(row.partition, row.key, row.step, told))
         self._remove(row)
+        self.admission.serve()
 
     def _note_spills(self, row: Row) -> None:
         if any(isinstance(cell, SpillRef) for cell in row.columns.values()):
@@ -179,21 +199,23 @@ class Store:
         self.drop_lease(home, row)
         home.remove(row)
         self.admission.leave(1, row.resident)
-        self.admission.serve()
         self.on_change(home)
 
-    def filter_group(self, home: Partition, row: Row) -> None:
-        """Look at the row's group if it is complete now."""
-        group, rule = row.group, home.filter
-        if group is None or rule is None:
+    def filter_complete(self, home: Partition, rows: Iterable[Row]) -> None:
+        """Look at the groups of these rows that are complete now, and evict those the filter gives a reason for."""
+        rule = home.filter
+        if rule is None:
             return
-        members = sorted(group.members, key=lambda member: member.sort)
-        if any(member.status is not RowStatus.FINISHED or rule.tag not in member.tags for member in members):
-            return
-        reason = rule.rule([member.tags[rule.tag] for member in members])
-        if reason is not None:
-            for member in members:
-                self.taken_out(member, "evicted", detail(reason))
+        for group in {row.group for row in rows if row.group is not None and row.key in home.rows}:
+            members = sorted(group.members, key=lambda member: member.sort)
+            if any(
+                member.status is not RowStatus.FINISHED or rule.tag not in member.tags for member in members
+            ):
+                continue
+            reason = rule.rule([member.tags[rule.tag] for member in members])
+            if reason is not None:
+                for member in members:
+                    self.taken_out(member, "evicted", detail(reason))
 
     def expire(self) -> None:
         """Give back the rows of leases whose time is up."""

@@ -9,12 +9,14 @@ skipped when it comes up. The heap is rebuilt when more than half of it is struc
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from understudy.dataplane.base import Count, Order, RowStatus, Where
+from understudy.dataplane.base import Count, Lease, Order, RowStatus, Where
 from understudy.dataplane.rows import Row, SortKey, Unit
 from understudy.errors import DataPlaneError
 
@@ -74,12 +76,24 @@ class ViewSpec:
         )
 
 
+@dataclass(slots=True)
+class ClaimRequest:
+    n: int
+    at_least: int
+    count: Count
+    lease_seconds: float | None
+    answer: asyncio.Future[Lease] | None = None
+    """Set when it has to wait."""
+
+
 class View:
     """In key order (`strict`) the members are all units worth waiting for; in arrival order, those ready now."""
 
     def __init__(self, spec: ViewSpec, units: Iterable[Unit]) -> None:
         self.spec = spec
         self.ready_rows = 0
+        self.line: deque[ClaimRequest] = deque()
+        """Claims that wait, first come first served: a large claim is not starved by small ones."""
         self._strict = spec.order is Order.KEY and spec.status is RowStatus.FINISHED
         self._ready: dict[Unit, int] = {}
         """Units that could be claimed now, with the number of rows each counted for."""
@@ -96,11 +110,14 @@ class View:
     def refresh(self, unit: Unit) -> None:
         """A row of this unit changed, came or went."""
         accepts = self.spec.accepts
-        size = len(unit)
-        for row in unit.members:
-            if not accepts(row):
-                size = 0
-                break
+        if isinstance(unit, Row):
+            size = 1 if accepts(unit) else 0
+        else:
+            size = len(unit.rows)
+            for row in unit.rows.values():
+                if not accepts(row):
+                    size = 0
+                    break
         self.ready_rows += size - self._ready.pop(unit, 0)
         if size:
             self._ready[unit] = size

@@ -86,6 +86,7 @@ class DecodeBatch:
         lengths_B = np.array([len(row.request.tokens) + len(row.tokens) for row in rows])
         settings = [row.request.sampling for row in rows]
         written = [len(row.tokens) for row in rows]
+        self._has_stop_strings = any(setting.stop_strings for setting in settings)
         vocab: int = self._model.get_output_embeddings().weight.shape[0]
 
         self._alive_B = np.ones(len(rows), dtype=bool)
@@ -150,9 +151,12 @@ class DecodeBatch:
     def _stop_strings_B(self) -> np.ndarray:
         """Which rows have just completed one of their stop strings."""
         said_B = np.zeros(len(self.rows), dtype=bool)
-        for i, row in enumerate(self.rows):
+        if self._detokenize is None or not self._has_stop_strings:
+            return said_B
+        for i in np.flatnonzero(self._alive_B):
+            row = self.rows[i]
             stops = row.request.sampling.stop_strings
-            if not stops or not self._alive_B[i] or self._detokenize is None:
+            if not stops:
                 continue
             # A character is at most four byte tokens, so this many of the newest tokens hold the whole string.
             window = 4 * max(map(len, stops)) + 4

@@ -46,9 +46,12 @@ class Call:
         self.answer: asyncio.Future[list[Generation]] = self.loop.create_future()
         self.rows = [CallRow(request, call=self) for request in requests]
         self.cancelled = False
+        self._running = len(self.rows)
 
     def row_ended(self) -> None:
-        if all(row.stop_reason is not None for row in self.rows):
+        """To be told once for each row."""
+        self._running -= 1
+        if self._running == 0:
             generations = [row.generation() for row in self.rows]
             self._tell(lambda: self.answer.set_result(generations))
 

@@ -35,7 +35,8 @@ def log1mexp(x: Tensor) -> Tensor:
 
 def teacher_log_tail(logprobs_NK: Tensor) -> Tensor:
     """log of the teacher's mass outside its K candidates [N]; a sum that rounds to 1 or above gives the floor."""
-    log_mass = torch.logsumexp(logprobs_NK.float(), dim=-1)
+    wide = logprobs_NK if logprobs_NK.dtype == torch.float64 else logprobs_NK.float()
+    log_mass = torch.logsumexp(wide, dim=-1)
     ceiling = torch.log1p(torch.tensor(-TEACHER_TAIL_FLOOR, dtype=log_mass.dtype, device=log_mass.device))
     return log1mexp(torch.minimum(log_mass, ceiling))
 

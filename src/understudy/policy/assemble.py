@@ -71,6 +71,11 @@ class Assembler:
     def rows_with_loss(self) -> list[int]:
         return self.loss_offsets.diff().nonzero().flatten().tolist()
 
+    def loss_places(self, rows: Sequence[int]) -> torch.Tensor:
+        """int64 [N]: where the loss-bearing positions of these rows lie among all of the batch's."""
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        return _spans(self.loss_offsets[chosen], self.loss_offsets[chosen + 1] - self.loss_offsets[chosen])[0]
+
     def groups(self) -> list[str]:
         """One name per row; rows of different names may not share a forward pass. Hidden-state teachers each need
         their own head, everything else mixes freely."""

@@ -73,10 +73,13 @@ class CheckpointStore:
             )
         self.root = Path(root)
         self.keep = keep
+        self._cleared = False
 
     def save(self, step: int, policy: PolicyState, extra: Mapping[str, Any] | None = None) -> Path:
         """Writes the checkpoint of `step` and makes it the latest; on any failure the previous ones are untouched."""
         self.root.mkdir(parents=True, exist_ok=True)
+        if not self._cleared:
+            self.recover()
         final = self.root / _name(step)
         temporary = self.root / f"{_TEMPORARY}{final.name}-{os.getpid()}"
         state = _state_text(step, policy, extra or {})
@@ -101,8 +104,10 @@ class CheckpointStore:
         return final
 
     def load(self, step: int | None = None) -> Checkpoint:
-        """The latest checkpoint that verifies, or the one of `step` (then without a fallback)."""
-        self.recover()
+        """The latest checkpoint that verifies, or the one of `step` (then without a fallback).
+
+        Reads only, so it may be called on the folder of a run that is still saving.
+        """
         if step is not None:
             path = self.root / _name(step)
             if not path.is_dir():
@@ -155,8 +160,9 @@ class CheckpointStore:
     def recover(self) -> list[str]:
         """Clears what a crash left behind; returns the names of what was removed or put back.
 
-        Call it only where no other process saves into this folder.
+        Only the one writer of this folder may call it; the first `save` does, and a run that resumes should.
         """
+        self._cleared = True
         handled: list[str] = []
         if not self.root.is_dir():
             return handled

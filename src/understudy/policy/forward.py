@@ -46,9 +46,11 @@ class StudentForward(nn.Module):
         micro: MicroBatch,
         objective: Callable[[StudentHead, LossInputs], Result],
         temperature: float | None = None,
-    ) -> Result:
+    ) -> tuple[torch.Tensor | None, Result]:
+        """(loss, what the objective returned). The loss stands apart because sharding hooks itself to plain tensors."""
         head = student_head(self.model, self.facts, self.hidden(micro), temperature or self.temperature)
-        return objective(head, micro.inputs)
+        result = objective(head, micro.inputs)
+        return (result.loss if isinstance(result, LossOutput) else None), result
 
     def hidden(self, micro: MicroBatch) -> torch.Tensor:
         """hidden_NH: after the final norm, at the positions that predict the loss-bearing tokens."""

@@ -31,7 +31,14 @@ class AdamWSettings:
 class MasterAdamW:
     """The optimizer of one model; parameters are known by name, so that its state outlives any parameter order."""
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], settings: AdamWSettings) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: AdamWSettings,
+        stored_dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """`stored_dtypes` says what each weight is stored in, where that is not what it trains in: sharded weights are
+        float32 masters of a narrower student."""
         self.settings = settings
         self.weights: dict[str, nn.Parameter] = {name: p for name, p in named_parameters if p.requires_grad}
         if not self.weights:
@@ -46,6 +53,9 @@ class MasterAdamW:
         self.separate = tuple(
             name for name, weight in self.weights.items() if self.masters[name] is not weight
         )
+        known = stored_dtypes or {name: weight.dtype for name, weight in self.weights.items()}
+        self.stored = tuple(name for name in self.weights if known[name] != torch.float32)
+        """Names whose masters hold more than the stored weights do, and are therefore saved beside them."""
         matrices = [master for master in self.masters.values() if master.dim() >= 2]
         others = [master for master in self.masters.values() if master.dim() < 2]
         groups = [
@@ -97,7 +107,7 @@ class MasterAdamW:
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor an exact continuation needs, by `kind/parameter name`."""
         tensors: dict[str, torch.Tensor] = {
-            f"master/{name}": self.masters[name].detach() for name in self.separate
+            f"master/{name}": self.masters[name].detach() for name in self.stored
         }
         for name, master in self.masters.items():
             for kind, value in self.adamw.state.get(master, {}).items():
@@ -105,29 +115,39 @@ class MasterAdamW:
         return tensors
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Puts a saved state back; a parameter that is missing, new or of another shape is an error that names it."""
-        by_kind: dict[str, dict[str, torch.Tensor]] = {}
+        """Puts a saved state back, after `check_state` found that it fits."""
+        by_kind = self.check_state(tensors)
+        masters = by_kind.pop("master", {})
+        with torch.no_grad():
+            for name, tensor in masters.items():
+                assign(self.masters[name], tensor)
+        for name, master in self.masters.items():
+            self.adamw.state[master] = {
+                kind: found[name].clone() if kind == "step" else like(found[name], master)
+                for kind, found in by_kind.items()
+            }
+
+    def check_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors by kind and name; a parameter that is missing, new or of another shape is an error that names it."""
+        by_kind: dict[str, dict[str, torch.Tensor]] = {"master": {}} if self.stored else {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             by_kind.setdefault(kind, {})[name] = tensor
-        masters = by_kind.pop("master", {})
-        for kind, found in [*by_kind.items(), *([("master", masters)] if masters or self.separate else [])]:
-            expected = set(self.separate) if kind == "master" else set(self.weights)
-            _require_same_names(kind, set(found), expected)
+        for kind, found in by_kind.items():
+            expected = set(self.stored) if kind == "master" else set(self.weights)
+            if found.keys() != expected:
+                missing, unknown = sorted(expected - found.keys())[:3], sorted(found.keys() - expected)[:3]
+                raise CheckpointError(
+                    f"the optimizer state {kind!r} does not fit the student: missing {missing or 'nothing'}, "
+                    f"unknown {unknown or 'nothing'}; was the run started with another model?"
+                )
             for name, tensor in found.items():
                 shape = self.masters[name].shape
                 if kind != "step" and tensor.shape != shape:
                     raise CheckpointError(
                         f"the optimizer state {kind}/{name} has shape {tuple(tensor.shape)}, the student has {tuple(shape)}"
                     )
-        with torch.no_grad():
-            for name, tensor in masters.items():
-                assign(self.masters[name], tensor)
-        for name, master in self.masters.items():
-            self.adamw.state[master] = {
-                kind: like(found[name], master) if kind != "step" else found[name].clone()
-                for kind, found in by_kind.items()
-            }
+        return by_kind
 
 
 def assign(target: torch.Tensor, full: torch.Tensor) -> None:
@@ -159,12 +179,3 @@ def _into_master(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
         weight.grad = None
 
     return accumulate
-
-
-def _require_same_names(kind: str, found: set[str], expected: set[str]) -> None:
-    if found != expected:
-        missing, unknown = sorted(expected - found)[:3], sorted(found - expected)[:3]
-        raise CheckpointError(
-            f"the optimizer state {kind!r} does not fit the student: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; "
-            "was the run started with another model?"
-        )

@@ -18,7 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from understudy.errors import CheckpointError, PolicyError
-from understudy.policy.assemble import Assembler, MicroBatch
+from understudy.policy.assemble import Assembler
+from understudy.policy.ema import WeightAverage
 from understudy.policy.forward import (
     Objective,
     StudentForward,
@@ -26,11 +27,13 @@ from understudy.policy.forward import (
     choose_layout,
     sampled_logprobs,
 )
-from understudy.policy.head import verify_head
+from understudy.policy.head import output_layer, verify_head
 from understudy.policy.load import context_length, switch_off_dropout
-from understudy.policy.microbatch import Layout, plan_microbatches
+from understudy.policy.microbatch import Layout
 from understudy.policy.optimizer import AdamWSettings, MasterAdamW, assign
+from understudy.policy.plan import Plan, plan_step
 from understudy.policy.schedule import Schedule
+from understudy.policy.shard import Alone, Ranks, whole
 from understudy.policy.state import PolicyState, random_state, restore_random_state
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
@@ -50,6 +53,8 @@ class PolicySettings:
     """Divides the student's logits in the loss; declared apart from the rollout's temperature."""
     layout: Layout | None = None
     """How rows lie in a forward pass; None chooses by device and dtype."""
+    ema_decay: float | None = None
+    """Keeps an exponential average of the weights beside them, for evaluation and export."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +83,26 @@ class StepResult:
 
 
 class Policy:
-    """A causal language model, its optimizer and its place in the schedule."""
+    """A causal language model, its optimizer and its place in the schedule.
+
+    With several `ranks` every rank makes the same calls with the same whole batch and takes its own share of the rows.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, settings: PolicySettings, on_bad_rows: BadRows | None = None
+        self,
+        model: PreTrainedModel,
+        settings: PolicySettings,
+        on_bad_rows: BadRows | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
         self.on_bad_rows = on_bad_rows
+        self.ranks: Ranks = ranks or Alone()
         self.step = 0
         self.context_length = context_length(model)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.weight_dtype = output_layer(model).weight.dtype
         switch_off_dropout(model)
         verify_head(model)
         self.layout = settings.layout or choose_layout(model)
@@ -96,7 +110,11 @@ class Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         self.forward = StudentForward(model, settings.loss_temperature)
-        self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw)
+        self._dtypes = {name: tensor.dtype for name, tensor in unique_tensors(model).items()}
+        self.ranks.shard(self.forward, self.weight_dtype)
+        self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw, self._dtypes)
+        decay = settings.ema_decay
+        self.average = WeightAverage(self.optimizer.masters, decay) if decay is not None else None
 
     @property
     def device(self) -> torch.device:
@@ -122,36 +140,41 @@ class Policy:
         rows = self._trainable_rows(assembler)
         plan = self._plan(assembler, rows, max_tokens_per_microbatch)
         self.optimizer.zero_grad()
-        seconds = {"prepare": time.perf_counter() - started, "compute": 0.0, "optimizer": 0.0}
-        mark = time.perf_counter()
+        planned = time.perf_counter()
         try:
             with attention_for(self.model, self.layout):
-                outputs = [self._accumulate(assembler.cut(group, self.layout), objective) for group in plan]
-                loss = float(torch.stack([output.loss for output in outputs]).double().sum())
+                outputs = self._accumulate(assembler, plan, objective)
+                sums = self.ranks.total(_row_sums(assembler, plan.mine, outputs))
+                loss, row_losses = float(sums[0]), sums[1:].tolist()
                 grad_norm = self.optimizer.grad_norm()
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                    raise self._refusal(assembler, objective, plan, outputs, loss, grad_norm)
+                    raise self._refusal(assembler, objective, rows, loss, grad_norm)
         except BaseException:
             self.optimizer.zero_grad()
+            self.ranks.settle(self.forward)
             raise
-        seconds["compute"] = time.perf_counter() - mark
-        mark = time.perf_counter()
+        computed = time.perf_counter()
         learning_rate = self.settings.schedule.at(self.step)
         self.optimizer.step(learning_rate, grad_norm)
-        seconds["optimizer"] = time.perf_counter() - mark
+        if self.average is not None:
+            self.average.follow()
         self.step += 1
         return StepResult(
             step=self.step - 1,
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            metrics=metrics_to_host(merge_metrics(output.metrics for output in outputs)),
+            metrics=self.ranks.merged(metrics_to_host(merge_metrics(output.metrics for output in outputs))),
             tokens=int(assembler.token_lengths[rows].sum()),
             loss_tokens=int(assembler.loss_offsets[-1]),
-            micro_batches=len(plan),
-            row_losses=_row_sums(assembler, plan, outputs),
+            micro_batches=plan.rounds,
+            row_losses=tuple(row_losses),
             row_tokens=tuple(assembler.loss_offsets.diff().tolist()),
-            seconds=seconds,
+            seconds={
+                "prepare": planned - started,
+                "compute": computed - planned,
+                "optimizer": time.perf_counter() - computed,
+            },
         )
 
     @torch.no_grad()
@@ -161,20 +184,36 @@ class Policy:
         """float32 [P] per row: log-probabilities of the written tokens under the current weights."""
         counts = [int(mask.sum()) for mask in batch.loss_mask]
         assembler = Assembler(batch, [torch.zeros(count) for count in counts])
-        found: list[torch.Tensor] = [torch.zeros(0) for _ in counts]
+        plan = self._plan(assembler, self._trainable_rows(assembler), max_tokens_per_microbatch)
+        found = torch.zeros(int(assembler.loss_offsets[-1]), dtype=torch.float64)
         with attention_for(self.model, self.layout):
-            for group in self._plan(assembler, self._trainable_rows(assembler), max_tokens_per_microbatch):
+            for group, counted in plan.passes():
                 micro = assembler.cut(group, self.layout).to(self.device)
-                values = self.forward(micro, sampled_logprobs, temperature=temperature).cpu()
-                for row, piece in zip(group, values.split([counts[row] for row in group]), strict=True):
-                    found[row] = piece
-        return Jagged.from_rows(found)
+                _, values = self.forward(micro, sampled_logprobs, temperature=temperature)
+                if counted:
+                    found[assembler.loss_places(group)] = values.to("cpu", torch.float64)
+        self.ranks.settle(self.forward)
+        return Jagged(self.ranks.total(found).to(torch.float32), assembler.loss_offsets)
+
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Whole weights by name in the student's dtype, a tied one once: what an engine is given. Every rank must ask."""
+        return [(name, whole(p.detach()).to(self._dtypes[name])) for name, p in self.model.named_parameters()]
+
+    def averaged_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """The running average in place of the weights, in the form of `named_weights`."""
+        if self.average is None:
+            raise PolicyError("this run keeps no average of its weights; set ema_decay")
+        return [(name, whole(value).to(self._dtypes[name])) for name, value in self.average.values.items()]
 
     def state(self) -> PolicyState:
-        """Everything an exact continuation needs. The tensors are the live ones: save or copy them before the next step."""
+        """Everything an exact continuation needs, on any number of ranks. Every rank must ask; on one rank the tensors are
+        the live ones: save or copy them before the next step."""
+        averages = self.average.state() if self.average is not None else {}
         return PolicyState(
-            model=unique_tensors(self.model),
-            optimizer=self.optimizer.state(),
+            model={name: whole(t).to(self._dtypes[name]) for name, t in unique_tensors(self.model).items()},
+            optimizer={
+                name: whole(tensor) for name, tensor in {**self.optimizer.state(), **averages}.items()
+            },
             progress={"step": self.step, "random": random_state()},
         )
 
@@ -188,22 +227,34 @@ class Policy:
                 "was the run started with another model?"
             )
         for name, tensor in state.model.items():
-            if tensor.shape != mine[name].shape or tensor.dtype != mine[name].dtype:
+            dtype = self._dtypes[name]
+            if tensor.shape != mine[name].shape or tensor.dtype != dtype:
                 raise CheckpointError(
-                    f"the checkpoint holds {name} as {tensor.dtype} {tuple(tensor.shape)}, the student has {mine[name].dtype} "
+                    f"the checkpoint holds {name} as {tensor.dtype} {tuple(tensor.shape)}, the student has {dtype} "
                     f"{tuple(mine[name].shape)}; resume with the model and dtype the run was started with"
                 )
-        self.optimizer.load_state(state.optimizer)
+        optimizer = {name: tensor for name, tensor in state.optimizer.items() if not name.startswith("ema/")}
+        self.optimizer.check_state(optimizer)
         with torch.no_grad():
             for name, tensor in state.model.items():
                 assign(mine[name], tensor)
+        self.optimizer.load_state(optimizer)
+        if self.average is not None:
+            self.average.load_state(state.optimizer)
         self.step = int(state.progress["step"])
         restore_random_state(state.progress["random"])
 
-    def _accumulate(self, micro: MicroBatch, objective: Objective) -> LossOutput:
-        output: LossOutput = self.forward(micro.to(self.device), objective)
-        output.loss.backward()
-        return replace(output, loss=output.loss.detach())
+    def _accumulate(self, assembler: Assembler, plan: Plan, objective: Objective) -> list[LossOutput]:
+        """Forward and backward of this rank's micro-batches; gradients add up over micro-batches and ranks."""
+        outputs = []
+        for group, counted in plan.passes():
+            micro = assembler.cut(group, self.layout, silent=not counted).to(self.device)
+            loss, output = self.forward(micro, objective)
+            # Sharded gradients come back averaged over ranks; the loss is a sum.
+            (loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
+            if counted:
+                outputs.append(replace(output, loss=loss.detach()))
+        return outputs
 
     def _trainable_rows(self, assembler: Assembler) -> list[int]:
         """Rows that bear loss, after the checks that would otherwise surface as an index error deep in a kernel."""
@@ -226,55 +277,58 @@ class Policy:
             )
         return rows
 
-    def _plan(self, assembler: Assembler, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
-        keys, names = assembler.batch.keys, assembler.groups()
-        plan: list[list[int]] = []
-        for name in sorted({names[row] for row in rows}):
-            mine = [row for row in rows if names[row] == name]
-            lengths = assembler.token_lengths[mine].tolist()
-            groups = plan_microbatches(lengths, [keys[row] for row in mine], max_tokens, self.layout)
-            plan += [[mine[place] for place in group] for group in groups]
-        return plan
+    def _plan(self, assembler: Assembler, rows: Sequence[int], max_tokens: int) -> Plan:
+        lengths = assembler.token_lengths.tolist()
+        return plan_step(
+            rows,
+            lengths,
+            assembler.batch.keys,
+            assembler.groups(),
+            max_tokens,
+            self.layout,
+            self.ranks.rank,
+            self.ranks.size,
+        )
 
     def _refusal(
-        self,
-        assembler: Assembler,
-        objective: Objective,
-        plan: list[list[int]],
-        outputs: list[LossOutput],
-        loss: float,
-        grad_norm: float,
+        self, assembler: Assembler, objective: Objective, rows: list[int], loss: float, grad_norm: float
     ) -> PolicyError:
-        """Finds the rows by running the suspects one by one, hands them to the callback, and words the error."""
-        suspects = [
-            row
-            for group, part in zip(plan, outputs, strict=True)
-            if not torch.isfinite(part.loss)
-            for row in group
-        ]
-        everyone = [row for group in plan for row in group]
-        bad = [row for row in suspects or everyone if not self._is_sound(assembler, row, objective)]
+        """Finds the rows by running them one by one, hands them to the callback, and words the error."""
+        bad = self._unsound_rows(assembler, objective, rows)
         what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
         names = ", ".join(assembler.batch.keys[row] for row in bad[:8]) + (" …" if len(bad) > 8 else "")
         where = f"{len(bad)} row(s): {names}" if bad else "no single row: only their sum overflows"
         reason = f"step {self.step} stopped with {what}; {where}. The weights were not touched"
         if self.on_bad_rows is not None:
-            self.on_bad_rows(assembler.batch.select(bad or everyone), reason)
+            self.on_bad_rows(assembler.batch.select(bad or rows), reason)
         return PolicyError(reason)
 
-    def _is_sound(self, assembler: Assembler, row: int, objective: Objective) -> bool:
-        self.optimizer.zero_grad()
-        output = self._accumulate(assembler.cut([row], self.layout), objective)
-        return bool(torch.isfinite(output.loss)) and math.isfinite(self.optimizer.grad_norm())
+    def _unsound_rows(self, assembler: Assembler, objective: Objective, rows: list[int]) -> list[int]:
+        """Rows whose own loss or gradient is not finite. With several ranks a gradient is everybody's, so a round in
+        which no loss is broken but the gradient is accuses the row of every rank."""
+        plan = self._plan(assembler, rows, max_tokens=1)
+        accused = torch.zeros(len(assembler.batch), dtype=torch.float64)
+        for index, (group, counted) in enumerate(plan.passes()):
+            self.optimizer.zero_grad()
+            outputs = self._accumulate(assembler, Plan([group] if counted else [], 1, group), objective)
+            broken = bool(outputs) and not bool(torch.isfinite(outputs[0].loss))
+            losses_broken = self.ranks.total(torch.tensor([float(broken)]))[0] > 0
+            gradient_broken = not math.isfinite(self.optimizer.grad_norm())
+            if counted and (broken or (gradient_broken and not losses_broken)):
+                accused[plan.mine[index]] = 1.0
+        return self.ranks.total(accused).nonzero().flatten().tolist()
 
 
-def _row_sums(assembler: Assembler, plan: list[list[int]], outputs: list[LossOutput]) -> tuple[float, ...]:
-    """Per-token losses added up by row, in one transfer from the device."""
+def _row_sums(assembler: Assembler, plan: list[list[int]], outputs: list[LossOutput]) -> torch.Tensor:
+    """float64 [1 + rows]: the loss of this rank's micro-batches, then per-token losses added up by row."""
     counts = assembler.loss_offsets.diff()
-    values_N = torch.cat([output.per_token_N.detach() for output in outputs]).to("cpu", torch.float64)
-    rows = torch.tensor([row for group in plan for row in group])
-    owner_N = rows.repeat_interleave(counts[rows])
-    return tuple(torch.zeros(len(counts), dtype=torch.float64).index_add_(0, owner_N, values_N).tolist())
+    sums = torch.zeros(1 + len(counts), dtype=torch.float64)
+    if outputs:
+        sums[0] = torch.stack([output.loss for output in outputs]).double().sum()
+        values_N = torch.cat([output.per_token_N.detach() for output in outputs]).to("cpu", torch.float64)
+        rows = torch.tensor([row for group in plan for row in group])
+        sums.index_add_(0, 1 + rows.repeat_interleave(counts[rows]), values_N)
+    return sums
 
 
 def unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from understudy.engines.base import Generation, Sampling
+from understudy.errors import DataError
 from understudy.rollout.render import Renderer
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
@@ -31,6 +32,15 @@ class LoopContext:
     """Which of the prompt's n rollouts this is."""
     context: int
     """The longest sequence the student can hold."""
+
+    def sampling_after(self, length: int) -> Sampling:
+        """The sampling of a turn that starts after `length` tokens: its budget shrinks to the room that is left."""
+        room = self.context - length
+        if room < 1:
+            raise DataError(
+                f"{self.row_key()} has {length} tokens; the context is {self.context}, so no token can follow"
+            )
+        return replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
 
     def row_key(self, index: int = 0) -> str:
         """The key of this session's `index`-th trajectory."""

@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from understudy.errors import ConfigError
+from understudy.errors import ConfigError, DataError
 from understudy.rollout.agent import AgentLoop
 from understudy.rollout.loading import load_object
 from understudy.rollout.single_turn import SingleTurn
+from understudy.rollout.tool_loop import ToolLoop
 from understudy.types.prompt import Prompt
 
 LOOPS: dict[str, Callable[..., AgentLoop]] = {
     "single_turn": SingleTurn,
+    "tool": ToolLoop,
 }
 
 
@@ -55,4 +57,14 @@ class LoopChoice:
         return self._made[name]
 
     def of(self, prompt: Prompt) -> AgentLoop:
-        return self.of_name(prompt.columns.get("agent") or self._default)
+        name = prompt.columns.get("agent") or self._default
+        try:
+            return self.of_name(name)
+        except ConfigError as error:
+            raise DataError(f"row {prompt.ordinal} asks for an agent that cannot be had: {error}") from error
+
+    async def close(self) -> None:
+        """Ends what loops keep running (tool processes)."""
+        for loop in self._made.values():
+            if hasattr(loop, "close"):
+                await loop.close()

@@ -14,6 +14,8 @@ import numpy as np
 from understudy.errors import DataError
 from understudy.types.prompt import Prompt
 
+_MARKER = "understudy-turn-marker"
+
 
 class Renderer:
     """Turns prompts into ids with a student's tokenizer and chat template.
@@ -33,13 +35,17 @@ class Renderer:
         self.tokenizer = tokenizer
         self._context, self._reserve = context, reserve
         self._template_options = dict(template_options or {})
+        self._special_ids = set(tokenizer.all_special_ids)
 
-    def render(self, prompt: Prompt) -> np.ndarray:
-        """int32 [T]: what the student must see to answer this prompt."""
+    def render(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> np.ndarray:
+        """int32 [T]: what the student must see to answer this prompt.
+
+        `tools` are function schemas for the template; without them a row's own `tools` column is used.
+        """
         if prompt.text is not None:
             ids = self._tokenize(prompt.key, prompt.text, special=True)
         else:
-            tools = prompt.columns.get("tools")
+            tools = tools or prompt.columns.get("tools")
             text = self._apply_template(prompt.key, prompt.messages, tools=tools, generate=True)
             ids = self._tokenize(prompt.key, text, special=False)
         if len(ids) == 0:
@@ -49,6 +55,24 @@ class Renderer:
                 f"prompt {prompt.key} (row {prompt.ordinal}) has {len(ids)} tokens; the context is {self._context} and "
                 f"{self._reserve} of it are kept for the answer. Shorten the prompt or lower rollout.max_new_tokens"
             )
+        return ids
+
+    def after_turn(self, key: str, messages: Sequence[Mapping[str, Any]], *, ended: bool) -> np.ndarray:
+        """int32 [T]: what stands between the student's turn and its next one, when `messages` came in between.
+
+        `ended` says that the student wrote its own end-of-turn token; the template's is then left out, and the rest
+        of its separator is not. Found by rendering a conversation in which the student said a marker: everything
+        behind the marker is the template's. The tokens of the turn itself are never touched.
+        """
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}, *messages]
+        text = self._apply_template(key, chat, tools=None, generate=True)
+        if _MARKER not in text:
+            raise DataError(
+                f"prompt {key}: the chat template leaves out what the assistant says before {messages[0].get('role')} messages"
+            )
+        ids = self._tokenize(key, text.rpartition(_MARKER)[2], special=False)
+        if ended and len(ids) and int(ids[0]) in self._special_ids:
+            ids = ids[1:]
         return ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

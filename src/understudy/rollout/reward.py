@@ -1,35 +1,33 @@
-"""Rewards: plain functions from a dataset row and what the student wrote to one number.
+"""The rewards that ship: plain functions from a dataset row and what the student wrote to one number.
 
-    def my_reward(row: Mapping[str, Any], trajectory_text: str) -> float: ...
+A recipe names one as `"understudy.rollout.reward:exact_match"`; a project's own function is named the same way and needs
+no registration (`rewards` says which shapes it may have). `row` is the dataset row as it was read, extra columns
+included; `text` is the student's own writing without special tokens.
 
-`row` is the dataset row as it was read, extra columns included; `trajectory_text` is the student's own writing without
-special tokens. A recipe names a reward as `"package.module:function"`, so a project's own function needs no
-registration. Nothing a student writes makes these functions raise: a wrong or unreadable answer is worth 0.0, and an
-error means that the dataset itself cannot be graded.
+Nothing a student writes makes these functions raise: a wrong or unreadable answer is worth 0.0, and an error means that
+the dataset itself cannot be graded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from understudy.errors import DataError
-
-Reward = Callable[[Mapping[str, Any], str], float]
 
 ANSWER_COLUMN = "answer"
 
 _AFTER_MARKER = re.compile(r"####\s*([-+$.,0-9]+)")
 
 
-def exact_match(row: Mapping[str, Any], trajectory_text: str) -> float:
+def exact_match(row: Mapping[str, Any], text: str) -> float:
     """1.0 where the text equals the `answer` column, white space around either left out; 0.0 elsewhere."""
-    return float(trajectory_text.strip() == _answer_of(row).strip())
+    return float(text.strip() == _answer_of(row).strip())
 
 
-def gsm8k(row: Mapping[str, Any], trajectory_text: str) -> float:
+def gsm8k(row: Mapping[str, Any], text: str) -> float:
     """1.0 where the last `#### number` of the text is the number of the `answer` column; 0.0 elsewhere.
 
     The column may hold the number alone or GSM8K's worked solution, which ends in `#### number`. Numbers are compared
@@ -44,14 +42,14 @@ def gsm8k(row: Mapping[str, Any], trajectory_text: str) -> float:
             f"column {ANSWER_COLUMN!r} holds {_shortened(expected_text)}; the gsm8k reward expects a number "
             "or a worked solution that ends in '#### number'"
         )
-    return float(_marked_number(trajectory_text) == expected)
+    return float(_marked_number(text) == expected)
 
 
 def _answer_of(row: Mapping[str, Any]) -> str:
     answer = row.get(ANSWER_COLUMN)
     if answer is None:
         raise DataError(
-            f"the row has no column {ANSWER_COLUMN!r} to grade against; its columns are {sorted(map(str, row))}. "
+            f"the row has nothing in column {ANSWER_COLUMN!r} to grade against; its columns are {sorted(map(str, row))}. "
             f"Add {ANSWER_COLUMN!r} to the dataset, or set data.reward to a function that does not need it"
         )
     return str(answer)

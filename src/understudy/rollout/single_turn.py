@@ -13,5 +13,7 @@ class SingleTurn:
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         transcript = Transcript(context.renderer.render(prompt))
-        transcript.write(await context.generate(transcript.tokens, context.sampling, 0))
+        transcript.write(
+            await context.generate(transcript.tokens, context.sampling_after(len(transcript)), 0)
+        )
         return [transcript.finish(context.row_key())]

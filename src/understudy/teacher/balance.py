@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-DEBT_HALF_LIFE = 5.0
+DEBT_HALF_LIFE = 2.0
 """Seconds in which half of a failure's weight is forgotten."""
+MOST_DEBT = 1e9
+"""Tokens; a replica that kept failing for an hour can still come back within a minute."""
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class Load:
 
     def failed(self, tokens: int, now: float) -> None:
         """After `end`: the failed work still weighs, and a run of failures weighs ever more."""
-        self._debt = 2 * self.debt(now) + tokens
+        self._debt = min(2 * self.debt(now) + tokens, MOST_DEBT)
         self._debt_at = now
 
     def settled(self) -> None:
@@ -46,8 +48,9 @@ class Load:
     def debt(self, now: float) -> float:
         return self._debt * 0.5 ** ((now - self._debt_at) / DEBT_HALF_LIFE)
 
-    def weight(self, now: float) -> tuple[float, int]:
-        return (self.outstanding_tokens + self.debt(now), self.sent_tokens)
+    def weight(self, now: float) -> tuple[int, int]:
+        """Less than a token of debt is none, or a replica that failed once would never again win among idle ones."""
+        return (self.outstanding_tokens + int(self.debt(now)), self.sent_tokens)
 
 
 Name = TypeVar("Name")

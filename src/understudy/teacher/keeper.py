@@ -133,11 +133,19 @@ class Keeper:
 
     async def wait_for_change(self, most: float) -> None:
         """Return when a replica has come back, or after `most` seconds."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), most)
+        waits = [asyncio.create_task(self._changed.wait()), asyncio.create_task(self._sleep(most))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
 
     def tell(self, kind: EventKind, replica: str | None, message: str) -> None:
         self._emit(PoolEvent(kind, self.teacher, replica, message, self._clock.now()))
+
+    async def _sleep(self, seconds: float) -> bool:
+        await self._clock.sleep(seconds)
+        return True
 
     def _enrol(self, spec: ReplicaSpec) -> Replica:
         if spec.name in self.replicas:
@@ -171,7 +179,6 @@ class Keeper:
                 self._eject(replica)
         else:
             replica.life.probe_passed(self._clock.now())
-            self._notify()
         finally:
             replica.probing = None
 

@@ -1,26 +1,27 @@
 """Prefill-only scoring with any transformers causal LM.
 
-    request ─> groups of one (signal, K) ─> micro-batches ─> body ─> hidden states of the judged positions ─> head ─> reply
+    request ─> groups of one (signal, K) ─> micro-batches ─> body ─> states before the judged tokens ─> head ─> reply
 
-There is no KV cache, no decoding and no sampling here. On CPU a micro-batch is right-padded: causal attention never
-looks right, so padding needs no mask and changes nothing to its left.
+There is no KV cache, no decoding and no sampling here. `begin` queues the work of a request on the device and
+`finish` collects it, so that a GPU computes one request while the next is prepared and the last is sent.
 
-Legend: N sequences, T tokens, P judged positions, B sequences of a micro-batch, L its longest, H hidden, K candidates.
+Legend: N sequences, T tokens, P judged positions, B sequences of a micro-batch, H hidden size, K candidates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from understudy.errors import TeacherError
-from understudy.teacher.head import Head, HeadScores, head_of, score_rows
+from understudy.teacher.body import Body, Layout
+from understudy.teacher.head import Head, head_of, score_rows
 from understudy.teacher.model import FrozenModel
-from understudy.teacher.packing import pad_right, padded_plan, ragged_ranges
+from understudy.teacher.packing import ragged_ranges
 from understudy.teacher.probe import is_uniform, probe_items
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.types.scores import Signal
@@ -32,6 +33,8 @@ class ScorerOptions:
     """Tokens of one forward, padding counted in."""
     chunk_bytes: int = 64 << 20
     """The largest fp32 logits chunk the head may hold."""
+    layout: Layout = Layout.AUTO
+    share_prefixes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,17 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """The scores of one micro-batch on their way to the host, and where in their group they belong."""
+
+    places: np.ndarray
+    sampled: torch.Tensor
+    ids: torch.Tensor | None
+    logprobs: torch.Tensor | None
+    hidden: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Columns:
     """The scores of one group, its positions in request order."""
 
@@ -51,6 +65,16 @@ class _Columns:
     ids: np.ndarray | None
     logprobs: np.ndarray | None
     hidden: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request whose work is queued on the device."""
+
+    request: ScoreRequest
+    groups: list[_Group]
+    parts: list[list[_Part]]
+    done: torch.cuda.Event | None = field(default=None)
 
 
 class Scorer:
@@ -61,6 +85,9 @@ class Scorer:
         self.frozen = frozen
         self.options = options or ScorerOptions()
         self.head: Head = head_of(frozen.model)
+        self.body = Body(
+            frozen, self.options.layout, self.options.share_prefixes, self.options.max_batch_tokens
+        )
 
     @property
     def vocab(self) -> int:
@@ -70,12 +97,29 @@ class Scorer:
     def hidden_size(self) -> int:
         return self.head.weight_VH.shape[1]
 
-    @torch.inference_mode()
     def score(self, request: ScoreRequest) -> ScoreReply:
         """Judge every sequence of the request; the result depends on the request alone."""
+        return self.finish(self.begin(request))
+
+    @torch.inference_mode()
+    def begin(self, request: ScoreRequest) -> Begun:
         groups = _groups_of(request)
-        columns = [self._score_group(request, group) for group in groups]
-        ids, logprobs, hidden, sampled_P = _in_request_order(request, groups, columns)
+        parts = [self._queue_group(request, group) for group in groups]
+        done = None
+        if self.frozen.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return Begun(request, groups, parts, done)
+
+    def finish(self, begun: Begun) -> ScoreReply:
+        if begun.done is not None:
+            begun.done.synchronize()
+        request = begun.request
+        columns = [
+            self._collect(request, group, parts)
+            for group, parts in zip(begun.groups, begun.parts, strict=True)
+        ]
+        ids, logprobs, hidden, sampled_P = _in_request_order(request, begun.groups, columns)
         return ScoreReply(
             teacher=self.name,
             keys=request.keys,
@@ -91,66 +135,68 @@ class Scorer:
             hidden_size=self.hidden_size,
         )
 
-    def _score_group(self, request: ScoreRequest, group: _Group) -> _Columns:
-        """Micro-batch by micro-batch; each writes its rows where request order wants them."""
-        rows = np.array(group.rows)
-        counts = request.position_counts_N[rows].astype(np.int64)
-        total, at = int(counts.sum()), exclusive_cumsum(counts)
-        position_starts = exclusive_cumsum(request.position_counts_N)[rows]
+    def _queue_group(self, request: ScoreRequest, group: _Group) -> list[_Part]:
+        counts_N = request.position_counts_N.astype(np.int64)
+        starts_N = exclusive_cumsum(counts_N)
+        place_N = np.zeros(len(request), dtype=np.int64)
+        place_N[group.rows] = exclusive_cumsum(counts_N[group.rows])
+        flat_P = request.flat_positions_P
+        lengths_N = _needed_lengths(request)
         named = _named_ids(request, group)
-        sampled = np.empty(total, np.float32)
-        ids = np.empty((total, group.k), np.int32) if group.k else None
-        logprobs = np.empty((total, group.k), np.float32) if group.k else None
-        hidden = np.empty((total, self.hidden_size), np.uint16) if group.signal is Signal.HIDDEN else None
-        lengths = _needed_lengths(request)
-        for members in padded_plan(lengths[rows].tolist(), self.options.max_batch_tokens):
-            places = ragged_ranges(at[members], counts[members])
-            if not len(places):
-                continue
-            wanted = ragged_ranges(position_starts[members], counts[members])
-            batch = rows[members].tolist()
-            hidden_PH = self._hidden_states(
-                request, lengths, batch, request.positions_P[wanted], counts[members]
+        judged_rows = [row for row in group.rows if counts_N[row]]
+        parts = []
+        for batch in self.body.plan(request, judged_rows, lengths_N):
+            rows = batch.rows
+            wanted = ragged_ranges(starts_N[rows], counts_N[rows])
+            places = ragged_ranges(place_N[rows], counts_N[rows])
+            # The state that predicts a token is one position to its left.
+            states_PH = self.body.states(
+                request, batch, lengths_N, request.positions_P[wanted] - 1, counts_N[rows]
             )
-            judged_P = torch.from_numpy(request.tokens_T[request.flat_positions_P[wanted]].astype(np.int64))
+            judged_P = torch.from_numpy(request.tokens_T[flat_P[wanted]].astype(np.int64))
             named_PK = None if named is None else torch.from_numpy(named[places].astype(np.int64))
-            scores = self._head_scores(group, hidden_PH, judged_P, named_PK)
-            sampled[places] = scores.sampled_P.cpu().numpy()
-            if ids is not None and logprobs is not None:
-                assert scores.ids_PK is not None and scores.logprobs_PK is not None
-                ids[places] = scores.ids_PK.cpu().numpy()
-                logprobs[places] = scores.logprobs_PK.cpu().numpy()
-            if hidden is not None:
-                hidden[places] = hidden_PH.to(torch.bfloat16).view(torch.uint16).cpu().numpy()
-        return _Columns(sampled, ids, logprobs, hidden)
+            parts.append(self._queue_head(group, places, states_PH, judged_P, named_PK))
+        return parts
 
-    def _head_scores(
-        self, group: _Group, hidden_PH: torch.Tensor, judged_P: torch.Tensor, named_PK: torch.Tensor | None
-    ) -> HeadScores:
+    def _queue_head(
+        self,
+        group: _Group,
+        places: np.ndarray,
+        states_PH: torch.Tensor,
+        judged_P: torch.Tensor,
+        named_PK: torch.Tensor | None,
+    ) -> _Part:
         device = self.frozen.device
-        return score_rows(
+        scores = score_rows(
             self.head,
-            hidden_PH,
+            states_PH,
             judged_P.to(device),
             topk=group.k if group.signal is Signal.TOPK else 0,
             at_ids_PK=None if named_PK is None else named_PK.to(device),
             chunk_bytes=self.options.chunk_bytes,
         )
+        hidden = states_PH.to(torch.bfloat16).view(torch.uint16) if group.signal is Signal.HIDDEN else None
+        return _Part(
+            places,
+            _to_host(scores.sampled_P),
+            named_PK if named_PK is not None else _to_host(scores.ids_PK),
+            _to_host(scores.logprobs_PK),
+            _to_host(hidden),
+        )
 
-    def _hidden_states(
-        self,
-        request: ScoreRequest,
-        lengths_N: np.ndarray,
-        batch: Sequence[int],
-        positions_P: np.ndarray,
-        counts_B: np.ndarray,
-    ) -> torch.Tensor:
-        """[P, H]: the states that predict each judged token, i.e. those one position to its left."""
-        padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, batch)
-        tokens = torch.from_numpy(padded_BL).to(self.frozen.device)
-        hidden_BLH = self.frozen.body(input_ids=tokens, use_cache=False).last_hidden_state
-        places_P = np.repeat(np.arange(len(batch)), counts_B) * padded_BL.shape[1] + positions_P - 1
-        return hidden_BLH.flatten(0, 1)[torch.from_numpy(places_P).to(self.frozen.device)]
+    def _collect(self, request: ScoreRequest, group: _Group, parts: Sequence[_Part]) -> _Columns:
+        """Every micro-batch's rows where request order wants them."""
+        total = int(request.position_counts_N[group.rows].sum(dtype=np.int64))
+        sampled = np.empty(total, np.float32)
+        ids = np.empty((total, group.k), np.int32) if group.k else None
+        logprobs = np.empty((total, group.k), np.float32) if group.k else None
+        hidden = np.empty((total, self.hidden_size), np.uint16) if group.signal is Signal.HIDDEN else None
+        for part in parts:
+            sampled[part.places] = part.sampled.numpy()
+            for column, tensor in ((ids, part.ids), (logprobs, part.logprobs), (hidden, part.hidden)):
+                if column is not None and tensor is not None:
+                    column[part.places] = tensor.numpy()
+        return _Columns(sampled, ids, logprobs, hidden)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -171,6 +217,13 @@ class Scorer:
                 f"teacher {self.name}: {self.frozen.path} gives every token the same probability (−ln V = "
                 f"{-math.log(self.vocab):.4f}); its weights look empty or uninitialised"
             )
+
+
+def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """On CUDA a copy that does not wait; the request's event says when it has arrived."""
+    if tensor is None or not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _needed_lengths(request: ScoreRequest) -> np.ndarray:

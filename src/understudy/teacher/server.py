@@ -120,11 +120,10 @@ def write_ready_file(path: Path, url: str) -> None:
 
 def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Vocabulary]:
     frozen = load_frozen(args.model, dtype=args.dtype, device=args.device)
-    scorer = Scorer(args.name, frozen, ScorerOptions(max_batch_tokens=args.max_batch_tokens))
-    scorer.warm_up()
-    max_length = min(args.max_length or frozen.max_length, frozen.max_length)
     if args.max_length > frozen.max_length:
         raise StartError(f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions")
+    scorer = Scorer(args.name, frozen, ScorerOptions(max_batch_tokens=args.max_batch_tokens))
+    scorer.warm_up()
     vocabulary = vocabulary_of(args.model)
     manifest = Manifest(
         teacher=args.name,
@@ -137,7 +136,7 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
         dtype=args.dtype,
         signals=list(Signal),
         limits=Limits(
-            max_length=max_length,
+            max_length=args.max_length or frozen.max_length,
             max_request_tokens=args.max_request_tokens,
             max_request_bytes=args.max_request_bytes,
             max_k=min(args.max_k, scorer.vocab),
@@ -200,8 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     token = os.environ.get(args.token_env) or None
     try:
-        sock = bind_socket(args.bind, token)
-        asyncio.run(serve(args, sock, token))
+        with bind_socket(args.bind, token) as sock:
+            asyncio.run(serve(args, sock, token))
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

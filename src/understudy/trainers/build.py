@@ -47,9 +47,9 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
         view.phase(f"loading the student {recipe.student.model}")
         student = await asyncio.to_thread(_load_student, recipe)
         vocabulary = vocabulary_of(student.tokenizer)
-        pools = await start_teachers(recipe, processes, vocabulary, view, secrets.token_urlsafe(24), deterministic)
-        for pool in pools.values():
-            stack.push_async_callback(pool.close)
+        teachers = await start_teachers(recipe, processes, vocabulary, view, secrets.token_urlsafe(24), deterministic)
+        stack.push_async_callback(teachers.close)
+        pools = teachers.pools
 
         policy = Policy(student.model, _policy_settings(recipe))
         engine = student.engine(recipe.rollout.max_batch)
@@ -85,6 +85,7 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
             pools=pools,
             router=router_of(recipe, pools),
             teacher_lanes=teacher_lanes(pools, deterministic),
+            teacher_heads=teachers.heads,
             plane=plane,
             cursor=PromptCursor(load_dataset(recipe.data.train), recipe.run.seed, recipe.data.shuffle),
             loops=LoopChoice(recipe.rollout.agent),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from understudy.engines.hf import HFEngine
 from understudy.errors import DataError
@@ -35,6 +36,7 @@ class LoadedModel:
 def load_model(
     name: str, *, dtype: str = "float32", device: str = "auto", trust_remote_code: bool = False, revision: str | None = None
 ) -> LoadedModel:
+    transformers_logging.disable_progress_bar()  # a run has its own display
     where = resolve_device(device)
     student = load_student(name, dtype, where, trust_remote_code=trust_remote_code, revision=revision)
     configured = student.model.generation_config.eos_token_id if student.model.generation_config else None

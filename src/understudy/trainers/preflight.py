@@ -111,7 +111,7 @@ def _open_model(model: str, role: str, attempt: Callable[[Callable[[], Any]], An
 
 
 def _fits_vocabulary(recipe: Recipe, folder: ModelFolder, role: str) -> list[str]:
-    if recipe.loss.signal in ("topk", "at_ids") and recipe.loss.topk > folder.vocab_size:
+    if recipe.loss.distill_coef > 0 and recipe.loss.signal in ("topk", "at_ids") and recipe.loss.topk > folder.vocab_size:
         return [f"loss.topk = {recipe.loss.topk} is larger than the vocabulary of {role} ({folder.vocab_size}); lower loss.topk"]
     return []
 

@@ -41,7 +41,8 @@ async def produce_step(system: System, prompts: Sequence[Prompt], step: int) -> 
     samples = [(prompt, session) for prompt in prompts for session in range(system.recipe.rollout.n)]
     keys = [row_key(prompt.key, session) for prompt, session in samples]
     group = GroupPolicy.TRAIN_REST if system.recipe.rollout.n > 1 else None
-    issued = await system.plane.issue(PARTITION, keys, step=step, group=group)
+    tags = {key: _tags(prompt, step) for key, (prompt, _) in zip(keys, samples, strict=True)}
+    issued = await system.plane.issue(PARTITION, keys, step=step, group=group, tags=tags)
     system.tally.issued += len(issued)
     held = {} if len(issued) == len(keys) else await system.plane.list(PARTITION)
     waiting = [(prompt, session, held.get(key)) for (prompt, session), key in zip(samples, keys, strict=True) if key in issued or key in held]
@@ -49,7 +50,7 @@ async def produce_step(system: System, prompts: Sequence[Prompt], step: int) -> 
         for members in _cohorts(system, waiting):
             gather: Gather = Cohort(len(members)) if system.deterministic else Arrivals()
             for prompt, session, row in members:
-                tasks.create_task(_produce(system, prompt, session, row, gather))
+                tasks.create_task(_produce(system, prompt, session, step, row, gather))
 
 
 def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
@@ -58,7 +59,7 @@ def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-async def _produce(system: System, prompt: Prompt, session: int, held: RowInfo | None, gather: Gather) -> None:
+async def _produce(system: System, prompt: Prompt, session: int, step: int, held: RowInfo | None, gather: Gather) -> None:
     """One sample's whole path; never raises for what is this sample's own fault."""
     key = row_key(prompt.key, session)
     async with gather.member():
@@ -66,7 +67,8 @@ async def _produce(system: System, prompt: Prompt, session: int, held: RowInfo |
             async with asyncio.timeout(system.recipe.rollout.deadline_seconds):
                 if held is None or "tokens" not in held.columns:
                     trajectories = await _roll_out(system, prompt, session, gather)
-                    await system.plane.put(PARTITION, {one.key: rollout_columns(one) for one in trajectories}, _tags(prompt, trajectories))
+                    rows = {one.key: rollout_columns(one) for one in trajectories}
+                    await system.plane.put(PARTITION, rows, dict.fromkeys(rows, _tags(prompt, step)))
                 elif SCORED not in held.columns:
                     trajectories = [await _stored(system, key)]
                 else:
@@ -165,5 +167,6 @@ def score_columns(scores: TeacherScores) -> dict[str, Any]:
     return columns
 
 
-def _tags(prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str, dict[str, Any]]:
-    return {one.key: {"data_source": prompt.data_source, "prompt": prompt.key} for one in trajectories}
+def _tags(prompt: Prompt, step: int) -> dict[str, Any]:
+    """What rows are chosen by: after a resume the journal may hold rows of several steps."""
+    return {"step": step, "data_source": prompt.data_source}

@@ -56,7 +56,7 @@ async def take_step(system: System, step: int) -> dict[str, Any]:
         await produce_step(system, system.cursor.take(system.recipe.trainer.batch_size), step)
     point("sync.after_produce")
     with spans.span("claim", step=step):
-        lease, batch, metrics = await claim_batch(system)
+        lease, batch, metrics = await claim_batch(system, step)
     queue_depth = (await system.plane.depth("train")).rows
     with spans.span("update", step=step):
         result = await update(system, batch)
@@ -67,6 +67,7 @@ async def take_step(system: System, step: int) -> dict[str, Any]:
         await system.publisher.publish(step)
     system.tally.rows_trained += len(batch)
     seconds = time.monotonic() - started
+    spans.flush()
     metrics |= step_metrics(result, batch)
     metrics |= {f"time/{name}": total for name, total in spans.take_totals().items()}
     metrics |= {f"time/update/{name}": value for name, value in result.seconds.items()}

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from understudy.rollout.rewards import Rewards
     from understudy.teacher.pool import TeacherPool
     from understudy.teacher.route import TeacherRouter
+    from understudy.types.loss import TeacherHead
     from understudy.types.prompt import Prompt
     from understudy.weights.base import WeightPublisher
 
@@ -58,6 +59,8 @@ class System:
     router: TeacherRouter | None
     """None when the run has no teacher and learns from rewards alone."""
     teacher_lanes: Mapping[str, Lane]
+    teacher_heads: Mapping[str, TeacherHead]
+    """By teacher, where rows carry hidden states."""
     plane: DataPlane
     cursor: PromptCursor
     loops: LoopChoice

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe, TeacherConfig
 from understudy.errors import ConfigError
 from understudy.observability.live import LiveView
 from understudy.teacher.client import ReplicaClient
+from understudy.teacher.head_frame import WireHead
 from understudy.teacher.integrity import check_signals, check_vocabulary
 from understudy.teacher.launch import Endpoint, ReplicaSpec
 from understudy.teacher.pool import PoolOptions, TeacherPool
@@ -23,6 +27,7 @@ from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.gather import Lane
 from understudy.trainers.loading import resolve_device
 from understudy.trainers.system import System
+from understudy.types.loss import TeacherHead
 from understudy.types.scores import Signal
 
 _TOLD = (EventKind.PAUSED, EventKind.RESUMED, EventKind.EJECTED, EventKind.RESTARTED, EventKind.READMITTED)
@@ -72,36 +77,66 @@ class LocalTeachers:
         return child is not None and child.alive
 
 
+@dataclass(frozen=True, slots=True)
+class Teachers:
+    pools: dict[str, TeacherPool]
+    heads: dict[str, TeacherHead]
+    """By teacher, where rows carry hidden states; a head travels once."""
+
+    async def close(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+
+
 async def start_teachers(
     recipe: Recipe, processes: LocalProcesses, student: Vocabulary, view: LiveView, token: str, deterministic: bool
-) -> dict[str, TeacherPool]:
+) -> Teachers:
     """Every teacher's pool, started at once and checked against the student; nothing is left running when one fails."""
     batching = "by_request" if deterministic else "by_arrival"
     launchers = {name: LocalTeachers(processes, name, teacher, batching, token) for name, teacher in recipe.teachers.items()}
     pools = {name: _pool(name, teacher, launchers[name], view) for name, teacher in recipe.teachers.items()}
     replicas = sum(len(teacher.urls) or teacher.replicas for teacher in recipe.teachers.values())
     view.phase(f"starting {len(pools)} teacher(s), {replicas} replica process(es)")
+    teachers = Teachers(pools, {})
     try:
         async with asyncio.TaskGroup() as tasks:
-            for name, pool in pools.items():
-                tasks.create_task(_start(pool, recipe, student, launchers[name]))
+            for name in pools:
+                tasks.create_task(_start(teachers, name, recipe, student, launchers[name]))
     except BaseException:
-        await asyncio.gather(*(pool.close() for pool in pools.values()), return_exceptions=True)
+        await teachers.close()
         raise
     view.phase("")
-    return pools
+    return teachers
 
 
-async def _start(pool: TeacherPool, recipe: Recipe, student: Vocabulary, launcher: LocalTeachers) -> None:
+async def _start(teachers: Teachers, name: str, recipe: Recipe, student: Vocabulary, launcher: LocalTeachers) -> None:
     """Up, and fit for this recipe: it can give the signal, holds a whole rollout, and shares the student's vocabulary."""
+    pool = teachers.pools[name]
     await pool.start()
     loss = recipe.loss
     k = loss.topk if loss.signal in ("topk", "at_ids") else 0
     check_signals(pool.manifest, [Signal(loss.signal)], k, recipe.rollout.max_new_tokens + 1)
-    if pool.manifest.vocab_fingerprint != student.fingerprint:
-        endpoint = launcher.endpoints.get("0") or _external_endpoints(pool.name, recipe.teachers[pool.name])[0]
-        async with ReplicaClient(endpoint.url, endpoint.token, teacher=pool.name) as client:
-            check_vocabulary(student, await client.vocabulary(), pool.name)
+    endpoint = launcher.endpoints.get("0") or _external_endpoints(name, recipe.teachers[name])[0]
+    async with ReplicaClient(endpoint.url, endpoint.token, teacher=name) as client:
+        if pool.manifest.vocab_fingerprint != student.fingerprint:
+            check_vocabulary(student, await client.vocabulary(), name)
+        if loss.signal == "hidden":
+            teachers.heads[name] = _head(await client.head(), loss.teacher_temperature)
+
+
+def _head(wire: WireHead, temperature: float) -> TeacherHead:
+    """The teacher's projection; bfloat16 arrives as its bits, because numpy has no bfloat16."""
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        found = torch.from_numpy(np.array(array))
+        return found.view(torch.bfloat16) if found.dtype == torch.uint16 else found
+
+    return TeacherHead(
+        weight_VH=tensor(wire.weight_VH),
+        bias_V=None if wire.bias_V is None else tensor(wire.bias_V),
+        softcap=wire.softcap,
+        logit_scale=wire.scale,
+        temperature=temperature,
+    )
 
 
 def _pool(name: str, teacher: TeacherConfig, launcher: LocalTeachers, view: LiveView) -> TeacherPool:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from understudy.dataplane.base import Lease, Order, split_key
+from understudy.errors import DataError
 from understudy.losses.advantages import SEQUENCE_ADVANTAGES, reinforce_plus_plus, reward_at_end, to_tokens
 from understudy.losses.reduce import token_weights
 from understudy.policy.policy import StepResult
@@ -29,13 +30,20 @@ from understudy.types.loss_metrics import metric_results
 _STREAMS = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions", "reward", "stop_reason")
 
 
-async def claim_batch(system: System) -> tuple[Lease, Batch, dict[str, float]]:
-    """Lease every row this step made, in order of key, and lay its columns out for training."""
-    fields = _fields(system)
-    depth = await system.plane.depth(PARTITION)
-    lease = await system.plane.claim(PARTITION, depth.finished, fields=fields, order=Order.KEY, lease_seconds=None)
+async def claim_batch(system: System, step: int) -> tuple[Lease, Batch, dict[str, float]]:
+    """Lease every row made for this step, in order of key, and lay its columns out for training."""
+    fields, mine = _fields(system), {"step": step}
+    ready = (await system.plane.depth(PARTITION, fields=fields, where=mine)).ready
+    if ready == 0:
+        raise DataError(f"every row of step {step} failed; the reasons are in {system.run.dead_letters}")
+    lease = await system.plane.claim(PARTITION, ready, fields=fields, where=mine, order=Order.KEY, lease_seconds=None)
     columns = await system.plane.get(lease.meta, fields)
-    return lease, assemble(lease.meta.keys, columns), rollout_metrics(columns)
+    batch = assemble(lease.meta.keys, columns)
+    if batch.teacher_hidden is not None:
+        # Hidden states travel as bfloat16; they meet the head in the head's own precision.
+        dtype = next(iter(system.teacher_heads.values())).weight_VH.dtype
+        batch = replace(batch, teacher_hidden=_cast(batch.teacher_hidden, dtype))
+    return lease, batch, rollout_metrics(columns)
 
 
 async def update(system: System, batch: Batch) -> StepResult:
@@ -46,7 +54,7 @@ async def update(system: System, batch: Batch) -> StepResult:
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     weights = Jagged(token_weights(lengths, recipe.loss.reduction), offsets)
     return await asyncio.to_thread(
-        system.policy.update, batch, system.objective, weights, recipe.trainer.micro_batch_tokens
+        system.policy.update, batch, system.objective, weights, recipe.trainer.micro_batch_tokens, teacher_heads=system.teacher_heads
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,12 +30,18 @@ TOKEN = "test-token"
 
 
 def write_tokenizer(folder: Path, vocab: dict[str, int], special: dict[str, str]) -> None:
-    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}, "added_tokens": []}
+    tokenizer = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+        "added_tokens": [],
+    }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
 
 
-def write_model(folder: Path, kind: str = "qwen3", seed: int = 0, vocab: int = VOCAB, **changes: object) -> Path:
+def write_model(
+    folder: Path, kind: str = "qwen3", seed: int = 0, vocab: int = VOCAB, **changes: object
+) -> Path:
     """A random model of a real architecture, sharp enough that its scores are far from uniform."""
     shape = {
         "vocab_size": vocab,
@@ -73,8 +81,12 @@ def random_items(
         tokens = rng.integers(0, vocab, length).astype(np.int32)
         wanted = np.flatnonzero(rng.random(length - 1) < 0.6) + 1
         positions = (wanted if len(wanted) else np.array([length - 1])).astype(np.int32)
-        ids = rng.integers(0, vocab, (len(positions), k)).astype(np.int32) if signal is Signal.AT_IDS else None
-        items.append(ScoreItem(f"row-{seed}-{i}", tokens, positions, signal, k if signal is Signal.TOPK else 0, ids))
+        ids = (
+            rng.integers(0, vocab, (len(positions), k)).astype(np.int32) if signal is Signal.AT_IDS else None
+        )
+        items.append(
+            ScoreItem(f"row-{seed}-{i}", tokens, positions, signal, k if signal is Signal.TOPK else 0, ids)
+        )
     return items
 
 
@@ -98,7 +110,9 @@ class ReplicaProcess:
             self.watch = -1
 
 
-def spawn_replica(model: Path, folder: Path, name: str = "math", *options: str, token: str | None = TOKEN) -> ReplicaProcess:
+def spawn_replica(
+    model: Path, folder: Path, name: str = "math", *options: str, token: str | None = TOKEN
+) -> ReplicaProcess:
     """Start a real server process; `await_ready` waits until it can score."""
     folder.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()
@@ -107,7 +121,15 @@ def spawn_replica(model: Path, folder: Path, name: str = "math", *options: str, 
     if token is not None:
         env["UNDERSTUDY_TOKEN"] = token
     command = [sys.executable, "-m", "understudy.teacher.server", "--model", str(model), "--name", name]
-    command += ["--threads", "1", "--ready-file", str(folder / "ready.json"), "--watch-fd", str(read_end), *options]
+    command += [
+        "--threads",
+        "1",
+        "--ready-file",
+        str(folder / "ready.json"),
+        "--watch-fd",
+        str(read_end),
+        *options,
+    ]
     log = folder / "log.txt"
     with log.open("ab") as stream:
         process = subprocess.Popen(command, env=env, stdout=stream, stderr=stream, pass_fds=[read_end])
@@ -118,7 +140,9 @@ def spawn_replica(model: Path, folder: Path, name: str = "math", *options: str, 
 def ready_url(replica: ReplicaProcess, folder: Path) -> str | None:
     ready = folder / "ready.json"
     if replica.process.poll() is not None:
-        raise RuntimeError(f"replica ended with {replica.process.returncode}: {replica.log.read_text()[-2000:]}")
+        raise RuntimeError(
+            f"replica ended with {replica.process.returncode}: {replica.log.read_text()[-2000:]}"
+        )
     return json.loads(ready.read_text())["url"] if ready.exists() else None
 
 
@@ -132,38 +156,134 @@ def await_ready(replica: ReplicaProcess, folder: Path, seconds: float = 90) -> s
     raise RuntimeError(f"replica not ready: {replica.log.read_text()[-2000:]}")
 
 
+class Nursery:
+    """Forks real replica processes from one that has already imported everything; see replica_nursery.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        script = Path(__file__).with_name("replica_nursery.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.count = 0
+        self._answer()
+
+    def _answer(self) -> dict[str, int]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("the nursery ended")
+        return json.loads(line)
+
+    def fork(
+        self,
+        model: Path,
+        options: Sequence[str] = (),
+        lie: str | None = None,
+        rate: float = 1.0,
+        seed: int = 0,
+    ) -> Child:
+        self.count += 1
+        folder = self.folder / f"replica-{self.count}"
+        folder.mkdir(parents=True)
+        argv = [
+            "--model",
+            str(model),
+            "--name",
+            "math",
+            "--threads",
+            "1",
+            "--ready-file",
+            str(folder / "ready.json"),
+            *options,
+        ]
+        order = {
+            "argv": argv,
+            "log": str(folder / "log.txt"),
+            "token": TOKEN,
+            "lie": lie,
+            "rate": rate,
+            "seed": seed,
+        }
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return Child(self._answer()["pid"], folder)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
 @dataclass
-class ProcessLauncher:
+class Child:
+    """A forked replica, known by its process id."""
+
+    pid: int
+    folder: Path
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "log.txt"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def lies(self) -> list[str]:
+        """The lies it told, in order."""
+        return re.findall(r"^lied: (\w+)$", self.log, re.MULTILINE)
+
+    def alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    async def ready(self, seconds: float = 60) -> Endpoint:
+        until = time.monotonic() + seconds
+        while not (self.folder / "ready.json").exists():
+            if not self.alive() or time.monotonic() > until:
+                raise RuntimeError(f"replica {self.pid} did not start: {self.log[-2000:]}")
+            await asyncio.sleep(0.02)
+        return Endpoint(json.loads((self.folder / "ready.json").read_text())["url"], TOKEN)
+
+    async def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        while self.alive():
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class NurseryLauncher:
     """A launcher over real processes, as a cluster would be."""
 
+    nursery: Nursery
     model: Path
-    folder: Path
     options: Sequence[str] = ()
-    running: dict[str, ReplicaProcess] = field(default_factory=dict)
-    starts: int = 0
-    hold: float = 0.0
-    """Until this time.monotonic(), starts fail: the machine is down."""
+    lies: dict[str, tuple[str, float, int]] = field(default_factory=dict)
+    """Replica → (lie, rate, seed)."""
+    children: dict[str, Child] = field(default_factory=dict)
+    every: list[Child] = field(default_factory=list)
+    down: bool = False
+    """While set, nothing can be started: the machine is down."""
 
     async def start(self, replica: str) -> Endpoint:
-        if time.monotonic() < self.hold:
+        if self.down:
             raise RuntimeError("the machine is down")
-        self.starts += 1
-        folder = self.folder / f"{replica}-{self.starts}"
-        process = spawn_replica(self.model, folder, "math", *self.options)
-        self.running[replica] = process
-        while not (url := ready_url(process, folder)):
-            await asyncio.sleep(0.05)
-        process.url = url
-        return Endpoint(url, TOKEN)
+        lie, rate, seed = self.lies.get(replica, (None, 0.0, 0))
+        child = self.nursery.fork(self.model, self.options, lie, rate, seed)
+        self.children[replica] = child
+        self.every.append(child)
+        return await child.ready()
 
     async def stop(self, replica: str) -> None:
-        if replica in self.running:
-            await asyncio.to_thread(self.running.pop(replica).end)
+        if replica in self.children:
+            await self.children.pop(replica).end()
 
     def alive(self, replica: str) -> bool:
-        return replica in self.running and self.running[replica].process.poll() is None
-
-    def end_all(self) -> None:
-        for process in self.running.values():
-            process.end()
-        self.running.clear()
+        return replica in self.children and self.children[replica].alive()

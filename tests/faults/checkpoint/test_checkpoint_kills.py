@@ -71,6 +71,7 @@ def test_killed_at_a_named_point(tmp_path: Path, fault: str) -> None:
     assert_whole(checkpoint)
     assert checkpoint.step == (3 if fault in AFTER_THE_MARK else 2)
     assert checkpoint.skipped == ()
+    store.recover()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
     store.save(3, state_of(3), {"cursor": 3})
     assert_whole(store.load())
@@ -87,6 +88,7 @@ def test_killed_while_a_step_is_saved_again(tmp_path: Path) -> None:
     assert child.exitcode == -signal.SIGKILL and last_acknowledged(reader) == 0
     assert not (tmp_path / "step-000002").exists()
     assert_whole(store.load())
+    store.recover()
     assert store.steps() == [1, 2]
     assert_whole(store.load(2))
 

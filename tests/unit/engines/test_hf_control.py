@@ -16,7 +16,7 @@ from understudy.engines.schedule import Batching
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 
-LONG = Sampling(max_new_tokens=100)
+LONG = Sampling(max_new_tokens=48)
 
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -67,7 +67,7 @@ def test_abort_keeps_what_was_written() -> None:
             await engine.abort()
             (generation,) = await task
             assert generation.stop_reason is StopReason.ABORTED
-            assert 4 <= len(generation.tokens) < 100
+            assert 4 <= len(generation.tokens) < 48
             assert generation.tokens.tolist() == plain[: len(generation.tokens)]
             (after,) = await engine.generate([request])
             assert after.tokens.tolist() == plain, "the engine goes on after an abort"
@@ -78,7 +78,7 @@ def test_abort_keeps_what_was_written() -> None:
 def test_pause_holds_everything_and_resume_changes_nothing() -> None:
     model = make_model("qwen3")
     steps: list[int] = []
-    requests = make_requests(4, LONG)
+    requests = make_requests(2, LONG)
     plain = [generate_plainly(model, request)[0] for request in requests]
 
     async def body() -> None:
@@ -109,9 +109,9 @@ def test_a_live_update_continues_generations_under_the_new_weights() -> None:
             assert engine.version == 4
             for request, generation in zip(requests, await task, strict=True):
                 switch = int((generation.weight_versions == 3).sum())
-                assert generation.weight_versions.tolist() == [3] * switch + [4] * (100 - switch)
-                assert 0 < switch < 100
-                for start, end, model in ((0, switch, old), (switch, 100, new)):
+                assert generation.weight_versions.tolist() == [3] * switch + [4] * (48 - switch)
+                assert 0 < switch < 48
+                for start, end, model in ((0, switch, old), (switch, 48, new)):
                     ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens[:end].tolist()]])
                     with torch.no_grad():
                         logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
@@ -171,11 +171,11 @@ def test_incomplete_or_foreign_weights_are_refused_and_the_engine_says_so() -> N
 @pytest.mark.parametrize("batching", list(Batching))
 def test_many_callers_at_once(batching: Batching) -> None:
     model = make_model("qwen3")
-    requests = make_requests(30, Sampling(15, (EOS,)))
+    requests = make_requests(16, Sampling(8, (EOS,)))
     plain = [generate_plainly(model, request)[0] for request in requests]
 
     async def body() -> None:
-        async with engine_over(model, batching=batching, max_batch=8) as engine:
+        async with engine_over(model, batching=batching, max_batch=4) as engine:
             calls = [engine.generate([request]) for request in requests]
             generations = [generation for (generation,) in await asyncio.gather(*calls)]
             assert [g.tokens.tolist() for g in generations] == plain

@@ -42,7 +42,7 @@ def run(model: Any, requests: list[GenerateRequest], **settings: Any) -> list[Ge
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_and_logprobs_equal_a_plain_forward_loop(name: str) -> None:
     model = make_model("qwen3")
-    requests = make_requests(10, SETTINGS[name])
+    requests = make_requests(6, SETTINGS[name])
     for request, generation in zip(requests, run(model, requests), strict=True):
         tokens, logprobs = generate_plainly(model, request)
         assert generation.tokens.tolist() == tokens
@@ -87,7 +87,7 @@ def test_logprobs_match_a_teacher_forced_forward() -> None:
 def test_tokens_do_not_depend_on_the_neighbours() -> None:
     """Alone, all together (with padding), reversed, and in small batches that rows join and leave."""
     model = make_model("qwen3")
-    requests = make_requests(24, PLAIN)
+    requests = make_requests(12, PLAIN)
     together = run(model, requests)
     backwards = run(model, requests[::-1])[::-1]
     small = run(model, requests, max_batch=5)

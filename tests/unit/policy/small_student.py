@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from transformers import (
     Gemma2Config,
@@ -13,6 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from understudy.policy.forward import Objective
 from understudy.policy.head import logits_of
 from understudy.policy.optimizer import AdamWSettings
 from understudy.policy.policy import PolicySettings
@@ -132,12 +135,28 @@ def cross_entropy(head: StudentHead, inputs: LossInputs) -> LossOutput:
     )
 
 
+def poisoned(where: str, token: int) -> Objective:
+    """Cross-entropy that breaks on one token id: in its value, or only in its gradient."""
+
+    def objective(head: StudentHead, inputs: LossInputs) -> LossOutput:
+        output = cross_entropy(head, inputs)
+        hit_N = inputs.token_ids_N == token
+        if where == "loss":
+            return replace(output, loss=output.loss + torch.where(hit_N, float("nan"), 0.0).sum())
+        # sqrt has an infinite slope at 0: the value stays finite, the gradient does not.
+        zero_N = torch.where(hit_N, (head.hidden_NH[:, 0] * 0.0).abs(), 1.0)
+        return replace(
+            output,
+            loss=output.loss + zero_N.sqrt().sum() * 0.0 + torch.where(hit_N, zero_N.sqrt(), 0.0).sum(),
+        )
+
+    return objective
+
+
 def plain_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """The same loss from transformers' own forward, one row at a time, in float64-summed plain code."""
     parts = []
     for ids, mask in zip(batch.tokens, batch.loss_mask, strict=True):
         logprobs_TV = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-        for t in range(1, len(ids)):
-            if mask[t]:
-                parts.append(-logprobs_TV[t - 1, ids[t]])
+        parts += [-logprobs_TV[t - 1, ids[t]] for t in range(1, len(ids)) if mask[t]]
     return torch.stack(parts).mean()

@@ -46,9 +46,9 @@ def test_loss_and_gradient_equal_a_plain_forward(name: str) -> None:
     expected = plain_loss(reference, batch)
     expected.backward()
     assembler = Assembler(batch, token_mean(batch))
-    output = policy.forward(assembler.cut(list(range(len(batch))), Layout.PADDED), cross_entropy)
-    output.loss.backward()
-    assert output.loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    loss, _ = policy.forward(assembler.cut(list(range(len(batch))), Layout.PADDED), cross_entropy)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     for (which, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-5), which
 
@@ -62,7 +62,7 @@ def test_packed_equals_padded(name: str) -> None:
         forward = StudentForward(model)
         micro = Assembler(batch, token_mean(batch)).cut([4, 0, 9, 2], layout)
         with attention_for(model, layout):
-            loss = forward(micro, cross_entropy).loss
+            loss, _ = forward(micro, cross_entropy)
             loss.backward()
         assert model.config._attn_implementation == "sdpa"
         found[layout] = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
@@ -86,7 +86,7 @@ def test_packed_sliding_window_equals_padded() -> None:
         model = windowed()
         micro = Assembler(batch, token_mean(batch)).cut(list(range(len(batch))), layout)
         with attention_for(model, layout):
-            losses.append(StudentForward(model)(micro, cross_entropy).loss.item())
+            losses.append(StudentForward(model)(micro, cross_entropy)[0].item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert losses[0] == pytest.approx(plain_loss(windowed(), batch).item(), abs=1e-5)
 
@@ -147,7 +147,7 @@ def test_each_token_is_predicted_from_the_position_before_it(layout: Layout) -> 
         return logits_of(head).argmax(-1).tolist(), inputs.token_ids_N.tolist()
 
     micro = Assembler(batch, token_mean(batch)).cut(rows, layout)
-    assert StudentForward(PositionModel())(micro, positions) == (expected, targets)  # type: ignore[arg-type]
+    assert StudentForward(PositionModel())(micro, positions)[1] == (expected, targets)  # type: ignore[arg-type]
     assert micro.inputs.positions_N.tolist() == [place for row in rows for place in range(sum(masks[row]))]
     assert micro.inputs.sequence_ids_N.tolist() == [
         i for i, row in enumerate(rows) for _ in range(sum(masks[row]))
@@ -190,7 +190,7 @@ def test_an_unaligned_column_is_refused_by_name() -> None:
     short = Jagged.from_rows([torch.ones(1), torch.ones(1)])
     with pytest.raises(PolicyError, match=r"weights is not aligned.*row row-000 has 1 entries, expected 2"):
         Assembler(batch, short)
-    with pytest.raises(PolicyError, match="weights is not aligned.*1 rows, expected 2"):
+    with pytest.raises(PolicyError, match=r"weights is not aligned.*1 rows, expected 2"):
         Assembler(batch, [torch.ones(2)])
 
 
@@ -203,7 +203,7 @@ def test_the_first_token_cannot_bear_loss() -> None:
 def test_bad_numbers_name_the_rows() -> None:
     batch = batch_of([[0, 1], [0, 1, 1]])
     batch.behaviour_logprobs.values[1] = float("nan")
-    with pytest.raises(LossInputError, match="behaviour_logprobs_N holds nan.*row-000"):
+    with pytest.raises(LossInputError, match=r"behaviour_logprobs_N holds nan.*row-000"):
         Assembler(batch, token_mean(batch)).cut([0, 1], Layout.PADDED)
 
 
@@ -226,7 +226,7 @@ def test_softcap_reaches_the_loss() -> None:
     head_of_gemma = StudentForward(gemma2())
     assert head_of_gemma.facts.softcap == 5.0
     batch = varied_batch(rows=2)
-    logits = head_of_gemma(
+    _, logits = head_of_gemma(
         Assembler(batch, token_mean(batch)).cut([0, 1], Layout.PADDED), lambda head, _: logits_of(head)
     )
     assert logits.abs().max() <= 5.0

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from small_student import batch_of, cross_entropy, plain_loss, qwen3, settings, token_mean, varied_batch
+from small_student import (
+    batch_of,
+    cross_entropy,
+    plain_loss,
+    poisoned,
+    qwen3,
+    settings,
+    token_mean,
+    varied_batch,
+)
 
 from understudy.errors import CheckpointError, PolicyError
 from understudy.policy.load import switch_off_dropout
@@ -137,24 +145,6 @@ def test_gradient_checkpointing_changes_no_number() -> None:
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-def poisoned(where: str, token: int) -> object:
-    """Cross-entropy that breaks on one token id: in its value, or only in its gradient."""
-
-    def objective(head: StudentHead, inputs: LossInputs) -> LossOutput:
-        output = cross_entropy(head, inputs)
-        hit_N = inputs.token_ids_N == token
-        if where == "loss":
-            return replace(output, loss=output.loss + torch.where(hit_N, float("nan"), 0.0).sum())
-        # sqrt has an infinite slope at 0: the value stays finite, the gradient does not.
-        zero_N = torch.where(hit_N, (head.hidden_NH[:, 0] * 0.0).abs(), 1.0)
-        return replace(
-            output,
-            loss=output.loss + zero_N.sqrt().sum() * 0.0 + torch.where(hit_N, zero_N.sqrt(), 0.0).sum(),
-        )
-
-    return objective
-
-
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_touches_nothing_and_names_the_rows(where: str) -> None:
     batch = varied_batch()
@@ -170,7 +160,7 @@ def test_a_step_that_is_not_finite_touches_nothing_and_names_the_rows(where: str
     policy.update(batch, cross_entropy, token_mean(batch))
     before = policy.state().detached()
     with pytest.raises(PolicyError, match="The weights were not touched") as caught:
-        policy.update(batch, poisoned(where, bad_token), token_mean(batch), 64)  # type: ignore[arg-type]
+        policy.update(batch, poisoned(where, bad_token), token_mean(batch), 64)
     after = policy.state()
     assert before.progress["step"] == after.progress["step"] == 1
     for name, tensor in {**before.model, **before.optimizer}.items():
@@ -243,7 +233,7 @@ def test_low_precision_gradients_add_up_in_float32() -> None:
 def test_a_state_of_another_model_is_refused() -> None:
     policy = Policy(qwen3(), settings())
     state = Policy(qwen3(tied=False), settings()).state()
-    with pytest.raises(CheckpointError, match="unknown \\['lm_head.weight'\\]"):
+    with pytest.raises(CheckpointError, match=r"unknown \['lm_head.weight'\]"):
         policy.load_state(state)
     half = Policy(qwen3(dtype=torch.bfloat16), settings()).state()
     with pytest.raises(CheckpointError, match="resume with the model and dtype"):

@@ -5,8 +5,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract" / "teacher"))
 
-import torch  # noqa: E402
-from teacher_rig import write_model  # noqa: E402
+import torch
+from teacher_rig import write_model
 
 torch.set_num_threads(1)
 

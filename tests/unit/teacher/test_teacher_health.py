@@ -5,7 +5,9 @@ import pytest
 from understudy.teacher.balance import DEBT_HALF_LIFE, Load, least_loaded
 from understudy.teacher.health import Failure, HealthRules, ReplicaLife, State
 
-RULES = HealthRules(eject_after=3, eject_after_bad_replies=2, backoff_first=1.0, backoff_most=8.0, forgive_after=60.0)
+RULES = HealthRules(
+    eject_after=3, eject_after_bad_replies=2, backoff_first=1.0, backoff_most=8.0, forgive_after=60.0
+)
 
 
 def healthy(now: float = 0.0) -> ReplicaLife:
@@ -116,7 +118,9 @@ def test_a_failed_restart_waits_longer_and_stays_out() -> None:
     assert life.state is State.EJECTED and life.retry_at == 8.0 and life.last_reason == "other weights"
 
 
-@pytest.mark.parametrize("event", ["request_ok", "request_failed", "died", "probe_passed", "started", "eject"])
+@pytest.mark.parametrize(
+    "event", ["request_ok", "request_failed", "died", "probe_passed", "started", "eject"]
+)
 def test_retired_is_final(event: str) -> None:
     life = healthy()
     life.retire()
@@ -172,6 +176,10 @@ def test_a_replica_that_fails_fast_does_not_look_idle() -> None:
     assert least_loaded([("fails", quick_to_fail), ("busy", busy)], 0.0) == "busy"
     later = 10 * DEBT_HALF_LIFE
     assert least_loaded([("fails", quick_to_fail), ("busy", busy)], later) == "fails"
+    busy.end(1000)
+    busy.begin(5000)
+    busy.end(5000)
+    assert least_loaded([("fails", quick_to_fail), ("idle", busy)], 20 * DEBT_HALF_LIFE) == "fails"
     quick_to_fail.failed(10**9, later)
     quick_to_fail.settled()
     assert quick_to_fail.debt(later) == 0

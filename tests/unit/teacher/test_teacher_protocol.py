@@ -63,7 +63,9 @@ def test_a_request_arrives_as_it_was_sent() -> None:
     for item, start, count in zip(items, got.starts_N, got.token_counts_N, strict=True):
         np.testing.assert_array_equal(got.tokens_T[start : start + count], item.tokens)
     np.testing.assert_array_equal(got.positions_P, np.concatenate([item.positions for item in items]))
-    np.testing.assert_array_equal(got.tokens_T[got.flat_positions_P], np.concatenate([i.tokens[i.positions] for i in items]))
+    np.testing.assert_array_equal(
+        got.tokens_T[got.flat_positions_P], np.concatenate([i.tokens[i.positions] for i in items])
+    )
     assert items[4].ids is not None
     np.testing.assert_array_equal(got.ids, items[4].ids.reshape(-1))
 
@@ -83,13 +85,17 @@ def test_a_reply_splits_into_the_scores_of_each_row() -> None:
             assert score.ids is not None and score.logprobs is not None
             assert score.ids.shape == score.logprobs.shape == (count, k)
             np.testing.assert_array_equal(score.ids.reshape(-1), sent.ids[at_ids : at_ids + count * k])
-            np.testing.assert_array_equal(score.logprobs.reshape(-1), sent.logprobs[at_ids : at_ids + count * k])
+            np.testing.assert_array_equal(
+                score.logprobs.reshape(-1), sent.logprobs[at_ids : at_ids + count * k]
+            )
             at_ids += count * k
         else:
             assert score.ids is None and score.logprobs is None
         if item.signal is Signal.HIDDEN:
             assert score.hidden is not None and score.hidden.shape == (count, 6)
-            np.testing.assert_array_equal(score.hidden.reshape(-1), sent.hidden[at_hidden : at_hidden + count * 6])
+            np.testing.assert_array_equal(
+                score.hidden.reshape(-1), sent.hidden[at_hidden : at_hidden + count * 6]
+            )
             at_hidden += count * 6
 
 
@@ -113,7 +119,13 @@ def test_a_head_arrives_as_it_was_sent(weight: np.ndarray, bias: bool) -> None:
 
 @pytest.mark.parametrize(
     ("positions", "told"),
-    [([0, 1], "position 0"), ([2, 2], "position 2"), ([3, 2], "position 2"), ([4], "position 4"), ([-1], "position -1")],
+    [
+        ([0, 1], "position 0"),
+        ([2, 2], "position 2"),
+        ([3, 2], "position 2"),
+        ([4], "position 4"),
+        ([-1], "position -1"),
+    ],
 )
 def test_positions_that_cannot_be_judged_are_refused_by_name(positions: list[int], told: str) -> None:
     item = ScoreItem("row-9", np.arange(4, dtype=np.int32), np.array(positions, np.int32), Signal.SAMPLED)
@@ -123,7 +135,7 @@ def test_positions_that_cannot_be_judged_are_refused_by_name(positions: list[int
 
 def test_items_that_make_no_sense_are_refused_by_name() -> None:
     tokens, positions = np.arange(4, dtype=np.int32), np.array([1, 2], np.int32)
-    with pytest.raises(TeacherError, match="row-k.*k ≥ 1"):
+    with pytest.raises(TeacherError, match=r"row-k.*k ≥ 1"):
         request_of([ScoreItem("row-k", tokens, positions, Signal.TOPK, 0)])
     with pytest.raises(TeacherError, match=r"row-i.*\[2, K\], got None"):
         request_of([ScoreItem("row-i", tokens, positions, Signal.AT_IDS)])
@@ -157,7 +169,9 @@ def test_a_wrong_prefix_is_refused_with_the_reason(changes: dict[str, int | byte
 
 def forged(header: bytes, body: bytes = b"") -> bytes:
     header += b" " * (-len(header) % 8)
-    return protocol.PREFIX.pack(protocol.MAGIC, protocol.VERSION, 1, len(header), 0, len(body)) + header + body
+    return (
+        protocol.PREFIX.pack(protocol.MAGIC, protocol.VERSION, 1, len(header), 0, len(body)) + header + body
+    )
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ class NamedPool:
     async def score(self, items: list[ScoreItem]) -> list[TeacherScores]:
         self.asked.append([item.key for item in items])
         await asyncio.sleep(0)
-        return [TeacherScores(i.key, self.name, i.signal, np.zeros(len(i.positions), np.float32)) for i in items]
+        return [
+            TeacherScores(i.key, self.name, i.signal, np.zeros(len(i.positions), np.float32)) for i in items
+        ]
 
 
 def router(**changes: Any) -> TeacherRouter:
@@ -68,7 +70,10 @@ def test_one_teacher_takes_everything() -> None:
 
 
 def test_an_unknown_value_lists_the_keys_and_the_nearest() -> None:
-    with pytest.raises(TeacherError, match=r"no teacher for 'openai/gsm8'; keys are 'openai/gsm8k', 'mbpp'; the nearest is 'openai/gsm8k'"):
+    with pytest.raises(
+        TeacherError,
+        match=r"no teacher for 'openai/gsm8'; keys are 'openai/gsm8k', 'mbpp'; the nearest is 'openai/gsm8k'",
+    ):
         router().route("openai/gsm8")
     only: Any = {"t": NamedPool("t")}
     with pytest.raises(TeacherError, match="no teacher for 'zzz'"):
@@ -150,7 +155,9 @@ def test_unigram_vocabularies_and_added_tokens_are_read(tmp_path: Path) -> None:
 
 def test_a_teacher_is_refused_for_what_it_cannot_give() -> None:
     check_signals(MANIFEST, [Signal.TOPK], 20, 100)
-    with pytest.raises(TeacherError, match=r"cannot give at_ids, hidden; its native backend offers sampled, topk") as caught:
+    with pytest.raises(
+        TeacherError, match=r"cannot give at_ids, hidden; its native backend offers sampled, topk"
+    ) as caught:
         check_signals(MANIFEST, [Signal.AT_IDS, Signal.HIDDEN], 64, 101)
     assert "at most 20 candidates; the loss asks for 64" in str(caught.value)
     assert "prompt + response + 1 needs 101" in str(caught.value)
@@ -160,7 +167,7 @@ def test_replicas_must_be_the_same_teacher() -> None:
     probe = np.array([-1.0, -2.0], np.float32)
     first = Identity(MANIFEST, probe)
     check_same(first, Identity(MANIFEST, probe + 5e-5), "b")
-    with pytest.raises(TeacherError, match="replica b: scores of the fixed tokens differ by 0.01"):
+    with pytest.raises(TeacherError, match=r"replica b: scores of the fixed tokens differ by 0\.01"):
         check_same(first, Identity(MANIFEST, probe + np.float32(0.01)), "b")
     with pytest.raises(TeacherError, match="fixed tokens differ by nan"):
         check_same(first, Identity(MANIFEST, probe * np.float32(np.nan)), "b")

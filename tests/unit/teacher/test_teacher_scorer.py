@@ -36,12 +36,16 @@ def plain_logprobs(folder: Path, item: ScoreItem) -> np.ndarray:
     return logits.log_softmax(-1).numpy()[item.positions - 1]
 
 
-def assert_same_as_plain(folder: Path, items: list[ScoreItem], scores: list[TeacherScores], atol: float = 1e-4) -> None:
+def assert_same_as_plain(
+    folder: Path, items: list[ScoreItem], scores: list[TeacherScores], atol: float = 1e-4
+) -> None:
     for item, score in zip(items, scores, strict=True):
         plain_PV = plain_logprobs(folder, item)
         assert score.key == item.key
         judged = item.tokens[item.positions]
-        np.testing.assert_allclose(score.sampled_logprobs, np.take_along_axis(plain_PV, judged[:, None], 1)[:, 0], atol=atol)
+        np.testing.assert_allclose(
+            score.sampled_logprobs, np.take_along_axis(plain_PV, judged[:, None], 1)[:, 0], atol=atol
+        )
         if item.signal is Signal.TOPK:
             assert score.ids is not None and score.logprobs is not None
             best_PK = np.sort(plain_PV, axis=1)[:, ::-1][:, : item.k]
@@ -132,7 +136,7 @@ def test_warm_up_refuses_a_model_without_weights(tmp_path: Path) -> None:
     frozen = load_frozen(str(write_model(tmp_path / "empty")))
     for tensor in frozen.model.state_dict().values():
         tensor.zero_()
-    with pytest.raises(TeacherError, match="same probability.*−ln V"):
+    with pytest.raises(TeacherError, match=r"same probability.*−ln V"):
         Scorer("t", frozen).warm_up()
 
 

@@ -66,18 +66,36 @@ def shifted(reply: ScoreReply, asked: ScoreRequest) -> ScoreReply:
 
 
 LIES: dict[str, tuple[Callable[[ScoreReply, ScoreRequest], ScoreReply], str]] = {
-    "NaN for the judged token": (lambda r, a: replace(r, sampled_P=altered(r.sampled_P, 1, np.nan)), "finite number ≤ 0"),
+    "NaN for the judged token": (
+        lambda r, a: replace(r, sampled_P=altered(r.sampled_P, 1, np.nan)),
+        "finite number ≤ 0",
+    ),
     "infinite": (lambda r, a: replace(r, sampled_P=altered(r.sampled_P, 1, -np.inf)), "finite number ≤ 0"),
     "positive": (lambda r, a: replace(r, sampled_P=altered(r.sampled_P, 1, 0.01)), "finite number ≤ 0"),
-    "NaN candidate": (lambda r, a: replace(r, logprobs=altered(r.logprobs, K + 2, np.nan)), "finite number ≤ 0"),
-    "positive candidate": (lambda r, a: replace(r, logprobs=altered(r.logprobs, K, 0.5)), "finite number ≤ 0"),
+    "NaN candidate": (
+        lambda r, a: replace(r, logprobs=altered(r.logprobs, K + 2, np.nan)),
+        "finite number ≤ 0",
+    ),
+    "positive candidate": (
+        lambda r, a: replace(r, logprobs=altered(r.logprobs, K, 0.5)),
+        "finite number ≤ 0",
+    ),
     "unsorted": (lambda r, a: replace(r, logprobs=swapped(r.logprobs, K, K + 4)), "not sorted"),
-    "too much mass": (lambda r, a: replace(r, logprobs=altered(r.logprobs, slice(K, 2 * K), -0.5)), "more than all"),
-    "an id beyond the vocabulary": (lambda r, a: replace(r, ids=altered(r.ids, K + 1, VOCAB)), "outside the vocabulary"),
+    "too much mass": (
+        lambda r, a: replace(r, logprobs=altered(r.logprobs, slice(K, 2 * K), -0.5)),
+        "more than all",
+    ),
+    "an id beyond the vocabulary": (
+        lambda r, a: replace(r, ids=altered(r.ids, K + 1, VOCAB)),
+        "outside the vocabulary",
+    ),
     "a negative id": (lambda r, a: replace(r, ids=altered(r.ids, K + 1, -1)), "negative"),
     "an id twice": (lambda r, a: replace(r, ids=altered(r.ids, K + 1, r.ids[K])), "twice"),
     "shifted by one": (shifted, "shifted|likelier"),
-    "judges other tokens": (lambda r, a: replace(r, judged_P=altered(r.judged_P, 1, (r.judged_P[1] + 1) % VOCAB)), "shifted"),
+    "judges other tokens": (
+        lambda r, a: replace(r, judged_P=altered(r.judged_P, 1, (r.judged_P[1] + 1) % VOCAB)),
+        "shifted",
+    ),
 }
 
 
@@ -93,14 +111,14 @@ def test_a_lie_about_row_0_is_caught_and_named(lie: str, asked: ScoreRequest, ho
 
 
 def test_a_short_reply_is_caught(asked: ScoreRequest, honest: ScoreReply) -> None:
-    with pytest.raises(TeacherReplyError, match="row 'row-2-1'.*positions"):
+    with pytest.raises(TeacherReplyError, match=r"row 'row-2-1'.*positions"):
         check_reply(asked, replace(honest, position_counts_N=altered(honest.position_counts_N, 4, 1)), ORIGIN)
     with pytest.raises(TeacherReplyError, match="rows"):
         check_reply(asked, replace(honest, keys=honest.keys[:-1]), ORIGIN)
 
 
 def test_a_reply_to_another_request_is_caught(asked: ScoreRequest, honest: ScoreReply) -> None:
-    with pytest.raises(TeacherReplyError, match="row 'row-2-0'.*other tokens"):
+    with pytest.raises(TeacherReplyError, match=r"row 'row-2-0'.*other tokens"):
         check_reply(asked, replace(honest, digests_N=altered(honest.digests_N, 3, 1)), ORIGIN)
     with pytest.raises(TeacherReplyError, match="rows"):
         check_reply(asked, replace(honest, keys=honest.keys[::-1]), ORIGIN)
@@ -114,9 +132,15 @@ def test_lies_in_other_blocks_are_placed_too(asked: ScoreRequest, honest: ScoreR
     start_5 = sum(n * k for n, k in zip(counts[:5], asked.k_N[:5], strict=True))
     start_7 = sum(n * k for n, k in zip(counts[:7], asked.k_N[:7], strict=True))
     with pytest.raises(TeacherReplyError, match=f"'row-3-0', position {position_of(asked, 5, 1)}: other ids"):
-        check_reply(asked, replace(honest, ids=altered(honest.ids, start_5 + 3, (honest.ids[start_5 + 3] + 1) % VOCAB)), ORIGIN)
+        check_reply(
+            asked,
+            replace(honest, ids=altered(honest.ids, start_5 + 3, (honest.ids[start_5 + 3] + 1) % VOCAB)),
+            ORIGIN,
+        )
     with pytest.raises(TeacherReplyError, match=f"'row-4-0', position {position_of(asked, 7, 0)}: .*sorted"):
         check_reply(asked, replace(honest, logprobs=swapped(honest.logprobs, start_7, start_7 + 2)), ORIGIN)
     size = honest.hidden_size
-    with pytest.raises(TeacherReplyError, match=f"'row-5-0', position {position_of(asked, 8, 1)}: a hidden state"):
+    with pytest.raises(
+        TeacherReplyError, match=f"'row-5-0', position {position_of(asked, 8, 1)}: a hidden state"
+    ):
         check_reply(asked, replace(honest, hidden=altered(honest.hidden, size + 3, 0x7FC0)), ORIGIN)

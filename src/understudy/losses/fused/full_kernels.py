@@ -1,5 +1,8 @@
 """Triton kernels for divergences over the whole vocabulary.
 
+A log-probability is (z − peak) − log_total, never z − lse: with logits in the hundreds, one rounded lse would cost four
+digits of every probability.
+
 One program handles one row, so nothing is shared between programs and results do not depend on scheduling.
 
 Shape legend: C rows of the chunk, V vocabulary, K candidates.
@@ -27,7 +30,7 @@ from understudy.losses.fused.kernel_maths import (
 
 @triton.jit
 def full_summary_kernel(
-    x_ptr, t_ptr, token_ptr, lse_q_ptr, lse_p_ptr, logp_ptr, entropy_ptr, loss_ptr, slope_sum_ptr,
+    x_ptr, t_ptr, token_ptr, peaks_ptr, log_totals_ptr, logp_ptr, entropy_ptr, loss_ptr, slope_sum_ptr,
     vocab, stride, teacher_stride, shape, scale, softcap, inverse_temperature,
     teacher_scale, teacher_softcap, teacher_inverse_temperature,
     KIND: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,14 +87,17 @@ def full_summary_kernel(
             reverse += tl.where(eq > 0.0, eq * (z - t), 0.0)
     q_total = tl.sum(q_sum, 0)
     p_total = tl.sum(p_sum, 0)
-    lse_q = q_peak + tl.log(q_total)
-    lse_p = p_peak + tl.log(p_total)
-    tl.store(lse_q_ptr + row, lse_q)
-    tl.store(lse_p_ptr + row, lse_p)
-    tl.store(logp_ptr + row, z_token - lse_q)
-    tl.store(entropy_ptr + row, tl.log(q_total) - tl.sum(moment, 0) / q_total)
-    forward_kl = tl.sum(forward, 0) / p_total - (lse_p - lse_q)
-    reverse_kl = tl.sum(reverse, 0) / q_total - (lse_q - lse_p)
+    log_q_total = tl.log(q_total)
+    log_p_total = tl.log(p_total)
+    tl.store(peaks_ptr + 2 * row, q_peak)
+    tl.store(peaks_ptr + 2 * row + 1, p_peak)
+    tl.store(log_totals_ptr + 2 * row, log_q_total)
+    tl.store(log_totals_ptr + 2 * row + 1, log_p_total)
+    tl.store(logp_ptr + row, z_token - q_peak - log_q_total)
+    tl.store(entropy_ptr + row, log_q_total - tl.sum(moment, 0) / q_total)
+    lead = (p_peak - q_peak) + (log_p_total - log_q_total)
+    forward_kl = tl.sum(forward, 0) / p_total - lead
+    reverse_kl = tl.sum(reverse, 0) / q_total + lead
     if KIND == FORWARD_KL:
         loss = forward_kl
         slope_sum = -1.0
@@ -111,7 +117,7 @@ def full_summary_kernel(
             y = tl.load(t_base + at, mask=valid, other=NEGATIVE_INFINITY).to(tl.float32)
             z = transformed(x, scale, softcap, inverse_temperature, HAS_CAP)
             t = transformed(y, teacher_scale, teacher_softcap, teacher_inverse_temperature, TEACHER_HAS_CAP)
-            term, slope = divergence_terms(t - lse_p, z - lse_q, shape, KIND)
+            term, slope = divergence_terms(t - p_peak - log_p_total, z - q_peak - log_q_total, shape, KIND)
             terms += tl.where(valid, term, 0.0)
             slopes += tl.where(valid, slope, 0.0)
         loss = tl.sum(terms, 0)
@@ -122,7 +128,7 @@ def full_summary_kernel(
 
 @triton.jit
 def full_gradient_kernel(
-    x_ptr, t_ptr, token_ptr, lse_q_ptr, lse_p_ptr, slope_sum_ptr, grad_loss_ptr, grad_logp_ptr,
+    x_ptr, t_ptr, token_ptr, peaks_ptr, log_totals_ptr, slope_sum_ptr, grad_loss_ptr, grad_logp_ptr,
     vocab, stride, teacher_stride, shape, scale, softcap, inverse_temperature,
     teacher_scale, teacher_softcap, teacher_inverse_temperature,
     KIND: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -133,8 +139,10 @@ def full_gradient_kernel(
     t_base = t_ptr + row * teacher_stride
     lanes = tl.arange(0, BLOCK)
     token = tl.load(token_ptr + row)
-    lse_q = tl.load(lse_q_ptr + row)
-    lse_p = tl.load(lse_p_ptr + row)
+    q_peak = tl.load(peaks_ptr + 2 * row)
+    p_peak = tl.load(peaks_ptr + 2 * row + 1)
+    log_q_total = tl.load(log_totals_ptr + 2 * row)
+    log_p_total = tl.load(log_totals_ptr + 2 * row + 1)
     through = tl.load(grad_loss_ptr + row)
     at_token = tl.load(grad_logp_ptr + row)
     everywhere = through * tl.load(slope_sum_ptr + row) + at_token
@@ -145,7 +153,7 @@ def full_gradient_kernel(
         y = tl.load(t_base + at, mask=valid, other=NEGATIVE_INFINITY).to(tl.float32)
         z = transformed(x, scale, softcap, inverse_temperature, HAS_CAP)
         t = transformed(y, teacher_scale, teacher_softcap, teacher_inverse_temperature, TEACHER_HAS_CAP)
-        _term, slope = divergence_terms(t - lse_p, z - lse_q, shape, KIND)
-        d = through * slope - everywhere * tl.exp(z - lse_q) + tl.where(at == token, at_token, 0.0)
+        _term, slope = divergence_terms(t - p_peak - log_p_total, z - q_peak - log_q_total, shape, KIND)
+        d = through * slope - everywhere * tl.exp(z - q_peak - log_q_total) + tl.where(at == token, at_token, 0.0)
         d = d * transform_slope(z, scale, softcap, inverse_temperature, HAS_CAP)
         tl.store(x_base + at, d.to(x_ptr.dtype.element_ty), mask=valid)

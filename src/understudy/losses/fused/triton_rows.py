@@ -158,10 +158,10 @@ class TritonFullRows:
             "HAS_CAP": transform.softcap is not None,
             "TEACHER_HAS_CAP": teacher_transform.softcap is not None,
         }
-        lse_q_C, lse_p_C, logp_C, entropy_C, loss_C, slope_sum_C = _numbers_like(raw_CV, 6, rows).unbind(0)
-        self._lse_q_C, self._lse_p_C, self._slope_sum_C = lse_q_C, lse_p_C, slope_sum_C
+        self._peaks_C2, self._log_totals_C2 = _numbers_like(raw_CV, 2, rows, 2).unbind(0)
+        logp_C, entropy_C, loss_C, self._slope_sum_C = _numbers_like(raw_CV, 4, rows).unbind(0)
         full_summary_kernel[(rows,)](
-            raw_CV, teacher_CV, self._token_ids_C, lse_q_C, lse_p_C, logp_C, entropy_C, loss_C, slope_sum_C,
+            raw_CV, teacher_CV, self._token_ids_C, self._peaks_C2, self._log_totals_C2, logp_C, entropy_C, loss_C, self._slope_sum_C,
             *self._arguments, **self._constants, **FULL_SUMMARY,
         )  # fmt: skip
         self.view = StudentView(logp_N=logp_C, divergence_N=loss_C, entropy_N=entropy_C)
@@ -170,7 +170,7 @@ class TritonFullRows:
         """Gradient of the raw logits, written over them."""
         assert grads.divergence_N is not None
         full_gradient_kernel[(self._raw_CV.shape[0],)](
-            self._raw_CV, self._teacher_CV, self._token_ids_C, self._lse_q_C, self._lse_p_C, self._slope_sum_C,
+            self._raw_CV, self._teacher_CV, self._token_ids_C, self._peaks_C2, self._log_totals_C2, self._slope_sum_C,
             grads.divergence_N.contiguous(), grads.logp_N.contiguous(),
             *self._arguments, **self._constants, **FULL_GRADIENT,
         )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Issuing and writing rows: who may, when there is room, and what becomes of the row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from understudy.dataplane.base import Columns, GroupPolicy, Lease, RowStatus
+from understudy.dataplane.frame import encode
+from understudy.dataplane.partition import Partition
+from understudy.dataplane.rows import Row
+from understudy.dataplane.store import Store
+from understudy.errors import LeaseLost
+from understudy.types.batch import BatchMeta
+
+Tags = Mapping[str, Mapping[str, Any]]
+
+
+class Intake:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def issue(
+        self, partition: str, keys: Sequence[str], step: int, group: GroupPolicy | None, tags: Tags | None
+    ) -> tuple[str, ...]:
+        store = self._store
+        given = _checked(tags)
+        new = _unknown(store.partition(partition), keys)
+        if not new:
+            return ()
+        await store.admission.admit(len(new), 0)
+        home = store.partition(partition)
+        still = _unknown(home, new)  # someone may have issued them while this call waited
+        store.admission.leave(len(new) - len(still))
+        store.touched(home, [store.issue(home, key, step, given.get(key), group) for key in still])
+        await store.journal.durable()
+        return tuple(still)
+
+    async def put(
+        self,
+        partition: str,
+        rows: Mapping[str, Columns],
+        tags: Tags | None,
+        lease: Lease | None,
+        status: RowStatus,
+    ) -> BatchMeta:
+        store = self._store
+        frames = {
+            key: {name: encode(name, cell) for name, cell in columns.items()} for key, columns in rows.items()
+        }
+        given = _checked(tags)
+        home = store.partition(partition)
+        room = self._look(home, rows, lease)
+        if room:
+            size = sum([len(frame) for key in rows if key not in home.rows for frame in frames[key].values()])
+            if not store.admission.enter_now(room, size):
+                await store.admission.admit(room, size)
+                home = store.partition(partition)
+                try:
+                    self._look(home, rows, lease)
+                except LeaseLost:
+                    store.admission.leave(room)
+                    store.admission.serve()
+                    raise
+        written = []
+        for key, columns in frames.items():
+            row = home.rows.get(key)
+            if row is None:
+                row = self._unannounced(home, key)
+                if room:
+                    room -= 1
+                else:
+                    store.admission.enter()
+            if key in given:
+                row.tags.update(given[key])
+            store.write(home, row, columns, status)
+            if row.lease is not None and row.lease.produces and status is not RowStatus.RUNNING:
+                store.drop_lease(home, row)
+            written.append(row)
+        store.admission.leave(room)
+        store.touched(home, written)
+        store.filter_complete(home, written)
+        await store.journal.durable()
+        return BatchMeta(partition, tuple(rows), _shared(rows.values()))
+
+    def _look(self, home: Partition, keys: Iterable[str], lease: Lease | None) -> int:
+        """Refuse late and foreign writers; how many of the rows need room."""
+        store = self._store
+        store.expire()
+        if lease is not None:
+            store.leases.check(lease, keys)
+        new = 0
+        for key in keys:
+            row = home.rows.get(key)
+            if row is None:
+                if key in home.settled:
+                    raise LeaseLost(
+                        f"row {key} of {home.name!r} was trained, dead-lettered or evicted already; drop this work"
+                    )
+                if store.sibling(home, key) is None:
+                    new += 1
+            elif lease is None and row.lease is not None and row.lease.produces:
+                raise LeaseLost(
+                    f"row {key} of {home.name!r} is being made under lease {row.lease.id}; write with that lease"
+                )
+        return new
+
+    def _unannounced(self, home: Partition, key: str) -> Row:
+        """A row issued by its arrival: with its session if that is in flight, else for the next step."""
+        sibling = self._store.sibling(home, key)
+        if sibling is None:
+            return self._store.issue(home, key, self._store.last_step + 1, None, None)
+        policy = None if sibling.group is None else sibling.group.policy
+        return self._store.issue(home, key, sibling.step, None, policy)
+
+    async def put_tags(self, partition: str, tags: Tags) -> None:
+        store = self._store
+        given = _checked(tags)
+        home = store.partition(partition)
+        rows = [store.row(home, key) for key in given]
+        for row in rows:
+            row.tags.update(given[row.key])
+        store.touched(home, rows)
+        store.filter_complete(home, rows)
+        await store.journal.durable()
+
+
+def _unknown(home: Partition, keys: Sequence[str]) -> list[str]:
+    return [key for key in dict.fromkeys(keys) if key not in home.rows and key not in home.settled]
+
+
+def _checked(tags: Tags | None) -> Tags:
+    """Tags are written as JSON: find out now whether they can be, not in a commit that carries other rows too."""
+    for key, told in (tags or {}).items():
+        encode(f"tags of {key}", dict(told))
+    return tags or {}
+
+
+def _shared(rows: Iterable[Columns]) -> tuple[str, ...]:
+    """The columns written to every row, in the order of the first."""
+    shared: dict[str, None] | None = None
+    for columns in rows:
+        if shared is None:
+            shared = dict.fromkeys(columns)
+        elif shared.keys() != columns.keys():
+            shared = {name: None for name in shared if name in columns}
+    return tuple(shared or ())

@@ -1,0 +1,54 @@
+"""One step's passes on one rank.
+
+With sharded weights every pass is a meeting of all ranks, so all must make the same number of them. Who has fewer
+micro-batches keeps the others company with silent passes whose tokens weigh nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from understudy.policy.microbatch import Layout, plan_microbatches
+from understudy.policy.shard import deal_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    mine: list[list[int]]
+    """Row indexes of this rank's micro-batches."""
+    rounds: int
+    """Passes every rank makes."""
+    company: list[int]
+    """The rows of a silent pass: the shortest row of the batch."""
+
+    def passes(self) -> Iterator[tuple[list[int], bool]]:
+        """(rows, whether they count), `rounds` times."""
+        for index in range(self.rounds):
+            yield (self.mine[index], True) if index < len(self.mine) else (self.company, False)
+
+
+def plan_step(
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    keys: Sequence[str],
+    groups: Sequence[str],
+    max_tokens: int,
+    layout: Layout,
+    rank: int = 0,
+    size: int = 1,
+) -> Plan:
+    """Deals the rows out to ranks and cuts each share into micro-batches; `lengths`, `keys` and `groups` are by row, and
+    rows of different groups never share a pass."""
+    plans = []
+    for share in deal_rows(rows, lengths, keys, size):
+        plan: list[list[int]] = []
+        for name in sorted({groups[row] for row in share}):
+            members = [row for row in share if groups[row] == name]
+            pieces = plan_microbatches(
+                [lengths[row] for row in members], [keys[row] for row in members], max_tokens, layout
+            )
+            plan += [[members[place] for place in piece] for piece in pieces]
+        plans.append(plan)
+    shortest = min(rows, key=lambda row: (lengths[row], keys[row]))
+    return Plan(plans[rank], max(len(plan) for plan in plans), [shortest])

@@ -1,0 +1,165 @@
+"""One student over several ranks (FSDP2), or one rank alone, behind the same few calls.
+
+Reduction weights belong to the global batch, so a rank's loss is a plain part of the sum: losses and gradients are added
+over ranks, never averaged, and the result does not depend on how many ranks there are. Rows are dealt out by length and
+key; every rank sees the whole batch's lengths and therefore knows every other rank's share without asking.
+
+Sharded weights are float32 masters; where the student is stored in half precision, FSDP computes with a rounded copy and
+adds gradients up in float32, which is what `MasterAdamW` does on one rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from understudy.errors import PolicyError
+from understudy.types.loss_metrics import Metric, MetricMax, MetricMin, MetricSum, MetricTotal, merge_metrics
+
+_METRICS: dict[str, type[Metric]] = {
+    kind.__name__: kind for kind in (MetricSum, MetricTotal, MetricMin, MetricMax)
+}
+
+
+class Ranks(Protocol):
+    """The ranks that train one student together."""
+
+    rank: int
+    size: int
+
+    def shard(self, forward: nn.Module, weight_dtype: torch.dtype) -> None:
+        """Spreads the wrapped model's weights over the ranks, in place."""
+        ...
+
+    def settle(self, forward: nn.Module) -> None:
+        """Puts whole weights away after a pass without a backward, so that nobody reads a stale copy."""
+        ...
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise sum over all ranks, on the CPU in float64."""
+        ...
+
+    def merged(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """Host metrics of all ranks added up."""
+        ...
+
+
+class Alone:
+    """One process, whole weights."""
+
+    rank = 0
+    size = 1
+
+    def shard(self, forward: nn.Module, weight_dtype: torch.dtype) -> None:
+        return
+
+    def settle(self, forward: nn.Module) -> None:
+        return
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to("cpu", torch.float64)
+
+    def merged(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        return metrics
+
+
+class Group:
+    """The ranks of the default process group; see `join`."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.mesh: DeviceMesh = init_device_mesh(device, (self.size,))
+        # Small host-side sums go over gloo whatever carries the gradients, so they never wait for a device.
+        self.host = dist.new_group(backend="gloo")
+
+    def shard(self, forward: nn.Module, weight_dtype: torch.dtype) -> None:
+        model = forward.get_submodule("model")
+        half = weight_dtype != torch.float32
+        policy = MixedPrecisionPolicy(
+            param_dtype=weight_dtype if half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        model.to(torch.float32)
+        layers = set(getattr(model, "_no_split_modules", None) or ())
+        for module in list(model.modules()):
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=self.mesh, mp_policy=policy)
+        fully_shard(forward, mesh=self.mesh, mp_policy=policy)
+
+    def settle(self, forward: nn.Module) -> None:
+        for module in forward.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        summed = values.detach().to("cpu", torch.float64, copy=True)
+        dist.all_reduce(summed, group=self.host)
+        return summed
+
+    def merged(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        parts = self._gather(
+            {name: [type(metric).__name__, vars(metric)] for name, metric in metrics.items()}
+        )
+        return merge_metrics(
+            {name: _METRICS[kind](**values) for name, (kind, values) in part.items()} for part in parts
+        )
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's small value, as JSON rather than pickle."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.host)
+        longest = max(int(size) for size in sizes)
+        padded = nn.functional.pad(text, (0, longest - len(text)))
+        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=self.host)
+        return [
+            json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(found, sizes, strict=True)
+        ]
+
+
+def join(rank: int, size: int, rendezvous: str, device: str = "cpu") -> Group:
+    """Makes this process rank `rank` of `size`. `rendezvous` is `tcp://127.0.0.1:PORT` or `file:///PATH`, the same for all."""
+    if not 0 <= rank < size:
+        raise PolicyError(f"rank = {rank} of {size} ranks: expected 0 … {size - 1}")
+    if device.startswith("cuda"):
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
+    return Group(device.partition(":")[0])
+
+
+def leave() -> None:
+    """Ends this process's part; nothing to do where it never joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a sharded one (every rank must ask), or the tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def deal_rows(rows: Sequence[int], lengths: Sequence[int], keys: Sequence[str], size: int) -> list[list[int]]:
+    """Each rank's rows: longest first, always to the rank with the fewest tokens so far, ties to the lowest rank.
+
+    `lengths` and `keys` are by row. A batch that divides by nothing is fine, and so is one with fewer rows than ranks.
+    """
+    if size == 1:
+        return [list(rows)]
+    shares: list[list[int]] = [[] for _ in range(size)]
+    load = [(0, rank) for rank in range(size)]
+    for row in sorted(rows, key=lambda row: (-lengths[row], keys[row])):
+        tokens, rank = heapq.heappop(load)
+        shares[rank].append(row)
+        heapq.heappush(load, (tokens + lengths[row], rank))
+    return shares

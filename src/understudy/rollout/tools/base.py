@@ -1,0 +1,41 @@
+"""What a tool is, and what came of calling it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class ToolOutcome(StrEnum):
+    OK = "ok"
+    ERROR = "error"
+    """The tool ran and failed, or was called wrongly; the model is told how."""
+    TIMEOUT = "timeout"
+    """The deadline passed and everything the tool had started was killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the model is told."""
+
+    outcome: ToolOutcome
+    text: str
+    seconds: float = 0.0
+
+
+class Tool(Protocol):
+    """Something a model may call by name with JSON arguments."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The OpenAI function schema, which goes into the chat template: {"type": "function", "function": {…}}."""
+        ...
+
+    async def call(self, arguments: Mapping[str, Any], *, deadline_s: float) -> ToolResult:
+        """Never raises for what the model wrote; returns by the deadline, give or take the killing."""
+        ...

@@ -1,0 +1,149 @@
+"""Starts jailed child processes, gives them jobs and deadlines, and reads what they say.
+
+Code that a model wrote gets a process of its own each time. A function of ours or the user's, to which the model only
+gives arguments, is served by processes that stay: a call costs a line each way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from understudy.errors import ConfigError
+from understudy.rollout.tools.base import ToolOutcome, ToolResult
+
+_COMMAND = (sys.executable, "-I", "-S", "-B", str(Path(__file__).with_name("jail.py")))
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
+"""Nothing of ours: keys and tokens often live in the environment."""
+
+
+class Isolation(StrEnum):
+    NAMESPACES = "namespaces"
+    """Linux user, mount, pid, network and ipc namespaces: no network, no files of ours, no other processes."""
+    NONE = "none"
+    """A child process with limits and a deadline only: it can read our files and reach the network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """The walls around a tool. Making one finds out whether this machine can build them."""
+
+    isolation: Isolation = Isolation.NAMESPACES
+    memory_mb: int = 512
+    output_bytes: int = 16_384
+    """What is said beyond this is cut off, and the child with it."""
+
+    def __post_init__(self) -> None:
+        if self.isolation is Isolation.NAMESPACES and (problem := namespace_problem()):
+            raise ConfigError(
+                f"tools cannot be isolated on this machine ({problem}). Allow unprivileged user namespaces, or, if the "
+                'tools are harmless, set isolation = "none" for them'
+            )
+
+    def request(self, job: Mapping[str, Any], visible: Sequence[str], cpu_s: int | None) -> bytes:
+        """The first line of a child's stdin."""
+        limits = {
+            "RLIMIT_AS": self.memory_mb << 20,
+            "RLIMIT_FSIZE": 32 << 20,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 0,
+        }
+        if cpu_s is not None:
+            limits["RLIMIT_CPU"] = cpu_s
+        if self.isolation is Isolation.NAMESPACES:
+            limits["RLIMIT_NPROC"] = (
+                32  # counted within the namespace; without one it would count all our processes
+            )
+        request = {"isolation": self.isolation, "visible": list(visible), "limits": limits, "job": dict(job)}
+        return json.dumps(request).encode() + b"\n"
+
+    async def run_code(self, code: str, *, deadline_s: float, paths: Sequence[str] = ()) -> ToolResult:
+        """Python code in a fresh process. Whatever happens to it is a result, and nothing of it is left running.
+
+        `paths` are folders it may import from.
+        """
+        start = time.perf_counter()
+        job = {"kind": "python", "code": code, "paths": list(paths)}
+        child = await start_child(self, job, paths, cpu_s=int(deadline_s) + 2)
+        try:
+            async with asyncio.timeout(deadline_s):
+                output = await _read(child, self.output_bytes)
+                cut_off = len(output) > self.output_bytes
+                exit_code = 0 if cut_off else await child.wait()
+            text = output[: self.output_bytes].decode(errors="replace").rstrip()
+            if cut_off:
+                text += "\n… (cut off)"
+            elif exit_code and not text:
+                text = f"the code ended with exit code {exit_code} and said nothing"
+            outcome = ToolOutcome.ERROR if exit_code else ToolOutcome.OK
+        except TimeoutError:
+            outcome, text = ToolOutcome.TIMEOUT, f"the code was stopped after {deadline_s:g} s"
+        finally:
+            await end_child(child)
+        return ToolResult(outcome, text, time.perf_counter() - start)
+
+
+async def start_child(
+    sandbox: Sandbox, job: Mapping[str, Any], visible: Sequence[str], cpu_s: int | None
+) -> asyncio.subprocess.Process:
+    """A jailed process that has been told its job."""
+    child = await asyncio.create_subprocess_exec(
+        *_COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=_ENVIRONMENT,
+        cwd="/",
+        start_new_session=True,
+        limit=1 << 22,
+    )
+    assert child.stdin is not None
+    child.stdin.write(sandbox.request(job, visible, cpu_s))
+    return child
+
+
+async def end_child(child: asyncio.subprocess.Process) -> None:
+    """Kills the child's process group, which it leads (`start_new_session`), so this reaches nothing else."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    await child.wait()
+
+
+async def _read(child: asyncio.subprocess.Process, most: int) -> bytes:
+    """Until the end, or a little over `most` bytes."""
+    assert child.stdout is not None
+    output = b""
+    while len(output) <= most and (block := await child.stdout.read(4096)):
+        output += block
+    return output
+
+
+@functools.cache
+def namespace_problem() -> str:
+    """Why namespaces cannot be had here; empty where they can. Found out by making some."""
+    request = (
+        json.dumps({"isolation": "namespaces", "visible": [], "limits": {}, "job": {"kind": "nothing"}})
+        + "\n"
+    )
+    try:
+        probe = subprocess.run(
+            _COMMAND, input=request, env=_ENVIRONMENT, capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if probe.returncode == 0:
+        return ""
+    words = (probe.stderr + probe.stdout).strip().splitlines()
+    return words[-1] if words else f"exit code {probe.returncode}"

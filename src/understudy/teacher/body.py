@@ -1,0 +1,146 @@
+"""Runs the transformer body over a micro-batch and hands back the hidden states that are wanted.
+
+Two layouts give the same states: padded rows (fast for small models on CPU), and one packed row (no padding, shared
+prefixes read once). Which one is used depends on the device and on what sharing would save; see `plan`.
+
+Legend: B sequences of a micro-batch, L its longest, T packed tokens, P judged positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+
+from understudy.teacher import varlen
+from understudy.teacher.model import FrozenModel
+from understudy.teacher.packing import pack, pad_right, padded_plan
+from understudy.teacher.protocol import ScoreRequest
+from understudy.teacher.sharing import Family, families, saved_tokens, split_to_budget
+
+CPU_SEGMENT_COST = 16
+"""Tokens that one more attention call per layer costs on CPU."""
+WORTH_SHARING = 0.1
+"""The share of a request's tokens that shared prefixes must save before they are used."""
+
+
+class Layout(StrEnum):
+    AUTO = "auto"
+    """Packed on CUDA; on CPU padded unless shared prefixes save enough."""
+    PADDED = "padded"
+    PACKED = "packed"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    layout: Layout
+    families: tuple[Family, ...]
+
+    @property
+    def rows(self) -> list[int]:
+        """The sequences in the order their states are given."""
+        return [row for family in self.families for row in family.rows]
+
+
+class Body:
+    """The transformer without its head. Registers the packed attention and switches the model to it when needed."""
+
+    def __init__(self, frozen: FrozenModel, layout: Layout, share_prefixes: bool, budget: int) -> None:
+        self.frozen = frozen
+        self.layout = layout
+        self.share_prefixes = share_prefixes
+        self.budget = budget
+        self._own_attention = frozen.model.config._attn_implementation
+        self._attention = self._own_attention
+        varlen.register()
+
+    def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
+        """Cut the rows into micro-batches; a function of the request alone."""
+        packed = self.layout is Layout.PACKED or (
+            self.layout is Layout.AUTO and self.frozen.device.type == "cuda"
+        )
+        singles = [Family((row,), 0) for row in rows]
+        found = self._families(request, rows, lengths_N) if self.share_prefixes and len(rows) > 1 else singles
+        saved = saved_tokens(found)
+        if self.layout is Layout.AUTO and not packed:
+            packed = saved > CPU_SEGMENT_COST * (len(rows) + len(found))
+        if packed and self.layout is not Layout.PADDED:
+            worthwhile = saved >= WORTH_SHARING * int(lengths_N[list(rows)].sum())
+            batches = split_to_budget(found if worthwhile else singles, lengths_N, self.budget)
+            return [MicroBatch(Layout.PACKED, tuple(batch)) for batch in batches]
+        members = padded_plan(lengths_N[list(rows)].tolist(), self.budget)
+        return [MicroBatch(Layout.PADDED, tuple(singles[i] for i in batch)) for batch in members]
+
+    def _families(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[Family]:
+        starts_N = request.starts_N
+        sequences = [request.tokens_T[starts_N[row] : starts_N[row] + lengths_N[row]] for row in rows]
+        found = families(sequences)
+        return [Family(tuple(rows[i] for i in family.rows), family.shared) for family in found]
+
+    def states(
+        self,
+        request: ScoreRequest,
+        batch: MicroBatch,
+        lengths_N: np.ndarray,
+        positions_P: np.ndarray,
+        counts_B: np.ndarray,
+    ) -> torch.Tensor:
+        """[P, H]: the states at `positions_P`, given per sequence in the order of `batch.rows`."""
+        if batch.layout is Layout.PACKED:
+            return self._packed_states(request, batch, lengths_N, positions_P, counts_B)
+        return self._padded_states(request, batch.rows, lengths_N, positions_P, counts_B)
+
+    def _padded_states(
+        self,
+        request: ScoreRequest,
+        rows: Sequence[int],
+        lengths_N: np.ndarray,
+        positions_P: np.ndarray,
+        counts_B: np.ndarray,
+    ) -> torch.Tensor:
+        self._use_attention(self._own_attention)
+        padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, rows)
+        hidden_BLH = self.frozen.body(input_ids=self._device(padded_BL), use_cache=False).last_hidden_state
+        places_P = np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
+        return hidden_BLH.flatten(0, 1)[self._device(places_P)]
+
+    def _packed_states(
+        self,
+        request: ScoreRequest,
+        batch: MicroBatch,
+        lengths_N: np.ndarray,
+        positions_P: np.ndarray,
+        counts_B: np.ndarray,
+    ) -> torch.Tensor:
+        self._use_attention(varlen.NAME)
+        packed = pack(request.tokens_T, request.starts_N, lengths_N, batch.families)
+        hidden_1TH = self.frozen.body(
+            input_ids=self._device(packed.tokens_T)[None],
+            position_ids=self._device(packed.positions_T)[None],
+            use_cache=False,
+            cu_seq_lens_q=self._device(packed.ends_q),
+            cu_seq_lens_k=self._device(packed.ends_k),
+            max_length_q=_rounded_up(packed.longest_q),
+            max_length_k=_rounded_up(packed.longest_k),
+            key_places=None if packed.key_places_N is None else self._device(packed.key_places_N),
+        ).last_hidden_state
+        return hidden_1TH[0][self._device(packed.places(positions_P, counts_B))]
+
+    def _device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self.frozen.device.type == "cuda":
+            return tensor.pin_memory().to(self.frozen.device, non_blocking=True)
+        return tensor
+
+    def _use_attention(self, name: str) -> None:
+        if name != self._attention:
+            self.frozen.model.set_attn_implementation(name)
+            self._attention = name
+
+
+def _rounded_up(length: int) -> int:
+    """To a power of two: kernels take it as a bound, and a compiled layer sees few different ones."""
+    return 1 << (length - 1).bit_length()

@@ -1,0 +1,75 @@
+"""What every data plane is tested with: a way to open one, a clock to turn by hand, and rows to write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from understudy.dataplane.base import DataPlane
+from understudy.dataplane.embedded import EmbeddedDataPlane
+
+Result = TypeVar("Result")
+ROOMY = {"max_rows": 10_000, "max_bytes": 2**26, "spill_bytes": 2**20}
+
+
+class HandClock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    """One implementation, opened on one folder as often as a test likes."""
+
+    def __init__(self, open_plane: Callable[..., DataPlane], folder: Path) -> None:
+        self._open = open_plane
+        self.folder = folder
+        self.clock = HandClock()
+
+    def open(self, **settings: Any) -> Any:
+        return self._open(self.folder, clock=self.clock, **{**ROOMY, **settings})
+
+    def run(self, body: Callable[[Any], Awaitable[Result]], **settings: Any) -> Result:
+        """Open, do, close."""
+
+        async def whole() -> Result:
+            plane = self.open(**settings)
+            try:
+                return await asyncio.wait_for(body(plane), 30)
+            finally:
+                await plane.close()
+
+        return asyncio.run(whole())
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., DataPlane]] = {"embedded": EmbeddedDataPlane.open}
+
+
+def tokens(*values: int) -> dict[str, Any]:
+    return {"tokens": np.array(values, np.int32)}
+
+
+def keys(prompts: int, sessions: int = 1, start: int = 0) -> list[str]:
+    return [f"{start + prompt:04d}_{session}_0" for prompt in range(prompts) for session in range(sessions)]
+
+
+async def put_all(plane: Any, names: list[str], partition: str = "train", **columns: Any) -> None:
+    for name in names:
+        await plane.put(partition, {name: {**tokens(1, 2, 3), **columns}})
+
+
+async def is_waiting(task: asyncio.Task[Any], turns: int = 20) -> bool:
+    """The task has had every chance to go on and did not."""
+    for _ in range(turns):
+        await asyncio.sleep(0.002)
+        if task.done():
+            return False
+    return True

@@ -1,0 +1,167 @@
+"""Starts replica processes quickly: imports everything once, then forks a child per replica.
+
+A line of JSON in: {"argv": […], "log": path, "token": …, "lie": name or null, "rate": share, "seed": number}
+A line of JSON out: {"pid": …}
+
+Each child runs the real server. `lie` makes its replies wrong on purpose, and its log counts every lie told.
+Children end with this process: they watch a pipe whose other end only it holds.
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from transformers import Qwen3ForCausalLM  # noqa: F401  (imported before the fork, so that children need not)
+
+from understudy.teacher import app, server, worker
+from understudy.teacher.protocol import ScoreReply, encode_reply
+
+torch.set_num_threads(1)
+
+
+def moved(array: np.ndarray, by: int) -> np.ndarray:
+    return np.roll(array, -by)
+
+
+def first_k(reply: ScoreReply) -> int:
+    return next((k for k in reply.k_N if k), 0)
+
+
+def altered(array: np.ndarray, value: float) -> np.ndarray:
+    array = array.copy()
+    array[len(array) // 2] = value
+    return array
+
+
+def swapped_best(reply: ScoreReply) -> np.ndarray:
+    """The best and the last candidate of the first position change places."""
+    logprobs = reply.logprobs.copy()
+    last = first_k(reply) - 1
+    logprobs[[0, last]] = logprobs[[last, 0]]
+    return logprobs
+
+
+def without_last_row(reply: ScoreReply) -> ScoreReply:
+    gone = int(reply.position_counts_N[-1])
+    k = reply.k_N[-1]
+    return replace(
+        reply,
+        keys=reply.keys[:-1],
+        signals=reply.signals[:-1],
+        k_N=reply.k_N[:-1],
+        position_counts_N=reply.position_counts_N[:-1],
+        digests_N=reply.digests_N[:-1],
+        judged_P=reply.judged_P[: len(reply.judged_P) - gone],
+        sampled_P=reply.sampled_P[: len(reply.sampled_P) - gone],
+        ids=reply.ids[: len(reply.ids) - gone * k],
+        logprobs=reply.logprobs[: len(reply.logprobs) - gone * k],
+    )
+
+
+LIES = {
+    "nan": lambda r: encode_reply(replace(r, sampled_P=altered(r.sampled_P, np.nan))),
+    "nan_candidate": lambda r: encode_reply(replace(r, logprobs=altered(r.logprobs, np.nan))),
+    "null": lambda r: b"",
+    "json_null": lambda r: b'{"choices": [{"prompt_logprobs": null}]}',
+    "cut": lambda r: encode_reply(r)[:-7],
+    "short": lambda r: encode_reply(without_last_row(r)),
+    "positive": lambda r: encode_reply(replace(r, sampled_P=altered(r.sampled_P, 0.3))),
+    # Every stream slips by one position together, as an off-by-one server would send them.
+    "shifted": lambda r: encode_reply(
+        replace(
+            r,
+            judged_P=moved(r.judged_P, 1),
+            sampled_P=moved(r.sampled_P, 1),
+            ids=moved(r.ids, first_k(r)),
+            logprobs=moved(r.logprobs, first_k(r)),
+        )
+    ),
+    # The echo is right and only the scores slip.
+    "shifted_scores": lambda r: encode_reply(
+        replace(
+            r,
+            sampled_P=moved(r.sampled_P, 1),
+            ids=moved(r.ids, first_k(r)),
+            logprobs=moved(r.logprobs, first_k(r)),
+        )
+    ),
+    "unsorted": lambda r: encode_reply(replace(r, logprobs=swapped_best(r))),
+    "wrong_vocabulary": lambda r: encode_reply(replace(r, ids=altered(r.ids, 151_936))),
+    "other_rows": lambda r: encode_reply(replace(r, keys=[f"not-{key}" for key in r.keys])),
+    "zeros": lambda r: encode_reply(
+        replace(r, sampled_P=np.zeros_like(r.sampled_P), logprobs=np.zeros_like(r.logprobs))
+    ),
+}
+
+
+def start_lying(lie: str, rate: float, seed: int) -> None:
+    """Replies become `lie` at the given rate; "every" goes through all kinds in turn."""
+    rng = random.Random(seed)
+    turns = itertools.cycle(LIES if lie == "every" else [lie])
+
+    def encode(reply: ScoreReply) -> bytes:
+        if reply.keys == ["probe"] or rng.random() >= rate:
+            return encode_reply(reply)
+        kind = next(turns)
+        print(f"lied: {kind}", flush=True)
+        return LIES[kind](reply)
+
+    app.encode_reply = encode
+
+
+def wedge_after(requests: int) -> None:
+    """Scoring stops for ever after some requests, while the event loop goes on answering /health."""
+    score = worker.ScoringWorker._score
+    seen = 0
+
+    def stuck(self: worker.ScoringWorker, batch: list[worker._Job]) -> None:
+        nonlocal seen
+        seen += 1
+        while seen > requests:
+            time.sleep(3600)
+        score(self, batch)
+
+    worker.ScoringWorker._score = stuck
+
+
+def child(order: dict[str, object], watch: int) -> int:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(str(order["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ["UNDERSTUDY_TOKEN"] = str(order["token"])
+    if order["lie"] == "wedged":
+        wedge_after(int(str(order["seed"])))
+    elif order["lie"]:
+        start_lying(str(order["lie"]), float(str(order["rate"])), int(str(order["seed"])))
+    argv = order["argv"]
+    assert isinstance(argv, list)
+    return server.main([*argv, "--watch-fd", str(watch)])
+
+
+def run() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children: do not keep them as zombies
+    read_end, write_end = os.pipe()
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.close(write_end)
+            code = 70
+            try:
+                code = child(order, read_end)
+            finally:
+                os._exit(code)
+        print(json.dumps({"pid": pid}), flush=True)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,249 @@
+"""A real replica process over HTTP: right scores, clear refusals, and it stays up whatever it is sent."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from teacher_rig import TOKEN, VOCAB, await_ready, random_items, spawn_replica
+
+from understudy.teacher.client import ReplicaClient, RequestRefused
+from understudy.teacher.head import from_wire
+from understudy.teacher.model import load_frozen
+from understudy.teacher.protocol import CONTENT_TYPE, encode_request, request_of
+from understudy.teacher.scorer import Scorer
+from understudy.teacher.server import main
+from understudy.teacher.vocabulary import Vocabulary
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+AUTHORISED = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def scored(url: str, items: list[ScoreItem]) -> list[TeacherScores]:
+    async def ask() -> list[TeacherScores]:
+        async with ReplicaClient(url, TOKEN, teacher="math", replica="a") as client:
+            return await client.score(items)
+
+    return asyncio.run(ask())
+
+
+def still_scores(url: str) -> bool:
+    return len(scored(url, random_items(2, 9, Signal.TOPK, 4))) == 2
+
+
+def post(url: str, body: bytes, **headers: str) -> httpx.Response:
+    return httpx.post(
+        f"{url}/v1/score", content=body, headers={**AUTHORISED, "Content-Type": CONTENT_TYPE, **headers}
+    )
+
+
+def frame(items: list[ScoreItem]) -> bytes:
+    return encode_request(request_of(items))
+
+
+def test_scores_over_the_wire_are_the_scorers_own_to_the_bit(server: str, model: Path) -> None:
+    items = (
+        random_items(20, 1, Signal.TOPK, 8)
+        + random_items(3, 2, Signal.AT_IDS, 4)
+        + random_items(2, 3, Signal.HIDDEN)
+    )
+    here = Scorer("math", load_frozen(str(model))).score(request_of(items)).split()
+    for sent, own in zip(scored(server, items), here, strict=True):
+        assert sent.key == own.key and sent.teacher == "math"
+        for name in ("sampled_logprobs", "ids", "logprobs", "hidden"):
+            np.testing.assert_array_equal(getattr(sent, name), getattr(own, name), err_msg=name)
+
+
+def test_scores_do_not_depend_on_who_else_asks(server: str) -> None:
+    """Requests in flight at once are never mixed (batching = by_request)."""
+    requests = [random_items(6, seed, Signal.TOPK, 4) for seed in range(12)]
+    alone = [scored(server, items) for items in requests]
+
+    async def together() -> list[list[TeacherScores]]:
+        async with ReplicaClient(server, TOKEN) as client:
+            return await asyncio.gather(*(client.score(items) for items in requests))
+
+    for first, second in zip(alone, asyncio.run(together()), strict=True):
+        for a, b in zip(first, second, strict=True):
+            np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+def test_it_says_what_it_is(server: str, model: Path) -> None:
+    async def ask() -> None:
+        async with ReplicaClient(server, TOKEN) as client:
+            manifest = await client.manifest()
+            assert (
+                manifest.teacher == "math" and manifest.model == str(model) and manifest.vocab_size == VOCAB
+            )
+            assert manifest.limits.max_length == 64 and len(manifest.weights_sha256) == 64
+            vocabulary = await client.vocabulary()
+            assert vocabulary.fingerprint == manifest.vocab_fingerprint == Vocabulary.load(model).fingerprint
+            head = from_wire(await client.head())
+            assert head.weight_VH.shape == (VOCAB, manifest.hidden_size)
+            assert await client.health()
+            text = await client.metrics()
+            assert 'understudy_teacher_requests_total{teacher="math"}' in text
+            assert "understudy_teacher_waiting_tokens" in text
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/score", "/v1/head", "/v1/vocabulary", "/manifest", "/metrics", "/nothing"]
+)
+@pytest.mark.parametrize("token", [None, "wrong", TOKEN + "x", TOKEN[:-1]])
+def test_every_route_but_health_needs_the_token(server: str, path: str, token: str | None) -> None:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    assert (
+        httpx.request("POST" if path == "/v1/score" else "GET", server + path, headers=headers).status_code
+        == 401
+    )
+    assert httpx.get(f"{server}/health", headers=headers).status_code == 200
+
+
+def over_long() -> bytes:
+    return frame([ScoreItem("long", np.zeros(65, np.int32), np.array([1], np.int32), Signal.SAMPLED)])
+
+
+def outside(token: int) -> bytes:
+    return frame(
+        [ScoreItem("odd", np.array([1, 2, token], np.int32), np.array([1], np.int32), Signal.SAMPLED)]
+    )
+
+
+def named_outside() -> bytes:
+    ids = np.array([[1, VOCAB]], np.int32)
+    return frame(
+        [ScoreItem("named", np.array([1, 2], np.int32), np.array([1], np.int32), Signal.AT_IDS, ids=ids)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "kind", "told"),
+    [
+        (lambda: b"", 400, "frame", "24 bytes"),
+        (lambda: b"x" * 500, 400, "frame", "starts with"),
+        (lambda: frame(random_items(3))[:-4], 400, "frame", "promises"),
+        (over_long, 413, "length", "'long' has 65 tokens; a sequence may have 64"),
+        (lambda: frame(random_items(120, 0, lengths=(60, 62))), 413, "tokens", "at most 5000"),
+        (lambda: b"x" * 100_001, 413, "bytes", "100001 bytes; at most 100000"),
+        (lambda: frame(random_items(1, 0, Signal.TOPK, 17)), 400, "k", "K = 17; at most 16"),
+        (lambda: outside(VOCAB), 400, "ids", f"'odd': token id {VOCAB} at position 2"),
+        (lambda: outside(-1), 400, "ids", "token id -1"),
+        (named_outside, 400, "ids", f"id {VOCAB} named"),
+        (lambda: frame([]), 400, "empty", "at least one"),
+    ],
+)
+def test_what_it_will_not_serve_it_refuses_with_the_reason(
+    server: str, make, status: int, kind: str, told: str
+) -> None:
+    response = post(server, make())
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["kind"] == kind and told in error["message"]
+    assert still_scores(server)
+
+
+def test_a_body_that_lies_about_its_length_is_cut_off(server: str) -> None:
+    def endless():
+        for _ in range(200):
+            yield b"x" * 1000
+
+    response = httpx.post(f"{server}/v1/score", content=endless(), headers=AUTHORISED)
+    assert response.status_code == 413 and still_scores(server)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_frames_are_4xx_or_scored(server: str, data: st.DataObject) -> None:
+    damaged = bytearray(frame(random_items(3, 1, Signal.TOPK, 4) + random_items(1, 2, Signal.AT_IDS, 2)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[at] = data.draw(st.integers(0, 255))
+    assert post(server, bytes(damaged)).status_code in (200, 400, 413)
+    assert httpx.get(f"{server}/health").status_code == 200
+
+
+def test_the_client_turns_a_refusal_into_an_error_that_names_the_replica(server: str) -> None:
+    with pytest.raises(RequestRefused, match=r"teacher math, replica a: /v1/score refused \(400\): K = 17"):
+        scored(server, random_items(1, 0, Signal.TOPK, 17))
+
+
+def test_health_answers_while_a_forward_runs(server: str) -> None:
+    """The forward has a thread of its own."""
+    frames = [frame(random_items(80, seed, Signal.TOPK, 16, lengths=(50, 60))) for seed in range(6)]
+    senders = [threading.Thread(target=post, args=(server, body)) for body in frames]
+    for sender in senders:
+        sender.start()
+    answers = [httpx.get(f"{server}/health", timeout=5).status_code for _ in range(5)]
+    busy = any(sender.is_alive() for sender in senders)
+    for sender in senders:
+        sender.join()
+    assert answers == [200] * 5 and busy
+
+
+def refused_start(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a replica that cannot start prints; it exits with 2 and shows no stack."""
+    assert main(["--name", "math", *argv]) == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    return printed.strip().splitlines()[-1]
+
+
+def test_a_port_in_use_is_one_clear_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        line = refused_start(capsys, "--model", str(model), "--bind", bind)
+    assert line.startswith(f"error: cannot bind {bind}: ") and line.endswith(
+        "choose another port, or 0 for a free one"
+    )
+
+
+def test_any_other_bind_is_refused_without_a_token(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UNDERSTUDY_TOKEN", raising=False)
+    for bind in ("0.0.0.0:0", "[::]:0", "192.0.2.7:8000"):
+        assert "refused without a token" in refused_start(capsys, "--model", str(model), "--bind", bind)
+    assert "expected HOST:PORT" in refused_start(capsys, "--model", str(model), "--bind", "8000")
+
+
+def test_a_missing_or_too_short_model_is_one_clear_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "error: no model at" in refused_start(capsys, "--model", str(tmp_path / "nowhere"))
+    line = refused_start(capsys, "--model", str(model), "--max-length", "100000")
+    assert "--max-length 100000" in line and "holds 256 positions" in line
+
+
+def test_it_ends_with_its_launcher_and_on_sigterm(model: Path, tmp_path: Path) -> None:
+    orphan = spawn_replica(model, tmp_path / "orphan")
+    polite = spawn_replica(model, tmp_path / "polite", "math", "--batching", "by_arrival")
+    try:
+        await_ready(orphan, tmp_path / "orphan")
+        url = await_ready(polite, tmp_path / "polite")
+        ready = json.loads((tmp_path / "polite" / "ready.json").read_text())
+        assert ready == {"url": url, "pid": polite.process.pid}
+        os.close(orphan.watch)
+        orphan.watch = -1
+        assert orphan.process.wait(10) == 3
+
+        merged = [scored(url, random_items(4, seed, Signal.TOPK, 4)) for seed in range(3)]
+        assert [s.key for s in merged[2]] == [f"row-2-{i}" for i in range(4)]
+        started = time.monotonic()
+        polite.kill(signal.SIGTERM)
+        assert polite.process.wait(20) == 0 and time.monotonic() - started < 15
+    finally:
+        orphan.end()
+        polite.end()

@@ -1,0 +1,255 @@
+"""Real replica processes that are killed, stopped, wedged, all taken down, or made to lie.
+
+The oracle is a scorer in this process: every request must come back once, with exactly its scores. A few trials
+run always; many more, with other seeds, under `-m faults`.
+"""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from replica_nursery import LIES
+from teacher_rig import Nursery, NurseryLauncher, random_items
+
+from understudy.errors import TeacherReplyError
+from understudy.teacher.health import Failure, HealthRules, State
+from understudy.teacher.keeper import KeeperOptions
+from understudy.teacher.launch import ReplicaSpec
+from understudy.teacher.model import load_frozen
+from understudy.teacher.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool_events import EventKind, PoolEvent
+from understudy.teacher.protocol import request_of
+from understudy.teacher.scorer import Scorer
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+DEADLINE = 2.0
+OPTIONS = PoolOptions(
+    deadline_base=DEADLINE,
+    retry_first=0.02,
+    retry_most=0.2,
+    keeper=KeeperOptions(
+        probe_deadline=DEADLINE,
+        watch_every=0.05,
+        slowest_tokens_per_second=5000.0,
+        health=HealthRules(eject_after=3, backoff_first=0.2, backoff_most=1.0),
+    ),
+)
+
+
+@dataclass
+class Trial:
+    """A pool of real replicas under a stream of requests, and what happened to it."""
+
+    nursery: Nursery
+    model: Path
+    seed: int
+    names: tuple[str, ...] = ("a", "b", "c")
+    lies: dict[str, tuple[str, float, int]] = field(default_factory=dict)
+    requests: int = 40
+    """At least; the stream goes on until the mischief is over."""
+    options: PoolOptions = OPTIONS
+    events: list[PoolEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(1)
+        self.rng = random.Random(self.seed)
+        self.launcher = NurseryLauncher(self.nursery, self.model, lies=self.lies)
+        self.returned: dict[int, list[TeacherScores]] = {}
+        self.asked = 0
+        self.pool = TeacherPool(
+            "math",
+            [ReplicaSpec(name) for name in self.names],
+            self.launcher,
+            rng=random.Random(self.seed),
+            options=self.options,
+            on_event=self.events.append,
+        )
+
+    def batch(self, number: int) -> list[ScoreItem]:
+        return random_items(4, 1000 * self.seed + number, Signal.TOPK, 4)
+
+    async def ask(self, trouble: asyncio.Task[None]) -> None:
+        while self.asked < self.requests or not trouble.done():
+            number, self.asked = self.asked, self.asked + 1
+            self.returned[number] = await self.pool.score(self.batch(number))
+
+    def check(self) -> None:
+        """Every request came back once, with exactly its scores."""
+        assert sorted(self.returned) == list(range(self.asked)), f"seed {self.seed}: requests lost"
+        oracle = Scorer("math", load_frozen(str(self.model)))
+        for number, scores in self.returned.items():
+            for got, right in zip(scores, oracle.score(request_of(self.batch(number))).split(), strict=True):
+                assert got.key == right.key
+                np.testing.assert_array_equal(got.sampled_logprobs, right.sampled_logprobs)
+                np.testing.assert_array_equal(got.ids, right.ids)
+                np.testing.assert_array_equal(got.logprobs, right.logprobs)
+
+    def told(self, kind: EventKind, replica: str | None = None) -> list[PoolEvent]:
+        return [e for e in self.events if e.kind is kind and (replica is None or e.replica == replica)]
+
+    def replica_state(self, name: str) -> State:
+        return next(r.state for r in self.pool.metrics().replicas if r.name == name)
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> None:
+        limit = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < limit, f"seed {self.seed}: not within {seconds} s; {self.events[-5:]}"
+            await asyncio.sleep(0.02)
+
+    def run(self, mischief: Callable[["Trial"], Coroutine[None, None, None]]) -> None:
+        """Stream requests, eight at a time, while `mischief` happens; then account for every row."""
+
+        async def all_of_it() -> None:
+            await self.pool.start()
+            try:
+                trouble = asyncio.create_task(mischief(self))
+                stream = [self.ask(trouble) for _ in range(8)]
+                await asyncio.wait_for(asyncio.gather(trouble, *stream), 120)
+            finally:
+                await self.pool.close()
+            assert not any(child.alive() for child in self.launcher.every), "a replica outlived its pool"
+
+        asyncio.run(all_of_it())
+        self.check()
+
+
+def trials(few: int, many: int) -> list[object]:
+    """Seeds: a few that always run, and many under `-m faults`."""
+    return [*range(few), *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(few, many))]
+
+
+@pytest.mark.parametrize("seed", trials(2, 24))
+def test_kill_9_of_one_replica_costs_no_row(seed: int, nursery: Nursery, model: Path) -> None:
+    async def kill_at_random_moments(trial: Trial) -> None:
+        for _ in range(2):
+            await asyncio.sleep(trial.rng.uniform(0.0, 0.4))
+            victim = trial.rng.choice(trial.names)
+            if child := trial.launcher.children.get(victim):
+                child.signal(signal.SIGKILL)
+        await trial.until(lambda: bool(trial.told(EventKind.RESTARTED)), 30)
+        await trial.until(lambda: all(r.state is State.HEALTHY for r in trial.pool.metrics().replicas), 30)
+
+    trial = Trial(nursery, model, seed)
+    trial.run(kill_at_random_moments)
+    assert not trial.told(EventKind.PAUSED)
+
+
+@pytest.mark.parametrize("seed", trials(1, 20))
+def test_a_stopped_replica_is_ejected_within_two_deadlines(seed: int, nursery: Nursery, model: Path) -> None:
+    """SIGSTOP: the process exists, its port accepts, nothing ever comes back."""
+
+    async def stop_one(trial: Trial) -> None:
+        await asyncio.sleep(trial.rng.uniform(0.0, 0.2))
+        victim = trial.rng.choice(trial.names)
+        trial.launcher.children[victim].signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        await trial.until(lambda: bool(trial.told(EventKind.EJECTED, victim)), 2 * DEADLINE + 1.0)
+        assert time.monotonic() - stopped < 2 * DEADLINE + 0.5
+        await trial.until(lambda: trial.replica_state(victim) is State.HEALTHY, 30)
+
+    Trial(nursery, model, seed).run(stop_one)
+
+
+@pytest.mark.parametrize("seed", trials(1, 20))
+def test_a_wedged_replica_whose_health_answers_is_ejected(seed: int, nursery: Nursery, model: Path) -> None:
+    """Its event loop lives and /health says ok; only scoring hangs, from the seeded request on."""
+    wedged_after = 3 + seed % 7
+
+    async def watch(trial: Trial) -> None:
+        wedged = trial.launcher.children["b"]
+        await trial.until(lambda: bool(trial.told(EventKind.EJECTED, "b")), 20)
+        assert wedged.alive()
+        trial.launcher.lies.clear()
+        await trial.until(lambda: trial.replica_state("b") is State.HEALTHY, 30)
+
+    trial = Trial(nursery, model, seed, lies={"b": ("wedged", 1.0, wedged_after)})
+    trial.run(watch)
+    assert "no answer" in trial.told(EventKind.RETRIED, "b")[0].message
+
+
+@pytest.mark.parametrize(
+    ("seed", "seconds"), [(0, 1.5), *(pytest.param(s, 10.0, marks=pytest.mark.faults) for s in range(1, 21))]
+)
+def test_all_replicas_down_pauses_the_run_and_says_so(
+    seed: int, seconds: float, nursery: Nursery, model: Path
+) -> None:
+    async def lights_out(trial: Trial) -> None:
+        await asyncio.sleep(trial.rng.uniform(0.0, 0.3))
+        trial.launcher.down = True
+        for child in trial.launcher.children.values():
+            child.signal(signal.SIGKILL)
+        await asyncio.sleep(seconds)
+        assert trial.pool.metrics().paused
+        trial.launcher.down = False
+
+    trial = Trial(nursery, model, seed)
+    trial.run(lights_out)
+    assert len(trial.told(EventKind.PAUSED)) == 1 and len(trial.told(EventKind.RESUMED)) == 1
+    assert "nothing is dropped" in trial.told(EventKind.PAUSED)[0].message
+    assert trial.pool.metrics().paused_seconds >= seconds - 0.5
+
+
+async def nothing_more(trial: Trial) -> None:
+    return None
+
+
+def assert_caught(trial: Trial, lies: list[str]) -> None:
+    """Every lie told was caught, in order or not, and named with who and where."""
+    caught = trial.told(EventKind.RETRIED, "b")
+    assert lies and len(caught) == len(lies)
+    for event in caught:
+        assert event.message.startswith("teacher math, replica b")
+    unplaced = {"null", "json_null", "cut", "short", "other_rows"}
+    placed = [event for event in caught if "row 'row-" in event.message and "position " in event.message]
+    assert len(placed) >= sum(lie not in unplaced for lie in lies)
+
+
+def test_no_kind_of_lie_reaches_the_loss(nursery: Nursery, model: Path) -> None:
+    """A lone replica tells every kind of lie in turn and is kept on purpose, so that it can tell them all."""
+    patient = HealthRules(eject_after=10**6, eject_after_bad_replies=10**6)
+    options = replace(OPTIONS, max_bad_attempts=10**6, keeper=replace(OPTIONS.keeper, health=patient))
+
+    async def until_all_are_told(trial: Trial) -> None:
+        liar = trial.launcher.children["b"]
+        await trial.until(lambda: set(liar.lies) == set(LIES), 60)
+
+    trial = Trial(nursery, model, 0, names=("b",), lies={"b": ("every", 0.7, 0)}, options=options)
+    trial.run(until_all_are_told)
+    assert_caught(trial, trial.launcher.every[0].lies)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("seed", range(20))
+def test_no_lie_reaches_the_loss(lie: str, seed: int, nursery: Nursery, model: Path) -> None:
+    """One replica of two lies now and then, is ejected for it, restarted, and lies again."""
+    trial = Trial(nursery, model, seed, names=("a", "b"), lies={"b": (lie, 0.3, seed)})
+    trial.run(nothing_more)
+    assert_caught(trial, [told for child in trial.launcher.every for told in child.lies])
+
+
+def test_when_every_replica_lies_the_error_reaches_the_caller(nursery: Nursery, model: Path) -> None:
+    """Nothing is made up: the row fails with who, what and where, and its owner decides."""
+
+    async def run() -> None:
+        trial = Trial(nursery, model, 0, names=("a", "b"), lies={"a": ("nan", 1.0, 0), "b": ("nan", 1.0, 0)})
+        await trial.pool.start()
+        try:
+            with pytest.raises(
+                TeacherReplyError,
+                match=r"teacher math, replica [ab], row 'row-0-\d', position \d+: logprob nan",
+            ):
+                await trial.pool.score(trial.batch(0))
+            failures = [f for r in trial.pool._keeper.replicas.values() for f in r.failures]
+            assert set(failures) == {Failure.BAD_REPLY}
+        finally:
+            await trial.pool.close()
+
+    asyncio.run(run())

@@ -1,0 +1,100 @@
+"""The running average of the weights, and saving in the background."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
+
+from understudy.errors import CheckpointError, PolicyError
+from understudy.policy.background import BackgroundSaver
+from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.policy import Policy
+
+
+def step(policy: Policy, seed: int) -> None:
+    batch = varied_batch(seed=seed)
+    policy.update(batch, cross_entropy, token_mean(batch))
+
+
+def test_average_follows_the_formula() -> None:
+    policy = Policy(qwen3(), settings(ema_decay=0.9))
+    expected = {name: tensor.clone() for name, tensor in policy.named_weights()}
+    for seed in range(3):
+        step(policy, seed)
+        for name, tensor in policy.named_weights():
+            expected[name] = 0.9 * expected[name] + 0.1 * tensor
+    for name, tensor in policy.averaged_weights():
+        assert torch.allclose(tensor, expected[name], atol=1e-6), name
+        assert not torch.equal(tensor, dict(policy.named_weights())[name])
+
+
+def test_average_survives_a_restart(tmp_path: Path) -> None:
+    straight, first = (Policy(qwen3(), settings(ema_decay=0.5)) for _ in range(2))
+    for seed in range(3):
+        step(straight, seed)
+    step(first, 0)
+    CheckpointStore(tmp_path).save(1, first.state())
+    resumed = Policy(qwen3(seed=8), settings(ema_decay=0.5))
+    resumed.load_state(CheckpointStore(tmp_path).load().policy)
+    for seed in (1, 2):
+        step(resumed, seed)
+    for (name, one), (_, other) in zip(straight.averaged_weights(), resumed.averaged_weights(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_average_of_a_low_precision_student_is_kept_in_float32() -> None:
+    policy = Policy(qwen3(dtype=torch.bfloat16), settings(ema_decay=0.99))
+    step(policy, 0)
+    assert policy.average is not None
+    assert all(value.dtype == torch.float32 for value in policy.average.values.values())
+    assert all(tensor.dtype == torch.bfloat16 for _, tensor in policy.averaged_weights())
+
+
+def test_average_must_be_asked_for() -> None:
+    plain = Policy(qwen3(), settings())
+    with pytest.raises(PolicyError, match="set ema_decay"):
+        plain.averaged_weights()
+    with pytest.raises(CheckpointError, match="ema_decay"):
+        Policy(qwen3(), settings(ema_decay=0.9)).load_state(plain.state())
+    with pytest.raises(PolicyError, match=r"ema_decay = 1\.5"):
+        Policy(qwen3(), settings(ema_decay=1.5))
+
+
+class SlowStore(CheckpointStore):
+    def save(self, *args: Any, **kwargs: Any) -> Path:
+        time.sleep(0.2)
+        return super().save(*args, **kwargs)
+
+
+def test_a_background_save_holds_the_state_of_its_moment(tmp_path: Path) -> None:
+    policy = Policy(qwen3(), settings())
+    step(policy, 0)
+    saver = BackgroundSaver(SlowStore(tmp_path))
+    kept = {name: tensor.clone() for name, tensor in policy.named_weights()}
+    started = time.monotonic()
+    saver.save(1, policy.state(), {"cursor": 1})
+    assert time.monotonic() - started < 0.15
+    step(policy, 1)
+    assert saver.wait() == tmp_path / "step-000001"
+    assert saver.wait() is None
+    checkpoint = CheckpointStore(tmp_path).load()
+    assert checkpoint.extra == {"cursor": 1} and checkpoint.policy.progress["step"] == 1
+    assert all(torch.equal(checkpoint.policy.model[name], tensor) for name, tensor in kept.items())
+    saver.save(2, policy.state())
+    saver.close()
+    assert CheckpointStore(tmp_path).load().step == 2
+
+
+def test_an_error_in_the_background_comes_out(tmp_path: Path) -> None:
+    policy = Policy(qwen3(), settings())
+    saver = BackgroundSaver(CheckpointStore(tmp_path / "folder"))
+    (tmp_path / "folder").write_text("not a folder")
+    saver.save(0, policy.state())
+    with pytest.raises((CheckpointError, OSError)):
+        saver.save(1, policy.state())
+    saver.close()

@@ -1,0 +1,139 @@
+"""Two or four ranks train exactly what one would."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_child import break_a_step, run_rank, train
+
+from understudy.errors import PolicyError
+from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.microbatch import Layout
+from understudy.policy.plan import plan_step
+from understudy.policy.shard import deal_rows, join
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3"])
+
+
+def on_ranks(size: int, folder: Path, job: str, **options: Any) -> list[Any]:
+    """Runs a job on `size` processes; their answers by rank."""
+    (folder / "rendezvous").unlink(missing_ok=True)
+    pipes, children = [], []
+    for rank in range(size):
+        reader, writer = FORKS.Pipe(duplex=False)
+        child = FORKS.Process(target=run_rank, args=(rank, size, str(folder), job, options, writer))
+        child.start()
+        writer.close()
+        pipes.append(reader)
+        children.append(child)
+    try:
+        answers = [
+            pipe.recv() if pipe.poll(100) else pytest.fail(f"rank {i} is silent")
+            for i, pipe in enumerate(pipes)
+        ]
+    finally:
+        for child in children:
+            child.join(timeout=20)
+            child.kill()
+    return answers
+
+
+def assert_same(found: list[Any], expected: list[Any], tolerance: float) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        for value, right in zip(mine[:5], theirs[:5], strict=True):
+            assert value == pytest.approx(right, abs=tolerance, rel=tolerance)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_give_the_losses_of_one_process(tmp_path: Path, size: int) -> None:
+    (tmp_path / "alone").mkdir()
+    expected = train(None, str(tmp_path / "alone"), steps=3)
+    answers = on_ranks(size, tmp_path, "train", steps=3)
+    for lines in answers:
+        assert_same(lines, expected, 1e-5)
+    one = CheckpointStore(tmp_path / "alone" / "checkpoints").load().policy
+    many = CheckpointStore(tmp_path / "checkpoints").load().policy
+    assert one.model.keys() == many.model.keys() and one.optimizer.keys() == many.optimizer.keys()
+    for name, tensor in one.model.items():
+        assert torch.allclose(tensor, many.model[name], atol=1e-4), name
+
+
+def test_a_batch_smaller_than_the_ranks_works(tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    expected = train(None, str(tmp_path / "alone"), steps=2, rows=1)
+    for lines in on_ranks(2, tmp_path, "train", steps=2, rows=1):
+        assert_same(lines, expected, 1e-5)
+
+
+def test_a_run_moves_between_rank_counts(tmp_path: Path) -> None:
+    """Two ranks save, one process goes on; and the other way round."""
+    (tmp_path / "alone").mkdir()
+    straight = train(None, str(tmp_path / "alone"), steps=4)
+    on_ranks(2, tmp_path, "train", steps=2)
+    rest = train(None, str(tmp_path), steps=1, resume=True)
+    last = on_ranks(2, tmp_path, "train", steps=1, resume=True)
+    assert_same([*rest, *last[0]], straight[2:], 1e-4)
+
+
+@pytest.mark.slow
+def test_half_precision_ranks_keep_float32_masters(tmp_path: Path) -> None:
+    """bfloat16 rounds differently in each grouping, so losses agree to its resolution and masters stay exact in kind."""
+    (tmp_path / "alone").mkdir()
+    expected = train(None, str(tmp_path / "alone"), steps=2, dtype="bfloat16")
+    for lines in on_ranks(2, tmp_path, "train", steps=2, dtype="bfloat16"):
+        assert [line[0] for line in lines] == pytest.approx([line[0] for line in expected], rel=2e-2)
+    state = CheckpointStore(tmp_path / "checkpoints").load().policy
+    for name, tensor in state.model.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(state.optimizer[f"master/{name}"].to(torch.bfloat16), tensor)
+    train(None, str(tmp_path), steps=1, dtype="bfloat16", resume=True)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_bad_step_stops_all_ranks_together(tmp_path: Path, where: str) -> None:
+    alone = break_a_step(None, str(tmp_path), where)
+    answers = on_ranks(2, tmp_path, "break_a_step", where=where)
+    for said, caught, untouched in answers:
+        assert untouched and "The weights were not touched" in said
+        assert set(alone[1]) <= set(caught)
+        assert where == "gradient" or caught == alone[1]
+
+
+def test_rows_are_dealt_evenly_and_by_key() -> None:
+    lengths = [5, 1, 9, 9, 2, 7, 3]
+    keys = list("gfedcba")
+    shares = deal_rows(range(7), lengths, keys, 3)
+    assert sorted(row for share in shares for row in share) == list(range(7))
+    loads = [sum(lengths[row] for row in share) for share in shares]
+    assert max(loads) - min(loads) <= 2
+    turned = [6, 0, 3, 5, 1, 4, 2]
+    again = deal_rows(range(7), [lengths[i] for i in turned], [keys[i] for i in turned], 3)
+    assert [[keys[row] for row in share] for share in shares] == [
+        [keys[turned[row]] for row in share] for share in again
+    ]
+    assert deal_rows([0], [4], ["a"], 3) == [[0], [], []]
+
+
+def test_every_rank_makes_the_same_number_of_passes() -> None:
+    lengths, keys, names = [10, 10, 10, 3, 3], list("abcde"), [""] * 5
+    plans = [plan_step(range(5), lengths, keys, names, 10, Layout.PADDED, rank, 2) for rank in range(2)]
+    assert plans[0].rounds == plans[1].rounds == max(len(plan.mine) for plan in plans)
+    passes = [list(plan.passes()) for plan in plans]
+    counted = sorted(row for plan in passes for group, counts in plan if counts for row in group)
+    assert counted == list(range(5))
+    assert {tuple(group) for plan in passes for group, counts in plan if not counts} <= {(3,)}
+
+
+def test_rows_of_different_groups_never_share_a_pass() -> None:
+    plan = plan_step(range(4), [3, 3, 3, 3], list("abcd"), ["x", "y", "x", "y"], 100, Layout.PADDED)
+    assert plan.mine == [[0, 2], [1, 3]]
+
+
+def test_a_rank_outside_the_group_is_refused() -> None:
+    with pytest.raises(PolicyError, match="rank = 2 of 2 ranks"):
+        join(2, 2, "tcp://127.0.0.1:1")

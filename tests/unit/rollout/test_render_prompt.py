@@ -1,0 +1,68 @@
+"""Rendering of prompts: the template's text, once, and errors that name the row."""
+
+import numpy as np
+import pytest
+from chat_tokenizers import FAMILIES, chat_tokenizer
+
+from understudy.errors import DataError
+from understudy.rollout.render import Renderer
+from understudy.types.prompt import Prompt
+
+CHAT = ({"role": "user", "content": "What is 12 * (3 + 4)?"},)
+
+
+def prompt(**fields: object) -> Prompt:
+    return Prompt(**{"key": "00000-0000003", "ordinal": 3, "epoch": 0, "data_source": "", **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_renders_as_the_template_says(family: str) -> None:
+    tokenizer = chat_tokenizer(family)
+    ids = Renderer(tokenizer, context=500).render(prompt(messages=CHAT))
+    assert ids.dtype == np.int32
+    expected = tokenizer.apply_chat_template(list(CHAT), add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    assert ids.tolist() == expected
+    assert (ids == tokenizer.bos_token_id).sum() == (1 if tokenizer.bos_token_id is not None else 0)
+
+
+def test_plain_text_goes_without_a_template() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    ids = Renderer(tokenizer, context=500).render(prompt(text="12+34="))
+    assert tokenizer.decode(ids.tolist()) == "12+34="
+
+
+def test_tools_and_template_options_reach_the_template() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tool = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
+    ids = Renderer(tokenizer, context=900).render(prompt(messages=CHAT, columns={"tools": [tool]}))
+    assert '"calculator"' in tokenizer.decode(ids.tolist())
+    renderer = Renderer(
+        tokenizer,
+        context=900,
+        template_options={"chat_template": "{{ mood }}{{ messages[0].content }}", "mood": "calm"},
+    )
+    assert tokenizer.decode(renderer.render(prompt(messages=CHAT)).tolist()).startswith("calmWhat")
+
+
+def test_rows_that_cannot_be_rendered_are_named() -> None:
+    renderer = Renderer(chat_tokenizer("gemma"), context=500)
+    with pytest.raises(DataError, match=r"00000-0000003.*roles are user and assistant"):
+        renderer.render(prompt(messages=({"role": "system", "content": "x"},)))
+
+
+def test_a_prompt_longer_than_the_context_gives_both_lengths() -> None:
+    renderer = Renderer(chat_tokenizer("chatml"), context=20, reserve=8)
+    with pytest.raises(DataError, match=r"00000-0000003 \(row 3\) has 30 tokens; the context is 20 and 8"):
+        renderer.render(prompt(text="7" * 30))
+
+
+def test_a_chat_needs_a_template() -> None:
+    tokenizer = chat_tokenizer("plain")
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with pytest.raises(DataError, match="no chat template"):
+            Renderer(tokenizer, context=50).render(prompt(messages=CHAT))
+    finally:
+        tokenizer.chat_template = template

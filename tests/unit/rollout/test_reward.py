@@ -1,0 +1,81 @@
+"""The shipped rewards: what counts as the same answer, and what a dataset without answers is told."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from understudy.errors import DataError
+from understudy.rollout.reward import exact_match, gsm8k
+from understudy.rollout.rewards import load_reward
+
+WORKED = "He sold 48/2 = <<48/2=24>>24 clips.\nSo #### 24 is half, and altogether 24+48.\n#### 1,072"
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("64", 1.0), (" 64\n", 1.0), ("46", 0.0), ("640", 0.0), ("6 4", 0.0), ("", 0.0)],
+)
+def test_exact_match_ignores_only_the_white_space_around(text: str, reward: float) -> None:
+    assert exact_match({"answer": "64"}, text) == reward
+    assert exact_match({"answer": " 64 "}, text) == reward
+
+
+def test_exact_match_reads_an_answer_that_is_not_text() -> None:
+    assert exact_match({"answer": 64}, "64") == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### 1072",
+        "#### 1,072",
+        "####1072.",
+        "#### $1,072.",
+        "#### 1072.00 dollars",
+        "#### +1072, because",
+        "first #### 5, no: #### 1072",
+        "#### 1072\n#### ...\n#### unsure",
+    ],
+)
+def test_gsm8k_accepts_every_way_to_write_the_number(text: str) -> None:
+    assert gsm8k({"answer": WORKED}, text) == 1.0
+    assert gsm8k({"answer": "1,072"}, text) == 1.0
+    assert gsm8k({"answer": 1072}, text) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1072", "#### 1072 #### 5", "#### -1072", "#### 24", "#### 10 72", "#### 1072-1", "####"]
+)
+def test_gsm8k_pays_nothing_for_anything_else(text: str) -> None:
+    assert gsm8k({"answer": WORKED}, text) == 0.0
+
+
+def test_gsm8k_tells_signs_and_decimals_apart() -> None:
+    assert gsm8k({"answer": "#### -0.5"}, "#### -.50") == 1.0
+    assert gsm8k({"answer": "#### -0.5"}, "#### 0.5") == 0.0
+
+
+@pytest.mark.parametrize("reward", [exact_match, gsm8k])
+@pytest.mark.parametrize(
+    "row", [{"question": "1+1", "data_source": "math"}, {"question": "1+1", "answer": None}]
+)
+def test_a_row_without_an_answer_is_the_datasets_fault(reward, row: dict) -> None:
+    with pytest.raises(DataError, match="nothing in column 'answer'.*'question'"):
+        reward(row, "2")
+
+
+def test_gsm8k_refuses_an_answer_without_a_number() -> None:
+    with pytest.raises(DataError, match="column 'answer' holds 'many'.*#### number"):
+        gsm8k({"answer": "many"}, "#### 2")
+
+
+@given(st.text())
+def test_no_writing_makes_a_reward_raise(text: str) -> None:
+    for written in (text, f"#### {text}"):
+        assert gsm8k({"answer": "7"}, written) in (0.0, 1.0)
+        assert exact_match({"answer": "7"}, written) in (0.0, 1.0)
+
+
+def test_recipes_find_them_by_name() -> None:
+    assert load_reward("understudy.rollout.reward:gsm8k").function is gsm8k
+    assert not load_reward("understudy.rollout.reward:exact_match").wants_trajectory

@@ -1,0 +1,105 @@
+"""Rewards: plain functions in every shape the docstring promises; nonsense becomes a DataError that names the row."""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_tokenizers import chat_tokenizer
+
+from understudy.errors import ConfigError, DataError
+from understudy.rollout.render import Renderer
+from understudy.rollout.rewards import Reward, Rewards, last_turn, load_reward
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import StopReason, Trajectory
+
+PROMPT = Prompt("00000-0000001", 1, 0, "add", text="1+1=", columns={"answer": "2"})
+
+
+def trajectory(text: str = "2", turns: tuple[str, ...] = ()) -> Trajectory:
+    tokenizer = chat_tokenizer("chatml")
+    ids: list[int] = tokenizer("1+1=")["input_ids"]
+    mask = [False] * len(ids)
+    for turn in (*turns, text):
+        if any(mask):
+            ids, mask = [*ids, 0, 0], [*mask, False, False]
+        written = [*tokenizer(turn)["input_ids"], tokenizer.eos_token_id]
+        ids, mask = ids + written, mask + [True] * len(written)
+    length = len(ids)
+    return Trajectory(
+        "00000-0000001_0_0",
+        np.array(ids, np.int32),
+        np.array(mask),
+        np.zeros(length, np.float32),
+        np.zeros(length, np.int32),
+        StopReason.EOS,
+    )
+
+
+def judge(*rewards: Reward, of: Trajectory | None = None) -> Trajectory:
+    judge_all = Rewards(rewards, Renderer(chat_tokenizer("chatml"), context=100))
+    return asyncio.run(judge_all.judge(PROMPT, of or trajectory()))
+
+
+def equals_answer(row: Mapping[str, Any], text: str) -> float:
+    return float(text == row["answer"])
+
+
+async def slowly(row: Mapping[str, Any], text: str) -> dict[str, float]:
+    await asyncio.sleep(0)
+    return {"score": 0.5, "characters": len(text)}
+
+
+def by_trajectory(row: Mapping[str, Any], trajectory: Trajectory) -> float:
+    return float(trajectory.loss_mask.sum())
+
+
+class Callable_:
+    async def __call__(self, row: Mapping[str, Any], text: str) -> float:
+        return 0.25
+
+
+def test_functions_of_every_kind_are_weighted_and_summed() -> None:
+    judged = judge(
+        Reward("right", equals_answer, 2.0),
+        Reward("slow", slowly),
+        Reward("length", by_trajectory, 0.1),
+        Reward("object", Callable_()),
+    )
+    assert judged.reward == pytest.approx(2.0 + 0.5 + 0.2 + 0.25)
+    assert judged.metrics["reward/right"] == 1.0 and judged.metrics["reward/slow/characters"] == 1.0
+
+
+def test_the_text_is_the_last_turn_without_special_tokens() -> None:
+    several = trajectory("42", turns=("first", "second"))
+    assert chat_tokenizer("chatml").decode(last_turn(several).tolist()) == "42<|im_end|>"
+    assert judge(Reward("seen", lambda row, text: float(text == "42")), of=several).reward == 1.0
+
+
+def test_no_reward_function_leaves_the_loop_s_own() -> None:
+    assert judge().reward is None
+
+
+@pytest.mark.parametrize("result", [math.nan, math.inf, None, "1", {"other": 1.0}])
+def test_a_result_that_is_not_a_number_names_the_row(result: Any) -> None:
+    with pytest.raises(DataError, match=r"odd gave .* for row 00000-0000001_0_0"):
+        judge(Reward("odd", lambda row, text: result))
+
+
+def test_a_reward_that_raises_names_itself_and_the_row() -> None:
+    with pytest.raises(DataError, match="broken raised on row 00000-0000001_0_0: ZeroDivisionError"):
+        judge(Reward("broken", lambda row, text: 1 / 0))
+
+
+def test_loading_by_name() -> None:
+    assert load_reward("understudy.rollout.reward:exact_match", 0.5).weight == 0.5
+    for name, says in (
+        ("nonsense", "package.module:object"),
+        ("no.such.module:f", "cannot be imported"),
+        ("math:nothing", "has no"),
+        ("math:pi", "float"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_reward(name)

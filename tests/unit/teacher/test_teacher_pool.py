@@ -1,0 +1,554 @@
+"""The pool with scripted replicas and a clock that the test moves: retries, ejections, pauses, restarts."""
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from teacher_rig import random_items
+
+from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
+from understudy.teacher.client import ReplicaTimeout, RequestRefused, ServerFailed
+from understudy.teacher.health import HealthRules, State
+from understudy.teacher.keeper import KeeperOptions
+from understudy.teacher.launch import Endpoint, ReplicaSpec
+from understudy.teacher.manifest import Limits, Manifest
+from understudy.teacher.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool_events import EventKind, PoolEvent
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+MANIFEST = Manifest(
+    "math", "native", "m", "aa", "ff", 61, 32, "float32", list(Signal), Limits(max_length=100, max_k=20)
+)
+KEEPER = KeeperOptions(
+    probe_deadline=5.0,
+    slowest_tokens_per_second=100.0,
+    watch_every=0.25,
+    health=HealthRules(eject_after=3, eject_after_bad_replies=2, backoff_first=1.0, backoff_most=8.0),
+)
+OPTIONS = PoolOptions(
+    deadline_base=10.0, retry_first=0.1, retry_most=1.0, max_bad_attempts=4, drain=5.0, keeper=KEEPER
+)
+
+
+class ManualClock:
+    """Time passes only in `advance`, and sleepers wake in order."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self._order = itertools.count()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+
+    def now(self) -> float:
+        return self.time
+
+    async def sleep(self, seconds: float) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self.time + seconds, next(self._order), future))
+        await future
+
+    async def advance(self, seconds: float) -> None:
+        until = self.time + seconds
+        await settle()
+        while self._sleepers and self._sleepers[0][0] <= until:
+            self.time, _, future = heapq.heappop(self._sleepers)
+            if not future.done():
+                future.set_result(None)
+            await settle()
+        self.time = until
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+Behaviour = Callable[["Scripted", Sequence[ScoreItem]], Awaitable[list[TeacherScores]]]
+
+
+class Scripted:
+    """A replica that does what it is told; the fixed tokens are answered honestly unless told otherwise."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.now: Behaviour = well
+        self.probe_error: Exception | None = None
+        self.manifest_now = MANIFEST
+        self.asked: list[list[str]] = []
+        self.timeouts: list[float | None] = []
+        self.closed = False
+
+    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+        if items[0].key == "probe":
+            if self.probe_error is not None:
+                raise self.probe_error
+            return answer("math", items)
+        self.asked.append([item.key for item in items])
+        self.timeouts.append(timeout)
+        return await self.now(self, items)
+
+    async def manifest(self) -> Manifest:
+        if isinstance(self.probe_error, TeacherUnavailable):
+            raise self.probe_error
+        return self.manifest_now
+
+    async def health(self) -> bool:
+        return True
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def answer(teacher: str, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+    return [
+        TeacherScores(i.key, teacher, i.signal, -np.arange(1, len(i.positions) + 1, dtype=np.float32))
+        for i in items
+    ]
+
+
+async def well(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+    return answer(replica.name, items)
+
+
+def failing(error: Exception) -> Behaviour:
+    async def behave(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        raise error
+
+    return behave
+
+
+REFUSED_CONNECTION = TeacherUnavailable("connection refused")
+TIMEOUT = ReplicaTimeout("no answer")
+LIE = TeacherReplyError("teacher math, replica a, row 'row-0-0', position 3: NaN")
+
+
+class Rig:
+    """A pool over scripted replicas; as a launcher it hands out fresh ones."""
+
+    def __init__(self, names: str = "ab", external: bool = False, options: PoolOptions = OPTIONS) -> None:
+        self.clock = ManualClock()
+        self.events: list[PoolEvent] = []
+        self.replicas: dict[str, Scripted] = {}
+        self.living: set[str] = set()
+        self.starts: list[tuple[float, str]] = []
+        self.stops: list[str] = []
+        self.start_error: Exception | None = None
+        self.fresh: Callable[[str], Scripted] = Scripted
+        address = Endpoint("http://elsewhere") if external else None
+        self.pool = TeacherPool(
+            "math",
+            [ReplicaSpec(name, address) for name in names],
+            None if external else self,
+            self.clock,
+            random.Random(0),
+            options,
+            connect=self.connect,
+            on_event=self.events.append,
+        )
+
+    def connect(self, teacher: str, replica: str, endpoint: Endpoint) -> Scripted:
+        self.replicas[replica] = self.fresh(replica)
+        return self.replicas[replica]
+
+    async def start(self, replica: str) -> Endpoint:
+        self.starts.append((self.clock.now(), replica))
+        if self.start_error is not None:
+            raise self.start_error
+        self.living.add(replica)
+        return Endpoint(f"http://{replica}")
+
+    async def stop(self, replica: str) -> None:
+        self.stops.append(replica)
+        self.living.discard(replica)
+
+    def alive(self, replica: str) -> bool:
+        return replica in self.living
+
+    def kill(self, replica: str) -> None:
+        self.living.discard(replica)
+        self.replicas[replica].now = failing(REFUSED_CONNECTION)
+        self.replicas[replica].probe_error = REFUSED_CONNECTION
+
+    def state(self, replica: str) -> State:
+        return next(r.state for r in self.pool.metrics().replicas if r.name == replica)
+
+    def told(self, kind: EventKind) -> list[PoolEvent]:
+        return [event for event in self.events if event.kind is kind]
+
+    async def score(self, items: list[ScoreItem] | None = None) -> list[TeacherScores]:
+        """Score, moving the clock as long as it takes."""
+        task = asyncio.create_task(self.pool.score(items or random_items(1)))
+        for _ in range(400):
+            await settle()
+            if task.done():
+                return task.result()
+            await self.clock.advance(0.1)
+        task.cancel()
+        raise AssertionError("no scores after 40 s")
+
+
+def running(test: Callable[[Rig], Awaitable[None]], rig: Rig) -> None:
+    async def run() -> None:
+        await rig.pool.start()
+        try:
+            await test(rig)
+        finally:
+            await rig.pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_failed_request_is_answered_by_another_replica() -> None:
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = failing(TIMEOUT)
+        scores = await rig.pool.score(random_items(2))
+        assert [s.teacher for s in scores] == ["b", "b"]
+        assert rig.replicas["a"].asked == rig.replicas["b"].asked == [["row-0-0", "row-0-1"]]
+        assert rig.pool.metrics().retries == 1 and rig.told(EventKind.RETRIED)[0].replica == "a"
+
+    running(test, Rig())
+
+
+def test_a_refusal_is_the_requests_fault_and_not_retried() -> None:
+    async def test(rig: Rig) -> None:
+        for replica in rig.replicas.values():
+            replica.now = failing(RequestRefused("K too large"))
+        with pytest.raises(RequestRefused, match="K too large"):
+            await rig.pool.score(random_items(1))
+        assert sum(len(r.asked) for r in rig.replicas.values()) == 1
+        assert {rig.state("a"), rig.state("b")} == {State.HEALTHY}
+
+    running(test, Rig())
+
+
+@pytest.mark.parametrize("error", [LIE, ServerFailed("503 out of memory")])
+def test_a_request_that_spoils_every_reply_is_raised_not_retried_forever(error: TeacherError) -> None:
+    async def test(rig: Rig) -> None:
+        for replica in rig.replicas.values():
+            replica.now = failing(error)
+        with pytest.raises(type(error), match=str(error)[:10]):
+            await rig.score()
+        assert sum(len(r.asked) for r in rig.replicas.values()) == OPTIONS.max_bad_attempts
+
+    running(test, Rig())
+
+
+def test_a_streak_ejects_and_the_last_one_stays() -> None:
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = rig.replicas["b"].now = failing(TIMEOUT)
+        task = asyncio.create_task(rig.pool.score(random_items(1)))
+        await settle()
+        for _ in range(200):
+            await rig.clock.advance(0.1)
+            assert any(r.state in (State.HEALTHY, State.SUSPECT) for r in rig.pool.metrics().replicas)
+        assert rig.told(EventKind.EJECTED)
+        rig.replicas["b"].now = rig.replicas["a"].now = well
+        await rig.clock.advance(10.0)
+        assert (await task)[0].key == "row-0-0"
+
+    running(test, Rig(external=True))
+
+
+def test_a_wedged_replica_that_still_passes_probes_is_ejected_by_its_streak() -> None:
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = failing(TIMEOUT)
+        while not rig.told(EventKind.EJECTED) and rig.clock.now() < 200:
+            await rig.score()
+            await rig.clock.advance(15.0)
+        assert rig.told(EventKind.EJECTED)[0].replica == "a" and len(rig.replicas["a"].asked) == 3
+
+    running(test, Rig())
+
+
+def test_a_suspect_that_fails_its_probe_is_ejected_after_one_request() -> None:
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = failing(TIMEOUT)
+        rig.replicas["a"].probe_error = TIMEOUT
+        await rig.pool.score(random_items(1))
+        await settle()
+        assert rig.state("a") is State.EJECTED and len(rig.replicas["a"].asked) == 1
+
+    running(test, Rig())
+
+
+def test_a_liar_is_ejected_although_it_also_tells_the_truth() -> None:
+    async def test(rig: Rig) -> None:
+        turns = itertools.count()
+
+        async def sometimes(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            if next(turns) % 3 == 0:
+                raise LIE
+            return answer(replica.name, items)
+
+        rig.replicas["a"].now = sometimes
+        while not rig.told(EventKind.EJECTED) and rig.clock.now() < 200:
+            await rig.score()
+            await rig.clock.advance(15.0)
+        assert rig.told(EventKind.EJECTED)[0].replica == "a" and len(rig.replicas["a"].asked) == 4
+        assert "NaN" in rig.told(EventKind.EJECTED)[0].message
+
+    running(test, Rig())
+
+
+def test_a_dead_replica_is_restarted_and_readmitted() -> None:
+    async def test(rig: Rig) -> None:
+        rig.kill("a")
+        await rig.clock.advance(1.0)
+        assert rig.state("a") is State.HEALTHY
+        assert [name for _, name in rig.starts] == ["a", "b", "a"]
+        assert [e.kind for e in rig.events] == [EventKind.EJECTED, EventKind.RESTARTED]
+        assert rig.pool.metrics().replicas[0].restarts == 1
+
+    running(test, Rig())
+
+
+def test_failed_restarts_back_off() -> None:
+    async def test(rig: Rig) -> None:
+        rig.start_error = RuntimeError("no GPU")
+        rig.kill("a")
+        await rig.clock.advance(40.0)
+        times = [when for when, name in rig.starts[2:]]
+        gaps = np.diff(times)
+        assert len(times) >= 5 and (gaps[1:] >= gaps[:-1] - 0.3).all() and gaps.max() <= 8.5
+        assert rig.state("a") is State.EJECTED and "no GPU" in rig.told(EventKind.EJECTED)[-1].message
+        rig.start_error = None
+        await rig.clock.advance(9.0)
+        assert rig.state("a") is State.HEALTHY
+
+    running(test, Rig())
+
+
+def test_a_replica_that_comes_back_with_other_weights_stays_out() -> None:
+    async def test(rig: Rig) -> None:
+        def impostor(name: str) -> Scripted:
+            replica = Scripted(name)
+            replica.manifest_now = msgspec.structs.replace(MANIFEST, weights_sha256="bb")
+            return replica
+
+        rig.fresh = impostor
+        rig.kill("a")
+        await rig.clock.advance(5.0)
+        assert rig.state("a") is not State.HEALTHY
+        assert "weights is bb" in rig.told(EventKind.EJECTED)[-1].message
+        await rig.score()
+        assert not rig.replicas["a"].asked
+
+    running(test, Rig())
+
+
+def test_with_nobody_left_the_call_waits_says_so_and_goes_on() -> None:
+    async def test(rig: Rig) -> None:
+        rig.start_error = RuntimeError("no machine")
+        for name in "ab":
+            rig.kill(name)
+        calls = [asyncio.create_task(rig.pool.score(random_items(1, seed))) for seed in range(5)]
+        await rig.clock.advance(20.0)
+        assert not any(call.done() for call in calls)
+        paused = rig.told(EventKind.PAUSED)
+        assert (
+            len(paused) == 1 and "nothing is dropped" in paused[0].message and "refused" in paused[0].message
+        )
+        assert rig.pool.metrics().paused and rig.pool.metrics().queue_depth == 5
+        rig.start_error = None
+        await rig.clock.advance(10.0)
+        assert [(await call)[0].key for call in calls] == [f"row-{seed}-0" for seed in range(5)]
+        assert len(rig.told(EventKind.RESUMED)) == 1 and not rig.pool.metrics().paused
+        assert 15.0 < rig.pool.metrics().paused_seconds < 30.0
+
+    running(test, Rig())
+
+
+def test_a_lone_wedged_replica_is_restarted_when_it_can_be() -> None:
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = failing(TIMEOUT)
+        rig.replicas["a"].probe_error = TIMEOUT
+        scores = await rig.score()
+        assert (
+            scores[0].key == "row-0-0"
+            and [name for _, name in rig.starts] == ["a", "a"]
+            and rig.stops == ["a"]
+        )
+
+    running(test, Rig("a"))
+
+
+def test_a_lone_external_replica_is_never_ejected() -> None:
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = failing(REFUSED_CONNECTION)
+        rig.replicas["a"].probe_error = REFUSED_CONNECTION
+        call = asyncio.create_task(rig.pool.score(random_items(1)))
+        await rig.clock.advance(15.0)
+        assert (
+            rig.state("a") is State.SUSPECT and not rig.told(EventKind.EJECTED) and rig.told(EventKind.PAUSED)
+        )
+        rig.replicas["a"].now = well
+        await rig.clock.advance(3.0)
+        assert (await call)[0].key == "row-0-0"
+
+    running(test, Rig("a", external=True))
+
+
+def test_an_external_replica_returns_after_a_probe_without_a_launcher() -> None:
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = failing(REFUSED_CONNECTION)
+        rig.replicas["a"].probe_error = REFUSED_CONNECTION
+        await rig.score()
+        assert rig.state("a") is State.EJECTED
+        rig.replicas["a"].now, rig.replicas["a"].probe_error = well, None
+        await rig.clock.advance(3.0)
+        assert rig.state("a") is State.HEALTHY and rig.told(EventKind.READMITTED)
+
+    running(test, Rig(external=True))
+
+
+def test_traffic_follows_outstanding_tokens() -> None:
+    async def test(rig: Rig) -> None:
+        gate = asyncio.Event()
+
+        async def held(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            await gate.wait()
+            return answer(replica.name, items)
+
+        for replica in rig.replicas.values():
+            replica.now = held
+        long = random_items(1, 0, lengths=(90, 91))
+        short = [random_items(1, seed, lengths=(10, 11)) for seed in range(1, 9)]
+        calls = [asyncio.create_task(rig.pool.score(items)) for items in [long, *short]]
+        await settle()
+        assert [len(rig.replicas[name].asked) for name in "ab"] == [1, 8]
+        gate.set()
+        await asyncio.gather(*calls)
+        assert {r.name: r.outstanding_tokens for r in rig.pool.metrics().replicas} == {"a": 0, "b": 0}
+        assert abs(rig.pool.metrics().replicas[0].share - 90 / 170) < 1e-9
+
+    running(test, Rig())
+
+
+def test_deadlines_follow_tokens_waiting_and_grow_after_a_timeout() -> None:
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = failing(TIMEOUT)
+        await rig.pool.score(random_items(1, lengths=(50, 51)))
+        assert rig.replicas["a"].timeouts == [pytest.approx(10.0 + 50 / 100)]
+        assert rig.replicas["b"].timeouts == [pytest.approx(1.5 * (10.0 + 50 / 100))]
+
+    running(test, Rig())
+
+
+def test_a_cancelled_call_leaves_no_load_behind() -> None:
+    async def test(rig: Rig) -> None:
+        async def forever(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            await asyncio.Event().wait()
+            return []
+
+        rig.replicas["a"].now = forever
+        call = asyncio.create_task(rig.pool.score(random_items(1)))
+        await settle()
+        call.cancel()
+        await settle()
+        metrics = rig.pool.metrics()
+        assert metrics.queue_depth == 0 and metrics.replicas[0].outstanding_tokens == 0
+        assert metrics.replicas[0].failures == 0
+
+    running(test, Rig())
+
+
+def test_replicas_join_and_leave_while_running() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.pool.add(ReplicaSpec("c"))
+        assert rig.state("c") is State.HEALTHY
+        with pytest.raises(TeacherError, match="already has a replica 'c'"):
+            await rig.pool.add(ReplicaSpec("c"))
+        await rig.pool.remove("a")
+        await rig.pool.remove("b")
+        assert rig.stops == ["a", "b"] and rig.replicas["a"].closed
+        assert [s.teacher for s in await rig.pool.score(random_items(1))] == ["c"]
+        with pytest.raises(TeacherError, match="last usable replica"):
+            await rig.pool.remove("c")
+        with pytest.raises(TeacherError, match="no replica 'zz'; it has c"):
+            await rig.pool.remove("zz")
+
+    running(test, Rig())
+
+
+def test_a_replica_that_joins_must_be_the_same_teacher() -> None:
+    async def test(rig: Rig) -> None:
+        def impostor(name: str) -> Scripted:
+            replica = Scripted(name)
+            replica.manifest_now = msgspec.structs.replace(MANIFEST, dtype="bfloat16")
+            return replica
+
+        rig.fresh = impostor
+        with pytest.raises(TeacherError, match="dtype is bfloat16"):
+            await rig.pool.add(ReplicaSpec("c"))
+        assert [r.name for r in rig.pool.metrics().replicas] == ["a", "b"] and rig.stops == ["c"]
+
+    running(test, Rig())
+
+
+def test_a_leaving_replica_finishes_what_it_has() -> None:
+    async def test(rig: Rig) -> None:
+        gate = asyncio.Event()
+
+        async def held(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            await gate.wait()
+            return answer(replica.name, items)
+
+        rig.replicas["a"].now = held
+        call = asyncio.create_task(rig.pool.score(random_items(1)))
+        await settle()
+        leaving = asyncio.create_task(rig.pool.remove("a"))
+        await rig.clock.advance(1.0)
+        assert not leaving.done() and not rig.replicas["a"].closed
+        gate.set()
+        await rig.clock.advance(0.1)
+        assert leaving.done() and (await call)[0].teacher == "a"
+
+    running(test, Rig())
+
+
+def test_start_fails_whole_when_one_replica_differs_or_cannot_start() -> None:
+    async def run(rig: Rig, told: str) -> None:
+        with pytest.raises(Exception, match=told):
+            await rig.pool.start()
+        assert sorted(rig.stops) == ["a", "b"]
+
+    different = Rig()
+
+    def impostor(name: str) -> Scripted:
+        replica = Scripted(name)
+        if name == "b":
+            replica.manifest_now = msgspec.structs.replace(MANIFEST, vocab_fingerprint="00")
+        return replica
+
+    different.fresh = impostor
+    asyncio.run(run(different, "replica b: vocabulary is 00"))
+    unable = Rig()
+    unable.start_error = TeacherError("port in use")
+    asyncio.run(run(unable, "port in use"))
+
+
+def test_a_teacher_without_replicas_or_means_is_refused() -> None:
+    with pytest.raises(TeacherError, match="at least one replica"):
+        TeacherPool("math", [])
+
+    async def start() -> None:
+        await TeacherPool("math", [ReplicaSpec("a")]).start()
+
+    with pytest.raises(TeacherError, match="neither an address nor a launcher"):
+        asyncio.run(start())
+
+
+def test_metrics_flatten_to_names() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.pool.score(random_items(1))
+        flat: dict[str, Any] = rig.pool.metrics().flat()
+        assert flat["teacher/math/requests"] == 1.0 and flat["teacher/math/a/share"] == 1.0
+        assert all(isinstance(value, float) for value in flat.values())
+
+    running(test, Rig())
