@@ -102,7 +102,9 @@ def make_model(name: str, splits: dict[str, Splits], folder: Path) -> Grades:
     schedule = SCHEDULES[name]
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, schedule.seed)
-    print(f"{name}: {model.num_parameters():,} parameters, {schedule.steps} steps of {schedule.rows_per_domain}")
+    print(
+        f"{name}: {model.num_parameters():,} parameters, {schedule.steps} steps of {schedule.rows_per_domain}"
+    )
     train(model, tokenizer, {domain: split.sft for domain, split in splits.items()}, schedule)
     save_model(model, tokenizer, folder)
     return Grades(
@@ -126,7 +128,9 @@ def main() -> None:
     grades = {name: make_model(name, splits, arguments.out / "models" / name) for name in names}
     for name, grade in grades.items():
         for domain in splits:
-            print(f"{name:13s} {domain:5s} valid {grade.valid[domain]:6.1%}  held-out test {grade.test[domain]:6.1%}")
+            print(
+                f"{name:13s} {domain:5s} valid {grade.valid[domain]:6.1%}  held-out test {grade.test[domain]:6.1%}"
+            )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> Encod
     """Loss only on the answer and its <eos>: the prompt is never the student's own writing."""
     prompts = [render_prompt(tokenizer, problem) for problem in problems]
     answers = [
-        tokenizer.encode(problem.answer, add_special_tokens=False) + [tokenizer.eos_token_id]
+        [*tokenizer.encode(problem.answer, add_special_tokens=False), tokenizer.eos_token_id]
         for problem in problems
     ]
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -112,7 +112,9 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % 50 == 0 or step + 1 == schedule.steps:
             seconds = time.monotonic() - started
-            print(f"  step {step + 1:4d}/{schedule.steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+            print(
+                f"  step {step + 1:4d}/{schedule.steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True
+            )
     model.eval()
 
 
@@ -132,9 +134,7 @@ def greedy_answers(
     return tokenizer.batch_decode(written_BT, skip_special_tokens=True)
 
 
-def accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]
-) -> float:
+def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> float:
     answers = greedy_answers(model, tokenizer, problems)
     right = sum(answer == problem.answer for answer, problem in zip(answers, problems, strict=True))
     return right / len(problems)

@@ -8,7 +8,8 @@ The two verbs of the system are *produce* (prompt → rollout → teacher scores
 Importing this module imports no heavy dependency; torch is loaded when a run starts.
 """
 
+from understudy import errors
 from understudy.api import Run, distill, train
 
-__all__ = ["Run", "__version__", "distill", "train"]
+__all__ = ["Run", "__version__", "distill", "errors", "train"]
 __version__ = "0.1.0"

@@ -38,11 +38,15 @@ class Run:
 def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
     """Run a recipe (a `Recipe`, plain tables, or the path of a TOML file) to its end."""
     from understudy.trainers.launch import launch  # noqa: PLC0415 - imports torch
+    from understudy.trainers.preflight import preflight  # noqa: PLC0415 - trainers import this module
 
     if isinstance(recipe, str | Path):
         recipe = load_recipe(Path(recipe))
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
+    problems = preflight(recipe)
+    if problems:
+        raise ConfigError(problems)
     return _outside_a_loop(lambda: asyncio.run(launch(recipe, progress=progress)))
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from understudy.config.recipe import examine, read_tables
-from understudy.errors import ConfigError
+from understudy.cli.reading import checked_recipe
+from understudy.trainers.preflight import describe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,17 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from understudy.trainers.preflight import describe, preflight
-
-    recipe, problems = examine(read_tables(options.recipe, options.overrides))
-    if recipe is not None:
-        # A key that was wrong was taken out, so a later finding about its default would mislead; both are still shown,
-        # because most findings have nothing to do with one another.
-        problems += [problem for problem in preflight(recipe) if problem not in problems]
-    if problems or recipe is None:
-        raise ConfigError(problems)
     console = Console()
-    objective = describe(recipe)
+    objective = describe(checked_recipe(options.recipe, options.overrides))
     console.print(f"objective  {objective.name}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"formula    {objective.formula}", highlight=False, markup=False, soft_wrap=True)
     for note in objective.notes:

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from understudy.config import load_recipe
-from understudy.errors import ConfigError
+from understudy.cli.reading import checked_recipe
 from understudy.observability.redact import redact
+from understudy.trainers.plan import plan_processes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from understudy.trainers.plan import plan_processes
-    from understudy.trainers.preflight import preflight
-
-    recipe = load_recipe(options.recipe, options.overrides)
-    problems = preflight(recipe)
-    if problems:
-        raise ConfigError(problems)
+    recipe = checked_recipe(options.recipe, options.overrides)
     console = Console()
     console.print_json(json.dumps(redact(recipe.model_dump())))
     table = Table(title="processes", title_justify="left")

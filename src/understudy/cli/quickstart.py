@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from understudy.cli.outcome import finish
-from understudy.config import load_recipe
+from understudy.cli.reading import checked_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     path = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
-    recipe = load_recipe(path, options.overrides)
+    recipe = checked_recipe(path, options.overrides)
     from understudy.trainers.launch import launch
 
     next_command = f"understudy train {path} loss.kind=reverse_kl"

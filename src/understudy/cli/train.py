@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 
 from understudy.cli.outcome import finish
-from understudy.config import load_recipe
+from understudy.cli.reading import checked_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = checked_recipe(options.recipe, options.overrides)
     from understudy.trainers.launch import launch
 
     return finish(asyncio.run(launch(recipe, progress=not options.quiet)))

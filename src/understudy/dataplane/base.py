@@ -190,6 +190,7 @@ class DataPlane(Protocol):
         fields: Sequence[str] = (),
         without: Sequence[str] = (),
         where: Where | None = None,
+        step: int | None = None,
         order: Order = Order.ARRIVAL,
         status: RowStatus = RowStatus.FINISHED,
         count: Count = Count.ROWS,
@@ -199,6 +200,7 @@ class DataPlane(Protocol):
     ) -> Lease:
         """Wait for `n` rows that have `status` and all of `fields` (and none of `without`), and lease them.
 
+        With `step`, only rows issued for that step: after a resume that kept rows, those of several steps lie here.
         Groups are never split: where the next whole group would not fit, the claim is as full as it can be.
         `at_least` (n unless told) is what must be there for the claim to return. `TimeoutError` after `timeout`
         seconds, saying what is missing; rows stay where they are. `lease_seconds=None`: until ack or release.
@@ -254,6 +256,7 @@ class DataPlane(Protocol):
         *,
         fields: Sequence[str] = (),
         where: Where | None = None,
+        step: int | None = None,
         timeout: float | None = None,
     ) -> Depth:
         """The first depth for which `until` holds; looked at whenever the partition changes."""

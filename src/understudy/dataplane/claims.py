@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from understudy.dataplane.base import Depth, Lease, RowStatus, Where
+from understudy.dataplane.base import Depth, Lease, RowStatus
 from understudy.dataplane.partition import Partition, Watch
 from understudy.dataplane.rows import Row
 from understudy.dataplane.store import Store
-from understudy.dataplane.view import ClaimRequest, View
+from understudy.dataplane.view import ClaimRequest, View, ViewSpec
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 
 _SHORTEST_TIMER = 0.01
+_NONE = dict.fromkeys(RowStatus, 0)
 
 
 class Claims:
@@ -102,21 +103,16 @@ class Claims:
             self._set_timer(end)
 
     async def wait(
-        self,
-        home: Partition,
-        until: Callable[[Depth], bool],
-        fields: Sequence[str],
-        where: Where | None,
-        timeout: float | None,
+        self, home: Partition, until: Callable[[Depth], bool], ready: ViewSpec, timeout: float | None
     ) -> Depth:
         self._store.expire()
-        seen = self.depth(home, fields, where)
+        seen = self.depth(home, ready)
         if until(seen):
             return seen
 
         def look() -> bool:
             nonlocal seen
-            seen = self.depth(home, fields, where)
+            seen = self.depth(home, ready)
             return until(seen)
 
         watch = Watch(look, asyncio.get_running_loop().create_future())
@@ -134,15 +130,16 @@ class Claims:
                 home.watches.remove(watch)
         return seen
 
-    def depth(self, home: Partition, fields: Sequence[str], where: Where | None) -> Depth:
-        counts = home.counts
+    def depth(self, home: Partition, ready: ViewSpec) -> Depth:
+        """Counts of the partition (of one step, if `ready` names one), and how many rows are ready."""
+        counts = home.counts if ready.step is None else home.step_counts.get(ready.step, _NONE)
         return Depth(
             pending=counts[RowStatus.PENDING],
             running=counts[RowStatus.RUNNING],
             finished=counts[RowStatus.FINISHED],
             failed=counts[RowStatus.FAILED],
             leased=home.leased,
-            ready=home.ready_view(fields, where).ready_rows,
+            ready=home.view(ready).ready_rows,
             resident_bytes=self._store.admission.resident,
             waiting_producers=self._store.admission.waiting,
         )

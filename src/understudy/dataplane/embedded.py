@@ -48,7 +48,7 @@ from understudy.dataplane.loading import Loaded, load
 from understudy.dataplane.partition import Partition
 from understudy.dataplane.spill import SpillFiles
 from understudy.dataplane.store import Store
-from understudy.dataplane.view import ClaimRequest
+from understudy.dataplane.view import ClaimRequest, ViewSpec
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 from understudy.types.jagged import Jagged
@@ -146,6 +146,7 @@ class EmbeddedDataPlane:
         fields: Sequence[str] = (),
         without: Sequence[str] = (),
         where: Where | None = None,
+        step: int | None = None,
         order: Order = Order.ARRIVAL,
         status: RowStatus = RowStatus.FINISHED,
         count: Count = Count.ROWS,
@@ -161,7 +162,7 @@ class EmbeddedDataPlane:
             raise DataPlaneError(
                 "rows with status running are being made by somebody; claim pending, finished or failed"
             )
-        view = home.view_for(RowStatus(status), fields, without, where, Order(order))
+        view = home.view(ViewSpec.of(RowStatus(status), fields, without, where, step, Order(order)))
         return await self._claims.claim(
             home, view, ClaimRequest(n, least, Count(count), lease_seconds), timeout
         )
@@ -272,9 +273,16 @@ class EmbeddedDataPlane:
             for key, row in self._home(partition).rows.items()
         }
 
-    async def depth(self, partition: str, *, fields: Sequence[str] = (), where: Where | None = None) -> Depth:
+    async def depth(
+        self,
+        partition: str,
+        *,
+        fields: Sequence[str] = (),
+        where: Where | None = None,
+        step: int | None = None,
+    ) -> Depth:
         self._store.expire()
-        return self._claims.depth(self._home(partition), fields, where)
+        return self._claims.depth(self._home(partition), _finished(fields, where, step))
 
     async def wait(
         self,
@@ -283,9 +291,10 @@ class EmbeddedDataPlane:
         *,
         fields: Sequence[str] = (),
         where: Where | None = None,
+        step: int | None = None,
         timeout: float | None = None,
     ) -> Depth:
-        return await self._claims.wait(self._home(partition), until, fields, where, timeout)
+        return await self._claims.wait(self._home(partition), until, _finished(fields, where, step), timeout)
 
     # ---- checkpoints, start and end
 
@@ -342,3 +351,7 @@ class EmbeddedDataPlane:
     def _home(self, partition: str) -> Partition:
         self._check()
         return self._store.partition(partition)
+
+
+def _finished(fields: Sequence[str], where: Where | None, step: int | None) -> ViewSpec:
+    return ViewSpec.of(RowStatus.FINISHED, fields, (), where, step)

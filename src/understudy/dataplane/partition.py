@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from understudy.dataplane.base import GroupPolicy, Order, RowStatus, Where
+from understudy.dataplane.base import GroupPolicy, RowStatus
 from understudy.dataplane.groups import GroupFilter
 from understudy.dataplane.rows import Group, Row, Unit, unit_of
 from understudy.dataplane.settled import SettledKeys
 from understudy.dataplane.view import View, ViewSpec
+
+MOST_VIEWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,51 +29,47 @@ class Partition:
     rows: dict[str, Row] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
     views: dict[ViewSpec, View] = field(default_factory=dict)
-    asked: dict[tuple[Any, ...], View] = field(default_factory=dict)
-    """The same views by the words of a claim, so that a claim asked again finds its view without building a spec."""
+    """Least recently used first."""
     claims_waiting: int = 0
     watches: list[Watch] = field(default_factory=list)
     settled: SettledKeys = field(default_factory=SettledKeys)
     counts: dict[RowStatus, int] = field(default_factory=lambda: dict.fromkeys(RowStatus, 0))
+    step_counts: dict[int, dict[RowStatus, int]] = field(default_factory=dict)
+    """The same, by the step rows were issued for."""
     leased: int = 0
     filter: GroupFilter | None = None
     serve_scheduled: bool = False
 
     def view(self, spec: ViewSpec) -> View:
-        found = self.views.get(spec)
+        """The view of this spec; one that was dropped or never asked for is built by looking at every row."""
+        found = self.views.pop(spec, None)
         if found is None:
             singles: list[Unit] = [row for row in self.rows.values() if row.group is None]
-            found = self.views[spec] = View(spec, [*singles, *self.groups.values()])
+            found = View(spec, [*singles, *self.groups.values()])
+            self._make_room()
+        self.views[spec] = found
         return found
 
-    def view_for(
-        self,
-        status: RowStatus,
-        fields: Sequence[str],
-        without: Sequence[str],
-        where: Where | None,
-        order: Order,
-    ) -> View:
-        if where:
-            return self.view(ViewSpec.of(status, fields, without, where, order))
-        words = (status, tuple(fields), tuple(without), order)
-        found = self.asked.get(words)
-        if found is None:
-            found = self.asked[words] = self.view(ViewSpec.of(status, fields, without, None, order))
-        return found
-
-    def ready_view(self, fields: Sequence[str], where: Where | None) -> View:
-        """Rows ready under these fields, in whichever order a claim keeps them already."""
-        for order in (Order.ARRIVAL, Order.KEY):
-            spec = ViewSpec.of(RowStatus.FINISHED, fields, (), where, order)
-            if spec in self.views:
-                return self.views[spec]
-        return self.view(spec)
+    def _make_room(self) -> None:
+        """Drop the view used longest ago: claims by step or tag name ever new ones, and every row change touches all."""
+        if len(self.views) >= MOST_VIEWS:
+            oldest = next((spec for spec, view in self.views.items() if not view.line), None)
+            if oldest is not None:
+                del self.views[oldest]
 
     def add(self, row: Row) -> None:
         """Call `touch` when the row is filled."""
         self.rows[row.key] = row
-        self.counts[row.status] += 1
+        self._count(row, 1)
+
+    def _count(self, row: Row, change: int) -> None:
+        self.counts[row.status] += change
+        of_step = self.step_counts.get(row.step)
+        if of_step is None:
+            of_step = self.step_counts[row.step] = dict.fromkeys(RowStatus, 0)
+        of_step[row.status] += change
+        if change < 0 and not any(of_step.values()):
+            del self.step_counts[row.step]
 
     def join(self, row: Row, name: str, policy: GroupPolicy, group_id: int) -> None:
         group = self.groups.get(name)
@@ -82,14 +79,14 @@ class Partition:
         group.rows[row.key] = row
 
     def set_status(self, row: Row, status: RowStatus) -> None:
-        self.counts[row.status] -= 1
-        self.counts[status] += 1
+        self._count(row, -1)
         row.status = status
+        self._count(row, 1)
 
     def remove(self, row: Row) -> None:
         """The row is settled; its lease was dropped before."""
         del self.rows[row.key]
-        self.counts[row.status] -= 1
+        self._count(row, -1)
         self.settled.add(row.key)
         if row.group is not None:
             del row.group.rows[row.key]

@@ -29,11 +29,17 @@ class ViewSpec:
     fields: tuple[str, ...]
     without: tuple[str, ...]
     where: tuple[tuple[str, frozenset[Any]], ...]
+    step: int | None
     order: Order
 
     @staticmethod
     def of(
-        status: RowStatus, fields: Iterable[str], without: Iterable[str], where: Where | None, order: Order
+        status: RowStatus,
+        fields: Iterable[str] = (),
+        without: Iterable[str] = (),
+        where: Where | None = None,
+        step: int | None = None,
+        order: Order = Order.ARRIVAL,
     ) -> ViewSpec:
         try:
             wanted = tuple(
@@ -49,11 +55,13 @@ class ViewSpec:
             raise DataPlaneError(
                 f"where={where!r}: tags are compared with plain values or lists of them"
             ) from None
-        return ViewSpec(status, tuple(sorted(set(fields))), tuple(sorted(set(without))), wanted, order)
+        return ViewSpec(status, tuple(sorted(set(fields))), tuple(sorted(set(without))), wanted, step, order)
 
     def accepts(self, row: Row) -> bool:
         """Could this row be claimed now?"""
         if row.lease is not None or row.status is not self.status:
+            return False
+        if self.step is not None and row.step != self.step:
             return False
         columns = row.columns
         for name in self.fields:
@@ -67,6 +75,8 @@ class ViewSpec:
     def awaits(self, row: Row) -> bool:
         """Could it become claimable without anyone giving it up first? Then claims in key order wait for it."""
         if row.lease is not None and row.status is not RowStatus.RUNNING:
+            return False
+        if self.step is not None and row.step != self.step:
             return False
         if any(name in row.columns for name in self.without):
             return False

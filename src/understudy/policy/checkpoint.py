@@ -26,14 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from understudy.errors import CheckpointError
 from understudy.observability.faults import point
 from understudy.policy.durable import replace_text, sha256_of, sync_directory, sync_file, write_text
-from understudy.policy.state import PolicyState
+from understudy.policy.state import PolicyState, storable
 
 logger = logging.getLogger(__name__)
 
@@ -185,9 +184,9 @@ class CheckpointStore:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         point("checkpoint.before_model")
-        save_file(_plain(policy.model), folder / MODEL_FILE)
+        save_file(storable(policy.model), folder / MODEL_FILE)
         point("checkpoint.before_optimizer")
-        save_file(_plain(policy.optimizer), folder / OPTIMIZER_FILE)
+        save_file(storable(policy.optimizer), folder / OPTIMIZER_FILE)
         point("checkpoint.before_state")
         write_text(folder / STATE_FILE, state)
         for name in (MODEL_FILE, OPTIMIZER_FILE):
@@ -298,7 +297,3 @@ def _state_text(step: int, policy: PolicyState, extra: Mapping[str, Any]) -> str
 def _size(policy: PolicyState) -> int:
     tensors = [*policy.model.values(), *policy.optimizer.values()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}

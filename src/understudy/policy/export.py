@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from understudy.errors import CheckpointError
-from understudy.policy.checkpoint import MODEL_FILE, verify
+from understudy.policy.checkpoint import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, verify
 from understudy.policy.load import load_student
+from understudy.policy.lora import LoraSettings, add_lora, merged_weights
 
 _FACTS = {
     "student": "Student",
@@ -34,8 +37,11 @@ def export(
     card: Mapping[str, Any],
     trust_remote_code: bool = False,
     revision: str | None = None,
+    averaged: bool = False,
 ) -> Path:
     """Writes the student of one checkpoint to `out`, ready for `AutoModelForCausalLM.from_pretrained(out)`.
+
+    Adapters are merged. `averaged` writes the running average of the weights instead, where the run kept one.
 
     `base_model` (folder or hub id) gives architecture, tokenizer and generation config. The folder appears under its
     name only when it is complete; one that already holds something is refused.
@@ -45,7 +51,16 @@ def export(
         raise CheckpointError(f"{out} exists and is not empty; give a new folder to export to")
     verify(checkpoint)
     student = load_student(str(base_model), _stored_dtype(checkpoint), "cpu", trust_remote_code, revision)
-    _fill(student.model, checkpoint)
+    adapters = _adapter_settings(checkpoint)
+    if adapters is None:
+        _fill(student.model, _stored_tensors(checkpoint, averaged), checkpoint)
+    else:
+        adapted = load_student(
+            str(base_model), _stored_dtype(checkpoint), "cpu", trust_remote_code, revision
+        ).model
+        add_lora(adapted, adapters)
+        _fill(adapted, _stored_tensors(checkpoint, averaged), checkpoint)
+        _fill(student.model, dict(merged_weights(adapted)), checkpoint)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -82,17 +97,36 @@ def model_card(card: Mapping[str, Any], title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fill(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Copies the checkpoint's weights into the base model; each must have its place there."""
+def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
+    """Copies weights into a model; each must have its place there."""
     own = model.state_dict()
-    with torch.no_grad(), safe_open(checkpoint / MODEL_FILE, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            tensor = file.get_tensor(name)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
             if name not in own or own[name].shape != tensor.shape:
                 raise CheckpointError(
                     f"checkpoint {checkpoint} holds {name} {tuple(tensor.shape)}, which the base model lacks"
                 )
             own[name].copy_(tensor)
+
+
+def _stored_tensors(checkpoint: Path, averaged: bool) -> dict[str, torch.Tensor]:
+    if not averaged:
+        return dict(load_file(checkpoint / MODEL_FILE))
+    stored = load_file(checkpoint / OPTIMIZER_FILE)
+    averages = {
+        name.removeprefix("ema/"): tensor for name, tensor in stored.items() if name.startswith("ema/")
+    }
+    if not averages:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} holds no average of the weights; was the run started with ema_decay?"
+        )
+    return averages
+
+
+def _adapter_settings(checkpoint: Path) -> LoraSettings | None:
+    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    found = state["policy"].get("lora")
+    return LoraSettings.from_json(found) if found else None
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ from understudy.policy.forward import (
 )
 from understudy.policy.head import output_layer, verify_head
 from understudy.policy.load import context_length, switch_off_dropout
+from understudy.policy.lora import LoraSettings, add_lora, is_adapter, merged_weights
 from understudy.policy.microbatch import Layout
 from understudy.policy.optimizer import AdamWSettings, MasterAdamW, assign
 from understudy.policy.plan import Plan, plan_step
@@ -53,6 +55,8 @@ class PolicySettings:
     """Divides the student's logits in the loss; declared apart from the rollout's temperature."""
     layout: Layout | None = None
     """How rows lie in a forward pass; None chooses by device and dtype."""
+    lora: LoraSettings | None = None
+    """Trains small adapters and leaves the weights themselves frozen."""
     ema_decay: float | None = None
     """Keeps an exponential average of the weights beside them, for evaluation and export."""
 
@@ -99,18 +103,24 @@ class Policy:
         self.settings = settings
         self.on_bad_rows = on_bad_rows
         self.ranks: Ranks = ranks or Alone()
+        if settings.adamw.offload and self.ranks.size > 1:
+            raise PolicyError(
+                "offload keeps one rank's optimizer on the host; with several ranks the shards are small already"
+            )
         self.step = 0
         self.context_length = context_length(model)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.weight_dtype = output_layer(model).weight.dtype
         switch_off_dropout(model)
         verify_head(model)
+        if settings.lora is not None:
+            add_lora(model, settings.lora)
         self.layout = settings.layout or choose_layout(model)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         self.forward = StudentForward(model, settings.loss_temperature)
-        self._dtypes = {name: tensor.dtype for name, tensor in unique_tensors(model).items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.ranks.shard(self.forward, self.weight_dtype)
         self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw, self._dtypes)
         decay = settings.ema_decay
@@ -196,30 +206,42 @@ class Policy:
         return Jagged(self.ranks.total(found).to(torch.float32), assembler.loss_offsets)
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """Whole weights by name in the student's dtype, a tied one once: what an engine is given. Every rank must ask."""
+        """Whole weights by name in the student's dtype, a tied one once, adapters merged in: what an engine is given. Every
+        rank must ask."""
+        if self.settings.lora is not None:
+            return [
+                (name, tensor.to(self.weight_dtype)) for name, tensor in merged_weights(self.model, whole)
+            ]
         return [(name, whole(p.detach()).to(self._dtypes[name])) for name, p in self.model.named_parameters()]
 
     def averaged_weights(self) -> list[tuple[str, torch.Tensor]]:
         """The running average in place of the weights, in the form of `named_weights`."""
         if self.average is None:
             raise PolicyError("this run keeps no average of its weights; set ema_decay")
+        if self.settings.lora is not None:
+            raise PolicyError(
+                "with adapters the average is one of adapters, which an engine cannot load by itself"
+            )
         return [(name, whole(value).to(self._dtypes[name])) for name, value in self.average.values.items()]
 
     def state(self) -> PolicyState:
         """Everything an exact continuation needs, on any number of ranks. Every rank must ask; on one rank the tensors are
         the live ones: save or copy them before the next step."""
+        progress: dict[str, Any] = {"step": self.step, "random": random_state()}
+        if self.settings.lora is not None:
+            progress["lora"] = self.settings.lora.as_json()
         averages = self.average.state() if self.average is not None else {}
         return PolicyState(
-            model={name: whole(t).to(self._dtypes[name]) for name, t in unique_tensors(self.model).items()},
+            model={name: whole(t).to(self._dtypes[name]) for name, t in self._trained_tensors().items()},
             optimizer={
                 name: whole(tensor) for name, tensor in {**self.optimizer.state(), **averages}.items()
             },
-            progress={"step": self.step, "random": random_state()},
+            progress=progress,
         )
 
     def load_state(self, state: PolicyState) -> None:
         """Continues from a saved state, in place: whoever shares the weights' memory sees the restored ones."""
-        mine = unique_tensors(self.model)
+        mine = self._trained_tensors()
         missing, unknown = sorted(mine.keys() - state.model.keys()), sorted(state.model.keys() - mine.keys())
         if missing or unknown:
             raise CheckpointError(
@@ -243,6 +265,13 @@ class Policy:
             self.average.load_state(state.optimizer)
         self.step = int(state.progress["step"])
         restore_random_state(state.progress["random"])
+
+    def _trained_tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: all of the model, or the adapters where the rest is frozen."""
+        tensors = unique_tensors(self.model)
+        if self.settings.lora is None:
+            return tensors
+        return {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
 
     def _accumulate(self, assembler: Assembler, plan: Plan, objective: Objective) -> list[LossOutput]:
         """Forward and backward of this rank's micro-batches; gradients add up over micro-batches and ranks."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from understudy.errors import PolicyError
 from understudy.types.loss_metrics import Metric, MetricMax, MetricMin, MetricSum, MetricTotal, merge_metrics
+
+_PATIENCE = timedelta(days=30)
+"""How long a rank waits for the next command. A lost peer shows at once as a closed connection; a long rollout is no fault."""
 
 _METRICS: dict[str, type[Metric]] = {
     kind.__name__: kind for kind in (MetricSum, MetricTotal, MetricMin, MetricMax)
@@ -80,7 +84,7 @@ class Group:
         self.size = dist.get_world_size()
         self.mesh: DeviceMesh = init_device_mesh(device, (self.size,))
         # Small host-side sums go over gloo whatever carries the gradients, so they never wait for a device.
-        self.host = dist.new_group(backend="gloo")
+        self.host = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def shard(self, forward: nn.Module, weight_dtype: torch.dtype) -> None:
         model = forward.get_submodule("model")

@@ -33,6 +33,18 @@ class PolicyState:
         return PolicyState(copies(self.model), copies(self.optimizer), dict(self.progress))
 
 
+def storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as safetensors wants them: on the host, contiguous, none sharing memory with another."""
+    seen: set[int] = set()
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        place = plain.untyped_storage().data_ptr()
+        result[name] = plain.clone() if place in seen else plain
+        seen.add(place)
+    return result
+
+
 def random_state() -> dict[str, str]:
     """The states of torch's generators as hex text."""
     state = {"cpu": bytes(torch.get_rng_state().tolist()).hex()}

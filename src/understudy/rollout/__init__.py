@@ -6,5 +6,5 @@ render             messages to token ids, once per turn boundary
 agent, loops       the loop protocol, the loops there are, and loading a user's own
 single_turn        one question, one answer
 tool_loop, tools   the model calls tools, which run outside our process
-rewards            task rewards as plain callables
+rewards            task rewards as plain callables; reward (exact match, GSM8K), math_reward and judge ship
 """

@@ -91,6 +91,13 @@ class Rewards:
             metrics.update({f"reward/{reward.name}/{name}": value for name, value in more.items()})
         return replace(trajectory, reward=total, metrics=metrics)
 
+    async def close(self) -> None:
+        """Ends what reward objects keep running (grading processes, connections)."""
+        for reward in self._rewards:
+            close = getattr(reward.function, "close", None)
+            if inspect.iscoroutinefunction(close):
+                await close()
+
     async def _ask(
         self, reward: Reward, row: Mapping[str, Any], answer: str | Trajectory, key: str
     ) -> tuple[float, dict[str, float]]:

@@ -88,7 +88,7 @@ def _read(body: str) -> ToolCall | BadCall:
     if not isinstance(call, dict):
         return BadCall(f"a tool call must be a JSON object, not {type(call).__name__}")
     name = next((call[key] for key in _NAME_KEYS if isinstance(call.get(key), str)), None)
-    arguments = next((call[key] for key in _ARGUMENT_KEYS if key in call), {})
+    arguments: Any = next((call[key] for key in _ARGUMENT_KEYS if key in call), {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

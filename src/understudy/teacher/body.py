@@ -32,6 +32,7 @@ class Layout(StrEnum):
     """Packed on CUDA; on CPU padded unless shared prefixes save enough."""
     PADDED = "padded"
     PACKED = "packed"
+    """Always, and prefixes are shared however little that saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +60,19 @@ class Body:
 
     def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
         """Cut the rows into micro-batches; a function of the request alone."""
-        packed = self.layout is Layout.PACKED or (
-            self.layout is Layout.AUTO and self.frozen.device.type == "cuda"
-        )
         singles = [Family((row,), 0) for row in rows]
-        found = self._families(request, rows, lengths_N) if self.share_prefixes and len(rows) > 1 else singles
-        saved = saved_tokens(found)
-        if self.layout is Layout.AUTO and not packed:
-            packed = saved > CPU_SEGMENT_COST * (len(rows) + len(found))
-        if packed and self.layout is not Layout.PADDED:
-            worthwhile = saved >= WORTH_SHARING * int(lengths_N[list(rows)].sum())
-            batches = split_to_budget(found if worthwhile else singles, lengths_N, self.budget)
-            return [MicroBatch(Layout.PACKED, tuple(batch)) for batch in batches]
+        if self.layout is not Layout.PADDED:
+            found = self._families(request, rows, lengths_N) if self.share_prefixes else singles
+            saved = saved_tokens(found)
+            total = int(lengths_N[list(rows)].sum())
+            if self.layout is Layout.AUTO and self.frozen.device.type == "cpu":
+                packed = saved > WORTH_SHARING * total + CPU_SEGMENT_COST * (len(rows) + len(found))
+            else:
+                packed = True
+                found = found if self.layout is Layout.PACKED or saved > WORTH_SHARING * total else singles
+            if packed:
+                batches = split_to_budget(found, lengths_N, self.budget)
+                return [MicroBatch(Layout.PACKED, tuple(batch)) for batch in batches]
         members = padded_plan(lengths_N[list(rows)].tolist(), self.budget)
         return [MicroBatch(Layout.PADDED, tuple(singles[i] for i in batch)) for batch in members]
 

@@ -50,10 +50,14 @@ def load_frozen(
     if looks_like_folder(path) and not (Path(path) / "config.json").is_file():
         raise TeacherError(f"no model at {path}: expected a folder with config.json and *.safetensors")
     try:
+        config = AutoConfig.from_pretrained(
+            path, revision=revision, trust_remote_code=False
+        ).get_text_config()
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
         model = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=DTYPES[dtype],
-            attn_implementation=attention,
+            attn_implementation="eager" if capped else "sdpa",  # SDPA cannot cap attention scores
             revision=revision,
             trust_remote_code=False,
             use_safetensors=True,

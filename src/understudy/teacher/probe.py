@@ -15,7 +15,20 @@ def probe_items(vocab: int, max_length: int) -> list[ScoreItem]:
     """One short sequence spread over the vocabulary, the same for every replica."""
     length = max(2, min(PROBE_TOKENS, max_length))
     tokens = ((np.arange(length, dtype=np.int64) + 1) * 7919 % max(vocab, 1)).astype(np.int32)
-    return [ScoreItem("probe", tokens, np.arange(1, length, dtype=np.int32), Signal.SAMPLED)]
+    return [_judged("probe", tokens)]
+
+
+def probe_family(vocab: int, max_length: int) -> list[ScoreItem]:
+    """Sequences that share a beginning, and one of another length: what packing and prefix sharing must get right."""
+    whole = probe_items(vocab, max_length)[0]
+    other = whole.tokens.copy()
+    other[-(len(other) // 3) :] = other[: len(other) // 3]
+    short = whole.tokens[: max(2, len(other) // 2)][::-1].copy()
+    return [whole, *(_judged(f"probe-{i}", tokens) for i, tokens in enumerate((other, short)))]
+
+
+def _judged(key: str, tokens: np.ndarray) -> ScoreItem:
+    return ScoreItem(key, tokens, np.arange(1, len(tokens), dtype=np.int32), Signal.SAMPLED)
 
 
 def is_uniform(logprobs: np.ndarray, vocab: int) -> bool:

@@ -10,6 +10,7 @@ Legend: N sequences, T tokens, P judged positions, B sequences of a micro-batch,
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,11 @@ from understudy.teacher.body import Body, Layout
 from understudy.teacher.head import Head, head_of, score_rows
 from understudy.teacher.model import FrozenModel
 from understudy.teacher.packing import ragged_ranges
-from understudy.teacher.probe import is_uniform, probe_items
+from understudy.teacher.probe import is_uniform, probe_family
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
-from understudy.types.scores import Signal
+from understudy.types.scores import ScoreItem, Signal
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +182,9 @@ class Scorer:
         return _Part(
             places,
             _to_host(scores.sampled_P),
-            named_PK if named_PK is not None else _to_host(scores.ids_PK),
-            _to_host(scores.logprobs_PK),
-            _to_host(hidden),
+            named_PK if scores.ids_PK is None else _to_host(scores.ids_PK),
+            None if scores.logprobs_PK is None else _to_host(scores.logprobs_PK),
+            None if hidden is None else _to_host(hidden),
         )
 
     def _collect(self, request: ScoreRequest, group: _Group, parts: Sequence[_Part]) -> _Columns:
@@ -200,28 +203,55 @@ class Scorer:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Really score once, and prove the result: it equals the model's own forward and is no uniform noise."""
-        request = request_of(probe_items(self.vocab, self.frozen.max_length))
-        ours = self.score(request).sampled_P
-        tokens = torch.from_numpy(request.tokens_T.astype(np.int64)).to(self.frozen.device)
-        logits = self.frozen.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-        theirs = logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).cpu().numpy()
-        tolerance = 1e-3 if self.frozen.dtype == "float32" else 0.25
-        if not np.allclose(ours, theirs, atol=tolerance, rtol=0):
-            raise TeacherError(
-                f"teacher {self.name}: scores of {self.frozen.path} differ from the model's own forward by "
-                f"{np.abs(ours - theirs).max():.3g} nats; this architecture treats its logits in a way not known here"
-            )
-        if is_uniform(ours, self.vocab):
+        """Really score, and prove the result: it equals the model's own forward and is no uniform noise.
+
+        An architecture whose attention cannot be packed is found out here and scored padded from then on.
+        """
+        items = probe_family(self.vocab, self.frozen.max_length)
+        theirs = np.concatenate([self._plain_logprobs(item) for item in items])
+        wanted = self.body.layout
+        self.body.layout = Layout.PADDED
+        self._check_same(self.score(request_of(items)).sampled_P, theirs)
+        if wanted is not Layout.PADDED:
+            self._try_packing(wanted, items, theirs)
+        if is_uniform(theirs, self.vocab):
             raise TeacherError(
                 f"teacher {self.name}: {self.frozen.path} gives every token the same probability (−ln V = "
                 f"{-math.log(self.vocab):.4f}); its weights look empty or uninitialised"
             )
 
+    def _try_packing(self, wanted: Layout, items: Sequence[ScoreItem], theirs: np.ndarray) -> None:
+        self.body.layout = Layout.PACKED
+        try:
+            self._check_same(self.score(request_of(items)).sampled_P, theirs)
+        except (TeacherError, TypeError, ValueError, RuntimeError) as error:
+            if wanted is Layout.PACKED:
+                raise TeacherError(
+                    f"teacher {self.name}: {self.frozen.path} cannot be scored packed: {error}"
+                ) from error
+            log.warning("%s is scored padded, packing fails: %s", self.frozen.path, error)
+            self.body.layout = Layout.PADDED
+        else:
+            self.body.layout = wanted
 
-def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def _plain_logprobs(self, item: ScoreItem) -> np.ndarray:
+        tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(self.frozen.device)
+        logits = self.frozen.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).cpu().numpy()
+
+    def _check_same(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+        """Half precision rounds the model's own logits, by more the larger they are."""
+        near = 1e-3 if self.frozen.dtype == "float32" else 0.25 + 0.02 * np.abs(theirs)
+        if not (np.abs(ours - theirs) <= near).all():
+            raise TeacherError(
+                f"teacher {self.name}: scores of {self.frozen.path} differ from the model's own forward by "
+                f"{np.abs(ours - theirs).max():.3g} nats; this architecture treats its logits in a way not known here"
+            )
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """On CUDA a copy that does not wait; the request's event says when it has arrived."""
-    if tensor is None or not tensor.is_cuda:
+    if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 

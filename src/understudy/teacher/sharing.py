@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+
+LARGEST_FAMILY = 64
+"""Sequences; bounds the search, and a larger group loses one prefix in 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +30,38 @@ class Family:
 def families(sequences: Sequence[np.ndarray]) -> list[Family]:
     """Group sequences by their common beginnings so that few tokens are left to read; every sequence appears once.
 
-    Sorted by content, relatives are neighbours. A neighbour joins as long as that does not lower what is saved:
-    (members − 1) × shared tokens.
+    Sorted by content, relatives are neighbours, and what a run of neighbours shares is the least of the beginnings
+    that adjacent ones have in common. The best way to cut the sorted order into runs follows by dynamic programming.
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i4").tobytes())
-    found: list[Family] = []
-    members, shared = [order[0]] if order else [], 0
-    for last, row in zip(order, order[1:], strict=False):
-        common = common_prefix(sequences[last], sequences[row])
-        joint = common if len(members) == 1 else min(shared, common)
-        if joint > 0 and len(members) * joint >= (len(members) - 1) * shared:
-            members.append(row)
-            shared = joint
-        else:
-            found.append(_family(members, shared))
-            members, shared = [row], 0
-    if members:
-        found.append(_family(members, shared))
+    common = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    if not any(common):
+        return [Family((i,), 0) for i in range(len(sequences))]
+    found = [Family(tuple(sorted(order[start:end])), shared) for start, end, shared in _best_runs(common)]
     return sorted(found, key=lambda family: family.rows[0])
+
+
+def _best_runs(common: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(start, end, shared) of the runs that save most: a run of m sequences saves (m − 1) × shared tokens."""
+    best = [0]
+    run_of = [(0, 0, 0)]
+    for end in range(1, len(common) + 2):
+        saved, run = best[end - 1], (end - 1, end, 0)
+        shared = None
+        for start in range(end - 2, max(-1, end - 1 - LARGEST_FAMILY), -1):
+            shared = common[start] if shared is None else min(shared, common[start])
+            if not shared:
+                break
+            if best[start] + (end - start - 1) * shared > saved:
+                saved, run = best[start] + (end - start - 1) * shared, (start, end, shared)
+        best.append(saved)
+        run_of.append(run)
+    runs = []
+    end = len(common) + 1
+    while end:
+        runs.append(run_of[end])
+        end = run_of[end][0]
+    return runs[::-1]
 
 
 def _family(members: list[int], shared: int) -> Family:

@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 async def launch(recipe: Recipe, *, progress: bool = True, next_command: str | None = None) -> Run:
-    """Check everything, make a fresh run directory, and train."""
-    problems = preflight(recipe)
-    if problems:
-        raise ConfigError(problems)
+    """Make a fresh run directory and train; the caller has checked the recipe (`preflight`)."""
     run = RunDir.create(recipe.run.dir, recipe.run.name)
     recipe = _settled(recipe, run)
     write_atomically(run.recipe, json.dumps(redact(recipe.model_dump()), indent=1) + "\n")

@@ -21,7 +21,11 @@ from saving_child import save_for_ever, state_of
 from understudy.policy.checkpoint import Checkpoint, CheckpointStore
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "safetensors.torch"])
+# One fork server serves the whole test process, so every test module that uses it preloads the same list.
+FORKS.set_forkserver_preload(
+    ["torch.distributed.fsdp", "safetensors.torch"]
+    + [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama", "gemma2")]
+)
 
 BEFORE_THE_MARK = [
     "checkpoint.before_model",

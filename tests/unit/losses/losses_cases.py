@@ -31,7 +31,12 @@ class Case:
             return None if tensor is None else tensor.detach().to(dtype).requires_grad_(requires_grad)
 
         return StudentHead(
-            leaf(self.hidden), leaf(self.weight), leaf(self.bias), self.softcap, self.logit_scale, self.temperature
+            leaf(self.hidden),
+            leaf(self.weight),
+            leaf(self.bias),
+            self.softcap,
+            self.logit_scale,
+            self.temperature,
         )
 
     def reference(self, objective: Objective, rounded_to: torch.dtype) -> tuple[LossOutput, list[Tensor]]:

@@ -32,7 +32,9 @@ def kl(a: np.ndarray, b: np.ndarray) -> float:
 DEFINITIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "forward_kl": kl,
     "reverse_kl": lambda p, q: kl(q, p),
-    "jsd": lambda p, q: BETA * kl(p, BETA * p + (1 - BETA) * q) + (1 - BETA) * kl(q, BETA * p + (1 - BETA) * q),
+    "jsd": lambda p, q: (
+        BETA * kl(p, BETA * p + (1 - BETA) * q) + (1 - BETA) * kl(q, BETA * p + (1 - BETA) * q)
+    ),
     "skew_forward_kl": lambda p, q: kl(p, ALPHA * p + (1 - ALPHA) * q),
     "skew_reverse_kl": lambda p, q: kl(q, ALPHA * q + (1 - ALPHA) * p),
     "tvd": lambda p, q: 0.5 * float(np.abs(p - q).sum()),
@@ -84,16 +86,26 @@ def divergence_inputs(p: np.ndarray, ids: np.ndarray | None) -> LossInputs:
 @pytest.mark.parametrize("kind", DEFINITIONS)
 @pytest.mark.parametrize(
     ("signal", "tail"),
-    [("hidden", "bucket"), ("topk", "bucket"), ("topk", "renormalise"), ("topk", "drop"), ("at_ids", "bucket")],
+    [
+        ("hidden", "bucket"),
+        ("topk", "bucket"),
+        ("topk", "renormalise"),
+        ("topk", "drop"),
+        ("at_ids", "bucket"),
+    ],
 )
 def test_divergences(kind: str, signal: str, tail: str, path: str) -> None:
     z, p = random_pair(seed=len(kind))
-    best = {"hidden": None, "topk": np.argsort(-p)[:CANDIDATES], "at_ids": np.argsort(-z)[:CANDIDATES]}[signal]
+    best = {"hidden": None, "topk": np.argsort(-p)[:CANDIDATES], "at_ids": np.argsort(-z)[:CANDIDATES]}[
+        signal
+    ]
     definition = DEFINITIONS[kind]
 
     def expected(logits: np.ndarray) -> float:
         q = softmax(logits)
-        return definition(p, q) if best is None else definition(outcomes(p, best, tail), outcomes(q, best, tail))
+        return (
+            definition(p, q) if best is None else definition(outcomes(p, best, tail), outcomes(q, best, tail))
+        )
 
     objective = Objective(kind, signal, tail, beta=BETA, alpha=ALPHA, mixture_weight=WEIGHT)
     value, gradient = run(objective, z, divergence_inputs(p, best), path)
@@ -134,7 +146,9 @@ def test_what_an_estimator_really_descends(kind: str, policy_gradient: bool, tru
     z, p = random_pair(seed=3)
     found = expected_gradient(Objective(kind, "sampled", policy_gradient=policy_gradient), z, p, path)
     definition = DEFINITIONS[truth]
-    np.testing.assert_allclose(found, numeric_gradient(lambda logits: definition(p, softmax(logits)), z), atol=1e-7)
+    np.testing.assert_allclose(
+        found, numeric_gradient(lambda logits: definition(p, softmax(logits)), z), atol=1e-7
+    )
 
 
 def test_abs_moves_each_token_by_the_sign_of_its_log_ratio() -> None:
@@ -142,7 +156,9 @@ def test_abs_moves_each_token_by_the_sign_of_its_log_ratio() -> None:
     q = softmax(z)
     sign = np.sign(np.log(q / p))
     expected = q * sign - q * np.sum(q * sign)
-    np.testing.assert_allclose(expected_gradient(Objective("abs", "sampled"), z, p, "fused"), expected, atol=1e-9)
+    np.testing.assert_allclose(
+        expected_gradient(Objective("abs", "sampled"), z, p, "fused"), expected, atol=1e-9
+    )
 
 
 def test_k1_differentiated_would_teach_nothing() -> None:

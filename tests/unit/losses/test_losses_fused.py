@@ -20,7 +20,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 OBJECTIVES = [
     *(Objective(kind, signal, chunk_bytes=5_000) for kind in DIVERGENCES for signal in ("topk", "hidden")),
-    *(Objective(kind, tail=tail, chunk_bytes=5_000) for kind in DIVERGENCES for tail in ("renormalise", "drop")),
+    *(
+        Objective(kind, tail=tail, chunk_bytes=5_000)
+        for kind in DIVERGENCES
+        for tail in ("renormalise", "drop")
+    ),
     *(Objective(kind, "sampled", chunk_bytes=5_000) for kind in ("k2", "k3", "k3+", "abs")),
     Objective("reverse_kl", "at_ids"),
     Objective("k1", "sampled", policy_gradient=True, tis_cap=2.0, dual_clip=3.0),
@@ -54,7 +58,9 @@ def test_chunked_torch_equals_the_fp64_twin(objective: Objective, dtype: torch.d
     output.loss.backward()
     tolerance = TOLERANCE[dtype]
     if dtype == torch.bfloat16 and (objective.kind == "tvd" or objective.tail == "drop"):
-        tolerance *= 4  # a sign decided by rounding (tvd) or a sum that crosses zero (drop): few tokens, large shares
+        tolerance *= (
+            4  # a sign decided by rounding (tvd) or a sum that crosses zero (drop): few tokens, large shares
+        )
     assert_close(output.loss, expected.loss, tolerance)
     assert_close(output.per_token_N, expected.per_token_N, tolerance)
     for found, wanted in zip(gradients(student), expected_gradients, strict=True):
@@ -63,14 +69,21 @@ def test_chunked_torch_equals_the_fp64_twin(objective: Objective, dtype: torch.d
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize(("logit_scale", "temperature"), [(1.0, 1.0), (0.6, 1.3)])
-@pytest.mark.parametrize(("kind", "signal"), [("forward_kl", "topk"), ("reverse_kl", "hidden"), ("k2", "sampled")])
+@pytest.mark.parametrize(
+    ("kind", "signal"), [("forward_kl", "topk"), ("reverse_kl", "hidden"), ("k2", "sampled")]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_softcap_scale_temperature_and_bias(
     kind: str, signal: str, softcap: float | None, logit_scale: float, temperature: float, bias: bool
 ) -> None:
     objective = Objective(kind, signal, chunk_bytes=4_000)
     case = make_case(
-        seed=5, softcap=softcap, logit_scale=logit_scale, temperature=temperature, bias=bias, dtype=torch.float32
+        seed=5,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        bias=bias,
+        dtype=torch.float32,
     )
     expected, expected_gradients = case.reference(objective, torch.float32)
     student = case.student(torch.float32)
@@ -86,7 +99,9 @@ def test_random_shapes(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens, width, vocab = (int(torch.randint(1, high, (1,), generator=generator)) for high in (40, 20, 130))
     candidates = int(torch.randint(1, vocab + 1, (1,), generator=generator))
-    objective = Objective(DIVERGENCES[seed % 7], chunk_bytes=1 + int(torch.randint(20_000, (1,), generator=generator)))
+    objective = Objective(
+        DIVERGENCES[seed % 7], chunk_bytes=1 + int(torch.randint(20_000, (1,), generator=generator))
+    )
     case = make_case(seed, tokens, width, vocab, candidates, dtype=torch.float32)
     expected, expected_gradients = case.reference(objective, torch.float32)
     student = case.student(torch.float32)
@@ -202,7 +217,9 @@ def test_logits_of_extreme_size_stay_finite() -> None:
         student = case.student(torch.float32)
         output = objective(student, case.inputs)
         output.loss.backward()
-        assert bool(torch.isfinite(output.loss)) and all(bool(torch.isfinite(g).all()) for g in gradients(student))
+        assert bool(torch.isfinite(output.loss)) and all(
+            bool(torch.isfinite(g).all()) for g in gradients(student)
+        )
 
 
 def test_triton_is_refused_where_it_cannot_run() -> None:

@@ -22,7 +22,9 @@ TRL = json.loads((GOLDEN / "trl.json").read_text())
 
 
 def close(found: torch.Tensor, expected: object, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found, torch.as_tensor(expected, dtype=found.dtype), rtol=tolerance, atol=tolerance
+    )
 
 
 def both_students(logits: torch.Tensor, temperature: float = 1.0) -> list[tuple[object, torch.Tensor]]:
@@ -32,7 +34,9 @@ def both_students(logits: torch.Tensor, temperature: float = 1.0) -> list[tuple[
     return [(StudentLogits(whole, temperature), whole), (head, hidden)]
 
 
-@pytest.mark.parametrize("run", VERL["forward_kl_topk"]["runs"], ids=lambda run: str(run["log_prob_min_clamp"]))
+@pytest.mark.parametrize(
+    "run", VERL["forward_kl_topk"]["runs"], ids=lambda run: str(run["log_prob_min_clamp"])
+)
 def test_forward_kl_on_top_k_without_a_tail_is_verls(run: dict) -> None:
     case = VERL["forward_kl_topk"]
     logits = torch.tensor(case["student_logits"])
@@ -43,7 +47,9 @@ def test_forward_kl_on_top_k_without_a_tail_is_verls(run: dict) -> None:
         teacher_ids_NK=torch.tensor(case["topk_ids"]),
         teacher_logprobs_NK=torch.tensor(case["topk_logprobs"]),
     )
-    objective = Objective("forward_kl", tail="drop", log_prob_min_clamp=run["log_prob_min_clamp"], overlap=True)
+    objective = Objective(
+        "forward_kl", tail="drop", log_prob_min_clamp=run["log_prob_min_clamp"], overlap=True
+    )
     for student, leaf in both_students(logits):
         output = objective(student, inputs)
         output.loss.backward()
@@ -51,8 +57,12 @@ def test_forward_kl_on_top_k_without_a_tail_is_verls(run: dict) -> None:
         close(leaf.grad, run["grad_student_logits"])
         metrics = metric_results(output.metrics)
         expected_overlap = sum(run["overlap_count"]) / len(run["overlap_count"]) / inputs.num_candidates
-        assert metrics["actor/distillation/student_mass"] == pytest.approx(sum(run["student_mass"]) / count, abs=1e-6)
-        assert metrics["actor/distillation/teacher_mass"] == pytest.approx(sum(run["teacher_mass"]) / count, abs=1e-6)
+        assert metrics["actor/distillation/student_mass"] == pytest.approx(
+            sum(run["student_mass"]) / count, abs=1e-6
+        )
+        assert metrics["actor/distillation/teacher_mass"] == pytest.approx(
+            sum(run["teacher_mass"]) / count, abs=1e-6
+        )
         assert metrics["actor/distillation/overlap_ratio"] == pytest.approx(expected_overlap, abs=1e-6)
 
 

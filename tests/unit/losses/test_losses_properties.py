@@ -52,7 +52,9 @@ def test_bucketed_divergences_are_never_negative_and_never_above_the_full_one(
 
 @given(seed=seeds, spread=spreads, kind=st.sampled_from(DIVERGENCES))
 @few
-def test_candidates_that_are_the_whole_vocabulary_give_the_full_divergence(seed: int, spread: float, kind: str) -> None:
+def test_candidates_that_are_the_whole_vocabulary_give_the_full_divergence(
+    seed: int, spread: float, kind: str
+) -> None:
     log_p = torch.log_softmax(random_rows(seed, spread), -1)
     logits = random_rows(seed + 1, spread)
     everything = torch.arange(log_p.shape[1]).expand(len(log_p), -1)
@@ -74,7 +76,9 @@ def test_equality_is_zero_with_zero_gradient(seed: int, spread: float, kind: str
     output = Objective(kind, tail=tail)(StudentLogits(logits), candidate_inputs(log_p, log_p.topk(5).indices))
     output.loss.backward()
     assert abs(float(output.loss)) < 1e-5
-    limit = 1e-5 if kind != "tvd" else 1.0  # |p − q| has a kink at equality: its subgradient is bounded, not zero
+    limit = (
+        1e-5 if kind != "tvd" else 1.0
+    )  # |p − q| has a kink at equality: its subgradient is bounded, not zero
     assert float(logits.grad.abs().max()) < limit
 
 
@@ -102,7 +106,12 @@ def test_loss_and_gradient_do_not_depend_on_how_tokens_are_split(
             continue
         student = case.student(torch.float32)
         student = type(student)(
-            split.hidden_NH[order[part]], split.weight_VH, split.bias_V, case.softcap, case.logit_scale, case.temperature
+            split.hidden_NH[order[part]],
+            split.weight_VH,
+            split.bias_V,
+            case.softcap,
+            case.logit_scale,
+            case.temperature,
         )
         output = objective(student, shuffled.rows(int(part[0]), int(part[-1]) + 1))
         output.loss.backward()
@@ -130,7 +139,11 @@ def test_weights_do_not_depend_on_the_split_into_ranks(lengths: list[int], mode:
     torch.testing.assert_close(torch.cat(parts), whole)
     assert bool(torch.isfinite(whole).all())
     if sum(lengths):
-        mean = {"token-mean": 1.0, "seq-mean-token-mean": 1.0, "seq-mean-token-sum": total.tokens / total.sequences}
+        mean = {
+            "token-mean": 1.0,
+            "seq-mean-token-mean": 1.0,
+            "seq-mean-token-sum": total.tokens / total.sequences,
+        }
         assert float(whole.sum()) == pytest.approx(mean[mode], rel=1e-5)
 
 
@@ -148,7 +161,9 @@ def test_a_tail_that_rounds_away_keeps_finite_numbers_and_a_gradient() -> None:
     teacher = torch.log(torch.tensor([[0.75, 0.25 + 1e-6]]))
     assert math.isfinite(float(teacher_log_tail(teacher)))
     logits = torch.tensor([[50.0, 49.0, 0.0, -1.0]], requires_grad=True)
-    inputs = LossInputs(torch.tensor([0]), torch.ones(1), teacher_ids_NK=torch.tensor([[0, 1]]), teacher_logprobs_NK=teacher)
+    inputs = LossInputs(
+        torch.tensor([0]), torch.ones(1), teacher_ids_NK=torch.tensor([[0, 1]]), teacher_logprobs_NK=teacher
+    )
     for kind in DIVERGENCES:
         logits.grad = None
         output = Objective(kind)(StudentLogits(logits), inputs)
@@ -167,6 +182,8 @@ def test_a_far_away_student_is_still_pulled_onto_the_candidates() -> None:
     logits[0, :2] = 0.0
     logits.requires_grad_()
     teacher = torch.log(torch.tensor([[0.6, 0.3]]))
-    inputs = LossInputs(torch.tensor([0]), torch.ones(1), teacher_ids_NK=torch.tensor([[0, 1]]), teacher_logprobs_NK=teacher)
+    inputs = LossInputs(
+        torch.tensor([0]), torch.ones(1), teacher_ids_NK=torch.tensor([[0, 1]]), teacher_logprobs_NK=teacher
+    )
     Objective("forward_kl")(StudentLogits(logits), inputs).loss.backward()
     torch.testing.assert_close(logits.grad[0, :2], torch.tensor([-0.6, -0.3]), rtol=1e-4, atol=1e-6)

@@ -26,7 +26,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON
 GPU = torch.cuda.is_available() and HAS_TRITON and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
-runs_kernels = pytest.mark.skipif(not (INTERPRETED or GPU), reason="run by test_kernels_under_the_interpreter")
+runs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or GPU), reason="run by test_kernels_under_the_interpreter"
+)
 
 OBJECTIVES = [
     *((kind, signal, "bucket") for kind in DIVERGENCES for signal in ("topk", "hidden")),
@@ -50,17 +52,22 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(not GPU)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy speaks up where a GPU lane is masked out afterwards
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # numpy speaks up where a GPU lane is masked out afterwards
         yield
     torch.use_deterministic_algorithms(False)
 
 
 def compare(objective: Objective, dtype: torch.dtype, tolerance: float, **shape: object) -> None:
-    case = make_case(seed=9, dtype=dtype, **{"tokens": 9, **shape})
+    case = make_case(seed=9, dtype=dtype, **{"tokens": 5, **shape})
     expected, expected_gradients = case.reference(objective, dtype)
     student = case.student(dtype)
     if GPU:
-        leaves = [None if t is None else t.detach().cuda().requires_grad_() for t in (student.hidden_NH, student.weight_VH, student.bias_V)]
+        leaves = [
+            None if t is None else t.detach().cuda().requires_grad_()
+            for t in (student.hidden_NH, student.weight_VH, student.bias_V)
+        ]
         student = type(student)(*leaves, student.softcap, student.logit_scale, student.temperature)
     output = objective(student, case.inputs.to(DEVICE) if not GPU else _on_gpu(case.inputs))
     output.loss.backward()
@@ -77,21 +84,25 @@ def compare(objective: Objective, dtype: torch.dtype, tolerance: float, **shape:
 def _on_gpu(inputs: object) -> object:
     moved = inputs.to("cuda")
     head = inputs.teacher_head
-    object.__setattr__(moved, "teacher_head", type(head)(head.weight_VH.cuda(), None, head.softcap, head.logit_scale, head.temperature))
+    object.__setattr__(
+        moved,
+        "teacher_head",
+        type(head)(head.weight_VH.cuda(), None, head.softcap, head.logit_scale, head.temperature),
+    )
     return moved
 
 
 @runs_kernels
 @pytest.mark.parametrize(("kind", "signal", "tail"), OBJECTIVES)
 def test_kernels_equal_the_fp64_twin_in_float32(kind: str, signal: str, tail: str) -> None:
-    compare(Objective(kind, signal, tail, backend="triton", chunk_bytes=61 * 4 * 8), torch.float32, 1e-5)
+    compare(Objective(kind, signal, tail, backend="triton", chunk_bytes=61 * 4 * 3), torch.float32, 1e-5)
 
 
 @runs_kernels
 @pytest.mark.parametrize(("kind", "signal", "tail"), OBJECTIVES[::3])
 def test_kernels_equal_the_fp64_twin_in_bfloat16(kind: str, signal: str, tail: str) -> None:
     objective = Objective(kind, signal, tail, backend="triton", chunk_bytes=61 * 2 * 8)
-    compare(objective, torch.bfloat16, 1e-2, spread=1.0, tokens=16)
+    compare(objective, torch.bfloat16, 1e-2, spread=1.0, tokens=8)
 
 
 @runs_kernels
@@ -118,7 +129,7 @@ def test_the_ends_of_the_jsd_family(beta: float) -> None:
 @runs_kernels
 @pytest.mark.parametrize("candidates", [1, 2, 33, 61])
 def test_any_number_of_candidates_up_to_the_vocabulary(candidates: int) -> None:
-    compare(Objective("forward_kl", backend="triton"), torch.float32, 1e-5, candidates=candidates, tokens=7)
+    compare(Objective("forward_kl", backend="triton"), torch.float32, 1e-5, candidates=candidates, tokens=4)
 
 
 @runs_kernels
@@ -189,6 +200,8 @@ def test_kernels_and_plain_train_to_the_same_curve() -> None:
 def test_kernels_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    finished = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
     assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
     assert " passed" in finished.stdout

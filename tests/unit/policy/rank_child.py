@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
-from small_student import cross_entropy, poisoned, qwen3, settings, token_mean, varied_batch
+from small_student import batch_of, cross_entropy, poisoned, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import PolicyError
 from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.follow import LeadingPolicy, follow
 from understudy.policy.policy import Policy
 from understudy.policy.shard import join, leave
 
@@ -67,4 +69,29 @@ def break_a_step(ranks: Any, folder: str, where: str) -> Any:
     return said, sorted(caught), untouched
 
 
-JOBS = {"train": train, "break_a_step": break_a_step}
+def lead_and_follow(ranks: Any, folder: str, steps: int) -> Any:
+    """Only rank 0 is talked to; the others follow. Returns the leader's losses, and every rank's last weights."""
+    policy = Policy(qwen3(), settings(ema_decay=0.5), ranks=ranks)
+    if ranks.rank != 0:
+        follow(policy, cross_entropy, ranks)
+        return policy.step
+    leader = LeadingPolicy(policy, ranks)
+    losses = []
+    for step in range(steps):
+        batch = varied_batch(seed=step)
+        old = leader.logprobs(batch, 40)
+        losses.append(leader.update(batch, cross_entropy, list(token_mean(batch)), 40, old_logprobs=old).loss)
+        with suppress(PolicyError):
+            leader.update(batch_of([[0, 0]]), cross_entropy, token_mean(batch_of([[0, 0]])))
+        if step == 0:
+            leader.averaged_weights()
+            state = leader.state().detached()
+            CheckpointStore(folder + "/checkpoints").save(1, state)
+        if step == 1:
+            leader.load_state(state)
+            leader.load_from(CheckpointStore(folder + "/checkpoints"), 1)
+    leader.close()
+    return losses
+
+
+JOBS = {"lead_and_follow": lead_and_follow, "train": train, "break_a_step": break_a_step}

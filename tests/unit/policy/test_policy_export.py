@@ -20,7 +20,10 @@ from understudy.policy.policy import Policy
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    folder = tmp_path / "base"
+    return save_base(tmp_path / "base")
+
+
+def save_base(folder: Path) -> Path:
     model = qwen3()
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
@@ -104,6 +107,21 @@ def test_exported_folder_is_the_trained_student(base: Path, tmp_path: Path, dtyp
         assert word in readme
     assert str(tmp_path) not in readme
     assert not any(file.suffix in (".bin", ".pt", ".pkl") for file in out.iterdir())
+
+
+def test_the_running_average_can_be_exported(base: Path, tmp_path: Path) -> None:
+    policy = Policy(load_student(str(base)).model, settings(ema_decay=0.5))
+    batch = varied_batch()
+    policy.update(batch, cross_entropy, token_mean(batch))
+    saved = CheckpointStore(tmp_path / "checkpoints").save(1, policy.state())
+    loaded = AutoModelForCausalLM.from_pretrained(export(saved, base, tmp_path / "out", {}, averaged=True))
+    averages = dict(policy.averaged_weights())
+    assert all(torch.equal(parameter, averages[name]) for name, parameter in loaded.named_parameters())
+    plain = CheckpointStore(tmp_path / "plain").save(
+        0, Policy(load_student(str(base)).model, settings()).state()
+    )
+    with pytest.raises(CheckpointError, match="no average"):
+        export(plain, base, tmp_path / "none", {}, averaged=True)
 
 
 def test_export_never_overwrites(base: Path, tmp_path: Path) -> None:

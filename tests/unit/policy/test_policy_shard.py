@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_child import break_a_step, run_rank, train
+from small_student import token_mean, varied_batch
 
 from understudy.errors import PolicyError
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.microbatch import Layout
 from understudy.policy.plan import plan_step
 from understudy.policy.shard import deal_rows, join
+from understudy.policy.wire import batch_columns, batch_from, pack, unpack
+from understudy.types.jagged import Jagged
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3"])
+# One fork server serves the whole test process, so every test module that uses it preloads the same list.
+FORKS.set_forkserver_preload(
+    ["torch.distributed.fsdp", "safetensors.torch"]
+    + [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama", "gemma2")]
+)
 
 
 def on_ranks(size: int, folder: Path, job: str, **options: Any) -> list[Any]:
@@ -94,7 +102,7 @@ def test_half_precision_ranks_keep_float32_masters(tmp_path: Path) -> None:
     train(None, str(tmp_path), steps=1, dtype="bfloat16", resume=True)
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("where", ["loss", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_a_bad_step_stops_all_ranks_together(tmp_path: Path, where: str) -> None:
     alone = break_a_step(None, str(tmp_path), where)
     answers = on_ranks(2, tmp_path, "break_a_step", where=where)
@@ -102,6 +110,40 @@ def test_a_bad_step_stops_all_ranks_together(tmp_path: Path, where: str) -> None
         assert untouched and "The weights were not touched" in said
         assert set(alone[1]) <= set(caught)
         assert where == "gradient" or caught == alone[1]
+
+
+def test_one_rank_leads_and_the_others_follow(tmp_path: Path) -> None:
+    """The caller talks to one policy; errors of a batch and a return to a checkpoint leave all ranks in step."""
+    (tmp_path / "alone").mkdir()
+    straight = [line[0] for line in train(None, str(tmp_path / "alone"), steps=2)]
+    losses, followed = on_ranks(2, tmp_path, "lead_and_follow", steps=3)
+    assert losses[:2] == pytest.approx(straight, abs=1e-5)
+    assert followed == 2
+
+
+def test_a_batch_travels_unchanged() -> None:
+    batch = varied_batch()
+    total = int(batch.loss_mask.values.sum())
+    column = token_mean(batch)
+    rich = replace(
+        batch,
+        rewards=tuple([float("nan")] + [0.5] * (len(batch) - 1)),
+        teachers=("t",) * len(batch),
+        teacher_ids=Jagged(torch.arange(total * 3).view(total, 3), column.offsets),
+        teacher_hidden=Jagged(torch.randn(total, 4).to(torch.bfloat16), column.offsets),
+    )
+    plain, tensors = batch_columns(rich)
+    head, received = unpack(pack({"batch": plain}, tensors))
+    again = batch_from(head["batch"], received)
+    assert (
+        again.keys == rich.keys and again.teachers == rich.teachers and again.rewards[1:] == rich.rewards[1:]
+    )
+    assert again.rewards[0] != again.rewards[0]
+    assert again.teacher_logprobs is None
+    for name in ("tokens", "loss_mask", "teacher_ids", "teacher_hidden"):
+        sent, got = getattr(rich, name), getattr(again, name)
+        assert torch.equal(sent.values, got.values) and sent.values.dtype == got.values.dtype
+        assert torch.equal(sent.offsets, got.offsets)
 
 
 def test_rows_are_dealt_evenly_and_by_key() -> None:

@@ -230,6 +230,25 @@ def test_low_precision_gradients_add_up_in_float32() -> None:
     assert torch.nn.functional.cosine_similarity(mine, theirs, dim=0) > 0.995
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offloaded_optimizer_makes_the_same_steps(dtype: torch.dtype) -> None:
+    """Masters on the host, a restart in the middle: the same weights to the bit."""
+    plain = Policy(qwen3(dtype=dtype), settings())
+    away = [
+        Policy(qwen3(dtype=dtype), settings(adamw=AdamWSettings(weight_decay=0.1, offload=True)))
+        for _ in range(2)
+    ]
+    for seed in range(3):
+        batch = varied_batch(seed=seed)
+        plain.update(batch, cross_entropy, token_mean(batch), 64)
+        current = away[0] if seed < 2 else away[1]
+        current.update(batch, cross_entropy, token_mean(batch), 64)
+        if seed == 1:
+            away[1].load_state(away[0].state().detached())
+    for mine, theirs in zip(plain.model.parameters(), away[1].model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_a_state_of_another_model_is_refused() -> None:
     policy = Policy(qwen3(), settings())
     state = Policy(qwen3(tied=False), settings()).state()

@@ -60,12 +60,12 @@ def test_gsm8k_tells_signs_and_decimals_apart() -> None:
     "row", [{"question": "1+1", "data_source": "math"}, {"question": "1+1", "answer": None}]
 )
 def test_a_row_without_an_answer_is_the_datasets_fault(reward, row: dict) -> None:
-    with pytest.raises(DataError, match="nothing in column 'answer'.*'question'"):
+    with pytest.raises(DataError, match=r"nothing in column 'answer'.*'question'"):
         reward(row, "2")
 
 
 def test_gsm8k_refuses_an_answer_without_a_number() -> None:
-    with pytest.raises(DataError, match="column 'answer' holds 'many'.*#### number"):
+    with pytest.raises(DataError, match=r"column 'answer' holds 'many'.*#### number"):
         gsm8k({"answer": "many"}, "#### 2")
 
 

@@ -1,10 +1,15 @@
 """The scorer against a plain transformers forward of each sequence alone, in fp64 where it matters."""
 
+import functools
+import itertools
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from teacher_rig import VOCAB, random_items, write_model
 from transformers import (
     AutoModelForCausalLM,
@@ -19,18 +24,25 @@ from transformers import (
 )
 
 from understudy.errors import TeacherError
+from understudy.teacher.body import Layout
 from understudy.teacher.head import Head, from_wire, head_of, score_rows, to_wire, two_stage_topk
 from understudy.teacher.head_frame import decode_head, encode_head
 from understudy.teacher.model import load_frozen, weights_sha256
-from understudy.teacher.packing import packed_plan, padded_plan
+from understudy.teacher.packing import pack, padded_plan
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scorer import Scorer, ScorerOptions
+from understudy.teacher.sharing import families, saved_tokens, split_to_budget
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+
+@functools.lru_cache(maxsize=2)
+def plain_model(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 
 def plain_logprobs(folder: Path, item: ScoreItem) -> np.ndarray:
     """float64 [P, V]: log-softmax of the model's own logits, one sequence at a time, no padding."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = plain_model(folder)
     with torch.inference_mode():
         logits = model(input_ids=torch.from_numpy(item.tokens.astype(np.int64))[None]).logits[0]
     return logits.log_softmax(-1).numpy()[item.positions - 1]
@@ -67,13 +79,121 @@ def all_signals() -> list[ScoreItem]:
     )
 
 
+def samples_of_prompts(signal: Signal = Signal.TOPK, k: int = 6) -> list[ScoreItem]:
+    """Groups that share a prompt, one row that is another's beginning, some rows of their own; in mixed order.
+
+    Positions reach back into the shared prompt, as they do in a conversation whose first turn is judged again.
+    """
+    rng = np.random.default_rng(3)
+    items = []
+    for group in range(4):
+        prompt = rng.integers(0, VOCAB, int(rng.integers(5, 20)))
+        for sample in range(1 if group == 3 else 4):
+            tokens = np.concatenate([prompt, rng.integers(0, VOCAB, int(rng.integers(1, 12)))]).astype(
+                np.int32
+            )
+            first = 1 if sample == 2 else len(prompt)
+            items.append(
+                ScoreItem(
+                    f"{group}-{sample}", tokens, np.arange(first, len(tokens), dtype=np.int32), signal, k
+                )
+            )
+    beginning = items[0].tokens[:5]
+    items.append(ScoreItem("beginning", beginning, np.arange(1, 5, dtype=np.int32), signal, k))
+    rng.shuffle(items)  # type: ignore[arg-type]
+    return items
+
+
 @pytest.mark.parametrize("budget", [16384, 64, 1])
+@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_scores_equal_a_plain_forward(family: str, budget: int, request: pytest.FixtureRequest) -> None:
+def test_scores_equal_a_plain_forward(
+    family: str, layout: Layout, budget: int, request: pytest.FixtureRequest
+) -> None:
     folder = request.getfixturevalue(family)
-    scorer = Scorer("t", load_frozen(str(folder)), ScorerOptions(max_batch_tokens=budget))
-    items = all_signals()
+    scorer = Scorer("t", load_frozen(str(folder)), ScorerOptions(max_batch_tokens=budget, layout=layout))
+    items = all_signals() + samples_of_prompts()
     assert_same_as_plain(folder, items, scorer.score(request_of(items)).split())
+
+
+def test_a_shared_prompt_is_read_once(qwen3: Path) -> None:
+    items = samples_of_prompts()
+    read = []
+    for share in (False, True):
+        scorer = Scorer(
+            "t", load_frozen(str(qwen3)), ScorerOptions(layout=Layout.PACKED, share_prefixes=share)
+        )
+        scorer.frozen.body.register_forward_pre_hook(
+            lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+        scorer.score(request_of(items))
+    needed = sum(int(item.positions[-1]) for item in items)
+    prompts = {item.key.split("-")[0]: int(item.positions[0]) for item in items if item.key.endswith("-0")}
+    assert read == [needed, needed - 3 * sum(prompts[group] for group in "012")]
+
+
+def test_sliding_windows_are_kept_when_packing(tmp_path: Path) -> None:
+    folder = write_model(
+        tmp_path / "sliding", use_sliding_window=True, sliding_window=4, max_window_layers=1, seed=5
+    )
+    scorer = Scorer("t", load_frozen(str(folder)), ScorerOptions(layout=Layout.PACKED))
+    assert "sliding_attention" in scorer.frozen.config.layer_types
+    scorer.warm_up()
+    items = samples_of_prompts()
+    assert_same_as_plain(folder, items, scorer.score(request_of(items)).split())
+
+
+def test_an_architecture_that_cannot_be_packed_is_scored_padded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    FAMILIES["softcap"]().save_pretrained(tmp_path)
+    scorer = Scorer("t", load_frozen(str(tmp_path)))
+    scorer.warm_up()
+    assert scorer.body.layout is Layout.PADDED
+    insisting = Scorer("t", load_frozen(str(tmp_path)), ScorerOptions(layout=Layout.PACKED))
+    with pytest.raises(TeacherError, match="cannot be scored packed"):
+        insisting.warm_up()
+
+
+def test_families_save_as_much_as_any_way_to_cut_the_sorted_order() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        rows = [rng.integers(0, 2, int(rng.integers(1, 6))).astype(np.int32) for _ in range(6)]
+        ordered = sorted(rows, key=lambda row: row.astype(">i4").tobytes())
+        possible = []
+        for cuts in itertools.product([False, True], repeat=5):
+            bounds = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 6]
+            runs = [ordered[a:b] for a, b in itertools.pairwise(bounds)]
+            possible.append(
+                sum((len(run) - 1) * len(os.path.commonprefix([r.tolist() for r in run])) for run in runs)
+            )
+        assert saved_tokens(families(rows)) == max(possible)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12), st.integers(1, 40)
+)
+@settings(max_examples=200, deadline=None)
+def test_packing_keeps_every_sequence_and_every_context(rows: list[list[int]], budget: int) -> None:
+    """Follow the packed row back: the keys each token sees are its own sequence, from the start up to itself."""
+    sequences = [np.array(row, np.int32) for row in rows]
+    tokens, lengths = np.concatenate(sequences), np.array([len(row) for row in rows])
+    starts = np.cumsum(lengths) - lengths
+    seen: list[int] = []
+    for batch in split_to_budget(families(sequences), lengths, budget):
+        packed = pack(tokens, starts, lengths, batch)
+        assert len(packed.tokens_T) <= budget or len(packed.rows) == 1
+        keys = np.arange(len(packed.tokens_T)) if packed.key_places_N is None else packed.key_places_N
+        counts = lengths[list(packed.rows)]
+        positions = np.concatenate([np.arange(n) for n in counts])
+        places = packed.places(positions, counts)
+        for row, position, place in zip(np.repeat(packed.rows, counts), positions, places, strict=True):
+            segment = int(np.searchsorted(packed.ends_q, place, side="right")) - 1
+            behind = packed.ends_q[segment + 1] - place - 1
+            visible = keys[packed.ends_k[segment] : packed.ends_k[segment + 1] - behind]
+            assert packed.tokens_T[visible].tolist() == rows[row][: position + 1]
+            assert packed.positions_T[place] == position
+        seen += packed.rows
+    assert sorted(seen) == list(range(len(rows)))
 
 
 def test_hidden_states_and_the_head_give_back_every_logprob(qwen3: Path) -> None:
@@ -116,8 +236,7 @@ SHAPE = {
 def test_families_that_change_their_logits(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     FAMILIES[family]().save_pretrained(tmp_path)
-    attention = "eager" if family == "softcap" else "sdpa"
-    scorer = Scorer("t", load_frozen(str(tmp_path), attention=attention))
+    scorer = Scorer("t", load_frozen(str(tmp_path)))
     scorer.warm_up()
     items = random_items(4, 1, Signal.TOPK, 6)
     assert_same_as_plain(tmp_path, items, scorer.score(request_of(items)).split(), atol=3e-4)
@@ -184,16 +303,12 @@ def test_two_stage_topk_is_exact() -> None:
         torch.testing.assert_close(logits.gather(1, ids), expected.values)
 
 
-def test_plans_respect_the_budget_and_lose_nobody() -> None:
-    lengths = [5, 30, 1, 8, 8, 100, 3, 3, 3, 0]
+def test_padded_plans_respect_the_budget_and_lose_nobody() -> None:
+    lengths = [5, 30, 1, 8, 8, 100, 3, 3, 3]
     padded = padded_plan(lengths, 40)
     assert sorted(i for members in padded for i in members) == list(range(len(lengths)))
     for members in padded:
         assert len(members) == 1 or len(members) * max(lengths[i] for i in members) <= 40
-    packed = packed_plan(lengths, 40)
-    assert [i for members in packed for i in members] == list(range(len(lengths)))
-    for members in packed:
-        assert len(members) == 1 or sum(lengths[i] for i in members) <= 40
 
 
 def test_the_weight_digest_follows_the_weights_not_the_files(qwen3: Path, tmp_path: Path) -> None:

@@ -1,0 +1,22 @@
+"""A recipe as commands take it: read, overridden, and checked as far as it can be without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from understudy.config import Recipe
+from understudy.config.recipe import examine, read_tables
+from understudy.errors import ConfigError
+from understudy.trainers.preflight import preflight
+
+
+def checked_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe, or a `ConfigError` with every problem of its keys, models, data and ports together."""
+    recipe, problems = examine(read_tables(path, overrides))
+    if recipe is not None:
+        # A key that was wrong was taken out before this look; most findings have nothing to do with one another.
+        problems += [problem for problem in preflight(recipe) if problem not in problems]
+    if problems or recipe is None:
+        raise ConfigError(problems)
+    return recipe

@@ -1,0 +1,163 @@
+"""Bad input: one line that says what to do, exit code 2, no stack trace, no process left, nothing lost."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ASSETS, write_toml
+
+from understudy.cli.main import main
+
+Make = Callable[..., dict[str, Any]]
+STUDENT = ASSETS / "models" / "student"
+
+
+@pytest.fixture
+def told(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `check` and `train` on a changed recipe: both must refuse with the same line, exit code 2."""
+
+    def run(**overrides: Any) -> str:
+        path = write_toml(tmp_path / "recipe.toml", recipe("never", **overrides))
+        said = []
+        for command in ("check", "train"):
+            assert main([command, str(path)]) == 2
+            said.append(capsys.readouterr().err)
+            assert "Traceback" not in said[-1]
+        assert not (tmp_path / "never").exists(), "nothing may be started or written"
+        assert said[0] == said[1]
+        return said[0]
+
+    return run
+
+
+def copy_model(tmp_path: Path, change: Callable[[Path], None]) -> str:
+    folder = tmp_path / "changed-model"
+    shutil.copytree(STUDENT, folder)
+    change(folder)
+    return str(folder)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def test_misspelt_key(told: Callable[..., str]) -> None:
+    assert "unknown key `loss.top_k`; did you mean `loss.topk`?" in told(loss__top_k=4)
+
+
+def test_wrong_type(told: Callable[..., str]) -> None:
+    assert "`trainer.steps` = 'ten'" in told(trainer__steps="ten")
+
+
+def test_missing_model_folder(told: Callable[..., str], tmp_path: Path) -> None:
+    assert "no such folder" in told(student__model=str(tmp_path / "nowhere"))
+
+
+def test_folder_without_weights(told: Callable[..., str], tmp_path: Path) -> None:
+    folder = copy_model(tmp_path, lambda path: (path / "model.safetensors").unlink())
+    assert "no *.safetensors" in told(student__model=folder)
+
+
+def test_teacher_with_another_tokenizer(told: Callable[..., str], tmp_path: Path) -> None:
+    def swap(folder: Path) -> None:
+        def exchange(tokenizer: dict[str, Any]) -> None:
+            vocab = tokenizer["model"]["vocab"]
+            first, second = [token for token in vocab if len(token) == 1][:2]
+            vocab[first], vocab[second] = vocab[second], vocab[first]
+
+        edit(folder / "tokenizer.json", exchange)
+
+    said = told(teachers__add={"model": copy_model(tmp_path, swap), "key": "add"})
+    assert "teachers.add: its tokenizer differs from the student's in 2 tokens" in said and "student" in said and "teacher" in said
+
+
+def test_teacher_with_other_special_ids(told: Callable[..., str], tmp_path: Path) -> None:
+    def change(folder: Path) -> None:
+        edit(folder / "generation_config.json", lambda config: config.update(eos_token_id=0))
+
+    said = told(teachers__add={"model": copy_model(tmp_path, change), "key": "add"})
+    assert "special ids must be equal" in said
+
+
+def test_port_in_use(told: Callable[..., str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = told(teachers__add={"model": str(ASSETS / "models" / "teacher-add"), "key": "add", "ports": [port]})
+    assert f"port {port} cannot be used" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"answer": "x"}\n', "line 1 has no prompt"),
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
+        ("", "is empty"),
+        ('["not an object"]\n', "line 1 is a list"),
+        ('{"prompt": "12+34=", "data_source": "ad"}\n', "rows with data_source = 'ad' have no teacher; teachers take ['add', 'sort']; did you mean 'add'?"),
+        (json.dumps({"messages": [{"role": "user", "content": "1" * 600}], "data_source": "add"}) + "\n", "exceeds the student's context"),
+    ],
+    ids=["no prompt", "bad json", "empty", "not an object", "no teacher for it", "too long"],
+)
+def test_bad_data(told: Callable[..., str], tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    assert expected in told(data__train=str(path)).replace("\n", " ")
+
+
+def test_missing_data_file(told: Callable[..., str], tmp_path: Path) -> None:
+    assert "does not exist" in told(data__train=str(tmp_path / "none.jsonl"))
+
+
+def test_k_larger_than_the_vocabulary(told: Callable[..., str]) -> None:
+    assert "loss.topk = 5000 is larger than the vocabulary" in told(loss__topk=5000)
+
+
+def test_a_loss_that_makes_no_sense(told: Callable[..., str]) -> None:
+    assert "zero in expectation" in told(loss={"kind": "k1", "signal": "sampled"})
+    assert "zero expected gradient" in told(loss={"kind": "forward_kl", "topk": 8, "policy_gradient": True})
+
+
+def test_a_reward_that_is_not_there(told: Callable[..., str]) -> None:
+    assert "did you mean 'exact_match'?" in told(data__reward="understudy.rollout.reward:exact_macth")
+
+
+def test_several_problems_are_told_together(told: Callable[..., str], tmp_path: Path) -> None:
+    said = told(loss__top_k=4, student__model=str(tmp_path / "nowhere"), trainer__steps=0)
+    assert "loss.top_k" in said and "trainer.steps" in said
+
+
+def test_a_run_directory_that_exists(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("precious")
+    path = write_toml(tmp_path / "recipe.toml", recipe("there"))
+    assert main(["train", str(path)]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert [entry.name for entry in (tmp_path / "there").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("command", [["resume"], ["audit"], ["export"]])
+def test_a_folder_that_is_no_run(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*command, str(tmp_path)] + ([str(tmp_path / "out")] if command == ["export"] else [])
+    assert main(arguments) == 2
+    assert "is no run directory" in capsys.readouterr().err
+
+
+def test_an_external_teacher_that_is_not_there(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = recipe("gone", teachers__add={"model": "x", "key": "add", "placement": "external", "urls": ["http://127.0.0.1:9"]})
+    assert main(["train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "teacher add" in said and "Traceback" not in said
+
+
+def test_debug_shows_the_trace(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_toml(tmp_path / "recipe.toml", recipe("never", trainer__steps=0))
+    assert main(["check", str(path), "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err

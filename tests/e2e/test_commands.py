@@ -1,0 +1,115 @@
+"""The commands a user types, on real runs; and the same from Python."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ASSETS, write_toml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import understudy
+from understudy.cli.main import main
+
+Make = Callable[..., dict[str, Any]]
+
+
+def flaky_reward(row: dict[str, Any], text: str) -> float:
+    """Raises on some rows and gives NaN on others: both must become dead letters."""
+    question = row["messages"][0]["content"]
+    if question.startswith("9"):
+        raise RuntimeError("judge fell over")
+    return float("nan") if question.startswith("8") else 1.0
+
+
+@pytest.fixture
+def finished(recipe: Make) -> understudy.Run:
+    return understudy.train(recipe(data__eval=str(ASSETS / "data" / "test.jsonl"), trainer__eval_samples=16, trainer__steps=2), progress=False)
+
+
+def test_a_run_leaves_what_it_promises(finished: understudy.Run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("recipe.json", "state.json", "metrics.jsonl", "spans.jsonl", "samples.jsonl", "report.html", "curves.png", "logs/trainer.log"):
+        assert (finished.dir / name).exists(), name
+    page = (finished.dir / "report.html").read_text()
+    assert "Held-out accuracy" in page and "understudy export" in page and "<script" not in page
+    assert json.loads((finished.dir / "state.json").read_text())["status"] == "finished"
+    assert "token-of-the-test-session" not in "".join(path.read_text(errors="replace") for path in finished.dir.rglob("*") if path.is_file())
+
+    assert main(["audit", str(finished.dir)]) == 0
+    assert "issued 32 = trained 32" in capsys.readouterr().out
+
+    assert main(["eval", str(finished.dir), "--samples", "16"]) == 0
+    measured = dict(line.split() for line in capsys.readouterr().out.strip().splitlines())
+    assert float(measured["accuracy"]) == pytest.approx(finished.last["val/accuracy"], abs=1e-4)
+
+    assert main(["export", str(finished.dir), str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "12+34="}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert model.generate(**ids, max_new_tokens=4).shape[1] > ids["input_ids"].shape[1]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "teacher-add" in card and "forward_kl" in card
+    assert main(["export", str(finished.dir), str(tmp_path / "out")]) == 2
+
+
+def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_toml(tmp_path / "recipe.toml", recipe()))
+    assert main(["check", path]) == 0
+    assert "forward_kl over the teacher's top-8" in capsys.readouterr().out
+    assert main(["plan", path, "trainer.steps=77"]) == 0
+    out = capsys.readouterr().out
+    assert '"steps": 77' in out and "trainer" in out and "77 steps" in out
+
+
+def test_doctor_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "torch" in capsys.readouterr().out
+    assert main([]) == 2
+
+
+def test_fresh_directories_by_default(recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = recipe(trainer__steps=1)
+    table["run"].pop("dir")
+    runs = [understudy.train(table, progress=False) for _ in range(2)]
+    assert runs[0].dir != runs[1].dir and len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_poisoned_rows_become_dead_letters_and_the_run_goes_on(recipe: Make, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()]
+    poisoned = [row for row in rows if row["messages"][0]["content"][0] in "89"][:3]
+    sound = [row for row in rows if row["messages"][0]["content"][0] not in "89"][:29]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*poisoned, *sound]))
+    table = recipe(data__train=str(data), data__reward="test_commands:flaky_reward", trainer__steps=2, trainer__max_dead_letters=0.2)
+    run = understudy.train(table, progress=False)
+    letters = [json.loads(line) for line in (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()]
+    assert len(letters) == 3 and all("reward flaky_reward" in letter["reason"] for letter in letters)
+    from understudy.dataplane.ledger import audit
+
+    report = audit(run.dir)
+    assert report.balanced and report.dead == 3 and report.trained == 29
+
+    strict = recipe("strict", data__train=str(data), data__reward="test_commands:flaky_reward", trainer__steps=2, trainer__max_dead_letters=0.0)
+    with pytest.raises(understudy.errors.UnderstudyError, match="max_dead_letters"):
+        understudy.train(strict, progress=False)
+
+
+def test_distill_from_python(tmp_path: Path, teacher_urls: dict[str, str]) -> None:
+    rows = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines() if '"add"' in line][:16]
+    run = understudy.distill(
+        student=ASSETS / "models" / "student",
+        teacher=ASSETS / "models" / "teacher-add",
+        data=rows,
+        progress=False,
+        trainer__steps=1,
+        trainer__batch_size=8,
+        rollout__max_new_tokens=8,
+        loss__topk=8,
+        run__dir=str(tmp_path / "run"),
+    )
+    assert run.steps == 1 and run.last["teacher/teacher/rows"] == 8
+    assert run.export(tmp_path / "out") == tmp_path / "out"
+    with pytest.raises(understudy.errors.ConfigError, match="section__key"):
+        understudy.distill(student="s", teacher="t", data=rows, steps=3)

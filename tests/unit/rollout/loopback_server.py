@@ -1,0 +1,31 @@
+"""A real HTTP server on loopback inside the test's event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@asynccontextmanager
+async def serve(routes: dict[str, Handler]) -> AsyncIterator[str]:
+    """`routes` maps paths to handlers of any method; gives the base address."""
+    app = Starlette(
+        routes=[Route(path, handler, methods=["GET", "POST"]) for path, handler in routes.items()]
+    )
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task

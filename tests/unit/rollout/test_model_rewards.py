@@ -1,0 +1,155 @@
+"""Rewards that need another process: math-verify in a jailed child, and a model as judge over HTTP."""
+
+import asyncio
+import importlib.util
+from typing import Any
+
+import pytest
+from loopback_server import serve
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from understudy.errors import ConfigError, DataError, EngineError
+from understudy.rollout import judge as judge_module
+from understudy.rollout.judge import Judge
+from understudy.rollout.math_reward import MathVerify
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
+)
+
+
+def grade(answer: Any, text: str, **settings: Any) -> dict[str, float]:
+    async def body() -> dict[str, float]:
+        reward = MathVerify(**settings)
+        try:
+            return await reward({"answer": answer}, text)
+        finally:
+            await reward.close()
+
+    return asyncio.run(body())
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    ("answer", "text", "score"),
+    [
+        ("42", "so the answer is $42$", 1.0),
+        ("42", "so the answer is $43$", 0.0),
+        ("\\frac{1}{2}", "It is $0.5$.", 1.0),
+        ("1/2", "\\boxed{\\frac{2}{4}}", 1.0),
+        ("x^2+2x+1", "$(x+1)^2$", 1.0),
+        ("7", "no number here", 0.0),
+    ],
+)
+def test_equal_mathematics_scores(answer: str, text: str, score: float) -> None:
+    assert grade(answer, text)["score"] == score
+
+
+@needs_math_verify
+def test_grading_that_never_ends_is_worth_nothing() -> None:
+    result = grade("42", "$" + "9^" * 60 + "9$", deadline_s=3.0)
+    assert result["score"] == 0.0
+
+
+@needs_math_verify
+def test_unreadable_references_are_the_dataset_s_fault() -> None:
+    with pytest.raises(DataError, match="reference answer"):
+        grade("", "42")
+
+
+def test_a_row_without_an_answer_is_the_dataset_s_fault() -> None:
+    with pytest.raises(DataError, match="answer"):
+        grade(None, "42")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="math-verify is installed")
+def test_the_missing_package_is_named() -> None:
+    with pytest.raises(ConfigError, match="pip install math-verify"):
+        grade("42", "42")
+
+
+class JudgeServer:
+    """Answers from a list; strings are replies, numbers are error statuses."""
+
+    def __init__(self, *answers: str | int) -> None:
+        self.answers = list(answers)
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+
+    async def __call__(self, request: Request) -> Response:
+        self.requests.append(await request.json())
+        self.headers.append(request.headers)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, int):
+            return PlainTextResponse("not now", status_code=answer)
+        return JSONResponse({"choices": [{"message": {"role": "assistant", "content": answer}}]})
+
+
+ROW = {"prompt": "1+1?", "answer": "2 {exactly}"}
+
+
+def ask(server: JudgeServer, **settings: Any) -> dict[str, float]:
+    async def body() -> dict[str, float]:
+        async with serve({"/v1/chat/completions": server}) as url:
+            judge = Judge(f"{url}/v1", "judge-7b", **settings)
+            try:
+                return await judge(ROW, "it is {two}")
+            finally:
+                await judge.close()
+
+    return asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize(
+    ("reply", "scale", "score"),
+    [
+        ("SCORE: 1", 1.0, 1.0),
+        ("Well…\nscore: 7.5", 10.0, 0.75),
+        ("SCORE: 99", 10.0, 1.0),
+        ("SCORE: -3", 10.0, 0.0),
+    ],
+)
+def test_the_judge_s_score_is_scaled(reply: str, scale: float, score: float) -> None:
+    server = JudgeServer(reply)
+    assert ask(server, scale=scale)["score"] == score
+    (request,) = server.requests
+    assert request["model"] == "judge-7b" and request["temperature"] == 0
+    assert all(text in request["messages"][1]["content"] for text in ("1+1?", "2 {exactly}", "it is {two}"))
+
+
+def test_a_reply_without_a_score_is_asked_for_again() -> None:
+    assert ask(JudgeServer("hm", "SCORE: 1"))["attempts"] == 2.0
+    with pytest.raises(DataError, match=r"no `SCORE: n` in 4 tries.*hm"):
+        ask(JudgeServer("hm"))
+
+
+def test_a_server_in_trouble_is_asked_again_and_is_never_the_row_s_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleeps: list[float] = []
+    real = asyncio.sleep
+
+    async def briefly(seconds: float) -> None:
+        sleeps.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(judge_module.asyncio, "sleep", briefly)
+    assert ask(JudgeServer(503, 429, "SCORE: 1"))["score"] == 1.0
+    assert [s for s in sleeps if s >= 0.5] == [0.5, 1.0]
+    with pytest.raises(EngineError, match="503"):
+        ask(JudgeServer(503))
+    refused = JudgeServer(401)
+    with pytest.raises(EngineError, match="401"):
+        ask(refused)
+    assert len(refused.requests) == 1, "a refusal is final"
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(EngineError, match="JUDGE_KEY"):
+        ask(JudgeServer("SCORE: 1"), key_variable="JUDGE_KEY")
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    server = JudgeServer("SCORE: 1")
+    ask(server, key_variable="JUDGE_KEY")
+    assert server.headers[0]["authorization"] == "Bearer s3cret"

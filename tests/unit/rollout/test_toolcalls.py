@@ -1,0 +1,109 @@
+"""Tool calls in the formats models write; nothing a model writes makes the parsers raise."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from understudy.errors import ConfigError
+from understudy.rollout.toolcalls import FORMATS, BadCall, ToolCall, parser_of
+
+CALL = ToolCall("calculator", {"expression": "1+1"})
+AS_JSON = '{"name": "calculator", "arguments": {"expression": "1+1"}}'
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", f"Let me see.\n<tool_call>\n{AS_JSON}\n</tool_call>"),
+        (
+            "hermes",
+            f'<think>\n<tool_call>{{"name": "no"}}</tool_call>\n</think>\n\n<tool_call>{AS_JSON}</tool_call>',
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "calculator", "arguments": "{\\"expression\\": \\"1+1\\"}"}</tool_call>',
+        ),
+        ("llama3", '{"name": "calculator", "parameters": {"expression": "1+1"}}'),
+        ("llama3", f"<|python_tag|>{AS_JSON}"),
+        ("json", f"I will calculate.\n```json\n{AS_JSON}\n```\nWait."),
+        ("json", '```tool_call\n{"tool": "calculator", "input": {"expression": "1+1"}}\n```'),
+    ],
+)
+def test_one_call(format: str, text: str) -> None:
+    assert parser_of(format)(text) == [CALL]
+
+
+def test_several_calls_keep_their_order() -> None:
+    two = [ToolCall("a", {}), ToolCall("b", {"x": [1, {"y": "}"}]})]
+    as_json = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in two]
+    assert parser_of("hermes")("".join(f"<tool_call>{one}</tool_call>" for one in as_json)) == two
+    assert parser_of("llama3")("; ".join(as_json)) == two
+    assert parser_of("json")("".join(f"```json\n{one}\n```\n" for one in as_json)) == two
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", "The answer is 2."),
+        ("hermes", f"<think>\n<tool_call>{AS_JSON}</tool_call>"),
+        ("llama3", 'The call would be {"name": "f"}'),
+        ("json", '```json\n{"data": 3}\n```'),
+        ("json", f"```python\n{AS_JSON}\n```"),
+    ],
+)
+def test_no_call(format: str, text: str) -> None:
+    assert parser_of(format)(text) == []
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "says"),
+    [
+        ("hermes", f"<tool_call>{AS_JSON}", "not closed"),
+        ("hermes", "<tool_call>{'name': 'f'}</tool_call>", "not JSON"),
+        ("hermes", "<tool_call>[1]</tool_call>", "not list"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'no "name"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "not a JSON object"),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "tool call"),
+        ("llama3", '{"name": "f", "parameters": {}', "not JSON"),
+    ],
+)
+def test_bad_calls_are_told_to_the_model(format: str, text: str, says: str) -> None:
+    (call,) = parser_of(format)(text)
+    assert isinstance(call, BadCall) and says in call.reason
+
+
+PIECES = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "```json\n",
+        "```",
+        "{",
+        "}",
+        '"name"',
+        ":",
+        '"f"',
+        ",",
+        ";",
+        "[",
+        " ",
+        "\n",
+        "é",
+    ]
+)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@given(text=st.lists(PIECES | st.text(max_size=5), max_size=30).map("".join))
+def test_no_text_makes_a_parser_raise(format: str, text: str) -> None:
+    assert all(isinstance(call, ToolCall | BadCall) for call in parser_of(format)(text))
+
+
+def test_formats_by_name() -> None:
+    assert parser_of("understudy.rollout.toolcalls:parse_json") is FORMATS["json"]
+    with pytest.raises(ConfigError, match="hermes, llama3, json"):
+        parser_of("xml")
