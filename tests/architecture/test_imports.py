@@ -90,8 +90,11 @@ def test_light_modules_do_not_import_torch(module: str) -> None:
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
-    """promises.md: safetensors, JSON, TOML and our own frames; nothing from outside is executed."""
+    """Safetensors, JSON, TOML and our own frames; nothing from outside is executed, save by the jail, which is the
+    isolated child process that model-written code is for."""
     for path in FILES:
+        if path.relative_to(PACKAGE).as_posix() == "rollout/tools/jail.py":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)

@@ -188,6 +188,11 @@ def _cross_checks(recipe: Recipe) -> list[str]:
             f"loss.teacher_temperature = {loss.teacher_temperature} needs loss.signal = 'hidden': "
             f"scores at a few ids ('{loss.signal}') cannot be re-tempered"
         )
+    if loss.signal == "at_ids":
+        problems.append(
+            "loss.signal = 'at_ids' is served by teachers and known to the losses, but no engine reports the student's own "
+            "candidates to the trainer yet; use 'topk' or 'hidden'"
+        )
     problems += _routing(recipe)
     return problems
 

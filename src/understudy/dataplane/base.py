@@ -246,8 +246,15 @@ class DataPlane(Protocol):
         ...
 
     async def depth(
-        self, partition: str, *, fields: Sequence[str] = (), where: Where | None = None
-    ) -> Depth: ...
+        self,
+        partition: str,
+        *,
+        fields: Sequence[str] = (),
+        where: Where | None = None,
+        step: int | None = None,
+    ) -> Depth:
+        """Counts now, of the partition or of the rows issued for one step."""
+        ...
 
     async def wait(
         self,

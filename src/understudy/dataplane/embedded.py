@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -79,27 +80,28 @@ class EmbeddedDataPlane:
         `max_rows` and `max_bytes` bound what is in flight (see admission.py), columns of `spill_bytes` or more
         live on disk from the start, `clock` times the leases.
         """
-        lock = FolderLock(path)
-        try:
-            spill = SpillFiles(path / "spill")
-            journal = Journal(path, spill)
-        except BaseException:
-            lock.release()
-            raise
-        connection = journal.writer.connection
-        write_meta(connection, "epoch", read_meta(connection, "epoch", 0) + 1)
         admission = Admission(max_rows, max_bytes)
-        store = Store(
-            journal=journal,
-            spill=spill,
-            admission=admission,
-            leases=Leases(clock),
-            dead_letters=DeadLetters(path),
-            spill_bytes=spill_bytes,
-            retain=retain,
-        )
-        store.install(load(connection, spill, admission))
-        journal.writer.sweep(spill.segment)
+        with ExitStack() as opened:
+            lock = FolderLock(path)
+            opened.callback(lock.release)
+            spill = SpillFiles(path / "spill")
+            opened.callback(spill.close)
+            journal = Journal(path, spill)
+            opened.callback(journal.abandon)
+            connection = journal.writer.connection
+            write_meta(connection, "epoch", read_meta(connection, "epoch", 0) + 1)
+            store = Store(
+                journal=journal,
+                spill=spill,
+                admission=admission,
+                leases=Leases(clock),
+                dead_letters=DeadLetters(path),
+                spill_bytes=spill_bytes,
+                retain=retain,
+            )
+            store.install(load(connection, spill, admission))
+            journal.writer.sweep(spill.segment)
+            opened.pop_all()
         return cls(store, lock)
 
     # ---- making rows

@@ -145,8 +145,12 @@ class Journal:
     async def close(self) -> None:
         if self.writer.failure is None:
             await self.run(lambda connection: None)
+        await asyncio.to_thread(self.abandon)
+
+    def abandon(self) -> None:
+        """Stop the thread and close the file; what is still open in memory is not written."""
         self._work.put(None)
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join()
         self.writer.close()
 
     def _run(self) -> None:

@@ -22,24 +22,25 @@ from pathlib import Path
 from typing import Any
 
 from understudy.errors import DataPlaneError
+from understudy.observability.faults import point
 
 FORMAT = 1
 FILE_NAME = "journal.sqlite"
 PACK_SHIFT = 20
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS rows(
-    id INTEGER PRIMARY KEY, partition TEXT NOT NULL, key TEXT NOT NULL, grp TEXT, policy TEXT,
-    status TEXT NOT NULL, step INTEGER NOT NULL, arrival INTEGER NOT NULL, attempts INTEGER NOT NULL,
-    tags TEXT NOT NULL, trained INTEGER);
-CREATE TABLE IF NOT EXISTS packs(id INTEGER PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS spills(pack INTEGER NOT NULL, segment INTEGER NOT NULL,
-    PRIMARY KEY(pack, segment)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS events(
-    seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, sign INTEGER NOT NULL, partition TEXT NOT NULL, key TEXT NOT NULL,
-    step INTEGER NOT NULL, detail TEXT);
-"""
+_TABLES = (
+    "CREATE TABLE meta(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE rows(
+        id INTEGER PRIMARY KEY, partition TEXT NOT NULL, key TEXT NOT NULL, grp TEXT, policy TEXT,
+        status TEXT NOT NULL, step INTEGER NOT NULL, arrival INTEGER NOT NULL, attempts INTEGER NOT NULL,
+        tags TEXT NOT NULL, trained INTEGER)""",
+    "CREATE TABLE packs(id INTEGER PRIMARY KEY, body BLOB NOT NULL)",
+    """CREATE TABLE spills(pack INTEGER NOT NULL, segment INTEGER NOT NULL,
+        PRIMARY KEY(pack, segment)) WITHOUT ROWID""",
+    """CREATE TABLE events(
+        seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, sign INTEGER NOT NULL, partition TEXT NOT NULL,
+        key TEXT NOT NULL, step INTEGER NOT NULL, detail TEXT)""",
+)
 INSERT_ROWS = "INSERT OR REPLACE INTO rows VALUES "
 INSERT_PACKS = "INSERT INTO packs VALUES "
 INSERT_SPILLS = "INSERT OR IGNORE INTO spills VALUES "
@@ -48,18 +49,36 @@ INSERT_EVENTS = "INSERT INTO events(kind, sign, partition, key, step, detail) VA
 
 def connect(file: Path) -> sqlite3.Connection:
     """Open for writing; transactions are begun and ended by hand."""
+    if not file.exists():
+        _create(file)
     connection = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=30.0)
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute("PRAGMA wal_autocheckpoint=0")
-    connection.execute("PRAGMA cache_size=-65536")
-    connection.executescript(_TABLES)
-    found = connection.execute("SELECT value FROM meta WHERE name='format'").fetchone()
-    if found is not None and found[0] != FORMAT:
+    try:
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA wal_autocheckpoint=0")
+        connection.execute("PRAGMA cache_size=-65536")
+        found = read_meta(connection, "format", -1)
+    except sqlite3.DatabaseError as error:
         connection.close()
-        raise DataPlaneError(f"{file} has journal format {found[0]}; this version reads format {FORMAT}")
-    connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (FORMAT,))
+        raise DataPlaneError(f"{file} cannot be opened as a journal: {error}") from None
+    if found != FORMAT:
+        connection.close()
+        raise DataPlaneError(f"{file} has journal format {found}; this version reads format {FORMAT}")
     return connection
+
+
+def _create(file: Path) -> None:
+    """Under another name first: SQLite sets up a database in several steps, and a reader must not see them."""
+    fresh = file.with_name(file.name + ".new")
+    for leftover in file.parent.glob(fresh.name + "*"):
+        leftover.unlink()
+    connection = sqlite3.connect(fresh, isolation_level=None)
+    connection.execute("PRAGMA journal_mode=WAL")
+    for statement in _TABLES:
+        connection.execute(statement)
+    connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
+    connection.close()
+    point("journal.before_create")
+    fresh.replace(file)
 
 
 def read_meta(connection: sqlite3.Connection, name: str, default: int) -> int:

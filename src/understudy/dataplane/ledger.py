@@ -103,6 +103,7 @@ class Ledger:
             f"{self.file.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None
         )
         try:
+            connection.execute("BEGIN")
             found = read_meta(connection, "format", -1)
         except sqlite3.DatabaseError as error:
             connection.close()
@@ -116,7 +117,6 @@ class Ledger:
 
     def audit(self) -> AuditReport:
         with closing(self._connect()) as connection:
-            connection.execute("BEGIN")
             return _audit(connection)
 
     def trained_keys(self, partition: str) -> Iterator[tuple[int, str]]:

@@ -14,6 +14,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from understudy.dataplane.base import Count, Lease, Order, RowStatus, Where
@@ -41,6 +42,8 @@ class ViewSpec:
         step: int | None = None,
         order: Order = Order.ARRIVAL,
     ) -> ViewSpec:
+        if not where:
+            return _plain_spec(status, tuple(fields), tuple(without), step, order)
         try:
             wanted = tuple(
                 (
@@ -49,7 +52,7 @@ class ViewSpec:
                     if isinstance(value, list | tuple | set | frozenset)
                     else frozenset((value,)),
                 )
-                for tag, value in sorted((where or {}).items())
+                for tag, value in sorted(where.items())
             )
         except TypeError:
             raise DataPlaneError(
@@ -84,6 +87,13 @@ class ViewSpec:
         return all(
             row.tags.get(tag) in wanted or (not done and tag not in row.tags) for tag, wanted in self.where
         )
+
+
+@lru_cache(maxsize=256)
+def _plain_spec(
+    status: RowStatus, fields: tuple[str, ...], without: tuple[str, ...], step: int | None, order: Order
+) -> ViewSpec:
+    return ViewSpec(status, tuple(sorted(set(fields))), tuple(sorted(set(without))), (), step, order)
 
 
 @dataclass(slots=True)

@@ -184,8 +184,10 @@ def _describe_estimator(
     if not policy_gradient:
         notes.insert(0, ESTIMATOR_TRUTH[kind])
         return f"{kind}, differentiated through the student", ESTIMATOR_FORMULAS[kind], notes
-    if kind == "k1":
-        notes.insert(0, "expected gradient: that of reverse KL(q‖p)")
+    if kind == "k1" and discount > 0:
+        notes.insert(0, "expected gradient: that of reverse KL(q‖p) over the tokens that follow, discounted")
+    elif kind == "k1":
+        notes.insert(0, "expected gradient: that of reverse KL(q‖p) at each position")
     else:
         notes.insert(0, f"advantage −sg({kind}) is biased: only k1 gives the gradient of reverse KL")
     value = ESTIMATOR_FORMULAS[kind.removesuffix("+")]
@@ -249,7 +251,7 @@ def _policy_formula(
     if dual_clip is not None:
         clipped += f", at most {dual_clip:g}·|A| where A < 0"
     if tis_cap is None:
-        return f"{clipped},  ρ = q(y)/q_behaviour(y),  {advantage}"
+        return f"{clipped},  ρ = q(y)/q_anchor(y),  {advantage}"
     return f"min(q_old/q_behaviour, {tis_cap:g})·({clipped}),  ρ = q(y)/q_old(y),  {advantage}"
 
 

@@ -24,11 +24,14 @@ MEAN_COLUMNS = {
     "k1": "actor/distillation/k1",
     "student_mass": "actor/distillation/student_mass",
     "teacher_mass": "actor/distillation/teacher_mass",
+    "overlap_share": "actor/distillation/overlap_ratio",
     "overlap_advantage": "actor/distillation/overlap_token_advantage",
     "clamped": "actor/distillation/clamped_share",
+    "distill_approx_kl": "actor/distillation/ppo_kl",
     "distill_clipped": "actor/distillation/pg_clipfrac",
     "distill_clipped_lower": "actor/distillation/pg_clipfrac_lower",
     "distill_importance": "actor/distillation/tis_weight",
+    "task_approx_kl": "actor/ppo_kl",
     "task_clipped": "actor/pg_clipfrac",
     "task_clipped_lower": "actor/pg_clipfrac_lower",
     "task_importance": "actor/tis_weight",
@@ -42,33 +45,31 @@ EXTREME_COLUMNS = {
 
 
 def build_metrics(columns: dict[str, Tensor], inputs: LossInputs) -> dict[str, Metric]:
-    """Metrics of one micro-batch from its per-token columns."""
-    counts_N = (inputs.weights_N > 0).float()
+    """Metrics of one micro-batch from its per-token columns.
+
+    Columns are reduced together, as rows of one matrix: metrics of a step must not cost a kernel launch each.
+    """
+    weights_N = inputs.weights_N
+    counts_N = (weights_N > 0).to(weights_N.dtype)
+    parts: dict[str, Tensor] = {name: counts_N * columns[name] for name in MEAN_COLUMNS if name in columns}
+    if "distill" in columns:
+        parts["weighted_distill"] = weights_N * columns["distill"]
+        parts["abs_distill"] = counts_N * columns["distill"].abs()
+    if "task_pg" in columns:
+        parts["weighted_task"] = weights_N * columns["task_pg"]
+    sums = dict(zip(parts, torch.stack(list(parts.values())).sum(-1).unbind(0), strict=True)) if parts else {}
     tokens = counts_N.sum()
     metrics: dict[str, Metric] = {}
     if "distill" in columns:
-        weighted = (inputs.weights_N * columns["distill"]).sum()
-        metrics["actor/distillation/loss"] = MetricTotal(weighted)
-        metrics["actor/distillation/abs_loss"] = MetricSum(
-            (counts_N * columns["distill"].abs()).sum(), tokens
-        )
+        metrics["actor/distillation/loss"] = MetricTotal(sums["weighted_distill"])
+        metrics["actor/distillation/abs_loss"] = MetricSum(sums["abs_distill"], tokens)
         metrics.update(_by_position(columns["distill"], counts_N, inputs.positions_N))
     if "task_pg" in columns:
-        metrics["actor/pg_loss"] = MetricTotal((inputs.weights_N * columns["task_pg"]).sum())
-        metrics["actor/ppo_kl"] = MetricSum(-(counts_N * columns["task_log_ratio"]).sum(), tokens)
-    if "distill_log_ratio" in columns:
-        metrics["actor/distillation/ppo_kl"] = MetricSum(
-            -(counts_N * columns["distill_log_ratio"]).sum(), tokens
-        )
+        metrics["actor/pg_loss"] = MetricTotal(sums["weighted_task"])
     for column, name in MEAN_COLUMNS.items():
-        if column in columns:
-            metrics[name] = MetricSum((counts_N * columns[column]).sum(), tokens)
-    if "overlap_count" in columns:
-        share = columns["overlap_count"] / max(inputs.num_candidates, 1)
-        metrics["actor/distillation/overlap_ratio"] = MetricSum((counts_N * share).sum(), tokens)
-    for column, name in EXTREME_COLUMNS.items():
-        if column in columns:
-            metrics[f"{name}_min"], metrics[f"{name}_max"] = _extremes(columns[column], counts_N)
+        if column in sums:
+            metrics[name] = MetricSum(sums[column], tokens)
+    metrics.update(_extremes(columns, counts_N))
     return metrics
 
 
@@ -92,9 +93,19 @@ def _by_position(values_N: Tensor, counts_N: Tensor, positions_N: Tensor | None)
     }
 
 
-def _extremes(values_N: Tensor, counts_N: Tensor) -> tuple[MetricMin, MetricMax]:
-    infinity = torch.full((1,), float("inf"), dtype=values_N.dtype, device=values_N.device)
+def _extremes(columns: dict[str, Tensor], counts_N: Tensor) -> dict[str, Metric]:
+    names = [column for column in EXTREME_COLUMNS if column in columns]
+    if not names:
+        return {}
+    matrix = torch.stack([columns[column] for column in names])
+    infinity = matrix.new_full(
+        (len(names), 1), float("inf")
+    )  # one more column: no token at all still has a minimum
     counted = counts_N > 0
-    smallest = torch.cat([torch.where(counted, values_N, infinity), infinity]).min()
-    largest = torch.cat([torch.where(counted, values_N, -infinity), -infinity]).max()
-    return MetricMin(smallest), MetricMax(largest)
+    low = torch.cat([torch.where(counted, matrix, infinity), infinity], 1).amin(1)
+    high = torch.cat([torch.where(counted, matrix, -infinity), -infinity], 1).amax(1)
+    metrics: dict[str, Metric] = {}
+    for index, column in enumerate(names):
+        metrics[f"{EXTREME_COLUMNS[column]}_min"] = MetricMin(low[index])
+        metrics[f"{EXTREME_COLUMNS[column]}_max"] = MetricMax(high[index])
+    return metrics

@@ -155,7 +155,7 @@ def _scale_down(distill_N: Tensor, limit: float, columns: dict[str, Tensor]) -> 
 
 def _keep_policy_columns(result: PolicyLoss, columns: dict[str, Tensor], prefix: str) -> None:
     columns[f"{prefix}_pg"] = result.loss_N.detach()
-    columns[f"{prefix}_log_ratio"] = result.log_ratio_N
+    columns[f"{prefix}_approx_kl"] = -result.log_ratio_N
     columns[f"{prefix}_clipped"] = result.clipped_N
     columns[f"{prefix}_clipped_lower"] = result.clipped_lower_N
     columns[f"{prefix}_importance"] = result.importance_N
@@ -170,6 +170,6 @@ def _keep_candidate_columns(view: StudentView, teacher_NK: Tensor, columns: dict
     if view.overlap_NK is not None and view.logp_NK is not None:
         overlap, teacher = view.overlap_NK.float(), teacher_NK.float()
         count = overlap.sum(-1)
-        columns["overlap_count"] = count
+        columns["overlap_share"] = count / teacher.shape[-1]
         advantage = (overlap * teacher.exp() * (view.logp_NK.detach().float() - teacher)).sum(-1)
         columns["overlap_advantage"] = advantage / count.clamp_min(1)

@@ -5,17 +5,28 @@ Shape legend: N tokens.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from understudy.errors import LossInputError
-from understudy.types.loss import LossOutput
 from understudy.types.loss_metrics import Metric, MetricSum, MetricTotal
+
+
+class ValueLoss(NamedTuple):
+    """The critic's loss on one micro-batch."""
+
+    loss: Tensor
+    """Scalar, differentiable: Σ weights_N · l_N."""
+    per_token_N: Tensor
+    """Detached."""
+    metrics: dict[str, Metric]
 
 
 def value_loss(
     values_N: Tensor, returns_N: Tensor, old_values_N: Tensor, weights_N: Tensor, clip: float = 0.5
-) -> LossOutput:
+) -> ValueLoss:
     """½ · Σ weights · max((v − R)², (v_clipped − R)²), v_clipped within ± `clip` of the value before the step."""
     for name, tensor in (("returns_N", returns_N), ("old_values_N", old_values_N), ("weights_N", weights_N)):
         if tensor.shape != values_N.shape:
@@ -36,4 +47,4 @@ def value_loss(
         "critic/vf_clipfrac": MetricSum((counts * (clipped_error > plain_error).float()).sum(), tokens),
         "critic/vpred_mean": MetricSum((counts * values.detach()).sum(), tokens),
     }
-    return LossOutput(loss, losses.detach(), torch.zeros_like(losses.detach()), metrics)
+    return ValueLoss(loss, losses.detach(), metrics)

@@ -30,9 +30,12 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row; returns [1, T, Q, D] as transformers expects."""
+    twists = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    if twists:
+        raise ValueError(f"packed attention knows no {', '.join(twists)}; this model's rows must be padded")
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(
             "packed attention needs cu_seq_lens_q and max_length_q; the model did not pass them on to its layers"

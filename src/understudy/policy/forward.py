@@ -11,7 +11,8 @@ after it, and the filling's own hidden states are never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -19,11 +20,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from understudy.errors import PolicyError
 from understudy.policy.assemble import MicroBatch
 from understudy.policy.attention import VARLEN
 from understudy.policy.head import body_of, head_facts, logits_of, output_layer, student_head
 from understudy.policy.microbatch import Layout
 from understudy.types.loss import LossInputs, LossOutput, StudentHead
+
+logger = logging.getLogger(__name__)
 
 Objective = Callable[[StudentHead, LossInputs], LossOutput]
 Result = TypeVar("Result")
@@ -58,35 +62,62 @@ class StudentForward(nn.Module):
         if micro.layout is Layout.PADDED:
             states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
         else:
-            lengths = torch.tensor(micro.lengths)
-            bounds = (
-                nn.functional.pad(lengths.cumsum(0), (1, 0))
-                .to(torch.int32)
-                .to(micro.ids.device, non_blocking=True)
-            )
-            position_ids = torch.cat([torch.arange(length) for length in micro.lengths]).to(micro.ids.device)[
-                None
-            ]
-            states = body(
-                input_ids=micro.ids,
-                position_ids=position_ids,
-                use_cache=False,
-                cu_seq_lens_q=bounds,
-                cu_seq_lens_k=bounds,
-                max_length_q=max(micro.lengths),
-                max_length_k=max(micro.lengths),
-            ).last_hidden_state
+            states = packed_states(body, micro.ids, micro.lengths)
         return states.reshape(-1, states.shape[-1]).index_select(0, micro.predict_N)
 
 
-def choose_layout(model: PreTrainedModel) -> Layout:
-    """Packed where the variable-length kernel can run, padded elsewhere. Call before the first forward."""
-    config = model.config.get_text_config()
+def choose_layout(model: PreTrainedModel, wanted: Layout | None = None) -> Layout:
+    """Packed where the variable-length kernel can run and the model keeps packed rows apart, padded elsewhere."""
     weight = output_layer(model).weight
-    capped = getattr(config, "attn_logit_softcapping", None)
-    if weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16) and not capped:
+    kernel = weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16)
+    if wanted is Layout.PADDED or (wanted is None and not kernel):
+        return Layout.PADDED
+    if keeps_rows_apart(model):
         return Layout.PACKED
+    if wanted is Layout.PACKED:
+        raise PolicyError(
+            f"{type(model).__name__} cannot train on packed rows: its layers let one row see another; use layout = 'padded'"
+        )
+    logger.warning("%s lets packed rows see each other; its rows are padded instead", type(model).__name__)
     return Layout.PADDED
+
+
+@torch.no_grad()
+def keeps_rows_apart(model: PreTrainedModel) -> bool:
+    """Whether two packed rows give the hidden states each gives alone. Layers that ignore the row bounds (other attention
+    code, convolutions, recurrent states) or cap their attention scores show here, before they can spoil a run."""
+    embedding = model.get_input_embeddings().weight
+    ids = torch.arange(12, device=embedding.device) % embedding.shape[0]
+    rows = (ids[:5], ids[5:])
+    body = body_of(model)
+    alone = torch.cat(
+        [body(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows]
+    ).float()
+    with attention_for(model, Layout.PACKED):
+        try:
+            packed = packed_states(body, ids[None], tuple(len(row) for row in rows))[0].float()
+        except (TypeError, ValueError):
+            return False
+    tolerance = 1e-4 if embedding.dtype == torch.float32 else 5e-2
+    return bool((alone - packed).abs().max() <= tolerance * max(1.0, float(alone.abs().max())))
+
+
+def packed_states(body: nn.Module, ids_1T: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """[1, T, H]: final hidden states of rows that lie one after another."""
+    device = ids_1T.device
+    bounds = nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+    bounds, longest = bounds.to(device, non_blocking=True), max(lengths)
+    states: torch.Tensor = body(
+        input_ids=ids_1T,
+        position_ids=position_ids.to(device, non_blocking=True),
+        use_cache=False,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=longest,
+        max_length_k=longest,
+    ).last_hidden_state
+    return states
 
 
 @contextmanager

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from understudy.errors import DataError, PolicyError
 
@@ -47,14 +54,15 @@ def load_student(
         raise PolicyError(
             f"trust_remote_code for {path_or_hub_id} runs code from the hub: pin it with `revision`"
         )
+    options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
+        config = AutoConfig.from_pretrained(path_or_hub_id, **options)
         model = AutoModelForCausalLM.from_pretrained(
             path_or_hub_id,
             dtype=resolve_dtype(dtype),
-            trust_remote_code=trust_remote_code,
-            revision=revision,
-            attn_implementation=attn,
+            attn_implementation=_attention(config, attn),
             use_safetensors=True,
+            **options,
         )
     except (OSError, ValueError, KeyError) as error:
         raise PolicyError(f"the student {path_or_hub_id} cannot be loaded: {_first_line(error)}") from error
@@ -112,6 +120,12 @@ def switch_off_dropout(model: nn.Module) -> None:
         ):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+
+
+def _attention(config: PretrainedConfig, wanted: str) -> str:
+    """SDPA has no soft cap on attention scores: a model with one is computed by its own eager code instead."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if wanted == "sdpa" and capped else wanted
 
 
 def _require_source(path_or_hub_id: str) -> None:

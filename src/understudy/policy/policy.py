@@ -115,7 +115,7 @@ class Policy:
         verify_head(model)
         if settings.lora is not None:
             add_lora(model, settings.lora)
-        self.layout = settings.layout or choose_layout(model)
+        self.layout = choose_layout(model, settings.layout)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()

@@ -16,6 +16,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ from understudy.teacher.prometheus import replica_metrics
 from understudy.teacher.protocol import (
     CONTENT_TYPE,
     ProtocolError,
+    ScoreReply,
     ScoreRequest,
     decode_request,
     encode_reply,
@@ -84,9 +86,8 @@ def build_app(
         body = await read_body(http, limits.max_request_bytes)
         request = decode_request(body)
         check_limits(request, limits, manifest.vocab_size)
-        future = asyncio.wrap_future(worker.submit(request))
         try:
-            reply = await future
+            reply = await unless_gone(http, asyncio.wrap_future(worker.submit(request)))
         except (MemoryError, RuntimeError) as error:
             raise Refused(503, "scoring", f"scoring failed: {error}") from error
         return Response(encode_reply(reply), media_type=CONTENT_TYPE)
@@ -143,6 +144,25 @@ def answering(endpoint: Endpoint) -> Endpoint:
             return refusal(500, "internal", f"{type(error).__name__}: {error}")
 
     return answered
+
+
+async def unless_gone(http: Request, scoring: asyncio.Future[ScoreReply]) -> ScoreReply:
+    """The reply, unless the client hangs up first: then its place in the queue is given up."""
+    leaving = asyncio.create_task(_hung_up(http))
+    waiting: list[asyncio.Future[Any]] = [scoring, leaving]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not scoring.done():
+            scoring.cancel()
+            raise ClientDisconnect
+        return scoring.result()
+    finally:
+        leaving.cancel()
+
+
+async def _hung_up(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_body(http: Request, most: int) -> bytes:

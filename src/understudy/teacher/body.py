@@ -15,6 +15,7 @@ from enum import StrEnum
 import numpy as np
 import torch
 
+from understudy.errors import TeacherError
 from understudy.teacher import varlen
 from understudy.teacher.model import FrozenModel
 from understudy.teacher.packing import pack, pad_right, padded_plan
@@ -130,6 +131,19 @@ class Body:
             key_places=None if packed.key_places_N is None else self._device(packed.key_places_N),
         ).last_hidden_state
         return hidden_1TH[0][self._device(packed.places(positions_P, counts_B))]
+
+    def compile_layers(self) -> None:
+        """Compile each decoder layer on its own: seconds instead of minutes, and one compiled layer serves them all.
+
+        Packed lengths differ from batch to batch; torch learns from the first two that they do.
+        """
+        layers = getattr(self.frozen.body, "layers", None)
+        if layers is None:
+            raise TeacherError(
+                f"{self.frozen.path} keeps its layers where compiling them is not supported; leave it off"
+            )
+        for layer in layers:
+            layer.compile()
 
     def _device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -133,7 +133,7 @@ class Keeper:
 
     async def wait_for_change(self, most: float) -> None:
         """Return when a replica has come back, or after `most` seconds."""
-        waits = [asyncio.create_task(self._changed.wait()), asyncio.create_task(self._sleep(most))]
+        waits = [asyncio.create_task(self._changed.wait()), asyncio.create_task(self.wait(most))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -143,7 +143,7 @@ class Keeper:
     def tell(self, kind: EventKind, replica: str | None, message: str) -> None:
         self._emit(PoolEvent(kind, self.teacher, replica, message, self._clock.now()))
 
-    async def _sleep(self, seconds: float) -> bool:
+    async def wait(self, seconds: float) -> bool:
         await self._clock.sleep(seconds)
         return True
 

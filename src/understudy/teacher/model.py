@@ -41,10 +41,14 @@ def load_frozen(
     *,
     dtype: str = "float32",
     device: str = "cpu",
-    attention: str = "sdpa",
     revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> FrozenModel:
-    """Load from a folder or a hub id; code that travels with weights is never run."""
+    """Load from a folder or a hub id; code that travels with weights runs only on request and at a pinned revision."""
+    if trust_remote_code and revision is None:
+        raise TeacherError(
+            f"{path}: trust_remote_code needs a pinned revision, or the code can change under you"
+        )
     if dtype not in DTYPES:
         raise TeacherError(f"dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
     if looks_like_folder(path) and not (Path(path) / "config.json").is_file():
@@ -59,7 +63,7 @@ def load_frozen(
             dtype=DTYPES[dtype],
             attn_implementation="eager" if capped else "sdpa",  # SDPA cannot cap attention scores
             revision=revision,
-            trust_remote_code=False,
+            trust_remote_code=trust_remote_code,
             use_safetensors=True,
         )
     except (OSError, ValueError, ImportError) as error:

@@ -9,13 +9,15 @@ Scores are a pure function of (teacher, tokens), so asking again, elsewhere or t
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher.balance import least_loaded
-from understudy.teacher.client import ReplicaTimeout, ServerFailed
+from understudy.teacher.cache import ScoreCache
+from understudy.teacher.channel import ReplicaTimeout, ServerFailed
 from understudy.teacher.clock import Clock, MonotonicClock
 from understudy.teacher.health import Failure
 from understudy.teacher.keeper import Connect, Keeper, KeeperOptions, connect_native
@@ -25,6 +27,9 @@ from understudy.teacher.pool_events import EventKind, PoolEvent, log_event
 from understudy.teacher.pool_metrics import PoolMetrics, PoolTotals, snapshot
 from understudy.teacher.replica import Replica
 from understudy.types.scores import ScoreItem, TeacherScores
+
+HEDGE_AFTER_SEEN = 20
+"""Answers to have seen before one can be called late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,10 @@ class PoolOptions:
     """Seconds between rounds, once every usable replica has been tried."""
     max_bad_attempts: int = 4
     """Wrong replies or server failures for one request, over all replicas; beyond, the request is the problem."""
+    hedge_factor: float | None = None
+    """Ask another replica too when the answer takes longer than this multiple of the 95th percentile; None: never."""
+    cache_bytes: int = 0
+    """Scores to keep for requests that come again; 0: none."""
     drain: float = 30.0
     """Seconds a replica that is taken out gets for its requests in flight."""
     keeper: KeeperOptions = field(default_factory=KeeperOptions)
@@ -52,6 +61,15 @@ class _Attempts:
     rounds: int = 0
     timeouts: int = 0
     bad: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of sending a request to one replica: scores, or the error that counts against it."""
+
+    replica: Replica
+    scores: list[TeacherScores] | None
+    error: TeacherError | None = None
 
 
 class TeacherPool:
@@ -76,6 +94,7 @@ class TeacherPool:
         self._rng = rng or random.Random(name)
         self._keeper = Keeper(name, launcher, connect, self._clock, self.options.keeper, on_event)
         self._totals = PoolTotals()
+        self._cache = ScoreCache(self.options.cache_bytes) if self.options.cache_bytes else None
         self._waiting = 0
         self._paused_at: float | None = None
 
@@ -111,6 +130,30 @@ class TeacherPool:
         """
         if not items:
             return []
+        if self._cache is None:
+            return await self._ask(items)
+        return await self._ask_cached(self._cache, items)
+
+    async def _ask_cached(self, cache: ScoreCache, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        parts = cache.parts(self.manifest, items)
+        scores: list[TeacherScores | None] = [None] * len(items)
+        missing: list[tuple[bytes, list[int]]] = []
+        for key, members in parts:
+            found = cache.get(key, [items[i] for i in members])
+            if found is None:
+                missing.append((key, members))
+            for i, one in zip(members, found or [], strict=False):
+                scores[i] = one
+        self._totals.cache_hits = cache.hits
+        wanted = [i for _, members in missing for i in members]
+        answers = dict(
+            zip(wanted, await self._ask([items[i] for i in wanted]) if wanted else [], strict=True)
+        )
+        for key, members in missing:
+            cache.put(key, [answers[i] for i in members])
+        return [answers[i] if one is None else one for i, one in enumerate(scores)]
+
+    async def _ask(self, items: Sequence[ScoreItem]) -> list[TeacherScores]:
         tokens = sum(len(item.tokens) for item in items)
         attempts = _Attempts()
         self._totals.requests += 1
@@ -121,13 +164,12 @@ class TeacherPool:
                 if replica is None:
                     await self._wait(attempts)
                     continue
-                try:
-                    scores = await self._attempt(replica, items, tokens, attempts)
-                except (TeacherReplyError, ServerFailed, TeacherUnavailable) as error:
-                    self._failed(replica, tokens, attempts, error)
-                else:
-                    self._resume()
-                    return scores
+                for outcome in await self._attempt(replica, items, tokens, attempts):
+                    if outcome.scores is not None:
+                        self._resume()
+                        return outcome.scores
+                    if outcome.error is not None:
+                        self._failed(outcome.replica, tokens, attempts, outcome.error)
         finally:
             self._waiting -= 1
 
@@ -137,17 +179,63 @@ class TeacherPool:
 
     async def _attempt(
         self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
-    ) -> list[TeacherScores]:
+    ) -> list[_Outcome]:
+        """One replica, or two when the first one straggles: the first scores win, and end what is still running."""
+        patience = self._hedge_patience()
+        if patience is None:
+            return [await self._send(replica, items, tokens, attempts)]
+        running = {asyncio.create_task(self._send(replica, items, tokens, attempts))}
+        try:
+            if not await self._done_within(running, patience):
+                second = self._pick(replace(attempts, tried=attempts.tried | {replica.name}))
+                if second is not None:
+                    self._totals.hedges += 1
+                    running.add(asyncio.create_task(self._send(second, items, tokens, attempts)))
+            outcomes: list[_Outcome] = []
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                outcomes += [task.result() for task in done]
+                if any(outcome.scores is not None for outcome in outcomes):
+                    break
+            return sorted(
+                outcomes, key=lambda outcome: outcome.scores is not None
+            )  # failures are noted first
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _done_within(self, tasks: set[asyncio.Task[_Outcome]], seconds: float) -> bool:
+        timer = asyncio.create_task(self._keeper.wait(seconds))
+        try:
+            await asyncio.wait([*tasks, timer], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+        return any(task.done() for task in tasks)
+
+    def _hedge_patience(self) -> float | None:
+        """Seconds; None while hedging is off or too few answers have been seen to know what is slow."""
+        if self.options.hedge_factor is None:
+            return None
+        latencies = sorted(second for r in self._keeper.replicas.values() for second in r.latencies)
+        if len(latencies) < HEDGE_AFTER_SEEN:
+            return None
+        return self.options.hedge_factor * latencies[int(0.95 * len(latencies))]
+
+    async def _send(
+        self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
+    ) -> _Outcome:
         assert replica.client is not None
         replica.load.begin(tokens)
         try:
             async with replica.slots:
                 started = self._clock.now()
                 scores = await replica.client.score(items, self._deadline(replica, attempts))
+        except (TeacherReplyError, ServerFailed, TeacherUnavailable) as error:
+            return _Outcome(replica, None, error)
         finally:
             replica.load.end(tokens)
         replica.succeeded(tokens, self._clock.now() - started, self._clock.now())
-        return scores
+        return _Outcome(replica, scores)
 
     def _deadline(self, replica: Replica, attempts: _Attempts) -> float:
         """Seconds for this request: a base, its tokens, and the tokens that wait before it at the replica."""

@@ -15,7 +15,7 @@ def probe_items(vocab: int, max_length: int) -> list[ScoreItem]:
     """One short sequence spread over the vocabulary, the same for every replica."""
     length = max(2, min(PROBE_TOKENS, max_length))
     tokens = ((np.arange(length, dtype=np.int64) + 1) * 7919 % max(vocab, 1)).astype(np.int32)
-    return [_judged("probe", tokens)]
+    return [judged("probe", tokens)]
 
 
 def probe_family(vocab: int, max_length: int) -> list[ScoreItem]:
@@ -24,10 +24,11 @@ def probe_family(vocab: int, max_length: int) -> list[ScoreItem]:
     other = whole.tokens.copy()
     other[-(len(other) // 3) :] = other[: len(other) // 3]
     short = whole.tokens[: max(2, len(other) // 2)][::-1].copy()
-    return [whole, *(_judged(f"probe-{i}", tokens) for i, tokens in enumerate((other, short)))]
+    return [whole, *(judged(f"probe-{i}", tokens) for i, tokens in enumerate((other, short)))]
 
 
-def _judged(key: str, tokens: np.ndarray) -> ScoreItem:
+def judged(key: str, tokens: np.ndarray) -> ScoreItem:
+    """A sequence of which every token but the first is to be judged."""
     return ScoreItem(key, tokens, np.arange(1, len(tokens), dtype=np.int32), Signal.SAMPLED)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from understudy.teacher.route import Mixture, TeacherRouter
+from understudy.teacher.together import together
 from understudy.types.scores import ScoreItem, TeacherScores
 
 
@@ -33,18 +33,15 @@ async def score(router: TeacherRouter, items: Sequence[tuple[ScoreItem, str]]) -
 async def score_mixture(router: TeacherRouter, item: ScoreItem, weights: Mixture) -> list[Opinion]:
     """Every named teacher's opinion on one item, heaviest first."""
     shares = sorted(router.mixture(weights).items(), key=lambda pair: (-pair[1], pair[0]))
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(router.pools[name].score([item])) for name, _ in shares]
-    return [Opinion(share, task.result()[0]) for (_, share), task in zip(shares, tasks, strict=True)]
+    answers = await together(router.pools[name].score([item]) for name, _ in shares)
+    return [Opinion(share, answer[0]) for (_, share), answer in zip(shares, answers, strict=True)]
 
 
 async def _ask_all(
     router: TeacherRouter, by_teacher: dict[str, list[int]], items: Sequence[ScoreItem]
 ) -> list[TeacherScores]:
     names = list(by_teacher)
-    answers = await asyncio.gather(
-        *(router.pools[name].score([items[i] for i in by_teacher[name]]) for name in names)
-    )
+    answers = await together(router.pools[name].score([items[i] for i in by_teacher[name]]) for name in names)
     scores: list[TeacherScores | None] = [None] * len(items)
     for name, answer in zip(names, answers, strict=True):
         for i, one in zip(by_teacher[name], answer, strict=True):

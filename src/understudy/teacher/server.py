@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from understudy.errors import UnderstudyError
 from understudy.teacher.app import build_app
+from understudy.teacher.body import Layout
 from understudy.teacher.manifest import Batching, Limits, Manifest
 from understudy.teacher.model import DTYPES, load_frozen, vocabulary_of, weights_sha256
 from understudy.teacher.scorer import Scorer, ScorerOptions
@@ -56,6 +57,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--batching", default=Batching.BY_REQUEST, choices=[mode.value for mode in Batching])
     parser.add_argument("--max-batch-tokens", type=int, default=ScorerOptions().max_batch_tokens)
+    parser.add_argument("--layout", default=Layout.AUTO, choices=[layout.value for layout in Layout])
+    parser.add_argument(
+        "--chunk-mib", type=int, default=0, help="fp32 logits at once; 0: 64, or 1024 on CUDA"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
+    parser.add_argument("--revision", help="of a hub id")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run a model's own code; needs --revision"
+    )
     parser.add_argument(
         "--max-length", type=int, default=0, help="tokens of one sequence; 0: what the model holds"
     )
@@ -119,10 +129,22 @@ def write_ready_file(path: Path, url: str) -> None:
 
 
 def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Vocabulary]:
-    frozen = load_frozen(args.model, dtype=args.dtype, device=args.device)
+    frozen = load_frozen(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+    )
     if args.max_length > frozen.max_length:
         raise StartError(f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions")
-    scorer = Scorer(args.name, frozen, ScorerOptions(max_batch_tokens=args.max_batch_tokens))
+    options = ScorerOptions(
+        max_batch_tokens=args.max_batch_tokens,
+        chunk_bytes=(args.chunk_mib or (1024 if frozen.device.type == "cuda" else 64)) << 20,
+        layout=Layout(args.layout),
+        compile_layers=args.compile,
+    )
+    scorer = Scorer(args.name, frozen, options)
     scorer.warm_up()
     vocabulary = vocabulary_of(args.model)
     manifest = Manifest(

@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import numpy as np
 
 from understudy.teacher.manifest import Batching
 from understudy.teacher.protocol import ScoreReply, ScoreRequest
-from understudy.teacher.scorer import Scorer
+from understudy.teacher.scorer import Begun, Scorer
 from understudy.types.scores import Signal
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class WorkerCounts:
     batches: int = 0
     failures: int = 0
     busy_seconds: float = 0.0
+    busy_until: float = 0.0
     waiting_requests: int = 0
     waiting_tokens: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -49,12 +51,26 @@ class _Job:
         return len(self.request.tokens_T)
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """Jobs whose work is queued on the device together."""
+
+    jobs: list[_Job]
+    begun: Begun
+    started: float
+
+
 class ScoringWorker:
+    """Takes requests in arrival order. On CUDA the next batch is queued before the last one is collected, so the
+    device never waits for Python."""
+
     def __init__(self, scorer: Scorer, batching: Batching) -> None:
         self.scorer = scorer
         self.batching = batching
         self.counts = WorkerCounts()
+        self._ahead = 1 if scorer.frozen.device.type == "cuda" else 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._running: deque[_Running] = deque()
         self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
 
     def start(self) -> None:
@@ -73,76 +89,102 @@ class ScoringWorker:
         return job.future
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            batch, stopping = self._gather(job)
-            self._score(batch)
-            if stopping:
-                return
+        stopping = False
+        while not stopping:
+            if self._running and self._jobs.empty():
+                self._finish(self._running.popleft())
+                continue
+            batch, stopping = self._gather()
+            self._begin(batch)
+            while len(self._running) > self._ahead:
+                self._finish(self._running.popleft())
+        while self._running:
+            self._finish(self._running.popleft())
 
-    def _gather(self, first: _Job) -> tuple[list[_Job], bool]:
-        """The jobs to score together: one alone, or what is waiting up to the token budget."""
-        batch, tokens = [first], first.tokens
-        if self.batching is Batching.BY_ARRIVAL:
-            while tokens < self.scorer.options.max_batch_tokens:
-                try:
-                    job = self._jobs.get_nowait()
-                except queue.Empty:
-                    break
-                if job is None:
-                    return batch, True
-                batch.append(job)
-                tokens += job.tokens
+    def _gather(self) -> tuple[list[_Job], bool]:
+        """The jobs to score together (one alone, or what is waiting up to the token budget), and whether to stop."""
+        batch: list[_Job] = []
+        tokens = 0
+        most = self.scorer.options.max_batch_tokens if self.batching is Batching.BY_ARRIVAL else 1
+        while tokens < most:
+            try:
+                job = self._jobs.get(block=not batch)
+            except queue.Empty:
+                break
+            if job is None:
+                return batch, True
+            batch.append(job)
+            tokens += max(job.tokens, 1)
         return batch, False
 
-    def _score(self, batch: list[_Job]) -> None:
+    def _begin(self, batch: Sequence[_Job]) -> None:
         # A caller that went away (a client's deadline) cancelled its future: its work is not worth doing.
         live = [job for job in batch if job.future.set_running_or_notify_cancel()]
+        self._count_gone(batch, live)
+        if not live:
+            return
         started = time.perf_counter()
         try:
-            replies = self._replies([job.request for job in live]) if live else []
+            begun = self.scorer.begin(merged([job.request for job in live]))
         except Exception as error:
-            if len(live) > 1:
-                self._score_one_by_one(live)
-            else:
-                self._fail(live[0], error)
+            self._fail(live, error, started)
         else:
-            for job, reply in zip(live, replies, strict=True):
-                job.future.set_result(reply)
-        self._count(batch, live, time.perf_counter() - started)
+            self._running.append(_Running(live, begun, started))
 
-    def _score_one_by_one(self, jobs: Sequence[_Job]) -> None:
+    def _finish(self, running: _Running) -> None:
+        try:
+            reply = self.scorer.finish(running.begun)
+        except Exception as error:
+            self._fail(running.jobs, error, running.started)
+            return
+        self._count_done(running.jobs, running.started)
+        for job, own in zip(running.jobs, divided(reply, [job.request for job in running.jobs]), strict=True):
+            job.future.set_result(own)
+
+    def _fail(self, jobs: Sequence[_Job], error: Exception, started: float) -> None:
         """One bad request among merged ones must fail alone."""
+        if len(jobs) == 1:
+            log.error("scoring %d sequences failed", len(jobs[0].request), exc_info=error)
+            with self.counts.lock:
+                self.counts.failures += 1
+            self._count_done(jobs, started)
+            jobs[0].future.set_exception(error)
+            return
         for job in jobs:
+            now = time.perf_counter()
             try:
-                job.future.set_result(self.scorer.score(job.request))
-            except Exception as error:
-                self._fail(job, error)
+                reply = self.scorer.score(job.request)
+            except Exception as own_error:
+                self._fail([job], own_error, now)
+            else:
+                self._count_done([job], now)
+                job.future.set_result(reply)
 
-    def _fail(self, job: _Job, error: Exception) -> None:
-        log.exception("scoring %d sequences failed", len(job.request))
+    def _count_gone(self, batch: Sequence[_Job], live: Sequence[_Job]) -> None:
         with self.counts.lock:
-            self.counts.failures += 1
-        job.future.set_exception(error)
+            self.counts.waiting_requests -= len(batch) - len(live)
+            self.counts.waiting_tokens -= sum(job.tokens for job in batch) - sum(job.tokens for job in live)
 
-    def _replies(self, requests: Sequence[ScoreRequest]) -> list[ScoreReply]:
-        if len(requests) == 1:
-            return [self.scorer.score(requests[0])]
-        return divided(self.scorer.score(merged(requests)), requests)
-
-    def _count(self, batch: Sequence[_Job], live: Sequence[_Job], seconds: float) -> None:
+    def _count_done(self, jobs: Sequence[_Job], started: float) -> None:
+        tokens = sum(job.tokens for job in jobs)
+        now = time.perf_counter()
         with self.counts.lock:
-            self.counts.waiting_requests -= len(batch)
-            self.counts.waiting_tokens -= sum(job.tokens for job in batch)
-            self.counts.requests += len(live)
-            self.counts.sequences += sum(len(job.request) for job in live)
-            self.counts.tokens += sum(job.tokens for job in live)
-            self.counts.positions += sum(len(job.request.positions_P) for job in live)
+            self.counts.waiting_requests -= len(jobs)
+            self.counts.waiting_tokens -= tokens
+            self.counts.requests += len(jobs)
+            self.counts.sequences += sum(len(job.request) for job in jobs)
+            self.counts.tokens += tokens
+            self.counts.positions += sum(len(job.request.positions_P) for job in jobs)
             self.counts.batches += 1
-            self.counts.busy_seconds += seconds
+            # Batches overlap on CUDA: count each second once.
+            self.counts.busy_seconds += now - max(started, self.counts.busy_until)
+            self.counts.busy_until = now
 
 
 def merged(requests: Sequence[ScoreRequest]) -> ScoreRequest:
     """The sequences of several requests as one request."""
+    if len(requests) == 1:
+        return requests[0]
     return ScoreRequest(
         keys=[key for request in requests for key in request.keys],
         signals=[signal for request in requests for signal in request.signals],
@@ -157,6 +199,8 @@ def merged(requests: Sequence[ScoreRequest]) -> ScoreRequest:
 
 def divided(reply: ScoreReply, requests: Sequence[ScoreRequest]) -> list[ScoreReply]:
     """The reply to `merged(requests)`, cut back into one per request."""
+    if len(requests) == 1:
+        return [reply]
     replies = []
     row = position = candidate = state = 0
     for request in requests:

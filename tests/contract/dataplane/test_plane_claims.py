@@ -279,3 +279,45 @@ def test_closing_tells_whoever_waits(rig: Rig) -> None:
         await plane.close()
 
     asyncio.run(body())
+
+
+def test_a_claim_for_a_step_sees_only_the_rows_of_that_step(rig: Rig) -> None:
+    """After a resume that kept rows, several steps' rows lie side by side, some of them unfinished."""
+
+    async def body(plane: Any) -> None:
+        for step in (3, 4, 5):
+            await plane.issue("train", keys(2, start=10 * step), step=step)
+        await put_all(plane, keys(2, start=30) + keys(2, start=40)[:1] + keys(2, start=50))
+        assert (await plane.depth("train", step=3)).finished == 2
+        depth = await plane.depth("train", step=4)
+        assert (depth.pending, depth.finished, depth.ready, depth.rows) == (1, 1, 1, 2)
+        later = await plane.claim("train", 2, step=5, order=Order.KEY)
+        assert later.meta.keys == tuple(keys(2, start=50)), "pending rows of other steps do not hold it up"
+        middle = asyncio.create_task(plane.claim("train", 2, step=4, order=Order.KEY))
+        assert await is_waiting(middle)
+        await put_all(plane, keys(2, start=40)[1:])
+        assert (await middle).meta.keys == tuple(keys(2, start=40))
+        assert (await plane.depth("train", step=99)).rows == 0
+
+    rig.run(body)
+
+
+def test_many_kinds_of_claims_stay_right(rig: Rig) -> None:
+    """More kinds than are kept indexed: forgotten ones are built again."""
+
+    async def body(plane: Any) -> None:
+        for step in range(30):
+            await plane.issue("train", keys(2, start=10 * step), step=step)
+        waiting = [asyncio.create_task(plane.claim("train", 2, step=step)) for step in range(0, 30, 2)]
+        await asyncio.sleep(0)
+        for step in range(29, -1, -1):
+            await put_all(plane, keys(2, start=10 * step))
+        for step in range(1, 30, 2):
+            assert (await plane.claim("train", 2, step=step, timeout=1)).meta.keys == tuple(
+                keys(2, start=10 * step)
+            )
+        assert [(await claim).meta.keys for claim in waiting] == [
+            tuple(keys(2, start=10 * step)) for step in range(0, 30, 2)
+        ]
+
+    rig.run(body)

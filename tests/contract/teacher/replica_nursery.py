@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM  # noqa: F401  (imported before the fork, so that children need not)
 
-from understudy.teacher import app, server, worker
-from understudy.teacher.protocol import ScoreReply, encode_reply
+from understudy.teacher import app, scorer, server
+from understudy.teacher.protocol import ScoreReply, ScoreRequest, encode_reply
 
 torch.set_num_threads(1)
 
@@ -118,17 +118,17 @@ def start_lying(lie: str, rate: float, seed: int) -> None:
 
 def wedge_after(requests: int) -> None:
     """Scoring stops for ever after some requests, while the event loop goes on answering /health."""
-    score = worker.ScoringWorker._score
+    begin = scorer.Scorer.begin
     seen = 0
 
-    def stuck(self: worker.ScoringWorker, batch: list[worker._Job]) -> None:
+    def stuck(self: scorer.Scorer, request: ScoreRequest) -> scorer.Begun:
         nonlocal seen
-        seen += 1
+        seen += len(request) > 1  # the fixed tokens are one sequence
         while seen > requests:
             time.sleep(3600)
-        score(self, batch)
+        return begin(self, request)
 
-    worker.ScoringWorker._score = stuck
+    scorer.Scorer.begin = stuck
 
 
 def child(order: dict[str, object], watch: int) -> int:

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from teacher_rig import TOKEN, VOCAB, await_ready, random_items, spawn_replica
 
-from understudy.teacher.client import ReplicaClient, RequestRefused
+from understudy.teacher.channel import RequestRefused
+from understudy.teacher.client import ReplicaClient
 from understudy.teacher.head import from_wire
 from understudy.teacher.model import load_frozen
 from understudy.teacher.protocol import CONTENT_TYPE, encode_request, request_of
@@ -179,16 +180,42 @@ def test_the_client_turns_a_refusal_into_an_error_that_names_the_replica(server:
 
 
 def test_health_answers_while_a_forward_runs(server: str) -> None:
-    """The forward has a thread of its own."""
-    frames = [frame(random_items(80, seed, Signal.TOPK, 16, lengths=(50, 60))) for seed in range(6)]
-    senders = [threading.Thread(target=post, args=(server, body)) for body in frames]
-    for sender in senders:
-        sender.start()
-    answers = [httpx.get(f"{server}/health", timeout=5).status_code for _ in range(5)]
-    busy = any(sender.is_alive() for sender in senders)
-    for sender in senders:
-        sender.join()
-    assert answers == [200] * 5 and busy
+    """The forward has a thread of its own: /health need not wait for the queue before it."""
+    frames = [frame(random_items(80, seed, Signal.TOPK, 16, lengths=(50, 60))) for seed in range(12)]
+
+    async def ask() -> int:
+        answered = 0
+        async with httpx.AsyncClient(base_url=server, headers=AUTHORISED, timeout=60) as http:
+            scoring = asyncio.gather(*(http.post("/v1/score", content=body) for body in frames))
+            while not scoring.done():
+                answered += (await http.get("/health")).status_code == 200 and not scoring.done()
+            assert [response.status_code for response in await scoring] == [200] * len(frames)
+        return answered
+
+    assert asyncio.run(ask()) >= 3
+
+
+def test_a_client_that_hangs_up_gives_up_its_place(server: str) -> None:
+    frames = [frame(random_items(80, seed, Signal.TOPK, 16, lengths=(50, 60))) for seed in range(8)]
+
+    async def waiting_requests(http: httpx.AsyncClient) -> int:
+        text = (await http.get("/metrics")).text
+        return int(re.findall(r"^understudy_teacher_waiting_requests\{.*\} (\d+)$", text, re.MULTILINE)[0])
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=server, headers=AUTHORISED, timeout=60) as http:
+            scoring = [asyncio.create_task(http.post("/v1/score", content=body)) for body in frames]
+            while await waiting_requests(http) < 3:
+                await asyncio.sleep(0.001)
+            for task in scoring:
+                task.cancel()
+            before = time.monotonic()
+            while await waiting_requests(http):
+                assert time.monotonic() - before < 30
+                await asyncio.sleep(0.02)
+
+    asyncio.run(ask())
+    assert still_scores(server)
 
 
 def refused_start(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

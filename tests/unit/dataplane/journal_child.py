@@ -70,9 +70,9 @@ async def _train(folder: Path, keep_rows: bool, retain: Retain, told: Connection
         await plane.issue("train", keys_of(step), step=step)
         rows = await plane.list("train")
         await asyncio.gather(*(_make(plane, key, rows[key], told) for key in keys_of(step) if key in rows))
-        ready = len(await plane.list("train"))
+        ready = (await plane.depth("train", step=step)).rows
         lease = await plane.claim(
-            "train", ready, fields=("tokens", "logprobs"), order=Order.KEY, lease_seconds=None
+            "train", ready, step=step, fields=("tokens", "logprobs"), order=Order.KEY, lease_seconds=None
         )
         columns = await plane.get(lease.meta)
         for key, tokens, logprobs in zip(

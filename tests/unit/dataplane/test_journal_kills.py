@@ -36,6 +36,7 @@ from understudy.types.batch import BatchMeta
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["understudy.dataplane.embedded"])
 POINTS = [
+    "journal.before_create",
     "journal.before_spill",
     "journal.before_begin",
     "journal.before_commit",
@@ -60,13 +61,14 @@ def run_child(
     child.start()
     writer.close()
     heard: list[tuple[str, Any]] = []
-    end = None if kill_after is None else time.monotonic() + kill_after
+    killing, end = kill_after is not None, time.monotonic() + (60 if kill_after is None else kill_after)
     while True:
         try:
-            if end is not None and not reader.poll(max(0.0, end - time.monotonic())):
+            if not reader.poll(max(0.0, end - time.monotonic())):
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
-                end = None
+                assert killing, f"the trainer hangs after {heard[-3:]}"
+                end += 60
             heard.append(reader.recv())
         except EOFError:
             break

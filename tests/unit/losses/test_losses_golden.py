@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from understudy.losses.advantages import gae, grpo, grpo_no_std, rloo, to_tokens
-from understudy.losses.estimators import ESTIMATORS, estimate
 from understudy.losses.describe import canonical_kind
+from understudy.losses.estimators import ESTIMATORS, estimate
 from understudy.losses.objective import Objective
 from understudy.losses.policy import clipped_policy_loss
 from understudy.losses.reduce import token_weights

@@ -15,6 +15,7 @@ from small_student import batch_of, cross_entropy, poisoned, qwen3, settings, to
 from understudy.errors import PolicyError
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.follow import LeadingPolicy, follow
+from understudy.policy.lora import LoraSettings
 from understudy.policy.policy import Policy
 from understudy.policy.shard import join, leave
 
@@ -29,10 +30,17 @@ def run_rank(rank: int, size: int, folder: str, job: str, options: dict[str, Any
 
 
 def train(
-    ranks: Any, folder: str, steps: int, rows: int = 13, dtype: str = "float32", resume: bool = False
+    ranks: Any,
+    folder: str,
+    steps: int,
+    rows: int = 13,
+    dtype: str = "float32",
+    resume: bool = False,
+    lora: bool = False,
 ) -> Any:
     """Losses, norms and metrics of a few steps; rank 0 saves the end state."""
-    policy = Policy(qwen3(dtype=getattr(torch, dtype)), settings(), ranks=ranks)
+    adapters = LoraSettings(rank=4, alpha=8.0) if lora else None
+    policy = Policy(qwen3(dtype=getattr(torch, dtype)), settings(lora=adapters), ranks=ranks)
     store = CheckpointStore(folder + "/checkpoints")
     if resume:
         policy.load_state(store.load().policy)
@@ -45,7 +53,7 @@ def train(
         lines.append((result.loss, result.grad_norm, nll, result.row_losses, before, result.micro_batches))
     state = policy.state()
     weights = dict(policy.named_weights())
-    assert all(torch.equal(weights[name], state.model[name]) for name in weights)
+    assert lora or all(torch.equal(weights[name], state.model[name]) for name in weights)
     if ranks is None or ranks.rank == 0:
         store.save(policy.step, state)
     return lines

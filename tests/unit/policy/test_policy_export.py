@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
+from small_student import cross_entropy, gemma2, qwen3, settings, token_mean, varied_batch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -66,6 +66,14 @@ def test_pickled_weights_are_refused(base: Path) -> None:
 def test_remote_code_needs_a_pin() -> None:
     with pytest.raises(PolicyError, match="pin it with `revision`"):
         load_student("someone/model", trust_remote_code=True)
+
+
+def test_capped_attention_is_never_left_to_a_kernel_without_a_cap(base: Path, tmp_path: Path) -> None:
+    gemma2().save_pretrained(tmp_path / "capped")
+    for file in base.glob("tokenizer*"):
+        (tmp_path / "capped" / file.name).write_bytes(file.read_bytes())
+    assert load_student(str(tmp_path / "capped")).model.config._attn_implementation == "eager"
+    assert load_student(str(base)).model.config._attn_implementation == "sdpa"
 
 
 def test_dtype_is_checked() -> None:

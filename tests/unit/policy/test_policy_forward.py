@@ -20,7 +20,7 @@ from torch import nn
 
 from understudy.errors import LossInputError, PolicyError
 from understudy.policy.assemble import Assembler
-from understudy.policy.forward import StudentForward, attention_for
+from understudy.policy.forward import StudentForward, attention_for, choose_layout, keeps_rows_apart
 from understudy.policy.head import logits_of, verify_head
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.microbatch import Layout
@@ -89,6 +89,21 @@ def test_packed_sliding_window_equals_padded() -> None:
             losses.append(StudentForward(model)(micro, cross_entropy)[0].item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert losses[0] == pytest.approx(plain_loss(windowed(), batch).item(), abs=1e-5)
+
+
+def test_packing_is_refused_where_rows_would_see_each_other() -> None:
+    """Gemma 2 caps its attention scores, which the packed attention does not; a layer that mixes neighbours is worse."""
+    assert choose_layout(ready("qwen3"), Layout.PACKED) is Layout.PACKED
+    assert choose_layout(ready("qwen3")) is Layout.PADDED
+    with pytest.raises(PolicyError, match="cannot train on packed rows"):
+        choose_layout(gemma2(), Layout.PACKED)
+    mixing = ready("qwen3")
+    mixing.model.layers[0].register_forward_hook(
+        lambda _module, _args, states: states + states.roll(1, dims=1)
+    )
+    assert not keeps_rows_apart(mixing)
+    assert choose_layout(mixing, Layout.PADDED) is Layout.PADDED
+    assert mixing.config._attn_implementation == "sdpa"
 
 
 class PositionBody(nn.Module):

@@ -89,6 +89,15 @@ def test_a_run_moves_between_rank_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_adapters_train_the_same_on_several_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    (tmp_path / "alone").mkdir()
+    expected = train(None, str(tmp_path / "alone"), steps=3, lora=True)
+    for lines in on_ranks(2, tmp_path, "train", steps=3, lora=True):
+        assert_same(lines, expected, 1e-5)
+
+
+@pytest.mark.slow
 def test_half_precision_ranks_keep_float32_masters(tmp_path: Path) -> None:
     """bfloat16 rounds differently in each grouping, so losses agree to its resolution and masters stay exact in kind."""
     (tmp_path / "alone").mkdir()

@@ -13,11 +13,21 @@ from starlette.routing import Route
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+def _endpoint(handler: Handler) -> Handler:
+    """As a plain function: starlette takes any other callable for an ASGI application."""
+
+    async def answer(request: Request) -> Response:
+        return await handler(request)
+
+    return answer
+
+
 @asynccontextmanager
 async def serve(routes: dict[str, Handler]) -> AsyncIterator[str]:
     """`routes` maps paths to handlers of any method; gives the base address."""
+    methods = ["GET", "POST"]
     app = Starlette(
-        routes=[Route(path, handler, methods=["GET", "POST"]) for path, handler in routes.items()]
+        routes=[Route(path, _endpoint(handler), methods=methods) for path, handler in routes.items()]
     )
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
     task = asyncio.create_task(server.serve())

@@ -13,7 +13,7 @@ import pytest
 from teacher_rig import random_items
 
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
-from understudy.teacher.client import ReplicaTimeout, RequestRefused, ServerFailed
+from understudy.teacher.channel import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.teacher.health import HealthRules, State
 from understudy.teacher.keeper import KeeperOptions
 from understudy.teacher.launch import Endpoint, ReplicaSpec

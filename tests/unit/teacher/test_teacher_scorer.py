@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ from understudy.teacher.model import load_frozen, weights_sha256
 from understudy.teacher.packing import pack, padded_plan
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scorer import Scorer, ScorerOptions
-from understudy.teacher.sharing import families, saved_tokens, split_to_budget
+from understudy.teacher.sharing import common_prefix, families, saved_tokens, split_to_budget
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 
@@ -164,7 +163,7 @@ def test_families_save_as_much_as_any_way_to_cut_the_sorted_order() -> None:
             bounds = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 6]
             runs = [ordered[a:b] for a, b in itertools.pairwise(bounds)]
             possible.append(
-                sum((len(run) - 1) * len(os.path.commonprefix([r.tolist() for r in run])) for run in runs)
+                sum((len(run) - 1) * min(common_prefix(run[0], row) for row in run) for run in runs)
             )
         assert saved_tokens(families(rows)) == max(possible)
 

@@ -64,7 +64,9 @@ def exponentiate_rows_kernel(
     hidden state instead (see `triton_rows`). The peak only has to be near the maximum; where a block rises too far above
     it, what has been written of the row is rescaled and the row goes on with the new peak.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(
+        tl.int64
+    )  # the GEMM before it wrote the last rows last
     base = x_ptr + row * stride
     peak = tl.load(reference_ptr + row)
     rest = tl.zeros([BLOCK], tl.float32)

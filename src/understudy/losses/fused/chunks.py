@@ -138,7 +138,7 @@ def _run_chunks(job: _Job, wanted: Wanted) -> _Result:
         columns.append(_empty_columns(job, hidden_NH))
         if result.d_weight_VH is not None:
             result.d_weight_VH.zero_()
-    job.columns.update({name: torch.cat([chunk[name] for chunk in columns]) for name in columns[0]})
+    job.columns.update(_join(columns))
     return result
 
 
@@ -188,6 +188,13 @@ def chunk_rows(job: _Job, count: int, vocab: int) -> int:
     if on_gpu and most >= ROW_MULTIPLE:
         rows = min(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, most // ROW_MULTIPLE * ROW_MULTIPLE)
     return rows
+
+
+def _join(chunks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Columns of all chunks end to end, moved as one matrix per chunk: a dozen small copies would show on a GPU."""
+    names = list(chunks[0])
+    matrix = torch.cat([torch.stack([chunk[name] for name in names]) for chunk in chunks], dim=1)
+    return dict(zip(names, matrix.unbind(0), strict=True))
 
 
 def _empty_columns(job: _Job, hidden_NH: Tensor) -> dict[str, Tensor]:

@@ -37,7 +37,9 @@ def full_summary_kernel(
 ):  # fmt: skip
     """Numbers per token for a full-vocabulary divergence. KLs and their mixture need one reading of both rows; the others
     need both normalisers first and read the rows a second time, while they are warm in the cache."""
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(
+        tl.int64
+    )  # the GEMM before it wrote the last rows last
     x_base = x_ptr + row * stride
     t_base = t_ptr + row * teacher_stride
     lanes = tl.arange(0, BLOCK)
@@ -154,6 +156,10 @@ def full_gradient_kernel(
         z = transformed(x, scale, softcap, inverse_temperature, HAS_CAP)
         t = transformed(y, teacher_scale, teacher_softcap, teacher_inverse_temperature, TEACHER_HAS_CAP)
         _term, slope = divergence_terms(t - p_peak - log_p_total, z - q_peak - log_q_total, shape, KIND)
-        d = through * slope - everywhere * tl.exp(z - q_peak - log_q_total) + tl.where(at == token, at_token, 0.0)
+        d = (
+            through * slope
+            - everywhere * tl.exp(z - q_peak - log_q_total)
+            + tl.where(at == token, at_token, 0.0)
+        )
         d = d * transform_slope(z, scale, softcap, inverse_temperature, HAS_CAP)
         tl.store(x_base + at, d.to(x_ptr.dtype.element_ty), mask=valid)

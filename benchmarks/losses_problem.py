@@ -1,0 +1,170 @@
+"""What benchmarks/losses.py measures and how: problems, timings, memory, result rows."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from understudy.losses.objective import Objective
+from understudy.types.loss import LossInputs, StudentHead, TeacherHead
+
+VOCAB, TOPK = 151_936, 64
+GIB = 1 << 30
+Run = Callable[[], Tensor]
+
+
+@dataclass
+class Row:
+    """One line of the result file."""
+
+    name: str
+    value: float | None
+    unit: str
+    peer: str = ""
+    peer_value: float | None = None
+    ratio: float | None = None
+    goal: float | None = None
+    met: bool | None = None
+    note: str = ""
+
+
+def against(
+    name: str, value: float, unit: str, peer: str, peer_value: float | None, goal: float | None = None
+) -> Row:
+    """A row whose ratio is value / peer_value and whose goal bounds that ratio."""
+    ratio = None if not peer_value else value / peer_value
+    return Row(
+        name,
+        value,
+        unit,
+        peer,
+        peer_value,
+        ratio,
+        goal,
+        None if goal is None or ratio is None else ratio <= goal,
+    )
+
+
+@dataclass
+class Problem:
+    """A student and a teacher of the same width, with everything the paths and the peers read."""
+
+    hidden: Tensor
+    weight: Tensor
+    teacher_hidden: Tensor
+    teacher_weight: Tensor
+    inputs: LossInputs
+
+    def clear(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+
+
+def make_problem(
+    tokens: int, width: int, vocab: int, topk: int, dtype: torch.dtype, device: str, seed: int = 0
+) -> Problem:
+    torch.manual_seed(seed)
+
+    def normal(rows: int, scale: float) -> Tensor:
+        return (torch.randn(rows, width, device=device, dtype=torch.float32) * scale).to(dtype)
+
+    hidden, teacher_hidden = normal(tokens, 1.0), normal(tokens, 1.0)
+    weight, teacher_weight = normal(vocab, width**-0.5), normal(vocab, 1.5 * width**-0.5)
+    token_ids = torch.randint(0, vocab, (tokens,), device=device)
+    best_ids, best_logprobs, sampled = [], [], []
+    for part in torch.arange(tokens, device=device).split(512):
+        log_p = torch.log_softmax((teacher_hidden[part] @ teacher_weight.t()).float(), -1)
+        best = log_p.topk(topk)
+        best_ids.append(best.indices)
+        best_logprobs.append(best.values)
+        sampled.append(log_p.gather(1, token_ids[part, None])[:, 0])
+    inputs = LossInputs(
+        token_ids_N=token_ids,
+        weights_N=torch.full((tokens,), 1.0 / tokens, device=device),
+        positions_N=torch.arange(tokens, device=device),
+        teacher_logprobs_N=torch.cat(sampled),
+        teacher_ids_NK=torch.cat(best_ids),
+        teacher_logprobs_NK=torch.cat(best_logprobs),
+        teacher_hidden_NH=teacher_hidden,
+        teacher_head=TeacherHead(teacher_weight),
+    )
+    return Problem(hidden.requires_grad_(), weight.requires_grad_(), teacher_hidden, teacher_weight, inputs)
+
+
+@dataclass
+class Measure:
+    milliseconds: float
+    extra_gib: float
+
+
+def measure(problem: Problem, run: Run, repeats: int) -> Measure | str:
+    """Median time of forward and backward, and peak memory above inputs and returned gradients; or why not."""
+    try:
+        problem.clear()
+        run().backward()  # compile, warm up
+        problem.clear()
+        run().backward()
+        returned = sum(t.grad.nbytes for t in (problem.hidden, problem.weight) if t.grad is not None)
+        problem.clear()
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run().backward()
+        torch.cuda.synchronize()
+        extra = torch.cuda.max_memory_allocated() - before - returned
+        times = [time_once(problem, run) for _ in range(repeats)]
+        return Measure(statistics.median(times), extra / GIB)
+    except torch.cuda.OutOfMemoryError:
+        return "out of memory"
+    except Exception as error:  # a peer that cannot run is a missing row, not a crash
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    finally:
+        problem.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def time_once(problem: Problem, run: Run) -> float:
+    problem.clear()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run().backward()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def gemm_floor(problem: Problem, repeats: int) -> tuple[float, float]:
+    """Milliseconds of the three unavoidable GEMMs, and of one more for the teacher's logits."""
+    hidden, weight = problem.hidden.detach(), problem.weight.detach()
+    logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def timed(*products: Callable[[], Tensor]) -> float:
+        times = []
+        for _ in range(repeats + 2):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for product in products:
+                product()
+            stop.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(stop))
+        return statistics.median(times[2:])
+
+    three = timed(
+        lambda: torch.mm(hidden, weight.t(), out=logits),
+        lambda: torch.mm(logits, weight, out=d_hidden),
+        lambda: torch.mm(logits.t(), hidden, out=d_weight),
+    )
+    teacher = timed(lambda: torch.mm(problem.teacher_hidden, problem.teacher_weight.t(), out=logits))
+    return three, three + teacher
+
+
+def ours(problem: Problem, objective: Objective) -> Run:
+    return lambda: objective(StudentHead(problem.hidden, problem.weight), problem.inputs).loss

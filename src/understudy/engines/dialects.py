@@ -1,0 +1,254 @@
+"""The wire formats of generation servers: how to ask for tokens, and how to read the answer.
+
+    VLLM      POST /inference/v1/generate   token ids in, token ids and logprobs out, nothing detokenised
+    SGLANG    POST /generate                the same in SGLang's words
+    OPENAI    POST /v1/completions          a server that takes ids as prompt and can return ids (`return_token_ids`)
+
+Only values live here; sending, retrying and balancing are `remote.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from understudy.engines.base import GenerateRequest, Sampling
+from understudy.errors import EngineError
+from understudy.types.trajectory import StopReason
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one HTTP request brought: a whole generation, or the part before an interruption."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+    labels: frozenset[str] = frozenset()
+    """What the server itself calls the weights that wrote this; empty where it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One HTTP request to make for a generation (or for the rest of one)."""
+
+    request: GenerateRequest
+    tokens: np.ndarray
+    """Prompt and what was written before."""
+    max_new_tokens: int
+    seed: int
+    salt: str
+    """Names the weights: servers must not reuse prefixes that other weights computed."""
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One server's language. Routes that are None do not exist there."""
+
+    name: str
+    generate: str
+    body: Callable[[Ask], Json]
+    read: Callable[[Json, Ask], Piece]
+    health: str = "/health"
+    pause: tuple[str, Json] | None = None
+    """Path and body; in-flight requests must come back with what they have."""
+    resume: tuple[str, Json] | None = None
+    abort: tuple[str, Json] | None = None
+    forget: tuple[str, Json] | None = None
+    """Drops cached prefixes."""
+    load: Callable[[str, int], tuple[str, Json]] | None = None
+    """(snapshot file, version) → the request that makes the server load it."""
+    loaded: Callable[[Json, int], bool] = lambda reply, version: True
+    """Whether the answer to `load` says that every worker has this version."""
+    label: Callable[[int], tuple[str, Json]] | None = None
+    """Tells the server what to call its weights, so that each answer says which wrote it; may be unknown to it."""
+
+
+def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -> Piece:
+    """Refuses what would poison a row: other lengths, ids that are none, logprobs that are no log-probabilities."""
+    key = ask.request.key
+    if not isinstance(tokens, list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
+        raise EngineError(
+            f"{key}: the server returned no token ids; a server that can is needed (return_token_ids)"
+        )
+    if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
+        got = len(logprobs) if isinstance(logprobs, list) else "no"
+        raise EngineError(f"{key}: the server returned {got} logprobs for {len(tokens)} tokens")
+    if len(tokens) > ask.max_new_tokens:
+        raise EngineError(
+            f"{key}: the server returned {len(tokens)} tokens, {ask.max_new_tokens} were asked for"
+        )
+    for place, value in enumerate(logprobs):
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value > 1e-3 or value <= -9000:
+            raise EngineError(f"{key}: logprob {value!r} at new token {place} is not a log-probability")
+    return Piece(tokens, [min(float(value), 0.0) for value in logprobs], stop_reason)
+
+
+def _no_filters(sampling: Sampling) -> Json:
+    """Settings that vLLM's and SGLang's samplers share by name."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        # Only the ids asked for end a generation, never the model folder's own idea of them.
+        "ignore_eos": True,
+        "stop_token_ids": list(sampling.stop_ids),
+    }
+
+
+def _vllm_body(ask: Ask) -> Json:
+    sampling = ask.request.sampling
+    params = {
+        **_no_filters(sampling),
+        "max_tokens": ask.max_new_tokens,
+        "seed": ask.seed,
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop_strings),
+        "stop": list(sampling.stop_strings),
+    }
+    return {
+        "token_ids": ask.tokens.tolist(),
+        "sampling_params": params,
+        "cache_salt": ask.salt,
+        "model": ask.model,
+    }
+
+
+def _vllm_read(reply: Json, ask: Ask) -> Piece:
+    choice = _first(reply, "choices", ask)
+    content = (choice.get("logprobs") or {}).get("content") or []
+    stop = _stop_reason(choice.get("finish_reason"), choice.get("stop_reason"), ask)
+    piece = check_piece(choice.get("token_ids") or [], [entry.get("logprob") for entry in content], ask, stop)
+    spans = choice.get("weight_versions") or []
+    return replace(piece, labels=frozenset(str(span.get("version")) for span in spans))
+
+
+def _openai_body(ask: Ask) -> Json:
+    sampling = ask.request.sampling
+    return {
+        **_no_filters(sampling),
+        "model": ask.model,
+        "prompt": ask.tokens.tolist(),
+        "max_tokens": ask.max_new_tokens,
+        "seed": ask.seed,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "stop": list(sampling.stop_strings) or None,
+        "include_stop_str_in_output": True,
+        "cache_salt": ask.salt,
+    }
+
+
+def _openai_read(reply: Json, ask: Ask) -> Piece:
+    choice = _first(reply, "choices", ask)
+    logprobs = choice.get("logprobs") or {}
+    tokens = choice.get("token_ids")
+    if tokens is None:  # some servers write ids in place of the texts
+        names = logprobs.get("tokens") or []
+        ids = [
+            name.removeprefix("token_id:")
+            for name in names
+            if isinstance(name, str) and name.startswith("token_id:")
+        ]
+        tokens = [int(i) for i in ids] if ids and len(ids) == len(names) else None
+    stop = _stop_reason(choice.get("finish_reason"), choice.get("stop_reason"), ask)
+    return check_piece(tokens, logprobs.get("token_logprobs"), ask, stop)
+
+
+def _sglang_body(ask: Ask) -> Json:
+    sampling = ask.request.sampling
+    params = {
+        **_no_filters(sampling),
+        "max_new_tokens": ask.max_new_tokens,
+        "sampling_seed": ask.seed & 0x7FFFFFFF,
+        "stop": list(sampling.stop_strings),
+        "no_stop_trim": True,
+    }
+    return {
+        "input_ids": ask.tokens.tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+        "extra_key": ask.salt,
+    }
+
+
+def _sglang_read(reply: Json, ask: Ask) -> Piece:
+    meta = reply.get("meta_info") or {}
+    entries = meta.get("output_token_logprobs") or []
+    finish = meta.get("finish_reason") or {}
+    reason = _stop_reason(finish.get("type"), finish.get("matched"), ask)
+    return check_piece([entry[1] for entry in entries], [entry[0] for entry in entries], ask, reason)
+
+
+def _first(reply: Json, name: str, ask: Ask) -> Mapping[str, Any]:
+    entries = reply.get(name)
+    if not isinstance(entries, list) or not entries or not isinstance(entries[0], Mapping):
+        raise EngineError(f"{ask.request.key}: the server's answer has no {name}: {str(reply)[:200]}")
+    return entries[0]
+
+
+def _stop_reason(finish: Any, matched: Any, ask: Ask) -> StopReason:
+    if finish == "length":
+        return StopReason.LENGTH
+    if finish == "abort":
+        return StopReason.ABORTED
+    if finish == "stop":
+        return StopReason.STOP_STRING if isinstance(matched, str) else StopReason.EOS
+    raise EngineError(f"{ask.request.key}: the server ended with {finish!r}; expected stop, length or abort")
+
+
+def _vllm_load(path: str, version: int) -> tuple[str, Json]:
+    return "/collective_rpc", {"method": "understudy_load_weights", "args": [path, str(version)]}
+
+
+def _vllm_loaded(reply: Json, version: int) -> bool:
+    results = reply.get("results") or []
+    return bool(results) and all(
+        isinstance(one, dict) and one.get("version") == str(version) for one in results
+    )
+
+
+def _sglang_load(path: str, version: int) -> tuple[str, Json]:
+    return "/update_weights_from_disk", {
+        "model_path": path.rpartition("/")[0],
+        "weight_version": str(version),
+    }
+
+
+DIALECTS: dict[str, Dialect] = {
+    "vllm": Dialect(
+        name="vllm",
+        generate="/inference/v1/generate",
+        body=_vllm_body,
+        read=_vllm_read,
+        pause=("/pause?mode=abort", {}),
+        resume=("/resume", {}),
+        abort=("/abort_requests", {}),
+        forget=("/reset_prefix_cache", {}),
+        load=_vllm_load,
+        loaded=_vllm_loaded,
+        label=lambda version: ("/update_weight_version", {"new_version": str(version)}),
+    ),
+    "sglang": Dialect(
+        name="sglang",
+        generate="/generate",
+        body=_sglang_body,
+        read=_sglang_read,
+        pause=("/pause_generation", {"mode": "abort"}),
+        resume=("/continue_generation", {}),
+        abort=("/abort_request", {"abort_all": True}),
+        forget=("/flush_cache", {}),
+        load=_sglang_load,
+        loaded=lambda reply, version: bool(reply.get("success")),
+    ),
+    "openai": Dialect(name="openai", generate="/v1/completions", body=_openai_body, read=_openai_read),
+}

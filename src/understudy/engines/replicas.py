@@ -1,0 +1,113 @@
+"""The servers behind one remote engine: which of them gets a request, and which is left alone for a while.
+
+Legend of a replica's life:  serving ──failures in a row──> resting ──back-off over──> serving
+
+A session stays on the replica that holds its prefix unless that one is resting; new sessions go to the replica with
+the fewest outstanding tokens. A failed request leaves its tokens behind as a debt that fades, so that a server that
+fails fast does not look idle and draw all the traffic.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from understudy.errors import EngineError
+
+REST_AFTER = 3
+"""Failures in a row."""
+FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+DEBT_HALF_LIFE_S = 5.0
+REMEMBERED_SESSIONS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server answers."""
+
+    url: str
+    socket: str | None = None
+    """A Unix domain socket; the url's host then only fills the Host header."""
+    key: str | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True)
+class Replica:
+    name: str
+    endpoint: Endpoint
+    outstanding_tokens: int = 0
+    sent_tokens: int = 0
+    failures: int = 0
+    rests: int = 0
+    resting_until: float = 0.0
+    debt: float = 0.0
+    debt_at: float = 0.0
+    last_problem: str = ""
+    label: str = ""
+    """What the server was told to call its weights; empty where it does not know the word."""
+
+    def weight(self, now: float) -> tuple[float, int]:
+        return self.outstanding_tokens + self.debt * 0.5 ** (
+            (now - self.debt_at) / DEBT_HALF_LIFE_S
+        ), self.sent_tokens
+
+
+class Replicas:
+    """Balances by outstanding tokens. The clock is handed in, so that tests need not wait."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], clock: Callable[[], float] = time.monotonic) -> None:
+        if not endpoints:
+            raise EngineError("a remote engine needs at least one server address")
+        self.all = [Replica(f"replica-{i}", endpoint) for i, endpoint in enumerate(endpoints)]
+        self._clock = clock
+        self._homes: OrderedDict[str, Replica] = OrderedDict()
+
+    def pick(self, session: str, tokens: int) -> Replica | None:
+        """The replica to send to, which then counts as busy with `tokens`; None while all of them rest."""
+        now = self._clock()
+        serving = [replica for replica in self.all if replica.resting_until <= now]
+        if not serving:
+            return None
+        chosen = self._homes.get(session) if session else None
+        if chosen is None or chosen not in serving:
+            chosen = min(serving, key=lambda replica: replica.weight(now))
+        if session:
+            self._homes[session] = chosen
+            self._homes.move_to_end(session)
+            if len(self._homes) > REMEMBERED_SESSIONS:
+                self._homes.popitem(last=False)
+        chosen.outstanding_tokens += tokens
+        chosen.sent_tokens += tokens
+        return chosen
+
+    def succeeded(self, replica: Replica, tokens: int) -> None:
+        replica.outstanding_tokens -= tokens
+        replica.failures = replica.rests = 0
+        replica.debt = 0.0
+
+    def failed(self, replica: Replica, tokens: int, problem: str) -> None:
+        now = self._clock()
+        replica.outstanding_tokens -= tokens
+        replica.debt, replica.debt_at = replica.weight(now)[0] - replica.outstanding_tokens + tokens, now
+        replica.failures += 1
+        replica.last_problem = problem
+        if replica.failures >= REST_AFTER:
+            rest = min(FIRST_REST_S * 2**replica.rests, LONGEST_REST_S)
+            replica.rests, replica.failures, replica.resting_until = replica.rests + 1, 0, now + rest
+
+    def withdrawn(self, replica: Replica, tokens: int) -> None:
+        """The request was given up by its caller: says nothing about the replica."""
+        replica.outstanding_tokens -= tokens
+
+    def gone(self, replica: Replica) -> None:
+        replica.resting_until = math.inf
+
+    def back(self, replica: Replica) -> None:
+        replica.resting_until, replica.failures, replica.rests, replica.debt = 0.0, 0, 0, 0.0
+
+    def next_awake(self) -> float:
+        """Seconds until the first resting replica serves again."""
+        return max(0.0, min(replica.resting_until for replica in self.all) - self._clock())

@@ -1,0 +1,140 @@
+"""Reads prompt logprobs out of vLLM's and OpenAI's JSON. A missing, null or mis-shaped entry is a ValueError.
+
+Legend: P judged positions of one sequence, K candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from understudy.types.scores import ScoreItem, Signal
+
+TOKEN_ID = "token_id:"
+"""How a server writes a token that it names by id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    judged_P: np.ndarray
+    sampled_P: np.ndarray
+    ids_PK: np.ndarray
+    logprobs_PK: np.ndarray
+
+
+class _Entry(msgspec.Struct):
+    logprob: float
+    rank: int | None = None
+
+
+class _Choice(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Entry] | None] | None = None
+
+
+class _PromptAnswer(msgspec.Struct):
+    """vLLM answers with `prompt_logprobs` at the top (generate) or in the choice (completions)."""
+
+    choices: list[_Choice]
+    prompt_logprobs: list[dict[str, _Entry] | None] | None = None
+
+
+def from_prompt_logprobs(body: bytes, item: ScoreItem) -> Candidates:
+    """Each position holds the K likeliest and the prompt's own token: K or K + 1 entries, in no promised order."""
+    try:
+        answer = msgspec.json.decode(body, type=_PromptAnswer)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"unreadable answer: {error}") from error
+    given = answer.prompt_logprobs or (answer.choices[0].prompt_logprobs if answer.choices else None)
+    if given is None:
+        raise ValueError("the answer has no prompt_logprobs")
+    if len(given) != len(item.tokens):
+        raise ValueError(f"{len(given)} prompt_logprobs for {len(item.tokens)} tokens")
+    columns = item.k if item.signal is Signal.TOPK else 0
+    judged_P = item.tokens[item.positions].astype(np.int32)
+    sampled_P = np.empty(len(judged_P), np.float32)
+    ids_PK = np.empty((len(judged_P), columns), np.int32)
+    logprobs_PK = np.empty((len(judged_P), columns), np.float32)
+    for p, position in enumerate(item.positions.tolist()):
+        entries = given[position]
+        own = None if entries is None else entries.get(str(judged_P[p]))
+        if entries is None or own is None:
+            raise ValueError(f"position {position}: no logprob for token {judged_P[p]}, which was sent there")
+        sampled_P[p] = own.logprob
+        if columns:
+            best = sorted(entries.items(), key=lambda pair: (-pair[1].logprob, pair[1].rank or 0))[:columns]
+            if len(best) < columns:
+                raise ValueError(
+                    f"position {position}: {len(best)} candidates where {columns} were asked for"
+                )
+            ids_PK[p] = [int(token) for token, _ in best]
+            logprobs_PK[p] = [entry.logprob for _, entry in best]
+    return Candidates(judged_P, sampled_P, ids_PK, logprobs_PK)
+
+
+class _Echoed(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _EchoChoice(msgspec.Struct):
+    logprobs: _Echoed | None = None
+
+
+class _EchoAnswer(msgspec.Struct):
+    choices: list[_EchoChoice]
+
+
+def from_echo(body: bytes, item: ScoreItem) -> Candidates:
+    """The prompt echoed with a logprob per token, then what was generated after it."""
+    try:
+        answer = msgspec.json.decode(body, type=_EchoAnswer)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"unreadable answer: {error}") from error
+    echoed = answer.choices[0].logprobs if answer.choices else None
+    if echoed is None or len(echoed.token_logprobs) < len(item.tokens):
+        count = 0 if echoed is None else len(echoed.token_logprobs)
+        raise ValueError(
+            f"{count} echoed logprobs for a prompt of {len(item.tokens)} tokens: the server does not echo"
+        )
+    columns = item.k if item.signal is Signal.TOPK else 0
+    wanted = item.positions.tolist()
+    expected = item.tokens[item.positions].astype(np.int32)
+    judged_P = np.array(
+        [_token_id(echoed.tokens[at], int(own)) for at, own in zip(wanted, expected, strict=True)], np.int32
+    )
+    sampled_P = np.empty(len(wanted), np.float32)
+    ids_PK = np.empty((len(wanted), columns), np.int32)
+    logprobs_PK = np.empty((len(wanted), columns), np.float32)
+    for p, position in enumerate(wanted):
+        own = echoed.token_logprobs[position]
+        if own is None:
+            raise ValueError(f"position {position}: null where a logprob was expected")
+        sampled_P[p] = own
+        if columns:
+            _fill(ids_PK[p], logprobs_PK[p], echoed.top_logprobs, position)
+    return Candidates(judged_P, sampled_P, ids_PK, logprobs_PK)
+
+
+def _fill(
+    ids_K: np.ndarray, logprobs_K: np.ndarray, top: list[dict[str, float] | None] | None, position: int
+) -> None:
+    entries = top[position] if top is not None and position < len(top) else None
+    if entries is None:
+        raise ValueError(f"position {position}: no top_logprobs")
+    if not all(token.startswith(TOKEN_ID) for token in entries):
+        raise ValueError(
+            f"position {position}: candidates come as text, not as token ids, and text is ambiguous"
+        )
+    best = sorted(entries.items(), key=lambda pair: -pair[1])[: len(ids_K)]
+    if len(best) < len(ids_K):
+        raise ValueError(f"position {position}: {len(best)} candidates where {len(ids_K)} were asked for")
+    ids_K[:] = [int(token[len(TOKEN_ID) :]) for token, _ in best]
+    logprobs_K[:] = [logprob for _, logprob in best]
+
+
+def _token_id(token: str, expected: int) -> int:
+    """The echoed token by id; where the server echoes text, there is nothing to compare and the count must do."""
+    return int(token[len(TOKEN_ID) :]) if token.startswith(TOKEN_ID) else expected

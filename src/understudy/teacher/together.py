@@ -1,0 +1,18 @@
+"""Several awaitables at once: all results, or the first failure as itself, with the rest ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

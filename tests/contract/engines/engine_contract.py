@@ -1,0 +1,170 @@
+"""What every engine must do. Each check gets an open engine; the tests choose which engines to open."""
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines_under_contract import CONTEXT, EOS, VOCAB
+
+from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
+from understudy.errors import EngineError
+from understudy.types.trajectory import StopReason
+
+
+def requests(count: int, sampling: Sampling, seed: int = 0) -> list[GenerateRequest]:
+    rng = np.random.default_rng(seed)
+    return [
+        GenerateRequest(
+            f"row-{i}", rng.integers(3, VOCAB, rng.integers(2, 12)).astype(np.int32), sampling, seed=500 + i
+        )
+        for i in range(count)
+    ]
+
+
+def forced(
+    model: Any, request: GenerateRequest, generation: Generation, temperature: float = 1.0
+) -> np.ndarray:
+    """The logprobs a trainer computes on the finished row."""
+    ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
+    with torch.no_grad():
+        logprobs = (model(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
+    start = len(request.tokens)
+    return np.asarray(logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0])
+
+
+async def answers_come_in_order_with_the_trainer_s_logprobs(engine: Engine, model: Any) -> None:
+    for temperature in (1.0, 0.7):
+        asked = requests(12, Sampling(10, (EOS,), temperature=temperature))
+        for request, generation in zip(asked, await engine.generate(asked), strict=True):
+            assert generation.tokens.dtype == np.int32 and generation.logprobs.dtype == np.float32
+            np.testing.assert_allclose(
+                generation.logprobs, forced(model, request, generation, temperature), atol=1e-4
+            )
+            assert set(generation.weight_versions.tolist()) == {0}
+
+
+async def filtered_logprobs_are_of_the_distribution_sampled_from(engine: Engine, model: Any) -> None:
+    asked = requests(8, Sampling(6, top_k=3))
+    for request, generation in zip(asked, await engine.generate(asked), strict=True):
+        ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(request.tokens) - 1 : -1].float()
+        best = logits.topk(3)
+        kept = best.values.log_softmax(-1)
+        for place, token in enumerate(generation.tokens.tolist()):
+            (rank,) = (best.indices[place] == token).nonzero()[0].tolist()
+            assert abs(float(kept[place, rank]) - float(generation.logprobs[place])) < 1e-4
+
+
+async def a_seed_repeats_its_tokens(engine: Engine, model: Any) -> None:
+    asked = requests(6, Sampling(12))
+    first, second = await engine.generate(asked), await engine.generate(asked)
+    assert [g.tokens.tolist() for g in first] == [g.tokens.tolist() for g in second]
+    again = [GenerateRequest(r.key, r.tokens, r.sampling, r.seed + 77) for r in asked]
+    assert [g.tokens.tolist() for g in first] != [g.tokens.tolist() for g in await engine.generate(again)]
+
+
+async def greedy_is_greedy(engine: Engine, model: Any) -> None:
+    asked = requests(4, Sampling(8, temperature=0.0))
+    for request, generation in zip(asked, await engine.generate(asked), strict=True):
+        ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
+        with torch.no_grad():
+            best = model(input_ids=ids).logits[0].argmax(-1)
+        assert generation.tokens.tolist() == best[len(request.tokens) - 1 : -1].tolist()
+
+
+async def the_stop_token_is_kept_and_the_reason_named(engine: Engine, model: Any) -> None:
+    stops = tuple(range(3, 20))
+    for generation in await engine.generate(requests(24, Sampling(12, stops, temperature=2.0))):
+        inside = [token in stops for token in generation.tokens.tolist()]
+        if generation.stop_reason is StopReason.EOS:
+            assert inside[-1] and not any(inside[:-1])
+        else:
+            assert generation.stop_reason is StopReason.LENGTH and len(inside) == 12 and not any(inside)
+
+
+async def the_model_s_own_end_token_is_no_stop_unless_asked_for(engine: Engine, model: Any) -> None:
+    generations = await engine.generate(requests(24, Sampling(40, temperature=5.0)))
+    assert all(g.stop_reason is StopReason.LENGTH and len(g.tokens) == 40 for g in generations)
+    assert any(EOS in g.tokens for g in generations)
+
+
+async def too_long_requests_name_themselves(engine: Engine, model: Any) -> None:
+    with pytest.raises(EngineError, match=f"row-long.*{CONTEXT}"):
+        await engine.generate([GenerateRequest("row-long", np.full(CONTEXT, 5, np.int32), Sampling(10), 0)])
+
+
+async def an_empty_batch_is_answered(engine: Engine, model: Any) -> None:
+    assert await engine.generate([]) == []
+
+
+async def pause_holds_and_resume_goes_on(engine: Engine, model: Any) -> None:
+    asked = requests(3, Sampling(60))
+    task = asyncio.create_task(engine.generate(asked))
+    await asyncio.sleep(0.15)
+    await engine.pause()
+    late = asyncio.create_task(engine.generate(asked[:1]))
+    await asyncio.sleep(0.3)
+    assert not late.done(), "nothing is generated while paused"
+    await engine.resume()
+    for request, generation in zip(asked, await task, strict=True):
+        assert len(generation.tokens) == 60
+        np.testing.assert_allclose(generation.logprobs, forced(model, request, generation), atol=1e-4)
+    assert len((await late)[0].tokens) == 60
+
+
+async def abort_keeps_what_was_written(engine: Engine, model: Any) -> None:
+    asked = requests(3, Sampling(100))
+    task = asyncio.create_task(engine.generate(asked))
+    await asyncio.sleep(0.15)
+    await engine.abort()
+    for request, generation in zip(asked, await asyncio.wait_for(task, 30), strict=True):
+        if generation.stop_reason is StopReason.ABORTED:
+            assert len(generation.tokens) < 100
+        np.testing.assert_allclose(generation.logprobs, forced(model, request, generation), atol=1e-4)
+    (after,) = await engine.generate(asked[:1])
+    assert len(after.tokens) == 100, "the engine goes on"
+
+
+async def a_live_update_splits_generations_by_version(engine: Engine, model: Any, new: Any) -> None:
+    """`model` must be a copy that the engine does not own: its weights are the old ones."""
+    asked = requests(4, Sampling(120))
+    start = time.perf_counter()
+    await engine.generate(asked)
+    whole = time.perf_counter() - start
+    task = asyncio.create_task(engine.generate(asked))
+    await asyncio.sleep(whole / 3)
+    await engine.update_weights(1, [(name, tensor.detach()) for name, tensor in new.named_parameters()])
+    assert engine.version == 1
+    split = 0
+    for request, generation in zip(asked, await task, strict=True):
+        versions = generation.weight_versions.tolist()
+        assert versions == sorted(versions) and set(versions) <= {0, 1} and len(versions) == 120
+        old = versions.count(0)
+        split += 0 < old < 120
+        np.testing.assert_allclose(
+            generation.logprobs[:old], forced(model, request, generation)[:old], atol=2e-4
+        )
+        np.testing.assert_allclose(
+            generation.logprobs[old:], forced(new, request, generation)[old:], atol=2e-4
+        )
+    assert split, "the update came too late to interrupt anything; make the generations longer"
+    (fresh,) = await engine.generate(asked[:1])
+    assert set(fresh.weight_versions.tolist()) == {1}
+    np.testing.assert_allclose(fresh.logprobs, forced(new, asked[0], fresh), atol=2e-4)
+
+
+CHECKS = [
+    answers_come_in_order_with_the_trainer_s_logprobs,
+    filtered_logprobs_are_of_the_distribution_sampled_from,
+    a_seed_repeats_its_tokens,
+    greedy_is_greedy,
+    the_stop_token_is_kept_and_the_reason_named,
+    the_model_s_own_end_token_is_no_stop_unless_asked_for,
+    too_long_requests_name_themselves,
+    an_empty_batch_is_answered,
+]
+CONTROL_CHECKS = [pause_holds_and_resume_goes_on, abort_keeps_what_was_written]

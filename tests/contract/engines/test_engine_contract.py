@@ -1,0 +1,40 @@
+"""One contract, every engine: hf in both batchings, and the remote engine over each wire format."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_contract import CHECKS, CONTROL_CHECKS, a_live_update_splits_generations_by_version
+from engines_under_contract import ENGINES, make_model
+
+from understudy.errors import EngineError
+
+
+@pytest.mark.parametrize("check", [*CHECKS, *CONTROL_CHECKS], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", ENGINES)
+def test_contract(name: str, check: Any, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with ENGINES[name](make_model(), tmp_path) as engine:
+            await check(engine, make_model())
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "openai-wire"])
+def test_live_update(name: str, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with ENGINES[name](make_model(), tmp_path) as engine:
+            await a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1))
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_server_that_cannot_take_weights_says_so(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with ENGINES["openai-wire"](make_model(), tmp_path) as engine:
+            with pytest.raises(EngineError, match="openai cannot take new weights"):
+                await engine.update_weights(1, make_model(seed=1).named_parameters())
+            assert engine.version == 0
+
+    asyncio.run(body())

@@ -1,0 +1,188 @@
+"""One suite over every backend: native, vLLM's two routes, OpenAI's echo. All must give a plain forward's scores."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from completion_servers import FakeCompletions, running
+from teacher_rig import TOKEN, VOCAB, random_items
+from transformers import AutoModelForCausalLM
+
+from understudy.errors import TeacherError, TeacherReplyError
+from understudy.teacher.channel import RequestRefused
+from understudy.teacher.client import ReplicaClient, ScoringClient
+from understudy.teacher.completions import CompletionsClient, Route
+from understudy.teacher.integrity import check_signals, identify
+from understudy.teacher.keeper import Connect
+from understudy.teacher.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool import TeacherPool
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+FLAVOURS = ["vllm", "old vllm", "echo with ids", "echo as text", "no echo"]
+
+
+@pytest.fixture(scope="module")
+def fakes(model: Path) -> Iterator[dict[str, tuple[FakeCompletions, str]]]:
+    with_urls: dict[str, tuple[FakeCompletions, str]] = {}
+    stack = []
+    for flavour in FLAVOURS:
+        fake = FakeCompletions(model, flavour)
+        context = running(fake)
+        stack.append(context)
+        with_urls[flavour] = (fake, context.__enter__())
+    yield with_urls
+    for context in stack:
+        context.__exit__(None, None, None)
+
+
+def using(client: ScoringClient, ask: Callable[[ScoringClient], Awaitable[object]]) -> object:
+    async def run() -> object:
+        try:
+            return await ask(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def completions(url: str, **changes: object) -> CompletionsClient:
+    return CompletionsClient(url, teacher="math", replica="a", vocab_size=VOCAB, **changes)
+
+
+def assert_plain(model: Path, items: list[ScoreItem], scores: list[TeacherScores]) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    for item, score in zip(items, scores, strict=True):
+        with torch.inference_mode():
+            logits = reference(input_ids=torch.from_numpy(item.tokens.astype(np.int64))[None]).logits[0]
+        plain = logits.log_softmax(-1).numpy()[item.positions - 1]
+        own = np.take_along_axis(plain, item.tokens[item.positions][:, None], 1)[:, 0]
+        np.testing.assert_allclose(score.sampled_logprobs, own, atol=1e-4)
+        assert score.key == item.key and score.teacher == "math"
+        if item.signal is Signal.TOPK:
+            assert score.ids is not None and score.logprobs is not None
+            np.testing.assert_allclose(score.logprobs, np.sort(plain, 1)[:, ::-1][:, : item.k], atol=1e-4)
+            np.testing.assert_allclose(np.take_along_axis(plain, score.ids, 1), score.logprobs, atol=1e-4)
+
+
+BACKENDS = {
+    "native": [Signal.SAMPLED, Signal.TOPK],
+    "vllm": [Signal.SAMPLED, Signal.TOPK],
+    "old vllm": [Signal.SAMPLED, Signal.TOPK],
+    "echo with ids": [Signal.SAMPLED, Signal.TOPK],
+    "echo as text": [Signal.SAMPLED],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_gives_the_scores_of_a_plain_forward(
+    backend: str, model: Path, server: str, fakes: dict[str, tuple[FakeCompletions, str]]
+) -> None:
+    items = [item for s in BACKENDS[backend] for item in random_items(4, 3, s, 4 if s is Signal.TOPK else 0)]
+    native = ReplicaClient(server, TOKEN, teacher="math", replica="a")
+    client: ScoringClient = native if backend == "native" else completions(fakes[backend][1])
+    scores = using(client, lambda c: c.score(items))
+    assert isinstance(scores, list)
+    assert_plain(model, items, scores)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_can_be_identified_by_its_scores(
+    backend: str, server: str, fakes: dict[str, tuple[FakeCompletions, str]]
+) -> None:
+    native = ReplicaClient(server, TOKEN, teacher="math")
+    client: ScoringClient = native if backend == "native" else completions(fakes[backend][1])
+    identity = using(client, identify)
+    assert len(identity.probe_logprobs) == 11  # type: ignore[attr-defined]
+
+
+def test_a_pool_runs_on_external_servers_of_another_kind(
+    model: Path, fakes: dict[str, tuple[FakeCompletions, str]]
+) -> None:
+    def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
+        return CompletionsClient(endpoint.url, teacher=teacher, replica=replica, vocab_size=VOCAB)
+
+    typed: Connect = connect
+
+    async def run() -> list[TeacherScores]:
+        replicas = [ReplicaSpec(name, Endpoint(fakes["vllm"][1])) for name in "ab"]
+        pool = TeacherPool("math", replicas, connect=typed)
+        await pool.start()
+        try:
+            assert pool.manifest.backend == "vllm" and pool.manifest.limits.max_length == 256
+            return await pool.score(random_items(3, 1, Signal.TOPK, 4))
+        finally:
+            await pool.close()
+
+    assert_plain(model, random_items(3, 1, Signal.TOPK, 4), asyncio.run(run()))
+
+
+def test_the_probe_finds_out_what_each_server_can_do(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:
+    expected = {
+        "vllm": (Route.GENERATE, 20, [Signal.SAMPLED, Signal.TOPK]),
+        "old vllm": (Route.PROMPT_LOGPROBS, 32, [Signal.SAMPLED, Signal.TOPK]),
+        "echo with ids": (Route.ECHO, 5, [Signal.SAMPLED, Signal.TOPK]),
+        "echo as text": (Route.ECHO, 0, [Signal.SAMPLED]),
+    }
+    for flavour, (route, max_k, signals) in expected.items():
+        found = using(completions(fakes[flavour][1]), lambda c: c.capabilities())  # type: ignore[attr-defined]
+        assert (found.route, found.max_k, found.signals) == (route, max_k, signals), flavour  # type: ignore[attr-defined]
+
+
+def test_it_says_exactly_what_is_missing(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:
+    text = using(completions(fakes["echo as text"][1]), lambda c: c.capabilities())  # type: ignore[attr-defined]
+    assert "come as text, not as token ids" in text.missing["topk 1"]  # type: ignore[attr-defined]
+    with pytest.raises(TeacherError, match="gives no prompt logprobs for token ids") as caught:
+        using(completions(fakes["no echo"][1]), lambda c: c.manifest())
+    told = str(caught.value)
+    assert "(404)" in told and "the answer has no prompt_logprobs" in told and "'echo' and 'logprobs'" in told
+
+
+def test_a_recipe_that_needs_more_is_refused(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:
+    manifest = using(completions(fakes["vllm"][1]), lambda c: c.manifest())
+    with pytest.raises(
+        TeacherError, match=r"cannot give hidden; its vllm backend offers sampled, topk; and gives at most 20"
+    ):
+        check_signals(manifest, [Signal.HIDDEN], 64, 10)  # type: ignore[arg-type]
+    with pytest.raises(RequestRefused, match=r"row 'row-0-0': cannot give at_ids"):
+        using(completions(fakes["vllm"][1]), lambda c: c.score(random_items(1, 0, Signal.AT_IDS, 2)))
+    with pytest.raises(RequestRefused, match=r"k = 21; this server gives sampled, topk with k ≤ 20"):
+        using(completions(fakes["vllm"][1]), lambda c: c.score(random_items(1, 0, Signal.TOPK, 21)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        ("null", "no logprob for token"),
+        ("shifted", "no logprob for token|two different logprobs"),
+        ("short", "prompt_logprobs for"),
+    ],
+)
+def test_spoilt_answers_are_caught(
+    spoil: str, told: str, fakes: dict[str, tuple[FakeCompletions, str]]
+) -> None:
+    fake, url = fakes["vllm"]
+    tokens = np.array([5, 9, 14, 22, 31, 47, 3, 11], np.int32)
+    item = ScoreItem("row-s", tokens, np.arange(1, 8, dtype=np.int32), Signal.TOPK, 2)
+    client = completions(url)
+
+    async def ask(c: ScoringClient) -> object:
+        await c.manifest()  # probed while it was still honest
+        fake.spoil = spoil
+        return await c.score([item])
+
+    try:
+        with pytest.raises(TeacherReplyError, match=told) as caught:
+            using(client, ask)
+    finally:
+        fake.spoil = None
+    assert "teacher math, replica a, row 'row-s'" in str(caught.value)
+
+
+def test_a_server_that_serves_something_else_is_refused(
+    fakes: dict[str, tuple[FakeCompletions, str]],
+) -> None:
+    with pytest.raises(TeacherError, match="serves no model 'other'; it serves served"):
+        using(completions(fakes["vllm"][1], model="other"), lambda c: c.manifest())

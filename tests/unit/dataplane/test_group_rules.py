@@ -1,0 +1,50 @@
+"""Filters and penalties, against the definitions in the DAPO paper."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from understudy.dataplane.groups import keep_complete, no_signal, overlong_penalty
+from understudy.types.trajectory import StopReason
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ([1.0, 1.0, 1.0], "no signal: all 3 rewards are 1"),
+        ([0.0, 0.0], "no signal: all 2 rewards are 0"),
+        ([0.5, 0.5 + 1e-9], "no signal: all 2 rewards are 0.5"),
+        ([0.0, 1.0], None),
+        ([1.0], None),
+        ([], None),
+        ([math.nan, 1.0, 1.0], None),
+    ],
+)
+def test_a_group_whose_rewards_are_all_equal_has_no_signal(rewards: list[float], reason: str | None) -> None:
+    assert no_signal(rewards) == reason
+
+
+def test_only_truncated_sessions_are_left_out() -> None:
+    assert [
+        reason for reason, kept in zip(StopReason, keep_complete(list(StopReason)), strict=True) if not kept
+    ] == [StopReason.LENGTH]
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(0, 12_000))
+def test_the_soft_penalty_is_the_papers_formula(buffer: int, more: int, length: int) -> None:
+    longest = buffer + more
+    if length <= longest - buffer:
+        expected = 0.0
+    elif length <= longest:
+        expected = ((longest - buffer) - length) / buffer
+    else:
+        expected = -1.0
+    assert overlong_penalty(length, longest, buffer) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_buffer_outside_the_length_is_refused() -> None:
+    for buffer in (0, 11):
+        with pytest.raises(ValueError, match="max_length=10"):
+            overlong_penalty(5, 10, buffer)

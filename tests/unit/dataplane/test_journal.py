@@ -1,0 +1,207 @@
+"""The journal itself: group commits, failure that stops everything, one process per folder."""
+
+import asyncio
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from understudy.dataplane import journal as journal_module
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.dataplane.ledger import audit
+from understudy.errors import DataPlaneError
+
+BOUNDS: dict[str, Any] = {"max_rows": 100_000, "max_bytes": 2**26, "spill_bytes": 2**20}
+ROW = {"tokens": np.arange(50, dtype=np.int32)}
+
+
+def commits(plane: EmbeddedDataPlane) -> list[int]:
+    """Counts the rows of each commit from here on."""
+    writer, sizes = plane._store.journal.writer, []
+    plain = writer.commit
+
+    def counting(batch: Any) -> None:
+        sizes.append(len(batch.lines))
+        plain(batch)
+
+    writer.commit = counting  # type: ignore[method-assign]
+    return sizes
+
+
+def test_concurrent_writers_share_commits(tmp_path: Path) -> None:
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        sizes = commits(plane)
+        await asyncio.gather(*(plane.put("train", {f"{i}_0_0": ROW}) for i in range(200)))
+        assert sum(sizes) == 200 and len(sizes) <= 4, sizes
+        await plane.put("train", {"alone_0_0": ROW})
+        assert sizes[-1] == 1
+        await plane.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("inline", [0, 2**30])
+def test_a_put_that_returned_is_in_the_file(
+    tmp_path: Path, inline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read by another connection at that very moment, whichever thread wrote it."""
+    monkeypatch.setattr(journal_module, "INLINE_BYTES", inline)
+
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        reader = sqlite3.connect(tmp_path / "journal.sqlite")
+
+        async def write(i: int) -> None:
+            await plane.put("train", {f"{i}_0_0": ROW})
+            found = reader.execute("SELECT COUNT(*) FROM rows WHERE key = ?", (f"{i}_0_0",)).fetchone()
+            assert found == (1,)
+
+        for start in range(0, 40, 8):
+            await asyncio.gather(*(write(start + i) for i in range(8)))
+        reader.close()
+        await plane.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("inline", [0, 2**30])
+def test_a_full_disk_stops_the_plane_and_loses_nothing_acknowledged(
+    tmp_path: Path, inline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "INLINE_BYTES", inline)
+    safe: list[str] = []
+
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        plane._store.journal.writer.connection.execute("PRAGMA max_page_count=60")
+        claim = asyncio.create_task(plane.claim("train", 90_000))
+
+        async def write(i: int) -> None:
+            await plane.put("train", {f"{i}_0_0": {"x": np.zeros(500, np.int32)}})
+            safe.append(f"{i}_0_0")
+
+        results: list[Any] = []
+        for start in range(0, 400, 8):
+            results += await asyncio.gather(*(write(start + i) for i in range(8)), return_exceptions=True)
+        assert 8 <= len(safe) < 400
+        failed = [result for result in results if result is not None]
+        assert all(isinstance(error, DataPlaneError) and "full" in str(error) for error in failed)
+        with pytest.raises(DataPlaneError, match="free space"):
+            await claim
+        for call in (
+            plane.issue("train", ["new_0_0"], step=1),
+            plane.depth("train"),
+            plane.settle(1),
+            plane.sync(),
+        ):
+            with pytest.raises(DataPlaneError, match="full"):
+                await call
+        await plane.close()
+
+    async def after() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        assert set(await plane.list("train")) == set(safe)
+        await plane.put("train", {"new_0_0": ROW})
+        await plane.close()
+
+    asyncio.run(body())
+    assert audit(tmp_path).balanced
+    asyncio.run(after())
+
+
+def test_a_spill_that_cannot_be_written_stops_the_plane_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, max_rows=10, max_bytes=2**20, spill_bytes=100)
+
+        def full(*_: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(DataPlaneError, match="No space left"):
+            await plane.put("train", {"a_0_0": ROW})
+        monkeypatch.undo()
+        await plane.close()
+        again = EmbeddedDataPlane.open(tmp_path, max_rows=10, max_bytes=2**20, spill_bytes=100)
+        assert await again.list("train") == {}
+        await again.close()
+
+    asyncio.run(body())
+
+
+def test_the_log_is_moved_into_the_tables_as_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "LOG_BYTES", 200_000)
+
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        for i in range(200):
+            await plane.put("train", {f"{i}_0_0": {"x": np.zeros(1000, np.int32)}})
+        assert (tmp_path / "journal.sqlite-wal").stat().st_size < 2_000_000
+        assert (tmp_path / "journal.sqlite").stat().st_size > 400_000
+        await plane.close()
+        assert not (tmp_path / "journal.sqlite-wal").exists()
+
+    asyncio.run(body())
+
+
+def test_a_cancelled_writer_does_not_take_others_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "INLINE_BYTES", 0)
+
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        tasks = [asyncio.create_task(plane.put("train", {f"{i}_0_0": ROW})) for i in range(10)]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(result, asyncio.CancelledError) for result in results].count(True) == 1
+        assert (await plane.depth("train")).rows == 10
+        await plane.close()
+
+    asyncio.run(body())
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        with pytest.raises(DataPlaneError, match=f"in use by process {os.getpid()}"):
+            EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        await plane.close()
+        await EmbeddedDataPlane.open(tmp_path, **BOUNDS).close()
+
+    asyncio.run(body())
+
+
+def test_sync_flushes_the_log_the_spill_and_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    plain = os.fsync
+
+    def noting(handle: int) -> None:
+        flushed.add(os.fstat(handle).st_ino)
+        plain(handle)
+
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, max_rows=10, max_bytes=2**20, spill_bytes=100)
+        await plane.put("train", {"a_0_0": ROW})
+        monkeypatch.setattr(os, "fsync", noting)
+        await plane.sync()
+        needed = [
+            tmp_path / "journal.sqlite-wal",
+            tmp_path,
+            tmp_path / "spill",
+            tmp_path / "spill" / "00000001.seg",
+        ]
+        assert {path.stat().st_ino for path in needed} <= flushed
+        await plane.close()
+
+    asyncio.run(body())

@@ -1,0 +1,170 @@
+"""The audit must be able to fail: every kind of broken accounting is planted, and must be named."""
+
+import asyncio
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.dataplane.ledger import Ledger, audit
+from understudy.errors import DataPlaneError
+
+BOUNDS: dict[str, Any] = {"max_rows": 100, "max_bytes": 2**20, "spill_bytes": 2**20}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """3 rows trained, 1 dead, 1 evicted, 2 in flight."""
+
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path / "dataplane", **BOUNDS)
+        keys = [f"{i}_0_0" for i in range(7)]
+        await plane.issue("train", keys, step=1)
+        await plane.put("train", {key: {"x": np.zeros(1, np.int32)} for key in keys[:6]})
+        lease = await plane.claim("train", 3)
+        await plane.ack(lease, 1, keys[:2])
+        await plane.ack(lease, 2)
+        await plane.dead_letter("train", keys[3], "poison")
+        await plane.evict("train", [keys[4]], "stale")
+        await plane.close()
+
+    asyncio.run(body())
+    return tmp_path
+
+
+def plant(run_dir: Path, *statements: str) -> None:
+    connection = sqlite3.connect(run_dir / "dataplane" / "journal.sqlite")
+    for statement in statements:
+        assert connection.execute(statement).rowcount != 0
+    connection.commit()
+    connection.close()
+
+
+EVENT = "INSERT INTO events(kind, sign, partition, key, step) VALUES "
+PLANTS: dict[str, tuple[str, Callable[[Any], list[str]], str]] = {
+    "trained twice": (
+        EVENT + "('trained', 1, 'train', '0_0_0', 2)",
+        lambda report: report.twice,
+        "train/0_0_0",
+    ),
+    "trained and dead": (
+        EVENT + "('trained', 1, 'train', '3_0_0', 2)",
+        lambda report: report.twice,
+        "train/3_0_0",
+    ),
+    "trained and in flight": (
+        EVENT + "('trained', 1, 'train', '5_0_0', 2)",
+        lambda report: report.twice,
+        "train/5_0_0",
+    ),
+    "issued twice": (
+        EVENT + "('issued', 1, 'train', '6_0_0', 1)",
+        lambda report: report.twice,
+        "train/6_0_0",
+    ),
+    "row gone": ("DELETE FROM rows WHERE key = '6_0_0'", lambda report: report.lost, "train/6_0_0"),
+    "ack gone": (
+        "DELETE FROM events WHERE kind = 'trained' AND key = '1_0_0'",
+        lambda report: report.lost,
+        "train/1_0_0",
+    ),
+    "dead letter gone": ("DELETE FROM events WHERE kind = 'dead'", lambda report: report.lost, "train/3_0_0"),
+    "never issued, trained": (
+        EVENT + "('trained', 1, 'train', 'ghost', 2)",
+        lambda report: report.unknown,
+        "train/ghost",
+    ),
+    "never issued, in flight": (
+        "INSERT INTO rows VALUES (99, 'train', 'ghost', NULL, NULL, 'pending', 1, 0, 0, '{}', NULL)",
+        lambda report: report.unknown,
+        "train/ghost",
+    ),
+    "ack back in flight": (
+        "UPDATE rows SET trained = NULL WHERE key = '0_0_0'",
+        lambda report: report.twice,
+        "train/0_0_0",
+    ),
+}
+
+
+def test_a_sound_run_balances(run_dir: Path) -> None:
+    for path in (run_dir, run_dir / "dataplane", run_dir / "dataplane" / "journal.sqlite"):
+        report = audit(path)
+        assert report.balanced
+        assert (report.issued, report.trained, report.dead, report.evicted, report.in_flight) == (
+            7,
+            3,
+            1,
+            1,
+            2,
+        )
+    assert report.per_step == {1: 2, 2: 1} and report.reasons == {"poison": 1, "stale": 1}
+    assert str(report) == "issued 7 = trained 3 + dead-lettered 1 + evicted 1 + in flight 2: balanced"
+    assert list(Ledger.read(run_dir).trained_keys("train")) == [(1, "0_0_0"), (1, "1_0_0"), (2, "2_0_0")]
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_broken_accounting_is_named(run_dir: Path, name: str) -> None:
+    statement, where, key = PLANTS[name]
+    plant(run_dir, statement)
+    report = audit(run_dir)
+    assert not report.balanced and where(report) == [key], str(report)
+    assert "NOT BALANCED" in str(report) and key in str(report)
+
+
+def test_the_audit_reads_a_living_run_and_a_dead_one_and_changes_neither(tmp_path: Path) -> None:
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path / "dataplane", **BOUNDS)
+        for i in range(20):
+            await plane.put("train", {f"{i}_0_0": {"x": i}})
+            if i == 9:
+                assert audit(tmp_path).in_flight == 10
+        before = {path.name: path.read_bytes() for path in (tmp_path / "dataplane").glob("journal.sqlite*")}
+        # Copies of a journal whose writer never closed it are what a dead run leaves behind.
+        dead = tmp_path / "dead"
+        dead.mkdir()
+        for name in ("journal.sqlite", "journal.sqlite-wal"):
+            (dead / name).write_bytes(before[name])
+        assert audit(dead).in_flight == 20
+        assert (dead / "journal.sqlite").read_bytes() == before["journal.sqlite"]
+        assert (dead / "journal.sqlite-wal").read_bytes() == before["journal.sqlite-wal"]
+        await plane.close()
+
+    asyncio.run(body())
+
+
+def test_what_is_no_journal_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(DataPlaneError, match="no journal"):
+        audit(tmp_path)
+    (tmp_path / "journal.sqlite").write_bytes(b"hello" * 1000)
+    with pytest.raises(DataPlaneError, match="not a data plane journal"):
+        audit(tmp_path)
+    with pytest.raises(DataPlaneError, match="journal"):
+        EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+
+
+def test_another_format_is_refused_by_both(run_dir: Path) -> None:
+    plant(run_dir, "UPDATE meta SET value = 99 WHERE name = 'format'")
+    with pytest.raises(DataPlaneError, match="format 99"):
+        audit(run_dir)
+    with pytest.raises(DataPlaneError, match="format 99"):
+        EmbeddedDataPlane.open(run_dir / "dataplane", **BOUNDS)
+
+
+def test_the_audit_needs_no_torch(run_dir: Path) -> None:
+    program = (
+        "import sys, json, pathlib; from understudy.dataplane.ledger import audit; "
+        "report = audit(pathlib.Path(sys.argv[1])); "
+        "print(json.dumps([report.balanced, 'torch' in sys.modules, 'numpy' in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)[:2] == [True, False]

@@ -1,0 +1,58 @@
+"""Segment files: what is written is read, what is damaged is noticed, what nobody needs is deleted."""
+
+from pathlib import Path
+
+import pytest
+
+from understudy.dataplane.frame import SpillRef
+from understudy.dataplane.spill import SpillFiles
+from understudy.errors import DataPlaneError
+
+
+def put(spill: SpillFiles, frame: bytes) -> SpillRef:
+    ref = spill.reserve(frame)
+    spill.write(ref, frame)
+    return ref
+
+
+def test_frames_fill_segments_and_are_read_back_in_any_order(tmp_path: Path) -> None:
+    spill = SpillFiles(tmp_path, segment_bytes=100)
+    frames = [bytes([i]) * size for i, size in enumerate((40, 40, 40, 250, 1, 0))]
+    refs = [put(spill, frame) for frame in frames]
+    assert [ref.segment for ref in refs] == [1, 1, 2, 3, 4, 4]
+    assert [spill.read(ref) for ref in reversed(refs)] == frames[::-1]
+    spill.close()
+    again = SpillFiles(tmp_path, segment_bytes=100)
+    assert [again.read(ref) for ref in refs] == frames
+    assert put(again, b"new").segment == 5, "a new process never appends to what an old one may have torn"
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
+    spill = SpillFiles(tmp_path)
+    ref = put(spill, b"x" * 1000)
+    spill.close()
+    file = tmp_path / "00000001.seg"
+    body = bytearray(file.read_bytes())
+    if damage == "flip":
+        body[500] ^= 1
+        file.write_bytes(body)
+    elif damage == "cut":
+        file.write_bytes(body[:-1])
+    else:
+        file.unlink()
+    with pytest.raises(DataPlaneError, match=r"spilled column.*00000001.seg"):
+        SpillFiles(tmp_path).read(ref)
+
+
+def test_only_unreferenced_segments_before_the_line_are_deleted(tmp_path: Path) -> None:
+    spill = SpillFiles(tmp_path, segment_bytes=10)
+    for _ in range(4):
+        put(spill, b"0123456789")
+    spill.keep_only([2], below=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002.seg", "00000004.seg"]
+    assert spill.roll() == 5 and spill.roll() == 5
+    spill.keep_only([], below=5)
+    assert list(tmp_path.iterdir()) == []
+    spill.close()

@@ -1,0 +1,39 @@
+"""The report says what the metrics say, and shows rollouts as text, whatever a model wrote."""
+
+import json
+from pathlib import Path
+
+from understudy.observability.metrics import MetricsWriter
+from understudy.observability.report import accuracy_table, write_report
+from understudy.observability.rundir import RunDir
+
+
+def small_run(tmp_path: Path) -> RunDir:
+    run = RunDir.create(str(tmp_path / "run"), "run")
+    writer = MetricsWriter(run.metrics)
+    writer.write(0, {"val/accuracy": 0.2, "val/accuracy/add": 0.2, "val/teacher_accuracy/add": 0.8})
+    writer.write(1, {"actor/loss": 2.0, "teacher/add/kl": 2.0, "time/step": 0.5})
+    writer.write(2, {"actor/loss": 1.0, "teacher/add/kl": 1.0, "time/step": 0.5, "val/accuracy": 0.6, "val/accuracy/add": 0.6})
+    writer.close()
+    lines = [
+        {"step": step, "key": "eval-0", "source": "add", "prompt": "1+1=", "text": text, "answer": "2", "reward": reward}
+        for step, text, reward in ((0, "<script>alert(1)</script>", 0.0), (2, "2", 1.0))
+    ]
+    run.samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_the_table_compares_before_after_and_teacher(tmp_path: Path) -> None:
+    from understudy.observability.metrics import read_metrics
+
+    table = accuracy_table(read_metrics(small_run(tmp_path).metrics))
+    assert table == [{"source": "add", "before": 0.2, "after": 0.6, "teacher": 0.8, "of_teacher": 0.6 / 0.8}]
+
+
+def test_the_page_escapes_and_the_picture_is_there(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    page = write_report(run, "understudy export RUN out").read_text()
+    assert "<script>" not in page and "&lt;script&gt;" in page
+    assert "75.0%" in page and "understudy export RUN out" in page and "Content-Security-Policy" in page
+    picture = (run.path / "curves.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000

@@ -1,0 +1,66 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from understudy.errors import RunDirectoryError
+from understudy.observability.metrics import MetricsWriter, cut_back, read_metrics, without_clock
+from understudy.observability.redact import HIDDEN, redact, redact_text
+from understudy.observability.rundir import RunDir, write_atomically
+
+
+def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
+    first = RunDir.create(None, "run", base=tmp_path)
+    second = RunDir.create(None, "run", base=tmp_path)
+    assert first.path != second.path and first.logs.is_dir()
+    write_atomically(first.recipe, "{}")
+    with pytest.raises(RunDirectoryError, match=f"understudy resume {first.path}"):
+        RunDir.create(str(first.path), "run")
+    assert RunDir.open(first.path).path == first.path
+    with pytest.raises(RunDirectoryError, match="no run directory"):
+        RunDir.open(second.path)
+
+
+def test_the_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
+    run = RunDir.create(str(tmp_path / "run"), "run")
+    code = (
+        "import sys, time; from pathlib import Path; from understudy.observability.rundir import RunDir;"
+        f"lock = RunDir(Path({str(run.path)!r})).lock(); print('held', flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None and owner.stdout.readline() == "held\n"
+    with pytest.raises(RunDirectoryError, match=f"in use by process {owner.pid}"):
+        run.lock()
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    run.lock().close()
+
+
+def test_metrics_are_written_whole_and_cut_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    for step in range(5):
+        writer.write(step, {"b": float("nan"), "a": step, "time/step": 0.1, "perf/x": 1})
+    writer.close()
+    with path.open("a") as handle:
+        handle.write('{"step": 5, "torn')
+    lines = read_metrics(path)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4] and lines[0]["b"] is None
+    assert without_clock(lines[3]) == {"step": 3, "a": 3, "b": None}
+    cut_back(path, 2)
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [0, 1, 2]
+    cut_back(path, None)
+    assert path.read_text() == ""
+
+
+def test_secrets_are_hidden_and_plain_words_are_not() -> None:
+    table = {"token": "abc", "teachers": {"t": {"api_key": "k", "urls": ["http://me:pw@host/x?token=1&a=2"], "token_env": "NAME"}}, "tokens": 5}
+    hidden = redact(table)
+    assert hidden["token"] == HIDDEN and hidden["teachers"]["t"]["api_key"] == HIDDEN
+    assert hidden["teachers"]["t"]["urls"] == [f"http://{HIDDEN}@host/x?token={HIDDEN}&a=2"]
+    assert hidden["teachers"]["t"]["token_env"] == "NAME" and hidden["tokens"] == 5
+    assert redact_text("Authorization: Bearer s3cret") == f"Authorization: Bearer {HIDDEN}"

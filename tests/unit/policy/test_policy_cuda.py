@@ -1,0 +1,70 @@
+"""What only a CUDA device can show: the variable-length kernel against its plain twin, and the optimizer's places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
+
+from understudy.policy.attention import _flash, _side_by_side
+from understudy.policy.microbatch import Layout
+from understudy.policy.optimizer import AdamWSettings
+from understudy.policy.policy import Policy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_flash_kernel_equals_the_plain_twin(window: int | None, kv_heads: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = [1, 17, 64, 3, 40]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device="cuda", dtype=torch.int32)
+    total = sum(lengths)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(heads, total, 32, device="cuda", generator=generator, dtype=torch.bfloat16)
+
+    query, key, value, slope = draw(4), draw(kv_heads), draw(kv_heads), draw(4).transpose(0, 1)
+    results = []
+    for kernel, dtype in ((_flash, torch.bfloat16), (_side_by_side, torch.float64)):
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (query, key, value)]
+        out = kernel(*leaves, bounds, max(lengths), 0.2, window)
+        (out * slope.to(dtype)).sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    for fast, plain in zip(*results, strict=True):
+        assert (fast.double() - plain).abs().max() < 3e-2 * max(1.0, plain.abs().max().item())
+
+
+def test_packed_is_chosen_and_equals_padded() -> None:
+    batch = varied_batch(rows=40)
+    found = {}
+    for layout in (None, Layout.PADDED):
+        policy = Policy(qwen3(dtype=torch.bfloat16).cuda(), settings(layout=layout))
+        result = policy.update(batch, cross_entropy, token_mean(batch), 128)
+        found[policy.layout] = (result.loss, policy.logprobs(batch).values)
+    reference = Policy(qwen3().cuda(), settings()).update(batch, cross_entropy, token_mean(batch), 128).loss
+    assert set(found) == set(Layout)
+    for loss, _ in found.values():
+        assert loss == pytest.approx(reference, rel=1e-2)
+    packed, padded = (found[layout][1] for layout in Layout)
+    assert (packed - padded).abs().mean() < 3e-2
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_moves_through_the_host_and_back(dtype: torch.dtype, offload: bool) -> None:
+    """One step after a restart equals the step without one; the optimizer finds its tensors where it needs them."""
+    ways = settings(adamw=AdamWSettings(weight_decay=0.1, offload=offload), layout=Layout.PADDED)
+    first = Policy(qwen3(dtype=dtype).cuda(), ways)
+    batch = varied_batch()
+    first.update(batch, cross_entropy, token_mean(batch), 64)
+    second = Policy(qwen3(seed=4, dtype=dtype).cuda(), ways)
+    second.load_state(first.state().detached())
+    losses = [policy.update(batch, cross_entropy, token_mean(batch), 64).loss for policy in (first, second)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-3)

@@ -1,0 +1,163 @@
+"""Answers kept, and answers asked for twice: neither may change a score."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+from teacher_rig import random_items
+from test_teacher_pool import MANIFEST, OPTIONS, Rig, Scripted, answer, failing, running, settle
+
+from understudy.errors import TeacherReplyError
+from understudy.teacher.cache import ScoreCache, item_digest
+from understudy.teacher.manifest import Batching
+from understudy.teacher.pool_events import EventKind
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+BY_ARRIVAL = msgspec.structs.replace(MANIFEST, batching=Batching.BY_ARRIVAL)
+
+
+def test_the_key_is_what_scores_depend_on_and_nothing_else() -> None:
+    item = random_items(1, 1, Signal.TOPK, 4)[0]
+    same = replace(item, key="another row")
+    assert item_digest(MANIFEST, item) == item_digest(MANIFEST, same)
+    others = [
+        replace(item, k=5),
+        replace(item, signal=Signal.SAMPLED),
+        replace(item, positions=item.positions[:-1]),
+        replace(item, tokens=item.tokens[::-1].copy()),
+        replace(item, ids=np.zeros((1, 1), np.int32)),
+    ]
+    digests = {item_digest(MANIFEST, other) for other in others} | {item_digest(MANIFEST, item)}
+    assert len(digests) == 6
+    assert item_digest(msgspec.structs.replace(MANIFEST, weights_sha256="bb"), item) not in digests
+
+
+def test_old_entries_leave_when_the_cache_is_full() -> None:
+    cache = ScoreCache(max_bytes=4000)
+    for seed in range(40):
+        items = random_items(1, seed)
+        cache.put(bytes([seed]), answer("math", items))
+        assert cache.held_bytes <= 4000
+    assert cache.get(bytes([39]), random_items(1, 39)) is not None
+    assert cache.get(bytes([0]), random_items(1, 0)) is None
+
+
+def test_a_request_seen_before_is_answered_without_asking() -> None:
+    async def test(rig: Rig) -> None:
+        items = random_items(3, 1)
+        first = await rig.pool.score(items)
+        again = await rig.pool.score([replace(item, key=f"again-{item.key}") for item in items])
+        assert [s.key for s in again] == [f"again-{item.key}" for item in items]
+        for a, b in zip(first, again, strict=True):
+            np.testing.assert_array_equal(a.sampled_logprobs, b.sampled_logprobs)
+        assert sum(len(r.asked) for r in rig.replicas.values()) == 1 and rig.pool.metrics().cache_hits == 3
+
+    running(test, Rig(options=replace(OPTIONS, cache_bytes=10**6)))
+
+
+def test_requests_scored_alone_are_never_answered_in_part() -> None:
+    """Dropping known items would change what is scored together, and with it the last bits of the scores."""
+
+    async def test(rig: Rig) -> None:
+        await rig.pool.score(random_items(3, 1))
+        await rig.pool.score(random_items(3, 1)[:2])
+        assert [len(keys) for r in rig.replicas.values() for keys in r.asked] == [3, 2]
+
+    running(test, Rig(options=replace(OPTIONS, cache_bytes=10**6)))
+
+
+def test_requests_merged_on_arrival_are_answered_item_by_item() -> None:
+    async def test(rig: Rig) -> None:
+        known, new = random_items(2, 1), random_items(2, 2)
+        await rig.pool.score(known)
+        scores = await rig.pool.score([known[0], new[0], known[1], new[1]])
+        assert [s.key for s in scores] == [known[0].key, new[0].key, known[1].key, new[1].key]
+        asked = [keys for r in rig.replicas.values() for keys in r.asked]
+        assert sorted(asked) == sorted([[known[0].key, known[1].key], [new[0].key, new[1].key]])
+
+    def merging(name: str) -> Scripted:
+        replica = Scripted(name)
+        replica.manifest_now = BY_ARRIVAL
+        return replica
+
+    rig = Rig(options=replace(OPTIONS, cache_bytes=10**6))
+    rig.fresh = merging
+    running(test, rig)
+
+
+async def never(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+    await asyncio.Event().wait()
+    return []
+
+
+HEDGING = replace(OPTIONS, hedge_factor=2.0)
+
+
+async def accustomed(rig: Rig, seconds: float = 1.0) -> None:
+    """Let the pool see enough answers, each taking `seconds`, to know what late is."""
+
+    async def taking_time(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        await rig.clock.sleep(seconds)
+        return answer(replica.name, items)
+
+    for replica in rig.replicas.values():
+        replica.now = taking_time
+    for _ in range(20):
+        await rig.score()
+
+
+def test_a_straggler_is_overtaken_by_another_replica() -> None:
+    async def test(rig: Rig) -> None:
+        await accustomed(rig)
+        lighter = min(rig.pool.metrics().replicas, key=lambda r: r.tokens).name
+        rig.replicas[lighter].now = never
+        call = asyncio.create_task(rig.pool.score(random_items(1)))
+        await rig.clock.advance(1.9)
+        assert rig.pool.metrics().hedges == 0
+        await rig.clock.advance(1.5)
+        assert call.done() and call.result()[0].teacher != lighter
+        metrics = rig.pool.metrics()
+        assert metrics.hedges == 1 and metrics.retries == 0
+        assert all(r.outstanding_tokens == 0 and r.failures == 0 for r in metrics.replicas)
+
+    running(test, Rig(options=HEDGING))
+
+
+def test_a_punctual_answer_is_not_hedged() -> None:
+    async def test(rig: Rig) -> None:
+        await accustomed(rig)
+        for _ in range(5):
+            await rig.score()
+        assert rig.pool.metrics().hedges == 0
+
+    running(test, Rig(options=HEDGING))
+
+
+def test_failures_of_both_hedged_replicas_are_noted_and_retried() -> None:
+    async def test(rig: Rig) -> None:
+        await accustomed(rig)
+        lighter = min(rig.pool.metrics().replicas, key=lambda r: r.tokens).name
+        other = "b" if lighter == "a" else "a"
+
+        async def late_lie(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            await rig.clock.sleep(5.0)
+            raise TeacherReplyError("late and wrong")
+
+        rig.replicas[lighter].now = late_lie
+        rig.replicas[other].now = failing(TeacherReplyError("wrong"))
+        call = asyncio.create_task(rig.pool.score(random_items(1)))
+        await rig.clock.advance(5.5)
+        await settle()
+        assert {e.replica for e in rig.told(EventKind.RETRIED)} == {"a", "b"}
+        for replica in rig.replicas.values():
+            replica.now = answered
+        await rig.clock.advance(5.0)
+        assert (await call)[0].key == "row-0-0"
+
+    running(test, Rig(options=HEDGING))
+
+
+async def answered(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+    return answer(replica.name, items)

@@ -1,0 +1,92 @@
+"""The thread that scores: merged requests come apart again, bad ones fail alone, gone ones are skipped."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from teacher_rig import random_items
+
+from understudy.teacher.manifest import Batching
+from understudy.teacher.model import load_frozen
+from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
+from understudy.teacher.scorer import Begun, Scorer
+from understudy.teacher.worker import ScoringWorker, divided, merged
+from understudy.types.scores import Signal
+
+
+@pytest.fixture(scope="module")
+def scorer(qwen3: Path) -> Scorer:
+    return Scorer("t", load_frozen(str(qwen3)))
+
+
+def requests() -> list[ScoreRequest]:
+    kinds = [(Signal.TOPK, 4), (Signal.SAMPLED, 0), (Signal.AT_IDS, 3), (Signal.HIDDEN, 0), (Signal.TOPK, 2)]
+    mixed = [request_of(random_items(3, seed, signal, k)) for seed, (signal, k) in enumerate(kinds)]
+    return [*mixed, request_of(random_items(1, 9, Signal.HIDDEN) + random_items(2, 10, Signal.TOPK, 4))]
+
+
+def assert_equal(a: ScoreReply, b: ScoreReply, atol: float = 0.0) -> None:
+    assert a.keys == b.keys and a.signals == b.signals and a.k_N == b.k_N
+    for name in ("position_counts_N", "digests_N", "judged_P", "ids"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+    np.testing.assert_allclose(a.sampled_P, b.sampled_P, atol=atol)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
+    assert a.hidden.shape == b.hidden.shape
+
+
+def test_merged_requests_come_apart_again(scorer: Scorer) -> None:
+    asked = requests()
+    for own, part in zip(map(scorer.score, asked), divided(scorer.score(merged(asked)), asked), strict=True):
+        assert_equal(own, part, atol=1e-5)
+
+
+@pytest.mark.parametrize("batching", Batching)
+def test_requests_waiting_together_each_get_their_own_reply(scorer: Scorer, batching: Batching) -> None:
+    worker = ScoringWorker(scorer, batching)
+    futures = [worker.submit(request) for request in requests()]  # queued before the thread starts
+    assert worker.counts.waiting_requests == 6
+    worker.start()
+    for request, future in zip(requests(), futures, strict=True):
+        atol = 0.0 if batching is Batching.BY_REQUEST else 1e-5
+        assert_equal(scorer.score(request), future.result(60), atol)
+    worker.stop()
+    counts = worker.counts
+    assert counts.requests == 6 and counts.waiting_requests == counts.waiting_tokens == 0
+    assert counts.batches == (6 if batching is Batching.BY_REQUEST else 1)
+    assert counts.sequences == 18 and counts.busy_seconds > 0
+
+
+class Fragile(Scorer):
+    """Cannot score the row called `poison`."""
+
+    def begin(self, request: ScoreRequest) -> Begun:
+        if any("poison" in key for key in request.keys):
+            raise RuntimeError("out of memory")
+        return super().begin(request)
+
+
+@pytest.mark.parametrize("batching", Batching)
+def test_one_bad_request_fails_alone(qwen3: Path, batching: Batching) -> None:
+    fragile = Fragile("t", load_frozen(str(qwen3)))
+    worker = ScoringWorker(fragile, batching)
+    asked = requests()[:3]
+    asked[1].keys[0] = "poison"
+    futures = [worker.submit(request) for request in asked]
+    worker.start()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        futures[1].result(60)
+    for i in (0, 2):
+        assert futures[i].result(60).keys == asked[i].keys
+    assert worker.submit(asked[0]).result(60).keys == asked[0].keys
+    worker.stop()
+    assert worker.counts.failures == 1 and worker.counts.waiting_tokens == 0
+
+
+def test_a_request_whose_caller_left_is_not_scored(scorer: Scorer) -> None:
+    worker = ScoringWorker(scorer, Batching.BY_REQUEST)
+    futures = [worker.submit(request) for request in requests()[:3]]
+    assert futures[1].cancel()
+    worker.start()
+    assert futures[2].result(60)
+    worker.stop()
+    assert worker.counts.requests == 2 and worker.counts.waiting_requests == 0
