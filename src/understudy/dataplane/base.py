@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from understudy.dataplane.groups import GroupFilter
 from understudy.types.batch import BatchMeta
 
 if TYPE_CHECKING:
@@ -235,6 +236,10 @@ class DataPlane(Protocol):
         self, partition: str, keys: Sequence[str], reason: str, lease: Lease | None = None
     ) -> None:
         """Take sound rows out on purpose (no signal, too stale); counted apart from dead letters."""
+        ...
+
+    def filter_groups(self, partition: str, group_filter: GroupFilter | None) -> None:
+        """Look at every group of this partition once it is complete. Set where the plane lives, not over a wire."""
         ...
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None) -> None:

@@ -19,7 +19,6 @@ from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 
 _SHORTEST_TIMER = 0.01
-_NONE = dict.fromkeys(RowStatus, 0)
 
 
 class Claims:
@@ -132,7 +131,7 @@ class Claims:
 
     def depth(self, home: Partition, ready: ViewSpec) -> Depth:
         """Counts of the partition (of one step, if `ready` names one), and how many rows are ready."""
-        counts = home.counts if ready.step is None else home.step_counts.get(ready.step, _NONE)
+        counts = home.count(ready.step)
         return Depth(
             pending=counts[RowStatus.PENDING],
             running=counts[RowStatus.RUNNING],
@@ -193,7 +192,7 @@ class Claims:
 
 def _missing(home: Partition, view: View, request: ClaimRequest, timeout: float | None) -> str:
     spec = view.spec
-    counts = ", ".join(f"{count} {status.value}" for status, count in home.counts.items() if count)
+    counts = ", ".join(f"{count} {status.value}" for status, count in home.count(spec.step).items() if count)
     wanted = f" with columns {', '.join(spec.fields)}" if spec.fields else ""
     return (
         f"after {timeout} s {view.ready(request.count)} of {request.at_least} {request.count.value} are "

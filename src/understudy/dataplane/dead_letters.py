@@ -7,12 +7,15 @@ and the whole file is written anew from the ledger at every start, so a crash in
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from understudy.observability.faults import point
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "dead_letters.jsonl"
 
@@ -40,8 +43,11 @@ class DeadLetters:
 
     def append(self, partition: str, key: str, step: int, told: str) -> None:
         point("dead_letters.before_append")
-        with self._file.open("a", encoding="utf-8") as out:
-            out.write(self._line(partition, key, step, told))
+        try:
+            with self._file.open("a", encoding="utf-8") as out:
+                out.write(self._line(partition, key, step, told))
+        except OSError as error:
+            logger.warning("dead letter %s is in the ledger but not in %s: %s", key, self._file, error)
 
     @staticmethod
     def _line(partition: str, key: str, step: int, told: str) -> str:

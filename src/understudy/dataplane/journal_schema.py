@@ -100,7 +100,7 @@ def insert_many(connection: sqlite3.Connection, head: str, rows: Sequence[Sequen
         return
     mark = "(" + ",".join("?" * len(rows[0])) + ")"
     done = 0
-    for size in (256, 64, 16, 4, 1):
+    for size in (256, 128, 64, 32, 16, 8, 4, 2, 1):
         while len(rows) - done >= size:
             statement = head + ",".join((mark,) * size)
             connection.execute(statement, list(chain.from_iterable(rows[done : done + size])))

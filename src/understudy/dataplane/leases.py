@@ -45,8 +45,13 @@ class Leases:
         return math.inf if seconds is None else self.clock() + seconds
 
     def _remember_end(self, held: HeldLease) -> None:
-        if held.expires != math.inf:
-            heapq.heappush(self._ends, (held.expires, held.id))
+        if held.expires == math.inf:
+            return
+        heapq.heappush(self._ends, (held.expires, held.id))
+        if len(self._ends) > 64 and len(self._ends) > 4 * len(self._held):
+            # Acked leases leave their ends behind; at thousands a second those would pile up for minutes.
+            self._ends = [(held.expires, held.id) for held in self._held.values() if held.expires != math.inf]
+            heapq.heapify(self._ends)
 
     def check(self, lease: Lease, keys: Iterable[str] | None = None) -> HeldLease:
         """The held lease, or `LeaseLost` saying why it is void or which row it does not cover."""

@@ -13,6 +13,7 @@ from understudy.dataplane.settled import SettledKeys
 from understudy.dataplane.view import View, ViewSpec
 
 MOST_VIEWS = 8
+_NONE = dict.fromkeys(RowStatus, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,8 @@ class Partition:
     claims_waiting: int = 0
     watches: list[Watch] = field(default_factory=list)
     settled: SettledKeys = field(default_factory=SettledKeys)
-    counts: dict[RowStatus, int] = field(default_factory=lambda: dict.fromkeys(RowStatus, 0))
-    step_counts: dict[int, dict[RowStatus, int]] = field(default_factory=dict)
-    """The same, by the step rows were issued for."""
+    counts: dict[int, dict[RowStatus, int]] = field(default_factory=dict)
+    """Rows by the step they were issued for, and by status."""
     leased: int = 0
     filter: GroupFilter | None = None
     serve_scheduled: bool = False
@@ -63,13 +63,16 @@ class Partition:
         self._count(row, 1)
 
     def _count(self, row: Row, change: int) -> None:
-        self.counts[row.status] += change
-        of_step = self.step_counts.get(row.step)
+        of_step = self.counts.get(row.step)
         if of_step is None:
-            of_step = self.step_counts[row.step] = dict.fromkeys(RowStatus, 0)
+            of_step = self.counts[row.step] = dict.fromkeys(RowStatus, 0)
         of_step[row.status] += change
-        if change < 0 and not any(of_step.values()):
-            del self.step_counts[row.step]
+
+    def count(self, step: int | None) -> dict[RowStatus, int]:
+        """Rows by status, of one step or of all."""
+        if step is not None:
+            return self.counts.get(step, _NONE)
+        return {status: sum(of_step[status] for of_step in self.counts.values()) for status in RowStatus}
 
     def join(self, row: Row, name: str, policy: GroupPolicy, group_id: int) -> None:
         group = self.groups.get(name)
@@ -87,6 +90,8 @@ class Partition:
         """The row is settled; its lease was dropped before."""
         del self.rows[row.key]
         self._count(row, -1)
+        if not any(self.counts[row.step].values()):
+            del self.counts[row.step]
         self.settled.add(row.key)
         if row.group is not None:
             del row.group.rows[row.key]

@@ -171,9 +171,9 @@ class RemoteEngine:
                 continue
             try:
                 timeout = self._deadline_s + self._deadline_per_token_s * ask.max_new_tokens
-                piece = self._dialect.read(
-                    await self._post(replica, self._dialect.generate, body, timeout), ask
-                )
+                reply = await self._post(replica, self._dialect.generate, body, timeout)
+                piece = self._dialect.read(reply, ask)
+                _check_label(replica, piece)
             except _RefusedError:
                 self._replicas.withdrawn(replica, size)
                 raise

@@ -76,6 +76,11 @@ class VLLMEngine(RemoteEngine):
         self._children = dict(zip([f"replica-{i}" for i in range(len(children))], children, strict=True))
         self._watchers = [asyncio.create_task(self._watch(name)) for name in self._children]
 
+    @property
+    def children(self) -> Mapping[str, Child]:
+        """The servers' processes by replica."""
+        return self._children
+
     async def _watch(self, name: str) -> None:
         """Starts the replica again whenever its process has died; it serves once it has the newest weights."""
         wait = _FIRST_WAIT_S

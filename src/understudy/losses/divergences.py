@@ -8,6 +8,7 @@ Shape legend: … any leading shape, M outcomes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -98,5 +99,4 @@ def _log_mix(share: float, log_a: Tensor, log_b: Tensor) -> Tensor:
     """log(share·a + (1 − share)·b)."""
     if share == 0.0:
         return log_b
-    log_share = torch.log(torch.tensor([share, 1 - share], dtype=torch.float64)).tolist()
-    return torch.logaddexp(log_a + log_share[0], log_b + log_share[1])
+    return torch.logaddexp(log_a + math.log(share), log_b + math.log1p(-share))

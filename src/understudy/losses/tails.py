@@ -11,6 +11,7 @@ log(1 − Σ p) with a floor at float32 resolution.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -37,8 +38,7 @@ def teacher_log_tail(logprobs_NK: Tensor) -> Tensor:
     """log of the teacher's mass outside its K candidates [N]; a sum that rounds to 1 or above gives the floor."""
     wide = logprobs_NK if logprobs_NK.dtype == torch.float64 else logprobs_NK.float()
     log_mass = torch.logsumexp(wide, dim=-1)
-    ceiling = torch.log1p(torch.tensor(-TEACHER_TAIL_FLOOR, dtype=log_mass.dtype, device=log_mass.device))
-    return log1mexp(torch.minimum(log_mass, ceiling))
+    return log1mexp(log_mass.clamp_max(math.log1p(-TEACHER_TAIL_FLOOR)))
 
 
 def floor_log_tail(log_tail_N: Tensor) -> Tensor:

@@ -7,6 +7,7 @@
       spans.jsonl        who did what when (produce, score, update, publish, …)
       samples.jsonl      held-out rollouts of each evaluation
       dataplane/         journal.sqlite: rows, leases and the ledger; dead_letters.jsonl: rows that failed, with the reason
+      refused.jsonl      rows whose loss or gradient was not finite, where there were any
       checkpoints/       step-000050/ …, latest
       logs/              one file per process
       report.html, curves.png
@@ -83,6 +84,10 @@ class RunDir:
     @property
     def dead_letters(self) -> Path:
         return self.dataplane / "dead_letters.jsonl"
+
+    @property
+    def refused(self) -> Path:
+        return self.path / "refused.jsonl"
 
     @property
     def checkpoints(self) -> Path:

@@ -10,6 +10,7 @@ from understudy.errors import ConfigError, DataError
 from understudy.rollout.agent import AgentLoop
 from understudy.rollout.loading import load_object
 from understudy.rollout.single_turn import SingleTurn
+from understudy.rollout.timing import TimedLoop
 from understudy.rollout.tool_loop import ToolLoop
 from understudy.types.prompt import Prompt
 
@@ -48,12 +49,12 @@ class LoopChoice:
 
     def __init__(self, default: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._default, self._options = default, dict(options or {})
-        self._made: dict[str, AgentLoop] = {}
+        self._made: dict[str, TimedLoop] = {}
         self.of_name(default)
 
     def of_name(self, name: str) -> AgentLoop:
         if name not in self._made:
-            self._made[name] = build_loop(name, self._options.get(name))
+            self._made[name] = TimedLoop(build_loop(name, self._options.get(name)))
         return self._made[name]
 
     def of(self, prompt: Prompt) -> AgentLoop:
@@ -66,5 +67,4 @@ class LoopChoice:
     async def close(self) -> None:
         """Ends what loops keep running (tool processes)."""
         for loop in self._made.values():
-            if hasattr(loop, "close"):
-                await loop.close()
+            await loop.close()

@@ -27,7 +27,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from understudy.teacher.head import to_wire
 from understudy.teacher.head_frame import encode_head
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.prometheus import replica_metrics
@@ -93,7 +92,7 @@ def build_app(
         return Response(encode_reply(reply), media_type=CONTENT_TYPE)
 
     async def head(_: Request) -> Response:
-        frame = await run_in_threadpool(lambda: encode_head(to_wire(worker.scorer.head)))
+        frame = await run_in_threadpool(lambda: encode_head(worker.scorer.wire_head))
         return Response(frame, media_type=CONTENT_TYPE)
 
     async def show_vocabulary(_: Request) -> Response:

@@ -3,22 +3,23 @@
 Only the judged positions come here, in chunks bounded by bytes. A chunk's logits live just long enough to give
 their logsumexp (fp32), the judged token's logit, and the K best or the named ones.
 
-Legend: P judged positions, C rows of one chunk, H hidden size, V vocabulary, K candidates, B column blocks.
+Legend: P judged positions, C rows of one chunk, H hidden size, V vocabulary (or the part of it held here), K candidates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from understudy.teacher.chunk_reader import ChunkReader, WholeVocabulary
 from understudy.teacher.head_frame import WireHead
 
-TOPK_BLOCK = 64
-"""Columns whose maximum decides whether a block can hold one of the K best."""
+WIDE_PRODUCT = torch.__version__ >= torch.torch_version.TorchVersion("2.8")
+"""Whether torch can keep a half-precision product in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,19 @@ class Head:
     """logits × scale (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`, …)."""
     softcap: float | None = None
     """cap · tanh(logits / cap), after the scale (Gemma)."""
+    reader: ChunkReader = field(default_factory=WholeVocabulary)
+    vocab_size: int | None = None
+    """Of the whole vocabulary, where `weight_VH` holds some of its rows only."""
+    widest_shard: int | None = None
+    """The most rows a process holds: all must cut their chunks alike, or they would wait for each other for ever."""
 
     @property
     def vocab(self) -> int:
-        return self.weight_VH.shape[0]
+        return self.vocab_size or self.weight_VH.shape[0]
 
     def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """fp32 [C, V]."""
-        if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
+        if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32 and WIDE_PRODUCT:
             # The product stays in the accumulator's precision: rounding logits to bf16 costs up to 0.06 nats.
             logits_CV = torch.mm(hidden_CH, self.weight_VH.T, out_dtype=torch.float32)
             if self.bias_V is not None:
@@ -98,8 +104,8 @@ class HeadScores:
     logprobs_PK: torch.Tensor | None = None
 
 
-def rows_per_chunk(vocab: int, chunk_bytes: int) -> int:
-    return max(1, chunk_bytes // (4 * vocab))
+def rows_per_chunk(columns: int, chunk_bytes: int) -> int:
+    return max(1, chunk_bytes // (4 * columns))
 
 
 def score_rows(
@@ -112,51 +118,21 @@ def score_rows(
     chunk_bytes: int,
 ) -> HeadScores:
     """Full-softmax logprobs at temperature 1: of the judged token, and of the K best or the named ids."""
-    rows = rows_per_chunk(head.vocab, chunk_bytes)
+    rows = rows_per_chunk(head.widest_shard or head.vocab, chunk_bytes)
     positions = hidden_PH.shape[0]
     columns = topk or (0 if at_ids_PK is None else at_ids_PK.shape[1])
-    sampled_P = torch.empty(positions, dtype=torch.float32, device=hidden_PH.device)
-    ids_PK = torch.empty(positions, columns, dtype=torch.int32, device=hidden_PH.device) if topk else None
-    logprobs_PK = (
-        torch.empty(positions, columns, dtype=torch.float32, device=hidden_PH.device) if columns else None
-    )
+    device = hidden_PH.device
+    sampled_P = torch.empty(positions, dtype=torch.float32, device=device)
+    ids_PK = torch.empty(positions, columns, dtype=torch.int32, device=device) if topk else None
+    logprobs_PK = torch.empty(positions, columns, dtype=torch.float32, device=device) if columns else None
     for start in range(0, positions, rows):
         part = slice(start, min(start + rows, positions))
         logits_CV = head.logits(hidden_PH[part])
-        total_C = torch.logsumexp(logits_CV, dim=-1)
-        torch.sub(logits_CV.gather(1, judged_P[part, None]).squeeze(1), total_C, out=sampled_P[part])
-        if topk:
-            assert ids_PK is not None and logprobs_PK is not None
-            best_CK, ids_CK = best_of(logits_CV, topk)
-            torch.sub(best_CK, total_C[:, None], out=logprobs_PK[part])
-            ids_PK[part] = ids_CK
-        elif at_ids_PK is not None:
-            assert logprobs_PK is not None
-            torch.sub(logits_CV.gather(1, at_ids_PK[part]), total_C[:, None], out=logprobs_PK[part])
-    return HeadScores(sampled_P, ids_PK if topk else at_ids_PK, logprobs_PK)
-
-
-def best_of(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ids) of the K best, best first."""
-    worthwhile = logits_CV.is_cuda and 8 * k * TOPK_BLOCK <= logits_CV.shape[1]
-    return two_stage_topk(logits_CV, k) if worthwhile else torch.topk(logits_CV, k, dim=-1)
-
-
-def two_stage_topk(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An exact top-k for large vocabularies: over block maxima first, then over K × 64 candidates.
-
-    The K best values lie in the K blocks with the largest maxima: were one outside, K blocks would each hold
-    a value at least as large.
-    """
-    rows, vocab = logits_CV.shape
-    blocks = vocab // TOPK_BLOCK
-    whole = blocks * TOPK_BLOCK
-    maxima_CB = logits_CV[:, :whole].view(rows, blocks, TOPK_BLOCK).amax(-1)
-    chosen_CK = maxima_CB.topk(k, dim=-1, sorted=False).indices
-    columns = torch.arange(TOPK_BLOCK, device=logits_CV.device)
-    candidates = (chosen_CK[:, :, None] * TOPK_BLOCK + columns).flatten(1)
-    if whole < vocab:
-        rest = torch.arange(whole, vocab, device=logits_CV.device).expand(rows, -1)
-        candidates = torch.cat([candidates, rest], dim=1)
-    best_CK, places_CK = logits_CV.gather(1, candidates).topk(k, dim=-1)
-    return best_CK, candidates.gather(1, places_CK)
+        total_C, best = head.reader.read(logits_CV, topk)
+        torch.sub(head.reader.at(logits_CV, judged_P[part, None]).squeeze(1), total_C, out=sampled_P[part])
+        if best is not None and ids_PK is not None and logprobs_PK is not None:
+            torch.sub(best[0], total_C[:, None], out=logprobs_PK[part])
+            ids_PK[part] = best[1]
+        elif at_ids_PK is not None and logprobs_PK is not None:
+            torch.sub(head.reader.at(logits_CV, at_ids_PK[part]), total_C[:, None], out=logprobs_PK[part])
+    return HeadScores(sampled_P, ids_PK, logprobs_PK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ class FrozenModel:
     device: torch.device
     max_length: int
     """The longest sequence the model's positions allow."""
+
+    def on(self, device: str) -> FrozenModel:
+        """The same, where the model has been moved to another device."""
+        return replace(self, device=torch.device(device))
 
     @property
     def body(self) -> Any:

@@ -20,7 +20,8 @@ import torch
 
 from understudy.errors import TeacherError
 from understudy.teacher.body import Body, Layout
-from understudy.teacher.head import Head, head_of, score_rows
+from understudy.teacher.head import Head, head_of, score_rows, to_wire
+from understudy.teacher.head_frame import WireHead
 from understudy.teacher.model import FrozenModel
 from understudy.teacher.packing import ragged_ranges
 from understudy.teacher.probe import is_uniform, judged, probe_family
@@ -85,11 +86,18 @@ class Begun:
 class Scorer:
     """Scores requests with one frozen model. Not thread-safe: one thread owns it."""
 
-    def __init__(self, name: str, frozen: FrozenModel, options: ScorerOptions | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        frozen: FrozenModel,
+        options: ScorerOptions | None = None,
+        *,
+        head: Head | None = None,
+    ) -> None:
         self.name = name
         self.frozen = frozen
         self.options = options or ScorerOptions()
-        self.head: Head = head_of(frozen.model)
+        self.head: Head = head or head_of(frozen.model)
         self.body = Body(
             frozen, self.options.layout, self.options.share_prefixes, self.options.max_batch_tokens
         )
@@ -210,7 +218,7 @@ class Scorer:
         An architecture whose attention cannot be packed is found out here and scored padded from then on.
         """
         items = probe_family(self.vocab, self.frozen.max_length)
-        theirs = np.concatenate([self._plain_logprobs(item) for item in items])
+        theirs = self._expected()
         wanted = self.body.layout
         self.body.layout = Layout.PADDED
         self._check_same(self.score(request_of(items)).sampled_P, theirs)
@@ -255,10 +263,14 @@ class Scorer:
         else:
             self.body.layout = wanted
 
-    def _plain_logprobs(self, item: ScoreItem) -> np.ndarray:
-        tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(self.frozen.device)
-        logits = self.frozen.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).cpu().numpy()
+    def _expected(self) -> np.ndarray:
+        """What the model's own forward says of the probe."""
+        items = probe_family(self.vocab, self.frozen.max_length)
+        return np.concatenate([plain_logprobs(self.frozen, item) for item in items])
+
+    @property
+    def wire_head(self) -> WireHead:
+        return to_wire(self.head)
 
     def _check_same(self, ours: np.ndarray, theirs: np.ndarray) -> None:
         """Half precision rounds the model's own logits, by more the larger they are."""
@@ -268,6 +280,14 @@ class Scorer:
                 f"teacher {self.name}: scores of {self.frozen.path} differ from the model's own forward by "
                 f"{np.abs(ours - theirs).max():.3g} nats; this architecture treats its logits in a way not known here"
             )
+
+
+@torch.inference_mode()
+def plain_logprobs(frozen: FrozenModel, item: ScoreItem) -> np.ndarray:
+    """One sequence through the model's own forward, head and all."""
+    tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(frozen.device)
+    logits = frozen.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).cpu().numpy()
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

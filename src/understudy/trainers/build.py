@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +37,7 @@ from understudy.trainers.gather import Lane
 from understudy.trainers.loading import LoadedModel, load_model
 from understudy.trainers.system import System
 from understudy.trainers.teachers import manifests_of, router_of, start_teachers, teacher_lanes
+from understudy.types.batch import Batch
 from understudy.weights.in_process import SharedWeights
 
 
@@ -51,7 +54,7 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
         stack.push_async_callback(teachers.close)
         pools = teachers.pools
 
-        policy = Policy(student.model, _policy_settings(recipe))
+        policy = Policy(student.model, _policy_settings(recipe), on_bad_rows=partial(keep_refused, run))
         engine = student.engine(recipe.rollout.max_batch)
         stack.push_async_callback(engine.close)
         publisher = SharedWeights(policy.model, engine)
@@ -90,7 +93,7 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
             cursor=PromptCursor(load_dataset(recipe.data.train), recipe.run.seed, recipe.data.shuffle),
             loops=LoopChoice(recipe.rollout.agent),
             rewards=Rewards(rewards, renderer),
-            checkpoints=CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints),
+            checkpoints=_checkpoints(recipe, run),
             eval_prompts=eval_prompts(load_dataset(recipe.data.eval), recipe.trainer.eval_samples) if recipe.data.eval else [],
             metrics=metrics,
             spans=spans,
@@ -98,6 +101,23 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
             deterministic=deterministic,
             manifests=manifests_of(pools),
         )
+
+
+def keep_refused(run: RunDir, rows: Batch, reason: str) -> None:
+    """Rows whose loss or gradient was not finite, kept as they were, so that the step can be looked into."""
+    with run.refused.open("a") as handle:
+        for index, key in enumerate(rows.keys):
+            line = {"key": key, "reason": reason, "tokens": rows.tokens[index].tolist(), "loss_mask": rows.loss_mask[index].tolist()}
+            if rows.teacher_logprobs is not None:
+                line["teacher_logprobs"] = rows.teacher_logprobs[index].tolist()
+            handle.write(json.dumps(line) + "\n")
+
+
+def _checkpoints(recipe: Recipe, run: RunDir) -> CheckpointStore:
+    """The run's own store; what a crash left half-written is cleared first (the run's lock is held)."""
+    store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
+    store.recover()
+    return store
 
 
 def is_deterministic(recipe: Recipe) -> bool:

@@ -83,6 +83,18 @@ def test_key_order_goes_on_when_the_smallest_key_dies(rig: Rig) -> None:
     rig.run(body)
 
 
+def test_key_order_looks_again_when_smaller_keys_arrive(rig: Rig) -> None:
+    async def body(plane: Any) -> None:
+        await plane.issue("train", ["e_0_0"], step=1)
+        await put_all(plane, ["f_0_0", "g_0_0"])
+        claim = asyncio.create_task(plane.claim("train", 2, order=Order.KEY))
+        assert await is_waiting(claim), "stopped at e, which is outstanding"
+        await put_all(plane, ["a_0_0", "b_0_0"])
+        assert (await asyncio.wait_for(claim, 1)).meta.keys == ("a_0_0", "b_0_0")
+
+    rig.run(body)
+
+
 def test_where_chooses_by_tags(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         for i, source in enumerate(("math", "code", "math", "chat")):
@@ -144,13 +156,14 @@ def test_waiting_claims_are_served_in_order_so_a_large_one_is_not_starved(rig: R
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 4, 5])
 def test_a_claim_cancelled_at_any_moment_loses_no_row(rig: Rig, turns: int) -> None:
     async def body(plane: Any) -> None:
-        claim = asyncio.create_task(plane.claim("train", 1))
+        claim = asyncio.create_task(plane.claim("train", 1, lease_seconds=None))
         await asyncio.sleep(0)
-        await plane.put("train", {"a_0_0": tokens(1)})
+        put = asyncio.create_task(plane.put("train", {"a_0_0": tokens(1)}))
         for _ in range(turns):
             await asyncio.sleep(0)
         claim.cancel()
         result = (await asyncio.gather(claim, return_exceptions=True))[0]
+        await put
         if isinstance(result, asyncio.CancelledError):
             assert (await plane.claim("train", 1, timeout=1)).meta.keys == ("a_0_0",)
         else:

@@ -17,7 +17,7 @@ from understudy.engines.hf import HFEngine
 from understudy.engines.remote import RemoteEngine
 from understudy.engines.replicas import Endpoint
 from understudy.engines.schedule import Batching
-from understudy.engines.vllm import VLLMSettings, start_vllm
+from understudy.engines.vllm import VLLMEngine, VLLMSettings, start_vllm
 
 VOCAB, CONTEXT, EOS = 64, 256, 2
 Opened = Callable[[Any, Path], AbstractAsyncContextManager[Engine]]
@@ -85,14 +85,14 @@ VLLM_PYTHON = os.environ.get("UNDERSTUDY_VLLM_PYTHON", "")
 
 
 @asynccontextmanager
-async def real_vllm(model: Any, folder: Path) -> AsyncIterator[Engine]:
+async def real_vllm(model: Any, folder: Path) -> AsyncIterator[VLLMEngine]:
     model.save_pretrained(folder / "student")
     processes = LocalProcesses(folder / "logs", start_timeout=400)
     options = ("--enforce-eager", "--skip-tokenizer-init") if not torch.cuda.is_available() else ()
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     settings = VLLMSettings(VLLM_PYTHON, str(folder / "student"), CONTEXT, 32, "float32", options, (env,))
     try:
-        engine = await start_vllm(settings, processes, version=0, snapshots=folder)
+        engine = await start_vllm(settings, processes, version=0, snapshots=folder, patience_s=400)
         try:
             yield engine
         finally:

@@ -1,11 +1,24 @@
 """The same contract over a real vLLM: one server for all checks, because it takes a minute to start."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from engine_contract import CHECKS, CONTROL_CHECKS, a_live_update_splits_generations_by_version
+from engine_contract import (
+    CHECKS,
+    CONTROL_CHECKS,
+    a_live_update_splits_generations_by_version,
+    forced,
+    requests,
+)
 from engines_under_contract import VLLM_PYTHON, make_model, real_vllm
+
+from understudy.engines.base import Sampling
+from understudy.engines.vllm import VLLMEngine
 
 
 @pytest.mark.vllm
@@ -17,8 +30,18 @@ def test_vllm_keeps_the_contract(tmp_path: Path) -> None:
     async def body() -> None:
         async with real_vllm(make_model(), tmp_path) as engine:
             for check in (*CHECKS, *CONTROL_CHECKS):
-                print(check.__name__)
                 await asyncio.wait_for(check(engine, make_model()), 120)
-            await a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1))
+            new = make_model(seed=1)
+            await a_live_update_splits_generations_by_version(engine, make_model(), new)
+            await killed_it_comes_back_with_the_newest_weights(engine, new)
 
     asyncio.run(body())
+
+
+async def killed_it_comes_back_with_the_newest_weights(engine: VLLMEngine, new: Any) -> None:
+    (child,) = engine.children.values()
+    os.kill(child.ready["pid"], signal.SIGKILL)
+    asked = requests(3, Sampling(10))
+    for request, generation in zip(asked, await asyncio.wait_for(engine.generate(asked), 400), strict=True):
+        assert set(generation.weight_versions.tolist()) == {1}
+        np.testing.assert_allclose(generation.logprobs, forced(new, request, generation), atol=2e-4)

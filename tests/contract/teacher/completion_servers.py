@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,8 +155,3 @@ def running(fake: FakeCompletions) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(10)
-
-
-def recorded(name: str) -> bytes:
-    """An answer as the real server sent it, from the recordings beside this file."""
-    return json.dumps(json.loads((Path(__file__).parent / "recorded" / f"{name}.json").read_text())).encode()

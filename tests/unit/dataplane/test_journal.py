@@ -205,3 +205,28 @@ def test_sync_flushes_the_log_the_spill_and_their_names(
         await plane.close()
 
     asyncio.run(body())
+
+
+def test_ends_of_leases_long_acked_do_not_pile_up(tmp_path: Path) -> None:
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        await plane.put("train", {f"{i}_0_0": ROW for i in range(500)})
+        for _ in range(500):
+            await plane.ack(await plane.claim("train", 1), 1)
+        assert len(plane._store.leases._ends) <= 65
+        await plane.close()
+
+    asyncio.run(body())
+
+
+def test_a_dead_letter_file_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        (tmp_path / "dead_letters.jsonl").mkdir()
+        await plane.put("train", {"a_0_0": ROW, "b_0_0": ROW})
+        await plane.dead_letter("train", "a_0_0", "poison")
+        assert (await plane.depth("train")).rows == 1
+        await plane.close()
+
+    asyncio.run(body())
+    assert audit(tmp_path).dead == 1

@@ -14,7 +14,14 @@ from understudy.losses.divergences import DivergenceParameters, divergence
 from understudy.losses.objective import Objective
 from understudy.losses.reduce import batch_totals, token_weights
 from understudy.losses.tails import floor_log_tail, log1mexp, teacher_log_tail
-from understudy.types.loss import LossInputs, StudentLogits, merge_metrics, metric_results
+from understudy.types.loss import (
+    LossInputs,
+    StudentHead,
+    StudentLogits,
+    TeacherHead,
+    merge_metrics,
+    metric_results,
+)
 
 few = settings(max_examples=25, deadline=None)
 seeds = st.integers(0, 10_000)
@@ -75,11 +82,28 @@ def test_equality_is_zero_with_zero_gradient(seed: int, spread: float, kind: str
     log_p = torch.log_softmax(logits.detach(), -1)
     output = Objective(kind, tail=tail)(StudentLogits(logits), candidate_inputs(log_p, log_p.topk(5).indices))
     output.loss.backward()
-    assert abs(float(output.loss)) < 1e-5
+    assert abs(output.loss.item()) < 1e-5
     limit = (
         1e-5 if kind != "tvd" else 1.0
     )  # |p − q| has a kink at equality: its subgradient is bounded, not zero
     assert float(logits.grad.abs().max()) < limit
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_equal_heads_are_zero_over_the_full_vocabulary(kind: str) -> None:
+    case = make_case(seed=8, bias=False, dtype=torch.float32)
+    hidden = case.hidden.float().requires_grad_()
+    weight = case.weight.float()
+    inputs = LossInputs(
+        case.inputs.token_ids_N,
+        case.inputs.weights_N,
+        teacher_hidden_NH=hidden.detach(),
+        teacher_head=TeacherHead(weight),
+    )
+    output = Objective(kind, "hidden")(StudentHead(hidden, weight), inputs)
+    output.loss.backward()
+    assert abs(output.loss.item()) < 1e-5
+    assert float(hidden.grad.abs().max()) < 1e-5
 
 
 @given(seed=seeds, pieces=st.integers(1, 6), rows_per_chunk=st.integers(1, 24), data=st.data())

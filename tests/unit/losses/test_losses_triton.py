@@ -199,7 +199,17 @@ def test_kernels_and_plain_train_to_the_same_curve() -> None:
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the cases run in this very process")
 def test_kernels_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).resolve()),
+    ]
     finished = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=170, check=False
     )

@@ -33,9 +33,9 @@ from understudy.losses.fused.transform import LogitTransform
 from understudy.losses.per_token import StudentView
 from understudy.losses.plain import overlap_with_best
 
-EXPONENTIATE = {"BLOCK": 8192, "num_warps": 8}
-FULL_SUMMARY = {"BLOCK": 4096, "num_warps": 8}
-FULL_GRADIENT = {"BLOCK": 4096, "num_warps": 8}
+EXPONENTIATE = {"BLOCK": 1024, "num_warps": 2}
+FULL_SUMMARY = {"BLOCK": 1024, "num_warps": 2}
+FULL_GRADIENT = {"BLOCK": 8192, "num_warps": 16}
 SCALE_BLOCK = 8192
 """Launch settings, measured on an H200 (benchmarks/losses.py --tune)."""
 

@@ -1,0 +1,113 @@
+"""A rollout worker process: runs many agent loops at once and asks the run for every generation.
+
+Started by `workers.py` as `python -m understudy.rollout.worker`; talks on stdin and stdout (`worker_wire.py`) and ends
+when stdin closes, so it never outlives its run. Loops may print as they like: their output goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import traceback
+from typing import Any, BinaryIO
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from understudy.engines.base import Generation, Sampling
+from understudy.errors import DataError, UnderstudyError
+from understudy.rollout import worker_wire as wire
+from understudy.rollout.agent import LoopContext
+from understudy.rollout.loops import LoopChoice
+from understudy.rollout.render import Renderer
+
+
+class Worker:
+    def __init__(self, setup: wire.Setup, out: BinaryIO) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(setup.tokenizer)
+        self._renderer = Renderer(
+            tokenizer, context=setup.context, reserve=setup.reserve, template_options=setup.template_options
+        )
+        self._loops = LoopChoice(setup.agent, setup.options)
+        self._out = out
+        self._sessions: dict[int, asyncio.Task[None]] = {}
+        self._questions: dict[tuple[int, int], asyncio.Future[Generation]] = {}
+        self._asked = 0
+
+    def say(self, message: wire.ToRun) -> None:
+        self._out.write(wire.frame(message))
+        self._out.flush()
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        self.say(wire.Ready())
+        while (message := await wire.read_from_run(reader)) is not None:
+            if isinstance(message, wire.Begin):
+                self._sessions[message.session_id] = asyncio.create_task(self._session(message))
+            elif isinstance(message, wire.Generated):
+                answer = self._questions.pop((message.session_id, message.question), None)
+                if answer is not None and not answer.done():
+                    answer.set_result(wire.unpack_generation(message))
+            elif isinstance(message, wire.Drop):
+                task = self._sessions.pop(message.session_id, None)
+                if task is not None:
+                    task.cancel()
+        for task in self._sessions.values():
+            task.cancel()
+        await asyncio.gather(*self._sessions.values(), return_exceptions=True)
+        await self._loops.close()
+
+    async def _session(self, begin: wire.Begin) -> None:
+        session_id = begin.session_id
+        try:
+            prompt = wire.unpack_prompt(begin.prompt)
+            sampling = wire.unpack_sampling(begin.sampling)
+
+            async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+                return await self._ask(session_id, tokens, sampling, turn)
+
+            context = LoopContext(
+                generate, self._renderer, sampling, prompt.key, begin.session, begin.context
+            )
+            trajectories = await self._loops.of(prompt).run(prompt, context)
+            self.say(wire.Done(session_id, [wire.pack_trajectory(one) for one in trajectories]))
+        except UnderstudyError as error:
+            self.say(wire.Failed(session_id, isinstance(error, DataError), str(error)))
+        except Exception:
+            self.say(wire.Failed(session_id, False, traceback.format_exc()))
+        finally:
+            self._sessions.pop(session_id, None)
+            for key in [key for key in self._questions if key[0] == session_id]:
+                del self._questions[key]
+
+    async def _ask(self, session_id: int, tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        self._asked += 1
+        question = self._asked
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._questions[session_id, question] = answer
+        ids = np.asarray(tokens, dtype=np.int32).astype("<i4").tobytes()
+        self.say(wire.Generate(session_id, question, ids, wire.pack_sampling(sampling), turn))
+        return await answer
+
+
+async def _main() -> None:
+    # Our channel is a copy of stdout; stdout itself becomes stderr for everybody else.
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    setup = await wire.read_from_run(reader)
+    if not isinstance(setup, wire.Setup):
+        return
+    sys.path[:0] = [path for path in setup.import_paths if path not in sys.path]
+    await Worker(setup, out).serve(reader)
+
+
+def main() -> Any:
+    asyncio.run(_main())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What a rollout worker process and the run say to each other: length-prefixed msgpack, no pickle.
+
+    run ──> worker    Begin (a session), Generated (an answer), GenerationFailed, Drop (a session)
+    worker ──> run    Ready, Generate (a question), Done (trajectories), Failed (a session)
+
+A message belongs to a session by `session_id`, which the run gives out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from understudy.engines.base import Generation, Sampling
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import StopReason, Trajectory
+
+LARGEST_MESSAGE = 1 << 30
+
+
+class Setup(msgspec.Struct, tag=True):
+    """The first message: what the worker needs to make loops."""
+
+    tokenizer: str
+    agent: str
+    options: dict[str, dict[str, Any]]
+    context: int
+    reserve: int
+    template_options: dict[str, Any]
+    import_paths: list[str]
+
+
+class Begin(msgspec.Struct, tag=True):
+    session_id: int
+    prompt: dict[str, Any]
+    session: int
+    sampling: dict[str, Any]
+    context: int
+
+
+class Generated(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    tokens: bytes
+    logprobs: bytes
+    weight_versions: bytes
+    stop_reason: str
+
+
+class Drop(msgspec.Struct, tag=True):
+    session_id: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    pass
+
+
+class Generate(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    tokens: bytes
+    sampling: dict[str, Any]
+    turn: int
+
+
+class Done(msgspec.Struct, tag=True):
+    session_id: int
+    trajectories: list[dict[str, Any]]
+
+
+class Failed(msgspec.Struct, tag=True):
+    session_id: int
+    data_error: bool
+    """The row's own fault, in words for people; otherwise the loop raised."""
+    message: str
+
+
+ToWorker = Setup | Begin | Generated | Drop
+ToRun = Ready | Generate | Done | Failed
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=repr)
+_from_run = msgspec.msgpack.Decoder(ToWorker)
+_from_worker = msgspec.msgpack.Decoder(ToRun)
+
+
+def frame(message: ToWorker | ToRun) -> bytes:
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+async def read_from_run(reader: asyncio.StreamReader) -> ToWorker | None:
+    body = await _read(reader)
+    return None if body is None else _from_run.decode(body)
+
+
+async def read_from_worker(reader: asyncio.StreamReader) -> ToRun | None:
+    body = await _read(reader)
+    return None if body is None else _from_worker.decode(body)
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes | None:
+    """One message; None once the other side is gone."""
+    try:
+        size = int.from_bytes(await reader.readexactly(4), "little")
+        if size > LARGEST_MESSAGE:
+            raise ValueError(f"a message of {size} bytes; at most {LARGEST_MESSAGE} are read")
+        return await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionResetError):
+        return None
+
+
+def pack_prompt(prompt: Prompt) -> dict[str, Any]:
+    return {
+        "key": prompt.key,
+        "ordinal": prompt.ordinal,
+        "epoch": prompt.epoch,
+        "data_source": prompt.data_source,
+        "messages": [dict(message) for message in prompt.messages],
+        "text": prompt.text,
+        "columns": dict(prompt.columns),
+    }
+
+
+def unpack_prompt(fields: dict[str, Any]) -> Prompt:
+    return Prompt(**{**fields, "messages": tuple(fields["messages"])})
+
+
+def pack_sampling(sampling: Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in Sampling.__slots__}
+
+
+def unpack_sampling(fields: dict[str, Any]) -> Sampling:
+    tuples = {name: tuple(fields[name]) for name in ("stop_ids", "stop_strings")}
+    return Sampling(**{**fields, **tuples})
+
+
+def pack_generation(session_id: int, question: int, generation: Generation) -> Generated:
+    return Generated(
+        session_id,
+        question,
+        generation.tokens.astype("<i4").tobytes(),
+        generation.logprobs.astype("<f4").tobytes(),
+        generation.weight_versions.astype("<i4").tobytes(),
+        str(generation.stop_reason),
+    )
+
+
+def unpack_generation(message: Generated) -> Generation:
+    return Generation(
+        np.frombuffer(message.tokens, "<i4").astype(np.int32),
+        np.frombuffer(message.logprobs, "<f4").astype(np.float32),
+        np.frombuffer(message.weight_versions, "<i4").astype(np.int32),
+        StopReason(message.stop_reason),
+    )
+
+
+_STREAMS = {"tokens": "<i4", "loss_mask": "|b1", "behaviour_logprobs": "<f4", "weight_versions": "<i4"}
+
+
+def pack_trajectory(one: Trajectory) -> dict[str, Any]:
+    streams = {name: getattr(one, name).astype(kind).tobytes() for name, kind in _STREAMS.items()}
+    rest = {"key": one.key, "stop_reason": str(one.stop_reason), "turns": one.turns, "reward": one.reward}
+    return {**streams, **rest, "metrics": dict(one.metrics), "extra": dict(one.extra)}
+
+
+def unpack_trajectory(fields: dict[str, Any]) -> Trajectory:
+    streams = {name: np.frombuffer(fields[name], kind).copy() for name, kind in _STREAMS.items()}
+    return Trajectory(**{**fields, **streams, "stop_reason": StopReason(fields["stop_reason"])})

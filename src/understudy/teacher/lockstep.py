@@ -1,0 +1,112 @@
+"""A scorer spread over several processes: process 0 leads, the others follow it request by request.
+
+    leader:    begin(request) ─> broadcast the request's frame ─> the same forward as everyone
+    follower:  wait for a frame ─> the same forward, results thrown away ─> wait again
+
+A process that fails in the middle of a forward leaves the others waiting, so it ends; the rest end with it, and
+whoever launched the replica starts it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from understudy.teacher.head import Head, head_of, to_wire
+from understudy.teacher.head_frame import WireHead
+from understudy.teacher.model import FrozenModel
+from understudy.teacher.probe import probe_family
+from understudy.teacher.protocol import ScoreRequest, decode_request, encode_request
+from understudy.teacher.scorer import Begun, Scorer, ScorerOptions, plain_logprobs
+from understudy.teacher.tensor_parallel import Place, shard_head, shard_layers
+
+log = logging.getLogger(__name__)
+
+
+class LockstepScorer(Scorer):
+    """The part of a scorer that one process holds. Built from the whole model, which is cut here."""
+
+    def __init__(
+        self, name: str, whole: FrozenModel, options: ScorerOptions, place: Place, device: str
+    ) -> None:
+        self.place = place
+        self._truth = plain_truth(whole) if place.rank == 0 else np.empty(0, np.float32)
+        head = head_of(whole.model)
+        self._wire = to_wire(head) if place.rank == 0 else None
+        shard_layers(whole.model, place)
+        own_head = shard_head(head, place)
+        _drop_whole_head(whole)
+        whole.model.to(device)
+        super().__init__(name, whole.on(device), options, head=_moved(own_head, device))
+
+    @property
+    def wire_head(self) -> WireHead:
+        assert self._wire is not None
+        return self._wire
+
+    def begin(self, request: ScoreRequest) -> Begun:
+        if self.place.rank == 0:
+            send(encode_request(request), self.frozen.device)
+        try:
+            return super().begin(request)
+        except Exception:
+            log.exception(
+                "process %d of %d failed in the middle of a forward", self.place.rank, self.place.world
+            )
+            os._exit(4)
+
+    def follow(self) -> None:
+        """Score what the leader scores, until it says that there is nothing more."""
+        while frame := receive(self.frozen.device):
+            self.finish(self.begin(decode_request(frame)))
+
+    def dismiss(self) -> None:
+        send(b"", self.frozen.device)
+
+    def _expected(self) -> np.ndarray:
+        return self._truth
+
+
+def plain_truth(whole: FrozenModel) -> np.ndarray:
+    """The model's own forward of the probe, before it is cut: what the parts together must give."""
+    vocab = whole.model.get_output_embeddings().weight.shape[0]
+    return np.concatenate([plain_logprobs(whole, item) for item in probe_family(vocab, whole.max_length)])
+
+
+def _drop_whole_head(whole: FrozenModel) -> None:
+    """The head's rows live in `Head` from here on; tied embeddings stay whole."""
+    if not getattr(whole.model.config.get_text_config(), "tie_word_embeddings", False):
+        whole.model.set_output_embeddings(None)
+
+
+def _moved(head: Head, device: str) -> Head:
+    bias_V = None if head.bias_V is None else head.bias_V.to(device)
+    return Head(
+        head.weight_VH.to(device),
+        bias_V,
+        head.scale,
+        head.softcap,
+        head.reader,
+        head.vocab_size,
+        head.widest_shard,
+    )
+
+
+def send(frame: bytes, device: torch.device) -> None:
+    size = torch.tensor([len(frame)], dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    if frame:
+        dist.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8).to(device), 0)
+
+
+def receive(device: torch.device) -> bytes:
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    frame = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if len(frame):
+        dist.broadcast(frame, 0)
+    return frame.cpu().numpy().tobytes()

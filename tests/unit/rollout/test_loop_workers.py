@@ -1,0 +1,159 @@
+"""Loops in worker processes: the same rows as without, and what happens when a worker is killed."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from chat_tokenizers import chat_tokenizer
+from recording_engine import CONTEXT, RecordingEngine
+
+from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.errors import DataError, EngineError
+from understudy.rollout.agent import LoopContext
+from understudy.rollout.loops import LoopChoice
+from understudy.rollout.render import Renderer
+from understudy.rollout.seeds import derive_seed
+from understudy.rollout.timing import timing_summary
+from understudy.rollout.workers import LoopWorkers
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import Trajectory
+
+TOKENIZER = chat_tokenizer("chatml")
+
+
+def prompts(count: int, **columns: Any) -> list[Prompt]:
+    return [Prompt(f"00000-{i:07d}", i, 0, "add", text=f"{i} + {i} =", columns=columns) for i in range(count)]
+
+
+Use = Callable[[LoopWorkers, Callable[[Prompt], LoopContext]], Awaitable[Any]]
+
+
+def with_workers(
+    folder: Path, use: Use, *, agent: str = "chatty_loop:Chatty", count: int = 2, generate: Any = None
+) -> Any:
+    async def body() -> Any:
+        TOKENIZER.save_pretrained(folder)
+        engine = RecordingEngine(TOKENIZER)
+        renderer = Renderer(TOKENIZER, context=CONTEXT)
+
+        def context(prompt: Prompt) -> LoopContext:
+            async def ask(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+                if generate is not None:
+                    return await generate(tokens, sampling, turn)
+                seed = derive_seed(3, prompt.epoch, prompt.key, 0, turn)
+                return await engine.generate(
+                    GenerateRequest(f"{prompt.key}/{turn}", tokens, sampling, seed), prompt.key
+                )
+
+            return LoopContext(ask, renderer, Sampling(6, (TOKENIZER.eos_token_id,)), prompt.key, 0, CONTEXT)
+
+        workers = LoopWorkers(count, tokenizer=folder, agent=agent, context=CONTEXT)
+        try:
+            await workers.start()
+            return await use(workers, context)
+        finally:
+            await workers.close()
+            await engine.close()
+            assert not [pid for pid in workers.pids if psutil.pid_exists(pid)]
+
+    return asyncio.run(asyncio.wait_for(body(), 120))
+
+
+def same(a: Trajectory, b: Trajectory) -> bool:
+    streams = ("tokens", "loss_mask", "weight_versions")
+    return a.key == b.key and all(getattr(a, name).tolist() == getattr(b, name).tolist() for name in streams)
+
+
+def test_rows_are_the_same_with_and_without_workers(tmp_path: Path) -> None:
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        rows = prompts(10, answer="x", nested={"a": [1, None, "é"]})
+        here = LoopChoice("chatty_loop:Chatty")
+        there = await asyncio.gather(*(workers.of(p).run(p, context(p)) for p in rows))
+        for prompt, (remote,) in zip(rows, there, strict=True):
+            (local,) = await here.of(prompt).run(prompt, context(prompt))
+            assert same(remote, local)
+            assert remote.extra["row"] == dict(prompt.columns) and remote.metrics == {"a": 1.0}
+            assert remote.extra["seconds"].keys() == {"generate", "total"}
+            np.testing.assert_array_equal(np.isnan(remote.behaviour_logprobs), ~remote.loss_mask)
+        assert len({remote.extra["pid"] for (remote,) in there}) == 2, "the work is spread"
+        summary = timing_summary([remote for (remote,) in there])
+        assert summary["timing/rollout/total/max"] >= summary["timing/rollout/total/mean"]
+        assert summary["timing/rollout/slowest"] in {remote.key for (remote,) in there}
+
+    with_workers(tmp_path, use)
+
+
+def test_a_killed_worker_s_sessions_are_run_again(tmp_path: Path) -> None:
+    gate: list[asyncio.Event] = []
+
+    async def slow(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        if turn == 1 and not gate[0].is_set():
+            await gate[0].wait()
+        n = int(tokens.sum()) % 5 + 1
+        return Generation(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "eos")  # type: ignore[arg-type]
+
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        gate.append(asyncio.Event())
+        rows = prompts(6)
+        tasks = [asyncio.create_task(workers.run(p, context(p))) for p in rows]
+        await asyncio.sleep(0.5)
+        before = workers.pids
+        os.kill(before[0], signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        gate[0].set()
+        results = await asyncio.gather(*tasks)
+        assert [one.key for (one,) in results] == [f"{p.key}_0_0" for p in rows]
+        assert workers.pids[1] == before[1]
+
+    with_workers(tmp_path, use, generate=slow)
+
+
+def test_a_row_that_kills_its_worker_is_that_row_s_fault(tmp_path: Path) -> None:
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        (deadly,) = prompts(1, dies=True)
+        with pytest.raises(DataError, match="00000-0000000_0_0: its worker process died 3 times"):
+            await workers.run(deadly, context(deadly))
+        (fine,) = prompts(1)
+        assert len(await workers.run(fine, context(fine))) == 1
+
+    with_workers(tmp_path, use, count=1)
+
+
+def test_errors_keep_their_kind(tmp_path: Path) -> None:
+    async def broken(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        raise EngineError("engine gone")
+
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        (raising,) = prompts(1, raises=True)
+        with pytest.raises(DataError, match="KeyError: 'loop bug'"):
+            await workers.run(raising, context(raising))
+        (long,) = [Prompt("00000-0000001", 1, 0, "", text="7" * 500)]
+        with pytest.raises(DataError, match="500 tokens; the context is 96"):
+            await workers.run(long, context(long))
+        (fine,) = prompts(1)
+        with pytest.raises(EngineError, match="engine gone"):
+            await workers.run(fine, context(fine))
+
+    with_workers(tmp_path, use, generate=broken, count=1)
+
+
+def test_a_cancelled_session_leaves_the_worker_usable(tmp_path: Path) -> None:
+    async def never(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        (row,) = prompts(1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(workers.run(row, context(row)), 0.5)
+        (raising,) = prompts(1, raises=True)
+        with pytest.raises(DataError, match="loop bug"):
+            await workers.run(raising, context(raising))
+
+    with_workers(tmp_path, use, generate=never, count=1)
