@@ -83,14 +83,17 @@ def main() -> None:
         teachers[source] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = [json.loads(line) for line in options.data.read_text().splitlines()]
     eos = student.generation_config.eos_token_id
-    optimizer = torch.optim.AdamW(student.parameters(), lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        student.parameters(), lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
 
     for step in range(1, options.steps + 1):
         place = (step - 1) * options.batch_size
         batch = rows[place : place + options.batch_size]
         keys = [f"{0:05d}-{place + i:07d}" for i in range(len(batch))]
         prompts = [
-            tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False) for row in batch
+            tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
+            for row in batch
         ]
 
         seeds = [seed_of(options.seed, 0, key, 0, 0) for key in keys]

@@ -68,7 +68,8 @@ def distill(
     table: dict[str, Any] = {"student": {"model": str(student)}, "data": {}, "teachers": {}}
     if isinstance(teacher, Mapping):
         table["teachers"] = {
-            _name(key): {"model": str(model), "key": key if len(teacher) > 1 else None} for key, model in teacher.items()
+            _name(key): {"model": str(model), "key": key if len(teacher) > 1 else None}
+            for key, model in teacher.items()
         }
     else:
         table["teachers"] = {"teacher": {"model": str(teacher)}}
@@ -79,7 +80,9 @@ def distill(
     for name, value in overrides.items():
         *sections, key = name.split("__")
         if not sections:
-            raise ConfigError(f"{name}={value!r}: write section and key as section__key, for example trainer__steps=200")
+            raise ConfigError(
+                f"{name}={value!r}: write section and key as section__key, for example trainer__steps=200"
+            )
         place = table
         for section in sections:
             place = place.setdefault(section, {})

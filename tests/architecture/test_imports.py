@@ -30,7 +30,12 @@ ALLOWED["trainers"] = set(ALLOWED) | {"api"}
 ALLOWED["cli"] = set(ALLOWED) | {"trainers"}
 ONLY_IN_ADAPTERS = {"ray": "cluster/ray", "transfer_queue": "dataplane/transfer_queue"}
 NEVER = {"vllm", "sglang"}
-CONCRETE_ENGINES = {"understudy.engines.hf", "understudy.engines.vllm", "understudy.engines.openai", "understudy.engines.sglang"}
+CONCRETE_ENGINES = {
+    "understudy.engines.hf",
+    "understudy.engines.vllm",
+    "understudy.engines.openai",
+    "understudy.engines.sglang",
+}
 
 
 def imports(path: Path) -> set[str]:
@@ -61,7 +66,9 @@ def test_rooms_import_only_downwards(path: Path) -> None:
             continue
         assert parts[1] in ALLOWED[own], f"{own} may not import {parts[1]} ({path.name}: {name})"
     if own in ("rollout", "teacher"):
-        assert not imports(path) & CONCRETE_ENGINES, f"{path.name}: {own} sees the engine protocol, never a concrete engine"
+        assert not imports(path) & CONCRETE_ENGINES, (
+            f"{path.name}: {own} sees the engine protocol, never a concrete engine"
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -76,14 +83,27 @@ def test_outside_systems_stay_in_their_adapters(path: Path) -> None:
 def test_only_build_and_cli_see_the_whole_recipe() -> None:
     for path in FILES:
         if room(path) not in ("trainers", "cli", "config", "api"):
-            assert "understudy.config.recipe" not in imports(path) and "understudy.config.Recipe" not in imports(path), path
+            assert "understudy.config.recipe" not in imports(
+                path
+            ) and "understudy.config.Recipe" not in imports(path), path
 
 
 def test_no_room_called_utils() -> None:
-    assert not [path for path in PACKAGE.rglob("*") if path.stem in ("utils", "util", "helpers", "misc", "common")]
+    assert not [
+        path for path in PACKAGE.rglob("*") if path.stem in ("utils", "util", "helpers", "misc", "common")
+    ]
 
 
-@pytest.mark.parametrize("module", ["understudy", "understudy.config", "understudy.cli.main", "understudy.losses.describe", "understudy.trainers.preflight"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "understudy",
+        "understudy.config",
+        "understudy.cli.main",
+        "understudy.losses.describe",
+        "understudy.trainers.preflight",
+    ],
+)
 def test_light_modules_do_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -98,7 +118,16 @@ def test_nothing_unpickles_or_evaluates() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called not in ("eval", "exec", "torch.load", "pickle.load", "pickle.loads", "marshal.loads"), f"{path}: {called}"
+                assert called not in (
+                    "eval",
+                    "exec",
+                    "torch.load",
+                    "pickle.load",
+                    "pickle.loads",
+                    "marshal.loads",
+                ), f"{path}: {called}"
                 for keyword in node.keywords:
                     if keyword.arg == "trust_remote_code":
-                        assert not (isinstance(keyword.value, ast.Constant) and keyword.value.value is True), path
+                        assert not (
+                            isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+                        ), path

@@ -28,10 +28,16 @@ def teacher_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
         arguments = ["--model", str(ASSETS / "models" / f"teacher-{name}"), "--name", name, "--threads", "1"]
         arguments += ["--token-env", TOKEN_VARIABLE, "--ready-file", str(ready[name])]
         log = (folder / f"{name}.log").open("wb")
-        processes.append(subprocess.Popen([sys.executable, "-m", "understudy.teacher.server", *arguments], stdout=log, stderr=log))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "understudy.teacher.server", *arguments], stdout=log, stderr=log
+            )
+        )
     deadline = time.monotonic() + 120
     while not all(path.exists() for path in ready.values()):
-        assert time.monotonic() < deadline and all(process.poll() is None for process in processes), "teachers did not start"
+        assert time.monotonic() < deadline and all(process.poll() is None for process in processes), (
+            "teachers did not start"
+        )
         time.sleep(0.1)
     yield {name: json.loads(path.read_text())["url"] for name, path in ready.items()}
     for process in processes:
@@ -47,12 +53,21 @@ def recipe(teacher_urls: dict[str, str], tmp_path: Path) -> Callable[..., dict[s
         table: dict[str, Any] = {
             "student": {"model": str(ASSETS / "models" / "student")},
             "teachers": {
-                key: {"model": str(ASSETS / "models" / f"teacher-{key}"), "key": key, "placement": "external", "urls": [url], "token_env": TOKEN_VARIABLE}
+                key: {
+                    "model": str(ASSETS / "models" / f"teacher-{key}"),
+                    "key": key,
+                    "placement": "external",
+                    "urls": [url],
+                    "token_env": TOKEN_VARIABLE,
+                }
                 for key, url in teacher_urls.items()
             },
             "loss": {"topk": 8},
             "rollout": {"max_new_tokens": 8, "max_batch": 8},
-            "data": {"train": str(ASSETS / "data" / "train.jsonl"), "reward": "understudy.rollout.reward:exact_match"},
+            "data": {
+                "train": str(ASSETS / "data" / "train.jsonl"),
+                "reward": "understudy.rollout.reward:exact_match",
+            },
             "trainer": {"steps": 4, "batch_size": 16, "learning_rate": 1e-3, "checkpoint_every": 2},
             "run": {"dir": str(tmp_path / name), "threads": 1},
         }

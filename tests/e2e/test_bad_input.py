@@ -74,7 +74,11 @@ def test_teacher_with_another_tokenizer(told: Callable[..., str], tmp_path: Path
         edit(folder / "tokenizer.json", exchange)
 
     said = told(teachers__add={"model": copy_model(tmp_path, swap), "key": "add"})
-    assert "teachers.add: its tokenizer differs from the student's in 2 tokens" in said and "student" in said and "teacher" in said
+    assert (
+        "teachers.add: its tokenizer differs from the student's in 2 tokens" in said
+        and "student" in said
+        and "teacher" in said
+    )
 
 
 def test_teacher_with_other_special_ids(told: Callable[..., str], tmp_path: Path) -> None:
@@ -90,7 +94,9 @@ def test_port_in_use(told: Callable[..., str]) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = told(teachers__add={"model": str(ASSETS / "models" / "teacher-add"), "key": "add", "ports": [port]})
+        said = told(
+            teachers__add={"model": str(ASSETS / "models" / "teacher-add"), "key": "add", "ports": [port]}
+        )
     assert f"port {port} cannot be used" in said
 
 
@@ -101,8 +107,14 @@ def test_port_in_use(told: Callable[..., str]) -> None:
         ('{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
         ("", "is empty"),
         ('["not an object"]\n', "line 1 is a list"),
-        ('{"prompt": "12+34=", "data_source": "ad"}\n', "rows with data_source = 'ad' have no teacher; teachers take ['add', 'sort']; did you mean 'add'?"),
-        (json.dumps({"messages": [{"role": "user", "content": "1" * 600}], "data_source": "add"}) + "\n", "exceeds the student's context"),
+        (
+            '{"prompt": "12+34=", "data_source": "ad"}\n',
+            "rows with data_source = 'ad' have no teacher; teachers take ['add', 'sort']; did you mean 'add'?",
+        ),
+        (
+            json.dumps({"messages": [{"role": "user", "content": "1" * 600}], "data_source": "add"}) + "\n",
+            "exceeds the student's context",
+        ),
     ],
     ids=["no prompt", "bad json", "empty", "not an object", "no teacher for it", "too long"],
 )
@@ -134,7 +146,9 @@ def test_several_problems_are_told_together(told: Callable[..., str], tmp_path: 
     assert "loss.top_k" in said and "trainer.steps" in said
 
 
-def test_a_run_directory_that_exists(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_directory_that_exists(
+    recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("precious")
     path = write_toml(tmp_path / "recipe.toml", recipe("there"))
@@ -144,14 +158,21 @@ def test_a_run_directory_that_exists(recipe: Make, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("command", [["resume"], ["audit"], ["export"]])
-def test_a_folder_that_is_no_run(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_run(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [*command, str(tmp_path)] + ([str(tmp_path / "out")] if command == ["export"] else [])
     assert main(arguments) == 2
     assert "is no run directory" in capsys.readouterr().err
 
 
-def test_an_external_teacher_that_is_not_there(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = recipe("gone", teachers__add={"model": "x", "key": "add", "placement": "external", "urls": ["http://127.0.0.1:9"]})
+def test_an_external_teacher_that_is_not_there(
+    recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = recipe(
+        "gone",
+        teachers__add={"model": "x", "key": "add", "placement": "external", "urls": ["http://127.0.0.1:9"]},
+    )
     assert main(["train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "teacher add" in said and "Traceback" not in said

@@ -25,16 +25,32 @@ def flaky_reward(row: dict[str, Any], text: str) -> float:
 
 @pytest.fixture
 def finished(recipe: Make) -> understudy.Run:
-    return understudy.train(recipe(data__eval=str(ASSETS / "data" / "test.jsonl"), trainer__eval_samples=16, trainer__steps=2), progress=False)
+    return understudy.train(
+        recipe(data__eval=str(ASSETS / "data" / "test.jsonl"), trainer__eval_samples=16, trainer__steps=2),
+        progress=False,
+    )
 
 
-def test_a_run_leaves_what_it_promises(finished: understudy.Run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for name in ("recipe.json", "state.json", "metrics.jsonl", "spans.jsonl", "samples.jsonl", "report.html", "curves.png", "logs/trainer.log"):
+def test_a_run_leaves_what_it_promises(
+    finished: understudy.Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in (
+        "recipe.json",
+        "state.json",
+        "metrics.jsonl",
+        "spans.jsonl",
+        "samples.jsonl",
+        "report.html",
+        "curves.png",
+        "logs/trainer.log",
+    ):
         assert (finished.dir / name).exists(), name
     page = (finished.dir / "report.html").read_text()
     assert "Held-out accuracy" in page and "understudy export" in page and "<script" not in page
     assert json.loads((finished.dir / "state.json").read_text())["status"] == "finished"
-    assert "token-of-the-test-session" not in "".join(path.read_text(errors="replace") for path in finished.dir.rglob("*") if path.is_file())
+    assert "token-of-the-test-session" not in "".join(
+        path.read_text(errors="replace") for path in finished.dir.rglob("*") if path.is_file()
+    )
 
     assert main(["audit", str(finished.dir)]) == 0
     assert "issued 32 = trained 32" in capsys.readouterr().out
@@ -46,7 +62,12 @@ def test_a_run_leaves_what_it_promises(finished: understudy.Run, capsys: pytest.
     assert main(["export", str(finished.dir), str(tmp_path / "out")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "12+34="}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "12+34="}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
     assert model.generate(**ids, max_new_tokens=4).shape[1] > ids["input_ids"].shape[1]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "teacher-add" in card and "forward_kl" in card
@@ -82,22 +103,39 @@ def test_poisoned_rows_become_dead_letters_and_the_run_goes_on(recipe: Make, tmp
     sound = [row for row in rows if row["messages"][0]["content"][0] not in "89"][:29]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in [*poisoned, *sound]))
-    table = recipe(data__train=str(data), data__reward="test_commands:flaky_reward", trainer__steps=2, trainer__max_dead_letters=0.2)
+    table = recipe(
+        data__train=str(data),
+        data__reward="test_commands:flaky_reward",
+        trainer__steps=2,
+        trainer__max_dead_letters=0.2,
+    )
     run = understudy.train(table, progress=False)
-    letters = [json.loads(line) for line in (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()]
+    letters = [
+        json.loads(line) for line in (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
+    ]
     assert len(letters) == 3 and all("reward flaky_reward" in letter["reason"] for letter in letters)
     from understudy.dataplane.ledger import audit
 
     report = audit(run.dir)
     assert report.balanced and report.dead == 3 and report.trained == 29
 
-    strict = recipe("strict", data__train=str(data), data__reward="test_commands:flaky_reward", trainer__steps=2, trainer__max_dead_letters=0.0)
+    strict = recipe(
+        "strict",
+        data__train=str(data),
+        data__reward="test_commands:flaky_reward",
+        trainer__steps=2,
+        trainer__max_dead_letters=0.0,
+    )
     with pytest.raises(understudy.errors.UnderstudyError, match="max_dead_letters"):
         understudy.train(strict, progress=False)
 
 
 def test_distill_from_python(tmp_path: Path, teacher_urls: dict[str, str]) -> None:
-    rows = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines() if '"add"' in line][:16]
+    rows = [
+        json.loads(line)
+        for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()
+        if '"add"' in line
+    ][:16]
     run = understudy.distill(
         student=ASSETS / "models" / "student",
         teacher=ASSETS / "models" / "teacher-add",

@@ -21,7 +21,9 @@ def test_full_determinism_repeats_to_the_bit(recipe: Make) -> None:
     first = understudy.train(recipe("a", rollout__n=2), progress=False)
     second = understudy.train(recipe("b", rollout__n=2), progress=False)
     assert numbers(first) == numbers(second)
-    weights = [load_file(run.dir / "checkpoints" / "step-000004" / "model.safetensors") for run in (first, second)]
+    weights = [
+        load_file(run.dir / "checkpoints" / "step-000004" / "model.safetensors") for run in (first, second)
+    ]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     other = understudy.train(recipe("c", rollout__n=2, run__seed=1), progress=False)
     assert numbers(other)[0]["actor/loss"] != numbers(first)[0]["actor/loss"]
@@ -60,6 +62,13 @@ def test_other_losses_run(recipe: Make, loss: dict[str, Any]) -> None:
 def test_rewards_alone_and_rewards_with_distillation(recipe: Make) -> None:
     together = recipe("a", trainer__steps=2, rollout__n=4, trainer__batch_size=4, loss__task_coef=1.0)
     assert understudy.train(together, progress=False).last["actor/pg_loss"] is not None
-    alone = recipe("b", trainer__steps=2, rollout__n=4, trainer__batch_size=4, loss={"task_coef": 1.0, "distill_coef": 0.0}, teachers={})
+    alone = recipe(
+        "b",
+        trainer__steps=2,
+        rollout__n=4,
+        trainer__batch_size=4,
+        loss={"task_coef": 1.0, "distill_coef": 0.0},
+        teachers={},
+    )
     run = understudy.train(alone, progress=False)
     assert "actor/distillation/loss" not in run.last and audit(run.dir).trained == 32

@@ -21,7 +21,9 @@ Make = Callable[..., dict[str, Any]]
 @pytest.fixture
 def local(recipe: Make, tmp_path: Path) -> tuple[Path, Path]:
     """A long run with teachers of its own, so that orphans would show."""
-    teachers = {name: {"model": str(ASSETS / "models" / f"teacher-{name}"), "key": name} for name in ("add", "sort")}
+    teachers = {
+        name: {"model": str(ASSETS / "models" / f"teacher-{name}"), "key": name} for name in ("add", "sort")
+    }
     table = recipe("long", teachers=teachers, trainer__steps=5000, trainer__checkpoint_every=5000)
     return write_toml(tmp_path / "recipe.toml", table), Path(table["run"]["dir"])
 

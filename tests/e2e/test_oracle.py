@@ -29,8 +29,12 @@ def oracle() -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_losses_and_gradients_agree_step_by_step(oracle: list[dict[str, Any]], recipe: Callable[..., dict[str, Any]]) -> None:
-    table = recipe(data__shuffle=False, trainer__steps=STEPS, trainer__batch_size=BATCH, trainer__learning_rate=RATE)
+def test_losses_and_gradients_agree_step_by_step(
+    oracle: list[dict[str, Any]], recipe: Callable[..., dict[str, Any]]
+) -> None:
+    table = recipe(
+        data__shuffle=False, trainer__steps=STEPS, trainer__batch_size=BATCH, trainer__learning_rate=RATE
+    )
     run = understudy.train(table, progress=False)
     assert [line["step"] for line in run.metrics] == [line["step"] for line in oracle]
     for ours, theirs in zip(run.metrics, oracle, strict=True):

@@ -17,14 +17,29 @@ from understudy.observability.metrics import read_metrics, without_clock
 
 Make = Callable[..., dict[str, Any]]
 STEPS = 4
-POINTS = ["sync.after_produce:2", "sync.after_ack:3", "checkpoint.before_rename:1", "checkpoint.before_latest:1", "sync.after_checkpoint:1"]
+POINTS = [
+    "sync.after_produce:2",
+    "sync.after_ack:3",
+    "checkpoint.before_rename:1",
+    "checkpoint.before_latest:1",
+    "sync.after_checkpoint:1",
+]
 MORE_POINTS = [
     f"{name}:{count}"
     for name in ("sync.after_produce", "sync.after_update", "sync.after_ack", "sync.after_metrics")
     for count in (1, 2, 3, 4)
 ] + [
     f"checkpoint.{name}:{count}"
-    for name in ("before_model", "before_optimizer", "before_state", "before_manifest", "before_rename", "before_latest", "before_prune", "saved")
+    for name in (
+        "before_model",
+        "before_optimizer",
+        "before_state",
+        "before_manifest",
+        "before_rename",
+        "before_latest",
+        "before_prune",
+        "saved",
+    )
     for count in (1, 2)
 ]
 
@@ -64,7 +79,9 @@ def straight(reference: dict[str, Any], recipe: Make) -> Path:
 
 
 def killed_and_resumed(recipe: Make, tmp_path: Path, fault: str) -> Path:
-    table = recipe("killed", data__eval=recipe()["data"]["train"], trainer__eval_samples=8, trainer__eval_every=2)
+    table = recipe(
+        "killed", data__eval=recipe()["data"]["train"], trainer__eval_samples=8, trainer__eval_every=2
+    )
     path = write_toml(tmp_path / "r.toml", table)
     code, output = run_cli("train", str(path), "--quiet", fault=fault)
     assert code == -signal.SIGKILL, f"{fault} did not strike: {output}"
@@ -74,7 +91,9 @@ def killed_and_resumed(recipe: Make, tmp_path: Path, fault: str) -> Path:
 
 
 @pytest.mark.parametrize("fault", POINTS)
-def test_kill_and_resume_is_bit_identical(reference: dict[str, Any], recipe: Make, tmp_path: Path, fault: str) -> None:
+def test_kill_and_resume_is_bit_identical(
+    reference: dict[str, Any], recipe: Make, tmp_path: Path, fault: str
+) -> None:
     expected = straight(reference, recipe)
     assert_same(killed_and_resumed(recipe, tmp_path, fault), expected)
 
@@ -88,11 +107,15 @@ def test_kill_at_every_point(reference: dict[str, Any], recipe: Make, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_kill_at_random_moments_again_and_again(reference: dict[str, Any], recipe: Make, tmp_path: Path, seed: int) -> None:
+def test_kill_at_random_moments_again_and_again(
+    reference: dict[str, Any], recipe: Make, tmp_path: Path, seed: int
+) -> None:
     """Not only where we thought of: kill at random times until the run gets through."""
     expected = straight(reference, recipe)
     chance = random.Random(seed)
-    table = recipe("killed", data__eval=recipe()["data"]["train"], trainer__eval_samples=8, trainer__eval_every=2)
+    table = recipe(
+        "killed", data__eval=recipe()["data"]["train"], trainer__eval_samples=8, trainer__eval_every=2
+    )
     arguments = ["train", str(write_toml(tmp_path / "r.toml", table)), "--quiet"]
     for _ in range(6):
         process = start_cli(*arguments)
@@ -115,7 +138,9 @@ def test_kill_at_random_moments_again_and_again(reference: dict[str, Any], recip
 def test_fast_mode_reuses_what_the_journal_holds(recipe: Make, tmp_path: Path) -> None:
     """Rollouts that were journalled before the kill are trained as they are; nothing is lost or trained twice."""
     table = recipe("killed", run__determinism="fast", trainer__checkpoint_every=100)
-    code, _ = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault="sync.after_produce:3")
+    code, _ = run_cli(
+        "train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault="sync.after_produce:3"
+    )
     assert code == -signal.SIGKILL
     before = audit(Path(table["run"]["dir"]))
     assert before.trained == 32 and before.in_flight == 16
@@ -126,7 +151,9 @@ def test_fast_mode_reuses_what_the_journal_holds(recipe: Make, tmp_path: Path) -
     report = audit(Path(table["run"]["dir"]))
     assert report.balanced and report.trained == STEPS * 16
     rolled_out = sum('"name": "rollout"' in line for line in spans.read_text().splitlines())
-    assert rolled_out == 16, "only the last step's rows are rolled out after the kill: the first three are in the journal"
+    assert rolled_out == 16, (
+        "only the last step's rows are rolled out after the kill: the first three are in the journal"
+    )
 
 
 def test_resuming_a_finished_run_says_so_and_changes_nothing(reference: dict[str, Any], recipe: Make) -> None:

@@ -13,7 +13,18 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-_PACKAGES = ("understudy", "torch", "transformers", "triton", "pydantic", "httpx", "uvicorn", "peft", "ray", "TransferQueue")
+_PACKAGES = (
+    "understudy",
+    "torch",
+    "transformers",
+    "triton",
+    "pydantic",
+    "httpx",
+    "uvicorn",
+    "peft",
+    "ray",
+    "TransferQueue",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,4 +56,9 @@ def run(options: argparse.Namespace) -> None:
             line(f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     else:
         line("cuda", "none; runs use the CPU")
-    line("tool isolation", "bubblewrap" if shutil.which("bwrap") else "no bubblewrap: model-written tools are refused unless isolation = \"none\"")
+    line(
+        "tool isolation",
+        "bubblewrap"
+        if shutil.which("bwrap")
+        else 'no bubblewrap: model-written tools are refused unless isolation = "none"',
+    )

@@ -17,4 +17,8 @@ def run(options: argparse.Namespace) -> None:
     from understudy.trainers.export import export_run
 
     out = export_run(options.run, options.out)
-    Console().print(f"wrote {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})", highlight=False, soft_wrap=True)
+    Console().print(
+        f"wrote {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -14,7 +14,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from understudy import __version__
-from understudy.cli import audit, check, doctor, evaluate, export, plan, quickstart, resume, score, serve_teacher, train
+from understudy.cli import (
+    audit,
+    check,
+    doctor,
+    evaluate,
+    export,
+    plan,
+    quickstart,
+    resume,
+    score,
+    serve_teacher,
+    train,
+)
 from understudy.errors import ConfigError, UnderstudyError
 
 INTERRUPTED = 130
@@ -72,7 +84,9 @@ def _say(console: Console, error: UnderstudyError) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="understudy", description="On-policy distillation of language models.")
+    parser = argparse.ArgumentParser(
+        prog="understudy", description="On-policy distillation of language models."
+    )
     parser.add_argument("--version", action="version", version=f"understudy {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the stack trace of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")

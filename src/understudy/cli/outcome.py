@@ -21,12 +21,19 @@ def finish(run: Run) -> int:
         for column in ("data source", "before", "after", "teacher", "after / teacher"):
             view.add_column(column, justify="left" if column == "data source" else "right")
         for entry in table:
-            figures = ["–" if entry[key] is None else f"{entry[key]:.1%}" for key in ("before", "after", "teacher", "of_teacher")]
+            figures = [
+                "–" if entry[key] is None else f"{entry[key]:.1%}"
+                for key in ("before", "after", "teacher", "of_teacher")
+            ]
             view.add_row(entry["source"], *figures)
         console.print(view)
     console.print(f"run     {run.dir}", highlight=False, soft_wrap=True)
     if state["status"] == "stopped":
-        console.print(f"stopped after step {run.steps}; continue with: understudy resume {run.dir}", highlight=False, soft_wrap=True)
+        console.print(
+            f"stopped after step {run.steps}; continue with: understudy resume {run.dir}",
+            highlight=False,
+            soft_wrap=True,
+        )
         return STOPPED
     console.print(f"report  {run.dir / 'report.html'}", highlight=False, soft_wrap=True)
     return 0

@@ -15,9 +15,19 @@ from understudy.errors import DataError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="for example http://127.0.0.1:8100")
-    parser.add_argument("file", type=Path, help='jsonl, one {"tokens": [...], "positions": [...]} a line; positions default to 1 … end')
-    parser.add_argument("--topk", type=int, default=0, help="candidates per position; 0 asks for the written token alone")
-    parser.add_argument("--token", default=os.environ.get("UNDERSTUDY_TOKEN"), help="bearer token; UNDERSTUDY_TOKEN when not given")
+    parser.add_argument(
+        "file",
+        type=Path,
+        help='jsonl, one {"tokens": [...], "positions": [...]} a line; positions default to 1 … end',
+    )
+    parser.add_argument(
+        "--topk", type=int, default=0, help="candidates per position; 0 asks for the written token alone"
+    )
+    parser.add_argument(
+        "--token",
+        default=os.environ.get("UNDERSTUDY_TOKEN"),
+        help="bearer token; UNDERSTUDY_TOKEN when not given",
+    )
     parser.add_argument("--out", type=Path, help="where to save the scores as jsonl; printed when not given")
 
 
@@ -35,13 +45,20 @@ async def _score(options: argparse.Namespace) -> list[dict[str, Any]]:
     from understudy.types.scores import ScoreItem, Signal
 
     signal = Signal.TOPK if options.topk else Signal.SAMPLED
-    items = [ScoreItem(str(i), *_row(line, i, options.file), signal, k=options.topk) for i, line in enumerate(_lines(options.file))]
+    items = [
+        ScoreItem(str(i), *_row(line, i, options.file), signal, k=options.topk)
+        for i, line in enumerate(_lines(options.file))
+    ]
     async with ReplicaClient(options.url, options.token) as client:
         scores = await client.score(items)
     return [
         {
             "sampled_logprobs": one.sampled_logprobs.tolist(),
-            **({} if one.ids is None or one.logprobs is None else {"ids": one.ids.tolist(), "logprobs": one.logprobs.tolist()}),
+            **(
+                {}
+                if one.ids is None or one.logprobs is None
+                else {"ids": one.ids.tolist(), "logprobs": one.logprobs.tolist()}
+            ),
         }
         for one in scores
     ]
@@ -61,5 +78,7 @@ def _row(line: str, number: int, path: Path) -> tuple[Any, Any]:
         tokens = np.asarray(row["tokens"], dtype=np.int32)
         positions = np.asarray(row.get("positions", range(1, len(tokens))), dtype=np.int32)
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f'{path}, line {number + 1}: expected {{"tokens": [ids], "positions": [indexes]}}, got {line[:60]!r} ({error})') from None
+        raise DataError(
+            f'{path}, line {number + 1}: expected {{"tokens": [ids], "positions": [indexes]}}, got {line[:60]!r} ({error})'
+        ) from None
     return tokens, positions

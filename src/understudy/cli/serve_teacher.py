@@ -12,8 +12,12 @@ from rich.console import Console
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="hub id or folder")
-    parser.add_argument("--bind", default="127.0.0.1:8100", help="host:port; anything but loopback needs --token")
-    parser.add_argument("--token", help="bearer token that clients must send; by default one is made and printed")
+    parser.add_argument(
+        "--bind", default="127.0.0.1:8100", help="host:port; anything but loopback needs --token"
+    )
+    parser.add_argument(
+        "--token", help="bearer token that clients must send; by default one is made and printed"
+    )
     parser.add_argument("--name", help="the teacher's name in replies and errors; the model's own by default")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="auto")

@@ -8,6 +8,7 @@ the pipe closes and the child ends itself. So no child outlives its run, kill -9
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -53,7 +54,9 @@ class LocalProcesses:
     def children(self) -> Mapping[str, Child]:
         return self._children
 
-    async def start(self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+    async def start(
+        self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> Child:
         """Start `python -m module …` and wait until it says it is ready.
 
         The module must take `--ready-file PATH` and `--watch-fd N`. Its last words are the error when it dies first.
@@ -91,7 +94,9 @@ class LocalProcesses:
         while not ready_file.exists():
             if not child.alive:
                 words = _last_words(child.log, start_of_words)
-                raise ChildDied(f"{words}\n(process {child.name} ended with code {child.process.returncode}; log: {child.log})")
+                raise ChildDied(
+                    f"{words}\n(process {child.name} ended with code {child.process.returncode}; log: {child.log})"
+                )
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"process {child.name} was not ready after {self._start_timeout:.0f} s; "
@@ -133,10 +138,8 @@ class LocalProcesses:
 
 def _signal(child: Child, number: signal.Signals) -> None:
     if child.process.returncode is None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def _last_words(log: Path, start: int) -> str:

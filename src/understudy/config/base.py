@@ -20,7 +20,9 @@ from understudy.errors import ConfigError
 class Section(BaseModel):
     """Base of every config section: unknown keys are errors, values are never coerced across kinds."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, validate_default=True, use_attribute_docstrings=True
+    )
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
@@ -46,7 +48,11 @@ def _line(finding: Mapping[str, Any], model: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         known = _keys_at(model, place[:-1])
         guess = nearest(place[-1], known)
-        hint = f"did you mean `{'.'.join([*place[:-1], guess])}`?" if guess else f"known keys here: {', '.join(sorted(known))}"
+        hint = (
+            f"did you mean `{'.'.join([*place[:-1], guess])}`?"
+            if guess
+            else f"known keys here: {', '.join(sorted(known))}"
+        )
         return f"unknown key `{where}`; {hint}"
     if kind == "missing":
         return f"`{where}` is missing; set it in the recipe"
@@ -54,7 +60,9 @@ def _line(finding: Mapping[str, Any], model: type[BaseModel]) -> str:
         expected = finding["ctx"]["expected"]
         choices = [part.strip(" '") for part in expected.replace(" or ", ",").split(",")]
         guess = nearest(str(came), choices)
-        return f"`{where}` = {came!r}: expected one of {expected}" + (f"; did you mean {guess!r}?" if guess else "")
+        return f"`{where}` = {came!r}: expected one of {expected}" + (
+            f"; did you mean {guess!r}?" if guess else ""
+        )
     message = finding["msg"]
     if kind in ("value_error", "assertion_error"):
         message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")

@@ -39,7 +39,7 @@ class TeacherConfig(Section):
     """How many server processes hold this teacher."""
     placement: str = "standalone"
     """`pool` (a slice of a named pool), `standalone` (own processes and devices) or `external` (`urls`)."""
-    urls: list[str] = []
+    urls: list[str] = Field(default=[])
     """Running scoring servers (`external` only)."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of external servers."""
@@ -47,7 +47,7 @@ class TeacherConfig(Section):
     device: str = "auto"
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of one replica."""
-    ports: list[int] = []
+    ports: list[int] = Field(default=[])
     """Fixed loopback ports, one per replica; empty lets the system choose."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 16384
     """Tokens of one forward of a replica."""
@@ -72,13 +72,17 @@ class TeacherConfig(Section):
     def _placed(self) -> TeacherConfig:
         if self.placement == "external":
             if not self.urls:
-                raise ValueError("placement = 'external' needs `urls`, the addresses of running scoring servers")
+                raise ValueError(
+                    "placement = 'external' needs `urls`, the addresses of running scoring servers"
+                )
         elif self.replicas < 1:
             raise ValueError(f"replicas = {self.replicas}: a teacher needs at least 1 replica")
         elif self.urls:
             raise ValueError("`urls` belong to placement = 'external'")
         if self.ports and len(self.ports) != self.replicas:
-            raise ValueError(f"{len(self.ports)} ports for {self.replicas} replicas; give one per replica, or none")
+            raise ValueError(
+                f"{len(self.ports)} ports for {self.replicas} replicas; give one per replica, or none"
+            )
         if self.trust_remote_code and not self.revision:
             raise ValueError("trust_remote_code = true runs code from the hub: pin it with `revision`")
         return self

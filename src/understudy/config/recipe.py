@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from understudy.config.base import Section, explain, nearest
 from understudy.config.loss import LossConfig
@@ -27,7 +27,7 @@ class Recipe(Section):
     """One run, whole. Everything not written has a default that is right for most."""
 
     student: StudentConfig
-    teachers: dict[str, TeacherConfig] = {}
+    teachers: dict[str, TeacherConfig] = Field(default={})
     data: DataConfig
     loss: LossConfig = LossConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -89,7 +89,9 @@ def examine(table: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
         try:
             return Recipe.model_validate(current), problems
         except ValidationError as error:
-            problems += [line for entry in explain(error, Recipe) for line in entry.split("\n") if line not in problems]
+            problems += [
+                line for entry in explain(error, Recipe) for line in entry.split("\n") if line not in problems
+            ]
             current = copy.deepcopy(current)
             if not all(_mend(current, finding["loc"], finding["type"]) for finding in error.errors()):
                 break
@@ -102,7 +104,7 @@ def _mend(table: Any, place: tuple[int | str, ...], kind: str) -> bool:
         return False
     *sections, key = place
     for section in sections:
-        if not isinstance(table, dict | list) or (isinstance(table, dict) and section not in table):
+        if not isinstance(table, dict) or section not in table:
             return False
         table = table[section]
     if not isinstance(table, dict):
@@ -159,14 +161,19 @@ def _floats(table: Any, model: Any = Recipe) -> Any:
     if not isinstance(table, Mapping):
         return table
     fields = getattr(model, "model_fields", {})
-    result = {}
+    result: dict[str, Any] = {}
     for key, value in table.items():
         annotation = fields[key].annotation if key in fields else None
         if key == "teachers" and isinstance(value, Mapping):
             result[key] = {name: _floats(entry, TeacherConfig) for name, entry in value.items()}
         elif isinstance(value, Mapping):
             result[key] = _floats(value, annotation)
-        elif isinstance(value, int) and not isinstance(value, bool) and "float" in str(annotation) and "int" not in str(annotation):
+        elif (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and "float" in str(annotation)
+            and "int" not in str(annotation)
+        ):
             result[key] = float(value)
         else:
             result[key] = value
@@ -178,9 +185,13 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     problems = []
     loss, teachers = recipe.loss, recipe.teachers
     if loss.distill_coef == 0 and loss.task_coef == 0:
-        problems.append("loss.distill_coef and loss.task_coef are both 0: nothing would be learnt; set one above 0")
+        problems.append(
+            "loss.distill_coef and loss.task_coef are both 0: nothing would be learnt; set one above 0"
+        )
     if loss.distill_coef > 0 and not teachers:
-        problems.append("no teacher: add a [teachers.NAME] table, or set loss.distill_coef = 0 to train on rewards alone")
+        problems.append(
+            "no teacher: add a [teachers.NAME] table, or set loss.distill_coef = 0 to train on rewards alone"
+        )
     if loss.task_coef > 0 and recipe.data.reward is None:
         problems.append("loss.task_coef > 0 needs data.reward, a function that judges an answer")
     if loss.teacher_temperature != 1.0 and loss.signal != "hidden":
@@ -202,7 +213,10 @@ def _routing(recipe: Recipe) -> list[str]:
     problems = []
     if len(teachers) > 1:
         keyless = [name for name, teacher in teachers.items() if teacher.key is None and name != default]
-        problems += [f"teachers.{name}.key is missing: with several teachers each names the rows it judges" for name in keyless]
+        problems += [
+            f"teachers.{name}.key is missing: with several teachers each names the rows it judges"
+            for name in keyless
+        ]
     keys = [teacher.key for teacher in teachers.values() if teacher.key is not None]
     for key in sorted({key for key in keys if keys.count(key) > 1}):
         problems.append(f"two teachers have key = {key!r}; a row goes to one teacher")

@@ -5,10 +5,10 @@ in never waits again; otherwise the plane could be full of rows that wait for co
 key a batch needs stands outside. So:
 
 - `max_rows` bounds the rows in flight; issuing waits at the bound.
-- `max_bytes` bounds the column bytes in memory; issuing waits there too, and columns of rows already in go to the
-  spill file when they do not fit.
-- A claim that waits for more rows lifts the byte bound (never the row bound): a batch larger than memory is made by
-  way of the disk instead of never.
+- `max_bytes` bounds the column bytes in memory. A row nobody issued waits for room; columns of a row that was
+  issued go to the spill file when they do not fit, because whoever claims may be waiting for just this row.
+- A claim that waits for more rows lifts the byte bound (never the row bound) for the others too: a batch larger
+  than memory is made by way of the disk instead of never.
 """
 
 from __future__ import annotations

@@ -31,17 +31,25 @@ class LiveView:
         self._losses: deque[float] = deque(maxlen=48)
         self._last_plain = 0.0
         self._bar = Progress(
-            TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(bar_width=30), TimeRemainingColumn(), console=self.console
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=30),
+            TimeRemainingColumn(),
+            console=self.console,
         )
         self._task = self._bar.add_task("steps", total=steps)
-        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+        self._live = Live(
+            get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True
+        )
 
     def __enter__(self) -> LiveView:
         if self._fancy:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._fancy:
             self._live.stop()
 
@@ -67,7 +75,10 @@ class LiveView:
             now = time.monotonic()
             if step in (0, self._steps) or now - self._last_plain > _PLAIN_SECONDS:
                 self._last_plain = now
-                self.console.print(f"step {step}/{self._steps}  " + "  ".join(f"{a} {b}" for a, b in self._figures()), highlight=False)
+                self.console.print(
+                    f"step {step}/{self._steps}  " + "  ".join(f"{a} {b}" for a, b in self._figures()),
+                    highlight=False,
+                )
 
     def _figures(self) -> list[tuple[str, str]]:
         get = self._line.get
@@ -89,7 +100,11 @@ class LiveView:
         table = Table.grid(padding=(0, 2))
         for label, value in self._figures():
             table.add_row(Text(label, style="dim"), value)
-        shares = {key: value for key, value in self._line.items() if key.startswith("perf/teacher/") and key.endswith("/share")}
+        shares = {
+            key: value
+            for key, value in self._line.items()
+            if key.startswith("perf/teacher/") and key.endswith("/share")
+        }
         for key, share in sorted(shares.items()):
             name = key.removeprefix("perf/teacher/").removesuffix("/share")
             table.add_row(Text(name, style="dim"), f"{'█' * round(20 * share):<20} {share:.0%}")
@@ -104,4 +119,6 @@ class LiveView:
 def _sparkline(values: list[float]) -> str:
     low, high = min(values), max(values)
     span = (high - low) or 1.0
-    return "".join(_SPARKS[min(int((value - low) / span * len(_SPARKS)), len(_SPARKS) - 1)] for value in values)
+    return "".join(
+        _SPARKS[min(int((value - low) / span * len(_SPARKS)), len(_SPARKS) - 1)] for value in values
+    )

@@ -23,7 +23,9 @@ def redact(value: Any) -> Any:
     """A copy of nested plain data with secret-named entries and credentials in URLs hidden."""
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN if _SECRET_NAME.search(str(key)) and isinstance(inner, str) and inner else redact(inner)
+            key: HIDDEN
+            if _SECRET_NAME.search(str(key)) and isinstance(inner, str) and inner
+            else redact(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):

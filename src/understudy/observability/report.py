@@ -11,11 +11,11 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 - the backend must be chosen first
-from matplotlib.axes import Axes  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
-from understudy.observability.metrics import read_metrics  # noqa: E402
-from understudy.observability.rundir import RunDir, read_json  # noqa: E402
+from understudy.observability.metrics import read_metrics
+from understudy.observability.rundir import RunDir, read_json
 
 _COLOURS = ("#3465a4", "#cc5500", "#4e9a06", "#75507b", "#c4a000", "#a40000")
 _ROLLOUTS_PER_SOURCE = 3
@@ -56,11 +56,26 @@ def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Loss, KL and held-out accuracy against steps; the teachers' accuracy as dashed lines."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     _curve(axes[0], metrics, {"loss": "actor/loss"}, "loss")
-    keys = sorted({key for line in metrics for key in line if key.startswith("teacher/") and key.endswith("/kl")})
+    keys = sorted(
+        {key for line in metrics for key in line if key.startswith("teacher/") and key.endswith("/kl")}
+    )
     named = {key.split("/")[1]: key for key in keys} or {"all": "actor/distillation/loss"}
     _curve(axes[1], metrics, named, "KL to the teacher, nats per token")
-    sources = sorted({key.removeprefix("val/accuracy/") for line in metrics for key in line if key.startswith("val/accuracy/")})
-    _curve(axes[2], metrics, {source: f"val/accuracy/{source}" for source in sources}, "held-out accuracy", marker="o")
+    sources = sorted(
+        {
+            key.removeprefix("val/accuracy/")
+            for line in metrics
+            for key in line
+            if key.startswith("val/accuracy/")
+        }
+    )
+    _curve(
+        axes[2],
+        metrics,
+        {source: f"val/accuracy/{source}" for source in sources},
+        "held-out accuracy",
+        marker="o",
+    )
     teachers = metrics[0] if metrics else {}
     for colour, source in zip(_COLOURS, sources, strict=False):
         level = teachers.get(f"val/teacher_accuracy/{source}")
@@ -73,7 +88,9 @@ def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def _curve(axis: Axes, metrics: Sequence[dict[str, Any]], named: dict[str, str], title: str, marker: str = "") -> None:
+def _curve(
+    axis: Axes, metrics: Sequence[dict[str, Any]], named: dict[str, str], title: str, marker: str = ""
+) -> None:
     for colour, (name, key) in zip(_COLOURS, named.items(), strict=False):
         points = [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
         if points:
@@ -98,7 +115,10 @@ def _page(run: RunDir, metrics: Sequence[dict[str, Any]], next_command: str | No
         ("rows trained", state.get("rows_trained", "")),
         ("rows dead-lettered", state.get("dead_letters", 0)),
     ]
-    rows = "".join(f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>" for name, value in facts)
+    rows = "".join(
+        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
+        for name, value in facts
+    )
     command = f"<h2>Next</h2><pre>{html.escape(next_command)}</pre>" if next_command else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(run.path.name)}</title>
@@ -124,7 +144,10 @@ def _accuracy_html(table: Sequence[dict[str, Any]]) -> str:
     head = "<tr><th>data source</th><th>student before</th><th>student after</th><th>teacher</th><th>after / teacher</th></tr>"
     body = ""
     for entry in table:
-        cells = "".join(f'<td class="number">{_percent(entry[key])}</td>' for key in ("before", "after", "teacher", "of_teacher"))
+        cells = "".join(
+            f'<td class="number">{_percent(entry[key])}</td>'
+            for key in ("before", "after", "teacher", "of_teacher")
+        )
         body += f"<tr><td>{html.escape(entry['source'])}</td>{cells}</tr>"
     return f"<table>{head}{body}</table>"
 
@@ -134,7 +157,9 @@ def _percent(value: float | None) -> str:
 
 
 def _samples_html(run: RunDir) -> str:
-    lines = [json.loads(text) for text in run.samples.read_text().splitlines()] if run.samples.exists() else []
+    lines = (
+        [json.loads(text) for text in run.samples.read_text().splitlines()] if run.samples.exists() else []
+    )
     if not lines:
         return "<p>No rollouts were kept.</p>"
     steps = sorted({line["step"] for line in lines})
@@ -146,7 +171,13 @@ def _samples_html(run: RunDir) -> str:
         if shown[line["source"]] >= _ROLLOUTS_PER_SOURCE:
             continue
         shown[line["source"]] += 1
-        cells = [_plain(line["source"]), _plain(line["prompt"]), _judged(before.get(line["key"])), _judged(line), _plain(line.get("answer"))]
+        cells = [
+            _plain(line["source"]),
+            _plain(line["prompt"]),
+            _judged(before.get(line["key"])),
+            _judged(line),
+            _plain(line.get("answer")),
+        ]
         body += f"<tr>{''.join(cells)}</tr>"
     return f"<table>{head}{body}</table>"
 

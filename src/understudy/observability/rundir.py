@@ -1,16 +1,16 @@
 """The run directory: the one interface between a run and everything that looks at it.
 
-    RUN/
-      recipe.json        the resolved recipe, secrets redacted
-      state.json         how the run stands: running, finished, stopped, failed, and why
-      metrics.jsonl      one line per step; keys under `time/` and `perf/` depend on the clock, all others do not
-      spans.jsonl        who did what when (produce, score, update, publish, …)
-      samples.jsonl      held-out rollouts of each evaluation
-      dataplane/         journal.sqlite: rows, leases and the ledger; dead_letters.jsonl: rows that failed, with the reason
-      refused.jsonl      rows whose loss or gradient was not finite, where there were any
-      checkpoints/       step-000050/ …, latest
-      logs/              one file per process
-      report.html, curves.png
+RUN/
+  recipe.json        the resolved recipe, secrets redacted
+  state.json         how the run stands: running, finished, stopped, failed, and why
+  metrics.jsonl      one line per step; keys under `time/` and `perf/` depend on the clock, all others do not
+  spans.jsonl        who did what when (produce, score, update, publish, …)
+  samples.jsonl      held-out rollouts of each evaluation
+  dataplane/         journal.sqlite: rows, leases and the ledger; dead_letters.jsonl: rows that failed, with the reason
+  refused.jsonl      rows whose loss or gradient was not finite, where there were any
+  checkpoints/       step-000050/ …, latest
+  logs/              one file per process
+  report.html, curves.png
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class RunDir:
     def open(cls, path: str | Path) -> RunDir:
         run = cls(Path(path))
         if not run.recipe.is_file():
-            raise RunDirectoryError(f"{run.path} is no run directory: it has no recipe.json; give the folder a run printed at its start")
+            raise RunDirectoryError(
+                f"{run.path} is no run directory: it has no recipe.json; give the folder a run printed at its start"
+            )
         return run
 
     @property
@@ -106,7 +108,9 @@ class RunDir:
             handle.seek(0)
             owner = handle.read().strip() or "unknown"
             handle.close()
-            raise RunDirectoryError(f"{self.path} is in use by process {owner}; wait for it, or stop it first") from None
+            raise RunDirectoryError(
+                f"{self.path} is in use by process {owner}; wait for it, or stop it first"
+            ) from None
         handle.truncate(0)
         handle.write(str(os.getpid()))
         handle.flush()

@@ -28,7 +28,12 @@ class Spans:
             end = time.monotonic()
             self._totals[name] = self._totals.get(name, 0.0) + end - start
             if self._handle:
-                line = {"name": name, "start": round(start - self._zero, 6), "end": round(end - self._zero, 6), **about}
+                line = {
+                    "name": name,
+                    "start": round(start - self._zero, 6),
+                    "end": round(end - self._zero, 6),
+                    **about,
+                }
                 self._handle.write(json.dumps(line) + "\n")
 
     def take_totals(self) -> dict[str, float]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from understudy.teacher.body import Layout
 from understudy.teacher.head import Head, head_of, to_wire
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.model import FrozenModel
@@ -25,6 +26,8 @@ from understudy.teacher.scorer import Begun, Scorer, ScorerOptions, plain_logpro
 from understudy.teacher.tensor_parallel import Place, shard_head, shard_layers
 
 log = logging.getLogger(__name__)
+
+LAYOUTS = list(Layout)
 
 
 class LockstepScorer(Scorer):
@@ -50,7 +53,8 @@ class LockstepScorer(Scorer):
 
     def begin(self, request: ScoreRequest) -> Begun:
         if self.place.rank == 0:
-            send(encode_request(request), self.frozen.device)
+            # The layout decides how the forward is cut into steps, so it travels with every request.
+            send(LAYOUTS.index(self.body.layout).to_bytes() + encode_request(request))
         try:
             return super().begin(request)
         except Exception:
@@ -61,11 +65,14 @@ class LockstepScorer(Scorer):
 
     def follow(self) -> None:
         """Score what the leader scores, until it says that there is nothing more."""
-        while frame := receive(self.frozen.device):
-            self.finish(self.begin(decode_request(frame)))
+        if self.options.compile_layers:
+            self.body.compile_layers()
+        while message := receive():
+            self.body.layout = LAYOUTS[message[0]]
+            self.finish(self.begin(decode_request(message[1:])))
 
-    def dismiss(self) -> None:
-        send(b"", self.frozen.device)
+    def close(self) -> None:
+        send(b"")
 
     def _expected(self) -> np.ndarray:
         return self._truth
@@ -96,17 +103,17 @@ def _moved(head: Head, device: str) -> Head:
     )
 
 
-def send(frame: bytes, device: torch.device) -> None:
-    size = torch.tensor([len(frame)], dtype=torch.int64, device=device)
-    dist.broadcast(size, 0)
-    if frame:
-        dist.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8).to(device), 0)
+def send(message: bytes) -> None:
+    """To everyone; through the host, so that processes that wait keep no device busy."""
+    dist.broadcast(torch.tensor([len(message)], dtype=torch.int64), 0)
+    if message:
+        dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
 
 
-def receive(device: torch.device) -> bytes:
-    size = torch.zeros(1, dtype=torch.int64, device=device)
+def receive() -> bytes:
+    size = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(size, 0)
-    frame = torch.empty(int(size), dtype=torch.uint8, device=device)
-    if len(frame):
-        dist.broadcast(frame, 0)
-    return frame.cpu().numpy().tobytes()
+    message = torch.empty(int(size), dtype=torch.uint8)
+    if len(message):
+        dist.broadcast(message, 0)
+    return message.numpy().tobytes()

@@ -272,6 +272,9 @@ class Scorer:
     def wire_head(self) -> WireHead:
         return to_wire(self.head)
 
+    def close(self) -> None:
+        """Nothing to let go of here; a scorer of several processes sends the others home."""
+
     def _check_same(self, ours: np.ndarray, theirs: np.ndarray) -> None:
         """Half precision rounds the model's own logits, by more the larger they are."""
         near = 1e-3 if self.frozen.dtype == "float32" else 0.25 + 0.02 * np.abs(theirs)

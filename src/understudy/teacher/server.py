@@ -29,13 +29,11 @@ from transformers.utils import logging as transformers_logging
 
 from understudy.errors import UnderstudyError
 from understudy.teacher.app import build_app
+from understudy.teacher.assemble import build_worker, follow
 from understudy.teacher.body import Layout
-from understudy.teacher.manifest import Batching, Limits, Manifest
-from understudy.teacher.model import DTYPES, load_frozen, vocabulary_of, weights_sha256
-from understudy.teacher.scorer import Scorer, ScorerOptions
-from understudy.teacher.vocabulary import Vocabulary
-from understudy.teacher.worker import ScoringWorker
-from understudy.types.scores import Signal
+from understudy.teacher.manifest import Batching, Limits
+from understudy.teacher.model import DTYPES
+from understudy.teacher.scorer import ScorerOptions
 
 log = logging.getLogger("understudy.teacher.server")
 
@@ -57,6 +55,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--batching", default=Batching.BY_REQUEST, choices=[mode.value for mode in Batching])
     parser.add_argument("--max-batch-tokens", type=int, default=ScorerOptions().max_batch_tokens)
+    parser.add_argument("--world-size", type=int, default=1, help="processes that share this replica's model")
+    parser.add_argument("--rank", type=int, default=0, help="which of them this is; 0 answers requests")
+    parser.add_argument("--rendezvous", default="", help="where they meet: tcp://HOST:PORT or file:///PATH")
     parser.add_argument("--layout", default=Layout.AUTO, choices=[layout.value for layout in Layout])
     parser.add_argument(
         "--chunk-mib", type=int, default=0, help="fp32 logits at once; 0: 64, or 1024 on CUDA"
@@ -75,6 +76,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ready-file", type=Path, help='written when able to score: {"url": …, "pid": …}')
     parser.add_argument("--watch-fd", type=int, help="exit when this inherited pipe closes")
     return parser.parse_args(argv)
+
+
+def check_place(args: argparse.Namespace) -> None:
+    if not 0 <= args.rank < args.world_size:
+        raise StartError(
+            f"--rank {args.rank}: expected 0 … {args.world_size - 1} with --world-size {args.world_size}"
+        )
+    if args.world_size > 1 and not args.rendezvous:
+        raise StartError(
+            "--world-size above 1 needs --rendezvous, where the processes meet (tcp://HOST:PORT)"
+        )
 
 
 def bind_socket(bind: str, token: str | None) -> socket.socket:
@@ -128,46 +140,6 @@ def write_ready_file(path: Path, url: str) -> None:
     temporary.replace(path)
 
 
-def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Vocabulary]:
-    frozen = load_frozen(
-        args.model,
-        dtype=args.dtype,
-        device=args.device,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-    )
-    if args.max_length > frozen.max_length:
-        raise StartError(f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions")
-    options = ScorerOptions(
-        max_batch_tokens=args.max_batch_tokens,
-        chunk_bytes=(args.chunk_mib or (1024 if frozen.device.type == "cuda" else 64)) << 20,
-        layout=Layout(args.layout),
-        compile_layers=args.compile,
-    )
-    scorer = Scorer(args.name, frozen, options)
-    scorer.warm_up()
-    vocabulary = vocabulary_of(args.model)
-    manifest = Manifest(
-        teacher=args.name,
-        backend="native",
-        model=args.model,
-        weights_sha256=weights_sha256(frozen.model),
-        vocab_fingerprint=vocabulary.fingerprint,
-        vocab_size=scorer.vocab,
-        hidden_size=scorer.hidden_size,
-        dtype=args.dtype,
-        signals=list(Signal),
-        limits=Limits(
-            max_length=args.max_length or frozen.max_length,
-            max_request_tokens=args.max_request_tokens,
-            max_request_bytes=args.max_request_bytes,
-            max_k=min(args.max_k, scorer.vocab),
-        ),
-        batching=Batching(args.batching),
-    )
-    return ScoringWorker(scorer, Batching(args.batching)), manifest, vocabulary
-
-
 class _Uvicorn(uvicorn.Server):
     """Uvicorn re-raises signals after its shutdown, so SIGTERM would look like a crash to whoever waits for us."""
 
@@ -207,6 +179,7 @@ async def serve(args: argparse.Namespace, sock: socket.socket, token: str | None
     log.info("teacher %s scores at %s (%s, %s, %s)", args.name, url, args.model, args.dtype, args.device)
     await serving
     worker.stop()
+    worker.scorer.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -221,6 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     token = os.environ.get(args.token_env) or None
     try:
+        check_place(args)
+        if args.rank > 0:
+            follow(args)
+            return 0
         with bind_socket(args.bind, token) as sock:
             asyncio.run(serve(args, sock, token))
     except UnderstudyError as error:

@@ -39,7 +39,9 @@ class Place:
 
 def join(place: Place, rendezvous: str, device: str) -> None:
     """Meet the replica's other processes; `rendezvous` is tcp://host:port or file:///path."""
-    backend = "nccl" if device.startswith("cuda") else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device))
     dist.init_process_group(
         backend,
         init_method=rendezvous,

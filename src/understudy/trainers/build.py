@@ -42,7 +42,9 @@ from understudy.weights.in_process import SharedWeights
 
 
 @asynccontextmanager
-async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView) -> AsyncIterator[System]:
+async def build(
+    recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView
+) -> AsyncIterator[System]:
     """Start everything a run needs; whatever happens, everything started is stopped again."""
     async with AsyncExitStack() as stack:
         deterministic = is_deterministic(recipe)
@@ -50,7 +52,9 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
         view.phase(f"loading the student {recipe.student.model}")
         student = await asyncio.to_thread(_load_student, recipe)
         vocabulary = vocabulary_of(student.tokenizer)
-        teachers = await start_teachers(recipe, processes, vocabulary, view, secrets.token_urlsafe(24), deterministic)
+        teachers = await start_teachers(
+            recipe, processes, vocabulary, view, secrets.token_urlsafe(24), deterministic
+        )
         stack.push_async_callback(teachers.close)
         pools = teachers.pools
 
@@ -94,7 +98,9 @@ async def build(recipe: Recipe, run: RunDir, processes: LocalProcesses, view: Li
             loops=LoopChoice(recipe.rollout.agent),
             rewards=Rewards(rewards, renderer),
             checkpoints=_checkpoints(recipe, run),
-            eval_prompts=eval_prompts(load_dataset(recipe.data.eval), recipe.trainer.eval_samples) if recipe.data.eval else [],
+            eval_prompts=eval_prompts(load_dataset(recipe.data.eval), recipe.trainer.eval_samples)
+            if recipe.data.eval
+            else [],
             metrics=metrics,
             spans=spans,
             view=view,
@@ -107,7 +113,12 @@ def keep_refused(run: RunDir, rows: Batch, reason: str) -> None:
     """Rows whose loss or gradient was not finite, kept as they were, so that the step can be looked into."""
     with run.refused.open("a") as handle:
         for index, key in enumerate(rows.keys):
-            line = {"key": key, "reason": reason, "tokens": rows.tokens[index].tolist(), "loss_mask": rows.loss_mask[index].tolist()}
+            line = {
+                "key": key,
+                "reason": reason,
+                "tokens": rows.tokens[index].tolist(),
+                "loss_mask": rows.loss_mask[index].tolist(),
+            }
             if rows.teacher_logprobs is not None:
                 line["teacher_logprobs"] = rows.teacher_logprobs[index].tolist()
             handle.write(json.dumps(line) + "\n")
@@ -123,7 +134,9 @@ def _checkpoints(recipe: Recipe, run: RunDir) -> CheckpointStore:
 def is_deterministic(recipe: Recipe) -> bool:
     if recipe.run.determinism is not None:
         return recipe.run.determinism == "full"
-    return recipe.student.device == "cpu" or (recipe.student.device == "auto" and not torch.cuda.is_available())
+    return recipe.student.device == "cpu" or (
+        recipe.student.device == "auto" and not torch.cuda.is_available()
+    )
 
 
 def objective_of(recipe: Recipe) -> Objective:
@@ -155,14 +168,20 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
 def _load_student(recipe: Recipe) -> LoadedModel:
     student = recipe.student
     return load_model(
-        student.model, dtype=student.dtype, device=student.device, trust_remote_code=student.trust_remote_code, revision=student.revision
+        student.model,
+        dtype=student.dtype,
+        device=student.device,
+        trust_remote_code=student.trust_remote_code,
+        revision=student.revision,
     )
 
 
 def _policy_settings(recipe: Recipe) -> PolicySettings:
     trainer = recipe.trainer
     return PolicySettings(
-        schedule=Schedule(ScheduleKind(trainer.schedule), trainer.learning_rate, trainer.steps, trainer.warmup_steps),
+        schedule=Schedule(
+            ScheduleKind(trainer.schedule), trainer.learning_rate, trainer.steps, trainer.warmup_steps
+        ),
         adamw=AdamWSettings(weight_decay=trainer.weight_decay, grad_clip=trainer.grad_clip),
         gradient_checkpointing=recipe.student.gradient_checkpointing,
         loss_temperature=recipe.loss.student_temperature,

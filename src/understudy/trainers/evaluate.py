@@ -43,7 +43,9 @@ async def evaluate(system: System, step: int, teachers: bool = False) -> dict[st
             system.policy.context_length, system.recipe.rollout.max_batch,
         )  # fmt: skip
     _keep(system, step, answers)
-    metrics = {f"val/accuracy{name}": value for name, value in _accuracy(system.eval_prompts, answers).items()}
+    metrics = {
+        f"val/accuracy{name}": value for name, value in _accuracy(system.eval_prompts, answers).items()
+    }
     if teachers and system.recipe.trainer.eval_teachers:
         metrics |= await _teacher_accuracy(system)
     system.view.phase("")
@@ -71,7 +73,9 @@ async def answer(
             return result
 
         async with cohort.member():
-            trajectories = await loops.of(prompt).run(prompt, LoopContext(generate, renderer, greedy, prompt.key, 0, context))
+            trajectories = await loops.of(prompt).run(
+                prompt, LoopContext(generate, renderer, greedy, prompt.key, 0, context)
+            )
             return await rewards.judge(prompt, trajectories[-1])
 
     answers: list[Trajectory] = []
@@ -125,7 +129,10 @@ def _accuracy(prompts: Sequence[Prompt], answers: Sequence[Trajectory]) -> dict[
     for prompt, trajectory in zip(prompts, answers, strict=True):
         by_source[prompt.data_source or "all"].append(float(trajectory.reward or 0.0))
     every = [reward for rewards in by_source.values() for reward in rewards]
-    return {"": float(np.mean(every)), **{f"/{source}": float(np.mean(by_source[source])) for source in sorted(by_source)}}
+    return {
+        "": float(np.mean(every)),
+        **{f"/{source}": float(np.mean(by_source[source])) for source in sorted(by_source)},
+    }
 
 
 async def _teacher_accuracy(system: System) -> dict[str, float]:
@@ -137,7 +144,9 @@ async def _teacher_accuracy(system: System) -> dict[str, float]:
         if not mine or teacher.placement == "external":
             continue
         system.view.phase(f"evaluating teacher {name} on {len(mine)} held-out problems")
-        loaded = await asyncio.to_thread(load_model, teacher.model, dtype=teacher.dtype, device=teacher.device)
+        loaded = await asyncio.to_thread(
+            load_model, teacher.model, dtype=teacher.dtype, device=teacher.device
+        )
         engine = loaded.engine(system.recipe.rollout.max_batch)
         try:
             answers = await answer(
@@ -146,7 +155,9 @@ async def _teacher_accuracy(system: System) -> dict[str, float]:
             )  # fmt: skip
         finally:
             await engine.close()
-        metrics |= {f"val/teacher_accuracy{key}": value for key, value in _accuracy(mine, answers).items() if key}
+        metrics |= {
+            f"val/teacher_accuracy{key}": value for key, value in _accuracy(mine, answers).items() if key
+        }
     return metrics
 
 

@@ -26,7 +26,9 @@ def export_run(run_path: Path, out: Path) -> Path:
         "step": checkpoint.step,
         "data": checkpoint.extra["cursor"]["dataset"],
         "command": f"understudy train (recipe.json in {run.path.name})",
-        "versions": {name: importlib.metadata.version(name) for name in ("understudy", "torch", "transformers")},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("understudy", "torch", "transformers")
+        },
         "metrics": without_clock(metrics[-1]) if metrics else {},
     }
     return export(checkpoint.path, Path(recipe.student.model), out, card)

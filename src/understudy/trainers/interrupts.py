@@ -36,7 +36,9 @@ class Interrupts:
             self._installed.append(number)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number in self._installed:
             asyncio.get_running_loop().remove_signal_handler(number)
 

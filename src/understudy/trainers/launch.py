@@ -49,7 +49,9 @@ def _settled(recipe: Recipe, run: RunDir) -> Recipe:
     """What depends on this machine is written down at the start, so that a resume elsewhere repeats it."""
     threads = recipe.run.threads or os.cpu_count() or 1
     determinism = "full" if is_deterministic(recipe) else "fast"
-    settings = recipe.run.model_copy(update={"threads": threads, "determinism": determinism, "dir": str(run.path)})
+    settings = recipe.run.model_copy(
+        update={"threads": threads, "determinism": determinism, "dir": str(run.path)}
+    )
     return recipe.model_copy(update={"run": settings})
 
 
@@ -60,7 +62,10 @@ async def _train(recipe: Recipe, run: RunDir, progress: bool, next_command: str 
     outcome, detail, steps = "failed", "", 0
     facts: dict[str, object] = {"objective": describe(recipe).name}
     try:
-        with LiveView(recipe.trainer.steps, enabled=progress) as view, Interrupts(view.note, processes.kill_now) as stop:
+        with (
+            LiveView(recipe.trainer.steps, enabled=progress) as view,
+            Interrupts(view.note, processes.kill_now) as stop,
+        ):
             _write_state(run, "running", "", facts)
             view.phase(f"run directory {run.path}")
             checkpoint = last_checkpoint(run, recipe.trainer.keep_checkpoints)
@@ -68,14 +73,19 @@ async def _train(recipe: Recipe, run: RunDir, progress: bool, next_command: str 
                 view.note(f"nothing to do: {run.path} took all its {checkpoint.step} steps already")
             forget_after(run, checkpoint.step if checkpoint else None)
             async with build(recipe, run, processes, view) as system:
-                await system.plane.rewind(checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic)
+                await system.plane.rewind(
+                    checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic
+                )
                 if checkpoint:
                     await restore(system, checkpoint)
                     await system.publisher.publish(checkpoint.step)
                     view.note(f"continuing after step {checkpoint.step}")
                 stop.training = True
                 steps = await train_sync(system, stop)
-                facts |= {"rows_trained": system.tally.rows_trained, "dead_letters": system.tally.dead_letters}
+                facts |= {
+                    "rows_trained": system.tally.rows_trained,
+                    "dead_letters": system.tally.dead_letters,
+                }
         outcome = "finished" if steps >= recipe.trainer.steps else "stopped"
     except asyncio.CancelledError:
         outcome, detail = "stopped", "interrupted while starting"

@@ -30,11 +30,18 @@ class LoadedModel:
         return int(pad) if pad is not None else self.stop_ids[0]
 
     def engine(self, max_batch: int) -> HFEngine:
-        return HFEngine(self.model, max_batch=max_batch, device=self.device, pad_id=self.pad_id, max_length=self.context)
+        return HFEngine(
+            self.model, max_batch=max_batch, device=self.device, pad_id=self.pad_id, max_length=self.context
+        )
 
 
 def load_model(
-    name: str, *, dtype: str = "float32", device: str = "auto", trust_remote_code: bool = False, revision: str | None = None
+    name: str,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> LoadedModel:
     transformers_logging.disable_progress_bar()  # a run has its own display
     where = resolve_device(device)
@@ -43,7 +50,9 @@ def load_model(
     stops = configured if isinstance(configured, list) else [configured]
     known = sorted({int(stop) for stop in [*stops, student.tokenizer.eos_token_id] if stop is not None})
     if not known:
-        raise DataError(f"{name} names no end-of-sequence token; set eos_token_id in its generation_config.json")
+        raise DataError(
+            f"{name} names no end-of-sequence token; set eos_token_id in its generation_config.json"
+        )
     return LoadedModel(student.model, student.tokenizer, student.context_length, where, tuple(known))
 
 

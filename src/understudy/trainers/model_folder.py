@@ -21,7 +21,11 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 def is_hub_id(model: str) -> bool:
     """Whether a name that is no folder here can be a hub id (`Qwen/Qwen3-0.6B`) rather than a mistyped path."""
     path = Path(model)
-    return bool(_HUB_ID.match(model)) and not path.exists() and not (len(path.parts) > 1 and Path(path.parts[0]).exists())
+    return (
+        bool(_HUB_ID.match(model))
+        and not path.exists()
+        and not (len(path.parts) > 1 and Path(path.parts[0]).exists())
+    )
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,18 @@ class ModelFolder:
         """`role` names the recipe key in errors, for example `student.model`."""
         folder = cls(Path(path))
         if not folder.path.is_dir():
-            raise DataError(f"{role} = {path!r}: no such folder; give a folder with config.json, or a hub id like 'Qwen/Qwen3-0.6B'")
+            raise DataError(
+                f"{role} = {path!r}: no such folder; give a folder with config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
+            )
         missing = [name for name in ("config.json", "tokenizer.json") if not (folder.path / name).is_file()]
         if missing:
-            raise DataError(f"{role} = {path!r}: the folder has no {' and no '.join(missing)}; save the model with save_pretrained")
+            raise DataError(
+                f"{role} = {path!r}: the folder has no {' and no '.join(missing)}; save the model with save_pretrained"
+            )
         if not folder.weight_files:
-            raise DataError(f"{role} = {path!r}: no *.safetensors in the folder; save the weights as safetensors")
+            raise DataError(
+                f"{role} = {path!r}: no *.safetensors in the folder; save the weights as safetensors"
+            )
         return folder
 
     @cached_property
@@ -78,7 +88,10 @@ class ModelFolder:
         vocab = self._tokenizer["model"].get("vocab", {})
         if isinstance(vocab, list):  # Unigram: [[token, score], …]
             vocab = {entry[0]: i for i, entry in enumerate(vocab)}
-        return {**vocab, **{token["content"]: token["id"] for token in self._tokenizer.get("added_tokens", [])}}
+        return {
+            **vocab,
+            **{token["content"]: token["id"] for token in self._tokenizer.get("added_tokens", [])},
+        }
 
     @cached_property
     def special_ids(self) -> dict[str, Any]:
@@ -89,7 +102,9 @@ class ModelFolder:
             token = config.get(role)
             token = token.get("content") if isinstance(token, dict) else token
             found[role] = self.token_ids.get(token) if token is not None else None
-        eos = _optional(self.path / "generation_config.json").get("eos_token_id", self._text.get("eos_token_id"))
+        eos = _optional(self.path / "generation_config.json").get(
+            "eos_token_id", self._text.get("eos_token_id")
+        )
         found["generation eos"] = sorted(eos) if isinstance(eos, list) else [eos]
         return found
 

@@ -26,12 +26,21 @@ def plan_processes(recipe: Recipe) -> list[PlannedProcess]:
     processes = [_trainer(recipe)]
     for name, teacher in recipe.teachers.items():
         if teacher.placement == "external":
-            processes += [PlannedProcess(f"teacher-{name}-{i}", f"scores, at {url}", "external", None, 0) for i, url in enumerate(teacher.urls)]
+            processes += [
+                PlannedProcess(f"teacher-{name}-{i}", f"scores, at {url}", "external", None, 0)
+                for i, url in enumerate(teacher.urls)
+            ]
             continue
         parameters = _parameters(teacher.model)
         size = None if parameters is None else parameters * _BYTES[teacher.dtype] + _PROCESS_BYTES
         processes += [
-            PlannedProcess(f"teacher-{name}-{i}", f"scores rows of {teacher.key or 'every source'}", teacher.device, parameters, size)
+            PlannedProcess(
+                f"teacher-{name}-{i}",
+                f"scores rows of {teacher.key or 'every source'}",
+                teacher.device,
+                parameters,
+                size,
+            )
             for i in range(teacher.replicas)
         ]
     return processes
@@ -44,7 +53,9 @@ def _trainer(recipe: Recipe) -> PlannedProcess:
         # Master weights, gradient and two AdamW moments in float32, and the working copy where it is narrower.
         working = 0 if recipe.student.dtype == "float32" else _BYTES[recipe.student.dtype]
         size = parameters * (16 + working) + _PROCESS_BYTES
-    return PlannedProcess("trainer", "rollouts, journal, loss, optimizer", recipe.student.device, parameters, size)
+    return PlannedProcess(
+        "trainer", "rollouts, journal, loss, optimizer", recipe.student.device, parameters, size
+    )
 
 
 def _parameters(model: str) -> int | None:

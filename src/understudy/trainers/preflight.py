@@ -91,7 +91,10 @@ def teacher_fits(student: ModelFolder, teacher: ModelFolder, name: str) -> list[
         key=lambda token: min(ours.get(token, 1 << 60), theirs.get(token, 1 << 60)),
     )
     if differing:
-        shown = ", ".join(f"{token!r}: student {ours.get(token)} teacher {theirs.get(token)}" for token in differing[:_SHOWN])
+        shown = ", ".join(
+            f"{token!r}: student {ours.get(token)} teacher {theirs.get(token)}"
+            for token in differing[:_SHOWN]
+        )
         return [
             f"teachers.{name}: its tokenizer differs from the student's in {len(differing)} tokens ({shown} …); "
             "student and teacher must share one token→id map"
@@ -111,8 +114,14 @@ def _open_model(model: str, role: str, attempt: Callable[[Callable[[], Any]], An
 
 
 def _fits_vocabulary(recipe: Recipe, folder: ModelFolder, role: str) -> list[str]:
-    if recipe.loss.distill_coef > 0 and recipe.loss.signal in ("topk", "at_ids") and recipe.loss.topk > folder.vocab_size:
-        return [f"loss.topk = {recipe.loss.topk} is larger than the vocabulary of {role} ({folder.vocab_size}); lower loss.topk"]
+    if (
+        recipe.loss.distill_coef > 0
+        and recipe.loss.signal in ("topk", "at_ids")
+        and recipe.loss.topk > folder.vocab_size
+    ):
+        return [
+            f"loss.topk = {recipe.loss.topk} is larger than the vocabulary of {role} ({folder.vocab_size}); lower loss.topk"
+        ]
     return []
 
 
@@ -124,7 +133,9 @@ def _ports(teacher: str, ports: list[int]) -> list[str]:
             try:
                 probe.bind(("127.0.0.1", port))
             except (OSError, OverflowError) as error:
-                problems.append(f"teachers.{teacher}.ports: port {port} cannot be used ({error}); choose another, or leave `ports` out")
+                problems.append(
+                    f"teachers.{teacher}.ports: port {port} cannot be used ({error}); choose another, or leave `ports` out"
+                )
     return problems
 
 
@@ -141,7 +152,9 @@ def _rows_fit(recipe: Recipe, dataset: Dataset, role: str, student: ModelFolder 
         try:
             length = measure(row)
         except jinja2.TemplateError as error:
-            problems.append(f"{role}: row {number} cannot be rendered by the student's chat template: {error}")
+            problems.append(
+                f"{role}: row {number} cannot be rendered by the student's chat template: {error}"
+            )
             break
         if length is not None and length + recipe.rollout.max_new_tokens > room:
             too_long += 1
@@ -186,14 +199,20 @@ def _prompt_length(student: ModelFolder) -> Callable[[Mapping[str, Any]], int | 
     environment.globals["strftime_now"] = lambda form: form
     template = environment.from_string(student.chat_template) if student.chat_template else None
     names = {value: key for key, value in student.token_ids.items()}
-    special = {role: names.get(student.special_ids[role], "") for role in ("bos_token", "eos_token", "pad_token")}
+    special = {
+        role: names.get(student.special_ids[role], "") for role in ("bos_token", "eos_token", "pad_token")
+    }
 
     def measure(row: Mapping[str, Any]) -> int | None:
         if row.get("messages") is None:
             return len(tokenizer.encode(str(row["prompt"])).ids)
         if template is None:
-            raise jinja2.TemplateError("the tokenizer has no chat template; give `prompt` instead of `messages`, or add one")
-        text = template.render(messages=row["messages"], tools=row.get("tools"), add_generation_prompt=True, **special)
+            raise jinja2.TemplateError(
+                "the tokenizer has no chat template; give `prompt` instead of `messages`, or add one"
+            )
+        text = template.render(
+            messages=row["messages"], tools=row.get("tools"), add_generation_prompt=True, **special
+        )
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
     return measure
@@ -202,13 +221,16 @@ def _prompt_length(student: ModelFolder) -> Callable[[Mapping[str, Any]], int | 
 def _importable(reference: str) -> None:
     module, colon, name = reference.partition(":")
     if not colon:
-        raise DataError(f"data.reward = {reference!r}: expected 'module:function', for example 'understudy.rollout.reward:gsm8k'")
+        raise DataError(
+            f"data.reward = {reference!r}: expected 'module:function', for example 'understudy.rollout.reward:gsm8k'"
+        )
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise DataError(f"data.reward = {reference!r}: {error}; is the module on the Python path?") from None
     if not callable(found):
         guess = nearest(name, dir(importlib.import_module(module)))
-        raise DataError(f"data.reward = {reference!r}: {module} has no function {name}" + (f"; did you mean {guess!r}?" if guess else ""))
-
-
+        raise DataError(
+            f"data.reward = {reference!r}: {module} has no function {name}"
+            + (f"; did you mean {guess!r}?" if guess else "")
+        )

@@ -45,7 +45,11 @@ async def produce_step(system: System, prompts: Sequence[Prompt], step: int) -> 
     issued = await system.plane.issue(PARTITION, keys, step=step, group=group, tags=tags)
     system.tally.issued += len(issued)
     held = {} if len(issued) == len(keys) else await system.plane.list(PARTITION)
-    waiting = [(prompt, session, held.get(key)) for (prompt, session), key in zip(samples, keys, strict=True) if key in issued or key in held]
+    waiting = [
+        (prompt, session, held.get(key))
+        for (prompt, session), key in zip(samples, keys, strict=True)
+        if key in issued or key in held
+    ]
     async with asyncio.TaskGroup() as tasks:
         for members in _cohorts(system, waiting):
             gather: Gather = Cohort(len(members)) if system.deterministic else Arrivals()
@@ -59,7 +63,9 @@ def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-async def _produce(system: System, prompt: Prompt, session: int, step: int, held: RowInfo | None, gather: Gather) -> None:
+async def _produce(
+    system: System, prompt: Prompt, session: int, step: int, held: RowInfo | None, gather: Gather
+) -> None:
     """One sample's whole path; never raises for what is this sample's own fault."""
     key = row_key(prompt.key, session)
     async with gather.member():
@@ -109,7 +115,13 @@ async def _score(system: System, prompt: Prompt, trajectory: Trajectory, gather:
     assert system.router is not None
     loss = system.recipe.loss
     teacher = system.router.route(_routing_value(system, prompt))
-    item = ScoreItem(trajectory.key, trajectory.tokens, trajectory.positions, Signal(loss.signal), k=loss.topk if loss.signal == "topk" else 0)
+    item = ScoreItem(
+        trajectory.key,
+        trajectory.tokens,
+        trajectory.positions,
+        Signal(loss.signal),
+        k=loss.topk if loss.signal == "topk" else 0,
+    )
     with system.spans.span("score", key=trajectory.key, teacher=teacher):
         scores: TeacherScores = await gather.call(system.teacher_lanes[teacher], trajectory.key, item)
     await system.plane.put(PARTITION, {trajectory.key: score_columns(scores)})
@@ -122,11 +134,21 @@ def _routing_value(system: System, prompt: Prompt) -> Any:
 
 async def _bury(system: System, key: str, error: Exception) -> None:
     """One bad sample is data, not a crash; too many of them stop the run."""
-    reason = f"{type(error).__name__}: {error}" if not isinstance(error, TimeoutError) else "rollout.deadline_seconds ran out"
+    reason = (
+        f"{type(error).__name__}: {error}"
+        if not isinstance(error, TimeoutError)
+        else "rollout.deadline_seconds ran out"
+    )
     logger.warning("dead letter %s: %s", key, reason)
     system.tally.dead_letters += 1
     await system.plane.dead_letter(PARTITION, key, reason, {"trace": traceback.format_exception(error)[-6:]})
-    allowed = max(system.recipe.trainer.max_dead_letters * system.recipe.trainer.steps * system.recipe.trainer.batch_size * system.recipe.rollout.n, 1)
+    allowed = max(
+        system.recipe.trainer.max_dead_letters
+        * system.recipe.trainer.steps
+        * system.recipe.trainer.batch_size
+        * system.recipe.rollout.n,
+        1,
+    )
     if system.tally.dead_letters > allowed:
         raise ClusterError(
             f"{system.tally.dead_letters} rows failed, more than trainer.max_dead_letters = {system.recipe.trainer.max_dead_letters} allows; "
@@ -140,8 +162,8 @@ async def _stored(system: System, key: str) -> Trajectory:
     """A rollout that an earlier launch journalled and did not get scored."""
     streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
     columns = await system.plane.get(BatchMeta(PARTITION, (key,)), (*streams, "stop_reason"))
-    arrays = {name: np.asarray(columns[name][0]) for name in streams}
-    return Trajectory(key=key, stop_reason=StopReason(columns["stop_reason"][0]), **arrays)
+    tokens, mask, logprobs, versions = (np.asarray(columns[name][0]) for name in streams)
+    return Trajectory(key, tokens, mask, logprobs, versions, StopReason(str(columns["stop_reason"][0])))
 
 
 def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:

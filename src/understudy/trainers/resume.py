@@ -24,7 +24,11 @@ async def save_checkpoint(system: System, step: int) -> None:
         await system.plane.sync()
         system.metrics.sync()
         system.spans.flush()
-        extra = {"cursor": system.cursor.state(), "teachers": system.manifests, "rows_trained": system.tally.rows_trained}
+        extra = {
+            "cursor": system.cursor.state(),
+            "teachers": system.manifests,
+            "rows_trained": system.tally.rows_trained,
+        }
         await asyncio.to_thread(system.checkpoints.save, step, system.policy.state(), extra)
         point("sync.after_checkpoint")
         # No checkpoint older than the oldest one kept can be returned to.

@@ -36,7 +36,7 @@ async def train_sync(system: System, stop: Interrupts) -> int:
     while step < trainer.steps and not stop.requested:
         step += 1
         line = await take_step(system, step)
-        if trainer.eval_every and step % trainer.eval_every == 0 or step == trainer.steps:
+        if (trainer.eval_every and step % trainer.eval_every == 0) or step == trainer.steps:
             line |= await evaluate(system, step)
         system.view.step(system.metrics.write(step, line))
         point("sync.after_metrics")
@@ -71,5 +71,9 @@ async def take_step(system: System, step: int) -> dict[str, Any]:
     metrics |= step_metrics(result, batch)
     metrics |= {f"time/{name}": total for name, total in spans.take_totals().items()}
     metrics |= {f"time/update/{name}": value for name, value in result.seconds.items()}
-    metrics |= {"time/step": seconds, "perf/tokens_per_second": result.tokens / seconds, "perf/queue_depth": float(queue_depth)}
+    metrics |= {
+        "time/step": seconds,
+        "perf/tokens_per_second": result.tokens / seconds,
+        "perf/queue_depth": float(queue_depth),
+    }
     return metrics | teacher_metrics(system)

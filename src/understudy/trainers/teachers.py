@@ -38,7 +38,9 @@ _SCORE_CHUNK = 32
 class LocalTeachers:
     """Starts and restarts the replicas of one teacher as local processes (a `teacher.pool.Launcher`)."""
 
-    def __init__(self, processes: LocalProcesses, name: str, teacher: TeacherConfig, batching: str, token: str) -> None:
+    def __init__(
+        self, processes: LocalProcesses, name: str, teacher: TeacherConfig, batching: str, token: str
+    ) -> None:
         self._processes = processes
         self._name = name
         self._teacher = teacher
@@ -65,7 +67,9 @@ class LocalTeachers:
         ]  # fmt: skip
         # The token goes through the environment: command lines are readable by every user of the machine.
         env = {"UNDERSTUDY_TOKEN": self._token, "OMP_NUM_THREADS": str(teacher.threads)}
-        child = await self._processes.start(self._process(replica), "understudy.teacher.server", arguments, env)
+        child = await self._processes.start(
+            self._process(replica), "understudy.teacher.server", arguments, env
+        )
         self.endpoints[replica] = Endpoint(child.ready["url"], self._token)
         return self.endpoints[replica]
 
@@ -88,11 +92,19 @@ class Teachers:
 
 
 async def start_teachers(
-    recipe: Recipe, processes: LocalProcesses, student: Vocabulary, view: LiveView, token: str, deterministic: bool
+    recipe: Recipe,
+    processes: LocalProcesses,
+    student: Vocabulary,
+    view: LiveView,
+    token: str,
+    deterministic: bool,
 ) -> Teachers:
     """Every teacher's pool, started at once and checked against the student; nothing is left running when one fails."""
     batching = "by_request" if deterministic else "by_arrival"
-    launchers = {name: LocalTeachers(processes, name, teacher, batching, token) for name, teacher in recipe.teachers.items()}
+    launchers = {
+        name: LocalTeachers(processes, name, teacher, batching, token)
+        for name, teacher in recipe.teachers.items()
+    }
     pools = {name: _pool(name, teacher, launchers[name], view) for name, teacher in recipe.teachers.items()}
     replicas = sum(len(teacher.urls) or teacher.replicas for teacher in recipe.teachers.values())
     view.phase(f"starting {len(pools)} teacher(s), {replicas} replica process(es)")
@@ -108,7 +120,9 @@ async def start_teachers(
     return teachers
 
 
-async def _start(teachers: Teachers, name: str, recipe: Recipe, student: Vocabulary, launcher: LocalTeachers) -> None:
+async def _start(
+    teachers: Teachers, name: str, recipe: Recipe, student: Vocabulary, launcher: LocalTeachers
+) -> None:
     """Up, and fit for this recipe: it can give the signal, holds a whole rollout, and shares the student's vocabulary."""
     pool = teachers.pools[name]
     await pool.start()
@@ -156,7 +170,9 @@ def _pool(name: str, teacher: TeacherConfig, launcher: LocalTeachers, view: Live
 def _external_endpoints(name: str, teacher: TeacherConfig) -> list[Endpoint]:
     token = os.environ.get(teacher.token_env) if teacher.token_env else None
     if teacher.token_env and not token:
-        raise ConfigError(f"teachers.{name}.token_env = {teacher.token_env!r}: that environment variable is empty; export the token")
+        raise ConfigError(
+            f"teachers.{name}.token_env = {teacher.token_env!r}: that environment variable is empty; export the token"
+        )
     return [Endpoint(url, token) for url in teacher.urls]
 
 
@@ -179,4 +195,8 @@ def manifests_of(pools: Mapping[str, TeacherPool]) -> dict[str, dict[str, Any]]:
 
 def teacher_metrics(system: System) -> dict[str, float]:
     """Per replica: its share of the tokens its teacher scored; per teacher: latency, retries, queue."""
-    return {f"perf/{name}": value for pool in system.pools.values() for name, value in pool.metrics().flat().items()}
+    return {
+        f"perf/{name}": value
+        for pool in system.pools.values()
+        for name, value in pool.metrics().flat().items()
+    }

@@ -36,7 +36,9 @@ async def claim_batch(system: System, step: int) -> tuple[Lease, Batch, dict[str
     ready = (await system.plane.depth(PARTITION, fields=fields, where=mine)).ready
     if ready == 0:
         raise DataError(f"every row of step {step} failed; the reasons are in {system.run.dead_letters}")
-    lease = await system.plane.claim(PARTITION, ready, fields=fields, where=mine, order=Order.KEY, lease_seconds=None)
+    lease = await system.plane.claim(
+        PARTITION, ready, fields=fields, where=mine, order=Order.KEY, lease_seconds=None
+    )
     columns = await system.plane.get(lease.meta, fields)
     batch = assemble(lease.meta.keys, columns)
     if batch.teacher_hidden is not None:
@@ -54,7 +56,12 @@ async def update(system: System, batch: Batch) -> StepResult:
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     weights = Jagged(token_weights(lengths, recipe.loss.reduction), offsets)
     return await asyncio.to_thread(
-        system.policy.update, batch, system.objective, weights, recipe.trainer.micro_batch_tokens, teacher_heads=system.teacher_heads
+        system.policy.update,
+        batch,
+        system.objective,
+        weights,
+        recipe.trainer.micro_batch_tokens,
+        teacher_heads=system.teacher_heads,
     )
 
 
@@ -110,7 +117,11 @@ def rollout_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
 
 def step_metrics(result: StepResult, batch: Batch) -> dict[str, float]:
     metrics = metric_results(dict(result.metrics))
-    metrics |= {"actor/loss": result.loss, "actor/grad_norm": result.grad_norm, "actor/lr": result.learning_rate}
+    metrics |= {
+        "actor/loss": result.loss,
+        "actor/grad_norm": result.grad_norm,
+        "actor/lr": result.learning_rate,
+    }
     for teacher in sorted(set(batch.teachers)):
         rows = [i for i, name in enumerate(batch.teachers) if name == teacher]
         tokens = sum(result.row_tokens[i] for i in rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class BatchMeta:
         bounds = [0]
         for i in range(parts):
             bounds.append(bounds[-1] + size + (1 if i < rest else 0))
-        return [self.at(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [self.at(range(a, b)) for a, b in pairwise(bounds)]
 
     @staticmethod
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
@@ -80,7 +81,11 @@ class BatchMeta:
         if set(self.keys) != set(other.keys) or self.partition != other.partition:
             raise ValueError("union needs the same keys in the same partition")
         other = other.select(self.keys)
-        tags = tuple({**a, **b} for a, b in zip(self.tags, other.tags, strict=False)) if self.tags and other.tags else self.tags
+        tags = (
+            tuple({**a, **b} for a, b in zip(self.tags, other.tags, strict=False))
+            if self.tags and other.tags
+            else self.tags
+        )
         fields = self.fields + tuple(name for name in other.fields if name not in self.fields)
         return replace(self, fields=fields, tags=tags, extra={**self.extra, **other.extra})
 

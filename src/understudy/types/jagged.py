@@ -25,7 +25,9 @@ class Jagged:
 
     def __post_init__(self) -> None:
         if self.offsets.dtype != torch.int64 or self.offsets.dim() != 1 or len(self.offsets) < 1:
-            raise ValueError(f"offsets must be int64 [rows + 1], got {self.offsets.dtype} {tuple(self.offsets.shape)}")
+            raise ValueError(
+                f"offsets must be int64 [rows + 1], got {self.offsets.dtype} {tuple(self.offsets.shape)}"
+            )
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.values) or (self.offsets.diff() < 0).any():
             raise ValueError(
                 f"offsets must rise from 0 to the number of values ({len(self.values)}), got {self.offsets.tolist()[:8]} …"

@@ -55,7 +55,9 @@ class Trajectory:
         length = len(self.tokens)
         for name in ("loss_mask", "behaviour_logprobs", "weight_versions"):
             if len(getattr(self, name)) != length:
-                raise ValueError(f"trajectory {self.key}: {name} has {len(getattr(self, name))} entries for {length} tokens")
+                raise ValueError(
+                    f"trajectory {self.key}: {name} has {len(getattr(self, name))} entries for {length} tokens"
+                )
 
     @property
     def positions(self) -> np.ndarray:

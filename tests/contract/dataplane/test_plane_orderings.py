@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -25,8 +26,10 @@ FIELDS = st.sampled_from([set(), {"tokens"}, {"tokens", "score"}])
 
 
 class PlaneMachine(RuleBasedStateMachine):
-    @initialize(implementation=st.sampled_from(sorted(IMPLEMENTATIONS)))
-    def start(self, implementation: str) -> None:
+    @initialize(implementation=st.sampled_from(sorted(IMPLEMENTATIONS)), tight=st.booleans())
+    def start(self, implementation: str, tight: bool) -> None:
+        """In a tight plane most columns are spilled; rows are issued first there, since others would wait for room."""
+        self.tight = tight
         self.folder = Path(tempfile.mkdtemp(prefix="plane-machine-"))
         self.open_plane = IMPLEMENTATIONS[implementation]
         self.loop = asyncio.new_event_loop()
@@ -38,8 +41,12 @@ class PlaneMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.plane: Any = self.open_plane(
-            self.folder, clock=self.clock, max_rows=1000, max_bytes=120, spill_bytes=10**6
+            self.folder, clock=self.clock, max_rows=1000, max_bytes=self.limit, spill_bytes=10**6
         )
+
+    @property
+    def limit(self) -> int:
+        return 50 if self.tight else 10**6
 
     def do(self, work: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, 20))
@@ -67,6 +74,9 @@ class PlaneMachine(RuleBasedStateMachine):
 
     def _put(self, key: str, column: str, lease: Lease | None) -> None:
         self.value += 1
+        if self.tight and key not in self.model.rows and not self.model.settled(key):
+            self.model.issue(key, self.model.last_step + 1, None)
+            self.do(self.plane.issue("train", [key], step=self.model.last_step + 1))
         written = self.model.put(key, column, self.value, None if lease is None else lease.id)
         try:
             self.do(self.plane.put("train", {key: {column: self.value}}, lease=lease))
@@ -185,7 +195,7 @@ class PlaneMachine(RuleBasedStateMachine):
         depth = self.do(self.plane.depth("train"))
         assert depth.rows == len(self.model.rows)
         assert depth.leased == sum(row.lease is not None for row in self.model.rows.values())
-        assert depth.resident_bytes <= 120
+        assert depth.resident_bytes <= self.limit
         for key, row in self.model.rows.items():
             if row.columns:
                 found = self.do(self.plane.get(BatchMeta("train", (key,))))
@@ -209,6 +219,13 @@ class PlaneMachine(RuleBasedStateMachine):
 
 
 PlaneMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestOrderings = PlaneMachine.TestCase
+
+
+@pytest.mark.faults
+class TestManyOrderings(PlaneMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(
+        max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    )

@@ -44,8 +44,14 @@ def test_defaults_are_sound() -> None:
         (changed(loss={"distill_coef": 0.0}), "nothing would be learnt"),
         (changed(loss={"teacher_temperature": 0.7}), "cannot be re-tempered"),
         ({**GOOD, "teachers": {}}, "no teacher"),
-        ({**GOOD, "teachers": {"a": {"model": "m", "key": "x"}, "b": {"model": "m"}}}, "teachers.b.key is missing"),
-        ({**GOOD, "teachers": {"a": {"model": "m", "key": "x"}, "b": {"model": "m", "key": "x"}}}, "two teachers have key = 'x'"),
+        (
+            {**GOOD, "teachers": {"a": {"model": "m", "key": "x"}, "b": {"model": "m"}}},
+            "teachers.b.key is missing",
+        ),
+        (
+            {**GOOD, "teachers": {"a": {"model": "m", "key": "x"}, "b": {"model": "m", "key": "x"}}},
+            "two teachers have key = 'x'",
+        ),
         (changed(data={"default_teacher": "tt"}), "did you mean 't'?"),
         ({"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}}, "`data` is missing"),
     ],
@@ -56,7 +62,9 @@ def test_each_problem_explains_itself(table: dict, expected: str) -> None:
 
 def test_every_problem_is_told_at_once() -> None:
     """Those only a whole-section or cross-section check can find are not hidden by a misspelt key."""
-    text = problems_of(changed(student={"modle": "x"}, loss={"topk": "8", "task_coef": 1.0}, trainer={"steps": -1}))
+    text = problems_of(
+        changed(student={"modle": "x"}, loss={"topk": "8", "task_coef": 1.0}, trainer={"steps": -1})
+    )
     for expected in ("student.modle", "loss.topk", "trainer.steps", "needs data.reward"):
         assert expected in text
 
@@ -70,7 +78,9 @@ def test_overrides_and_paths(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "d.jsonl").write_text("{}")
     recipe = tmp_path / "r.toml"
-    recipe.write_text('[student]\nmodel = "model"\n[teachers.t]\nmodel = "model"\n[data]\ntrain = "d.jsonl"\n')
+    recipe.write_text(
+        '[student]\nmodel = "model"\n[teachers.t]\nmodel = "model"\n[data]\ntrain = "d.jsonl"\n'
+    )
     loaded = load_recipe(recipe, ["trainer.steps=7", "run.name=fine", "loss.kind=k2", "loss.signal=sampled"])
     assert loaded.trainer.steps == 7 and loaded.run.name == "fine"
     assert loaded.student.model == str(tmp_path / "model") and loaded.data.train == str(tmp_path / "d.jsonl")

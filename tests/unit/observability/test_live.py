@@ -4,7 +4,14 @@ from rich.console import Console
 
 from understudy.observability.live import LiveView
 
-LINE = {"step": 3, "actor/loss": 0.5, "actor/distillation/loss": 0.4, "val/accuracy": 0.9, "perf/tokens_per_second": 1234.0, "perf/queue_depth": 7.0}
+LINE = {
+    "step": 3,
+    "actor/loss": 0.5,
+    "actor/distillation/loss": 0.4,
+    "val/accuracy": 0.9,
+    "perf/tokens_per_second": 1234.0,
+    "perf/queue_depth": 7.0,
+}
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
@@ -15,7 +22,13 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         view.step(LINE)
         view.note("a replica came back")
     text = out.getvalue()
-    assert "starting" in text and "step 3/3" in text and "KL 0.4000" in text and "90.0%" in text and "a replica came back" in text
+    assert (
+        "starting" in text
+        and "step 3/3" in text
+        and "KL 0.4000" in text
+        and "90.0%" in text
+        and "a replica came back" in text
+    )
 
 
 def test_the_terminal_shows_every_figure_and_each_replicas_share() -> None:

@@ -13,10 +13,27 @@ def small_run(tmp_path: Path) -> RunDir:
     writer = MetricsWriter(run.metrics)
     writer.write(0, {"val/accuracy": 0.2, "val/accuracy/add": 0.2, "val/teacher_accuracy/add": 0.8})
     writer.write(1, {"actor/loss": 2.0, "teacher/add/kl": 2.0, "time/step": 0.5})
-    writer.write(2, {"actor/loss": 1.0, "teacher/add/kl": 1.0, "time/step": 0.5, "val/accuracy": 0.6, "val/accuracy/add": 0.6})
+    writer.write(
+        2,
+        {
+            "actor/loss": 1.0,
+            "teacher/add/kl": 1.0,
+            "time/step": 0.5,
+            "val/accuracy": 0.6,
+            "val/accuracy/add": 0.6,
+        },
+    )
     writer.close()
     lines = [
-        {"step": step, "key": "eval-0", "source": "add", "prompt": "1+1=", "text": text, "answer": "2", "reward": reward}
+        {
+            "step": step,
+            "key": "eval-0",
+            "source": "add",
+            "prompt": "1+1=",
+            "text": text,
+            "answer": "2",
+            "reward": reward,
+        }
         for step, text, reward in ((0, "<script>alert(1)</script>", 0.0), (2, "2", 1.0))
     ]
     run.samples.write_text("".join(json.dumps(line) + "\n" for line in lines))

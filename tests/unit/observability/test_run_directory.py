@@ -58,7 +58,11 @@ def test_metrics_are_written_whole_and_cut_back(tmp_path: Path) -> None:
 
 
 def test_secrets_are_hidden_and_plain_words_are_not() -> None:
-    table = {"token": "abc", "teachers": {"t": {"api_key": "k", "urls": ["http://me:pw@host/x?token=1&a=2"], "token_env": "NAME"}}, "tokens": 5}
+    table = {
+        "token": "abc",
+        "teachers": {"t": {"api_key": "k", "urls": ["http://me:pw@host/x?token=1&a=2"], "token_env": "NAME"}},
+        "tokens": 5,
+    }
     hidden = redact(table)
     assert hidden["token"] == HIDDEN and hidden["teachers"]["t"]["api_key"] == HIDDEN
     assert hidden["teachers"]["t"]["urls"] == [f"http://{HIDDEN}@host/x?token={HIDDEN}&a=2"]

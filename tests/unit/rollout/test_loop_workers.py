@@ -15,6 +15,7 @@ from recording_engine import CONTEXT, RecordingEngine
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.errors import DataError, EngineError
+from understudy.rollout import workers as workers_module
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
@@ -114,10 +115,14 @@ def test_a_killed_worker_s_sessions_are_run_again(tmp_path: Path) -> None:
     with_workers(tmp_path, use, generate=slow)
 
 
-def test_a_row_that_kills_its_worker_is_that_row_s_fault(tmp_path: Path) -> None:
+def test_a_row_that_kills_its_worker_is_that_row_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "_TRIES", 1)  # each costs the start of a process
+
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         (deadly,) = prompts(1, dies=True)
-        with pytest.raises(DataError, match="00000-0000000_0_0: its worker process died 3 times"):
+        with pytest.raises(DataError, match="00000-0000000_0_0: its worker process died 1 times"):
             await workers.run(deadly, context(deadly))
         (fine,) = prompts(1)
         assert len(await workers.run(fine, context(fine))) == 1

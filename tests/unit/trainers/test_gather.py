@@ -77,7 +77,9 @@ def test_a_member_that_fails_between_calls_does_not_hold_the_others() -> None:
                 result: int = await cohort.call(lane, str(number), number)
                 return result
 
-        return await asyncio.wait_for(asyncio.gather(*(member(i) for i in range(3)), return_exceptions=True), 2)
+        return await asyncio.wait_for(
+            asyncio.gather(*(member(i) for i in range(3)), return_exceptions=True), 2
+        )
 
     results = asyncio.run(scenario())
     assert results[0] == 0 and isinstance(results[1], RuntimeError) and results[2] == 2

@@ -1,0 +1,109 @@
+"""One replica over two real processes: the same scores as one process, for every signal, and nobody left behind."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from teacher_rig import TOKEN, ReplicaProcess, await_ready, random_items, spawn_replica, write_model
+
+from understudy.errors import TeacherError
+from understudy.teacher.client import ReplicaClient
+from understudy.teacher.model import load_frozen, weights_sha256
+from understudy.teacher.protocol import request_of
+from understudy.teacher.scorer import Scorer
+from understudy.teacher.server import main
+from understudy.teacher.tensor_parallel import Place, shard_layers
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+
+def two_processes(model: Path, folder: Path, *options: str) -> list[ReplicaProcess]:
+    rendezvous = ["--world-size", "2", "--rendezvous", f"file://{folder}/meet", *options]
+    return [
+        spawn_replica(model, folder / f"rank-{rank}", "math", "--rank", str(rank), *rendezvous)
+        for rank in range(2)
+    ]
+
+
+def all_signals() -> list[ScoreItem]:
+    prompt = np.arange(20, dtype=np.int32)
+    tails = [np.array(tail, np.int32) for tail in ([5, 6], [7], [8, 9, 10], [11, 3])]
+    siblings = [
+        ScoreItem(
+            f"sibling-{i}",
+            np.concatenate([prompt, tail]),
+            np.arange(18, 20 + len(tail), dtype=np.int32),
+            Signal.TOPK,
+            4,
+        )
+        for i, tail in enumerate(tails)
+    ]
+    return [
+        *random_items(6, 1, Signal.TOPK, 8),
+        *random_items(2, 2, Signal.SAMPLED),
+        *random_items(3, 3, Signal.AT_IDS, 5),
+        *random_items(2, 4, Signal.HIDDEN),
+        *random_items(1, 5, Signal.TOPK, 40),  # more than either half of the vocabulary holds
+        *siblings,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}, []),
+        ("llama", {"attention_bias": True}, ["--layout", "packed"]),
+    ],
+)
+def test_two_processes_score_as_one(
+    kind: str, changes: dict[str, bool], options: list[str], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", kind, seed=3, **changes)
+    frozen = load_frozen(str(model))
+    right = Scorer("math", frozen).score(request_of(all_signals())).split()
+    processes = two_processes(model, tmp_path, *options)
+    try:
+        url = await_ready(processes[0], tmp_path / "rank-0")
+
+        async def ask() -> tuple[list[TeacherScores], str, tuple[int, ...]]:
+            async with ReplicaClient(url, TOKEN) as client:
+                scores = [await client.score(all_signals()) for _ in range(2)][1]
+                return scores, (await client.manifest()).weights_sha256, (await client.head()).weight_VH.shape
+
+        scores, digest, head_shape = asyncio.run(ask())
+        assert digest == weights_sha256(frozen.model) and head_shape == (61, 32)
+        for got, expected in zip(scores, right, strict=True):
+            np.testing.assert_allclose(got.sampled_logprobs, expected.sampled_logprobs, atol=1e-4)
+            if expected.logprobs is not None:
+                np.testing.assert_array_equal(got.ids, expected.ids)
+                np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-4)
+            if expected.hidden is not None:
+                assert got.hidden is not None and got.hidden.shape == expected.hidden.shape
+        processes[0].kill(signal.SIGTERM)
+        assert [process.process.wait(30) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.end()
+
+
+def test_the_other_process_ends_when_one_dies(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    processes = two_processes(model, tmp_path)
+    try:
+        await_ready(processes[0], tmp_path / "rank-0")
+        processes[0].kill(signal.SIGKILL)
+        assert processes[1].process.wait(30) != 0
+    finally:
+        for process in processes:
+            process.end()
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_frozen(str(write_model(tmp_path / "model"))).model
+    with pytest.raises(TeacherError, match="num_attention_heads = 4 cannot be cut into 3 equal parts"):
+        shard_layers(model, Place(0, 3))
+    assert main(["--name", "m", "--model", str(tmp_path / "model"), "--world-size", "2"]) == 2
+    assert "needs --rendezvous" in capsys.readouterr().err
+    assert main(["--name", "m", "--model", str(tmp_path / "model"), "--rank", "1"]) == 2
+    assert "expected 0 … 0" in capsys.readouterr().err
