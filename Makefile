@@ -11,8 +11,9 @@ PYTEST := $(BIN)/python -m pytest
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
 
+# Two workers: most tests wait for processes of their own; a file's tests stay together.
 test: lint types
-	$(PYTEST)
+	$(PYTEST) -n 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -42,55 +42,59 @@ def open_plane(folder: Path) -> EmbeddedDataPlane:
     return EmbeddedDataPlane.open(folder, **ROOMY)
 
 
-async def through(plane: EmbeddedDataPlane, rows: int, per_call: int) -> float:
-    """Rows per second through put, claim and ack: 8 tasks, `per_call` rows in each call."""
+async def through(plane: EmbeddedDataPlane, rows: int, per_put: int, per_claim: int) -> tuple[float, float]:
+    """Rows per second through put, claim and ack from 8 tasks, and microseconds of the event loop's own time a row."""
 
     async def task(number: int) -> None:
-        for start in range(0, rows // TASKS, per_call):
-            await plane.put("bench", {f"{number}-{start + i}_0_0": SMALL for i in range(per_call)})
-            lease = await plane.claim("bench", per_call, fields=("tokens",))
+        for start in range(0, rows // TASKS, per_claim):
+            for at in range(start, start + per_claim, per_put):
+                await plane.put("bench", {f"{number}-{at + i}_0_0": SMALL for i in range(per_put)})
+            lease = await plane.claim("bench", per_claim, fields=("tokens",))
             await plane.ack(lease, step=1)
 
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.thread_time()
     await asyncio.gather(*(task(number) for number in range(TASKS)))
-    return rows / (time.perf_counter() - began)
+    return rows / (time.perf_counter() - began), (time.thread_time() - busy) / rows * 1e6
 
 
-def sqlite_loop(folder: Path, rows: int, per_call: int) -> float:
+def sqlite_loop(folder: Path, rows: int, per_call: int) -> tuple[float, float]:
     """The floor: the same bytes into SQLite by `executemany`, marked as trained by a second one, two commits a call."""
     connection = sqlite3.connect(folder / "peer.sqlite", isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute("CREATE TABLE rows(id INTEGER PRIMARY KEY, key TEXT, body BLOB, trained INTEGER)")
     body = pack({name: encode(name, value) for name, value in SMALL.items()})
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.thread_time()
     for start in range(0, rows, per_call):
         ids = range(start, start + per_call)
         connection.execute("BEGIN")
-        connection.executemany("INSERT INTO rows VALUES (?, ?, ?, NULL)", [(i, f"{i}_0_0", body) for i in ids])
+        connection.executemany(
+            "INSERT INTO rows VALUES (?, ?, ?, NULL)", [(i, f"{i}_0_0", body) for i in ids]
+        )
         connection.execute("COMMIT")
         connection.execute("BEGIN")
         connection.executemany("UPDATE rows SET trained = 1 WHERE id = ?", [(i,) for i in ids])
         connection.execute("COMMIT")
-    rate = rows / (time.perf_counter() - began)
+    rate, own = rows / (time.perf_counter() - began), (time.thread_time() - busy) / rows * 1e6
     connection.close()
-    return rate
+    return rate, own
 
 
-async def cost_with_held(folder: Path, held: int, order: Order, samples: int = 40, per_call: int = 64) -> float:
-    """Microseconds per row of put + claim + ack while `held` rows lie in the plane (the median of many calls)."""
+async def cost_with_held(
+    folder: Path, held: int, order: Order, samples: int = 100, per_call: int = 64
+) -> float:
+    """Processor time per row of put + claim + ack while `held` rows lie in the plane (the median of many calls, in us)."""
     plane = open_plane(folder)
-    lease = None
     for start in range(0, held, 4096):
         await plane.put("bench", {f"z{i:08d}_0_0": SMALL for i in range(start, min(held, start + 4096))})
     await plane.depth("bench", fields=("tokens",))
     times = []
     for number in range(samples):
-        began = time.perf_counter()
+        began = time.process_time()
         await plane.put("bench", {f"a{number:04d}-{i}_0_0": SMALL for i in range(per_call)})
         lease = await plane.claim("bench", per_call, fields=("tokens",), order=order)
         await plane.ack(lease, step=1)
-        times.append((time.perf_counter() - began) / per_call * 1e6)
+        times.append((time.process_time() - began) / per_call * 1e6)
     await plane.close()
     return statistics.median(times)
 
@@ -129,22 +133,27 @@ def in_fresh_folder(work: Callable[[Path], Any]) -> Any:
         return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
 
-async def _through(folder: Path, rows: int, per_call: int) -> float:
+async def _through(folder: Path, rows: int, per_put: int, per_claim: int) -> tuple[float, float]:
     plane = open_plane(folder)
     try:
-        return await through(plane, rows, per_call)
+        return await through(plane, rows, per_put, per_claim)
     finally:
         await plane.close()
 
 
-def best(work: Callable[[Path], Any], times: int = 3) -> Any:
+def best(work: Callable[[Path], Any], times: int = 5) -> tuple[float, float]:
     """The best of a few: other work on the machine only ever makes it slower."""
-    return max(in_fresh_folder(work) for _ in range(times))
+    found = [in_fresh_folder(work) for _ in range(times)]
+    return max(rate for rate, _ in found), min(own for _, own in found)
 
 
-def line(name: str, value: float, unit: str, peer: str, peer_value: float, goal: str, met: bool) -> dict[str, Any]:
+def line(
+    name: str, value: float, unit: str, peer: str, peer_value: float, goal: str, met: bool
+) -> dict[str, Any]:
     ratio = value / peer_value if peer_value else float("nan")
-    print(f"{name:58s} {value:12.1f} {unit:7s} {ratio:6.2f} × {peer} ({peer_value:.1f})   goal {goal}: {'met' if met else 'MISSED'}")
+    print(
+        f"{name:58s} {value:12.1f} {unit:7s} {ratio:6.2f} × {peer} ({peer_value:.1f})   goal {goal}: {'met' if met else 'MISSED'}"
+    )
     return {
         "name": name,
         "value": round(value, 3),
@@ -160,16 +169,21 @@ def line(name: str, value: float, unit: str, peer: str, peer_value: float, goal:
 def measure(quick: bool) -> list[dict[str, Any]]:
     out = []
     rows = 16_384 if quick else 65_536
-    for per_call, name in ((1, "one row a call"), (64, "64 rows a call")):
-        ours = best(lambda folder, per_call=per_call: _through(folder, rows, per_call))
+    for per_put, per_claim, name in (
+        (64, 64, "64 rows a call"),
+        (1, 64, "put by one, claim by 64"),
+        (1, 1, "one row a call"),
+    ):
+        rate, own = best(lambda folder, put=per_put, claim=per_claim: _through(folder, rows, put, claim))
         # Eight tasks with one row each share commits of up to eight rows; the peer is given batches of that size.
-        floor = best(lambda folder, per_call=per_call: sqlite_loop(folder, rows, max(TASKS, per_call)))
-        out.append(
-            line(
-                f"put+claim+ack, {TASKS} tasks, {name}", ours, "rows/s", "plain SQLite executemany", floor,
-                ">= 20000 rows/s", ours >= 20_000,
-            )
+        floor, floor_own = best(
+            lambda folder, per_put=per_put: sqlite_loop(folder, rows, max(TASKS, per_put))
         )
+        name = f"put+claim+ack, {TASKS} tasks, {name}"
+        peer = "plain SQLite executemany"
+        out.append(line(name, rate, "rows/s", peer, floor, ">= 20000 rows/s", rate >= 20_000))
+        # Free of what else runs on the machine: one loop thread can do 20,000 rows a second if each costs it 50 us.
+        out.append(line(f"{name}: event loop's time", own, "us/row", peer, floor_own, "<= 50 us", own <= 50))
     sizes = (1_000, 10_000, 100_000) if quick else (1_000, 10_000, 100_000, 1_000_000)
     for order in (Order.ARRIVAL, Order.KEY):
         base = None
@@ -178,13 +192,26 @@ def measure(quick: bool) -> list[dict[str, Any]]:
             base = base or cost
             out.append(
                 line(
-                    f"put+claim+ack in {order.value} order, {held} rows held", cost, "us/row", "1000 rows held", base,
-                    "<= 1.5 x", cost <= 1.5 * base,
+                    f"put+claim+ack in {order.value} order, {held} rows held",
+                    cost,
+                    "us/row",
+                    "1000 rows held",
+                    base,
+                    "<= 1.5 x",
+                    cost <= 1.5 * base,
                 )
             )
     put, get, plain = in_fresh_folder(lambda folder: large_columns(folder, 16 if quick else 64))
-    out.append(line("put of 16k x top-64 rows", put, "GB/s", "plain file write", plain, ">= 0.5 x", put >= 0.5 * plain))
-    out.append(line("get of 16k x top-64 rows", get, "GB/s", "plain file write", plain, ">= 0.5 x", get >= 0.5 * plain))
+    out.append(
+        line(
+            "put of 16k x top-64 rows", put, "GB/s", "plain file write", plain, ">= 0.5 x", put >= 0.5 * plain
+        )
+    )
+    out.append(
+        line(
+            "get of 16k x top-64 rows", get, "GB/s", "plain file write", plain, ">= 0.5 x", get >= 0.5 * plain
+        )
+    )
     return out
 
 

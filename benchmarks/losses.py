@@ -103,7 +103,11 @@ def worst_error(problem: Problem, objective: Objective) -> float:
     problem.clear()
     loss = objective(StudentHead(problem.hidden, problem.weight), problem.inputs).loss
     loss.backward()
-    pairs = ((loss, expected), (problem.hidden.grad, hidden.grad), (problem.weight.grad, weight.grad))
+    pairs = (
+        (loss.detach(), expected.detach()),
+        (problem.hidden.grad, hidden.grad),
+        (problem.weight.grad, weight.grad),
+    )
     errors = [float((found.double() - wanted).norm() / wanted.norm()) for found, wanted in pairs]
     return max(errors) if all(error == error for error in errors) else float("inf")
 
@@ -133,7 +137,7 @@ def benchmark_shape(tokens: int, width: int, with_peers: bool) -> list[Row]:
             rows.append(Row(f"{shape} {name}", None, "ms", note=found))
             continue
         peers[name] = found
-        floor = floors[3 if "top-k" in name else 4]
+        floor = floors[3 if "verl" in name else 4]
         print_line(name, found, floor)
         rows.append(against(f"{shape} {name}: time", found.milliseconds, "ms", "GEMM floor", floor))
         rows.append(Row(f"{shape} {name}: extra memory", found.extra_gib, "GiB"))

@@ -14,15 +14,21 @@ from torch import Tensor
 from losses_problem import Problem, Run
 
 
-def verl_topk(problem: Problem) -> Run:
-    """verl's forward_kl_topk: whole logits, log-softmax in their dtype, gather, Σ p·(log p − log q)."""
-    log_p = problem.inputs.teacher_logprobs_NK
+def verl_topk(problem: Problem, diagnostics: bool = False) -> Run:
+    """verl's forward_kl_topk: whole logits, log-softmax in their dtype, gather, Σ p·(log p − log q); with `diagnostics`
+    also what it reports beside each loss: masses and the overlap with the student's own top-k."""
+    log_p, ids = problem.inputs.teacher_logprobs_NK, problem.inputs.teacher_ids_NK
 
     def run() -> Tensor:
-        log_q = torch.log_softmax(problem.hidden @ problem.weight.t(), -1).gather(
-            -1, problem.inputs.teacher_ids_NK
-        )
-        return (problem.inputs.weights_N * (log_p.exp() * (log_p - log_q)).sum(-1)).sum()
+        log_q_all = torch.log_softmax(problem.hidden @ problem.weight.t(), -1)
+        log_q = log_q_all.gather(-1, ids)
+        terms = log_p.exp() * (log_p - log_q)
+        if diagnostics:
+            with torch.no_grad():
+                best = log_q_all.topk(ids.shape[1]).indices
+                overlap = (ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1)
+                (log_q.exp().sum(-1), log_p.exp().sum(-1), overlap.sum(-1), (-terms * overlap).sum(-1))
+        return (problem.inputs.weights_N * terms.sum(-1)).sum()
 
     return run
 
@@ -41,11 +47,14 @@ def trl_chunked(problem: Problem, beta: float) -> Run:
 
 def liger_jsd(problem: Problem, beta: float) -> Run:
     module = importlib.import_module("liger_kernel.transformers").LigerFusedLinearJSD(jsd_beta=beta)
-    return lambda: module(problem.hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight)
+    return lambda: module(
+        problem.hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight, None
+    )
 
 
 PEERS: dict[str, Callable[[Problem], Run]] = {
     "verl's top-k formula": verl_topk,
+    "verl's top-k, diagnostics": lambda problem: verl_topk(problem, diagnostics=True),
     "TRL chunked forward KL": lambda problem: trl_chunked(problem, 0.0),
     "TRL chunked JSD": lambda problem: trl_chunked(problem, 0.5),
     "Liger fused linear JSD": lambda problem: liger_jsd(problem, 0.5),

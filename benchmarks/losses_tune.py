@@ -23,7 +23,7 @@ def tune() -> list[Row]:
     master = chunk.clone()
     teacher = (problem.teacher_hidden @ problem.teacher_weight.t()).contiguous()
     ones = torch.full((count,), 1e-3, device="cuda")
-    grads = ViewGradients(ones * 0, None, None, ones)
+    grads = ViewGradients(ones * 0, None, None, ones, has_logp=False)
     transform = LogitTransform()
     parameters = Objective("jsd").parameters
     rows = chunked_gemms()
@@ -53,9 +53,9 @@ def tune() -> list[Row]:
     for name, settings, run, passes in jobs:
         kept = dict(settings)
         best = (float("inf"), "")
-        for block in (1024, 2048, 4096, 8192, 16384):
-            for warps in (2, 4, 8, 16, 32):
-                if not 16 <= block // (32 * warps) <= 32:
+        for block in (512, 1024, 2048, 4096, 8192):
+            for warps in (1, 2, 4, 8, 16):
+                if not 8 <= block // (32 * warps) <= 32:
                     continue
                 settings.update(BLOCK=block, num_warps=warps)
                 milliseconds = median_ms(run, lambda: chunk.copy_(master))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ASSETS, write_toml
+from small_runs import ASSETS, write_toml
 
 from understudy.cli.main import main
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import ASSETS, run_cli, start_cli, write_toml
+from small_runs import ASSETS, run_cli, start_cli, write_toml
 
 from understudy.dataplane.ledger import audit
 from understudy.observability.rundir import read_json
@@ -60,7 +60,7 @@ def test_once_finishes_the_step_and_saves(local: tuple[Path, Path]) -> None:
     assert report.balanced and report.in_flight == 0 and report.trained == steps[0] * 16
 
 
-@pytest.mark.parametrize("how", ["twice", "SIGTERM", "kill -9"])
+@pytest.mark.parametrize("how", ["twice", "kill -9", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_no_orphan_however_it_ends(local: tuple[Path, Path], how: str) -> None:
     path, run = local
     process = start_cli("train", str(path), "--quiet")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ASSETS
+from small_runs import ASSETS
 
 import understudy
 

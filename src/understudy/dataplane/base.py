@@ -134,12 +134,11 @@ def split_key(key: str) -> tuple[str, int, int]:
     >>> split_key("00000-0000017_3_0")
     ('00000-0000017', 3, 0)
     """
-    prompt, _, rest = key.rpartition("_")
-    prompt, _, session = prompt.rpartition("_")
-    try:
-        return prompt, int(session), int(rest)
-    except ValueError:
+    head, _, index = key.rpartition("_")
+    prompt, found, session = head.rpartition("_")
+    if not (found and session.isdecimal() and index.isdecimal()):
         return key, -1, -1
+    return prompt, int(session), int(index)
 
 
 class DataPlane(Protocol):

@@ -80,8 +80,7 @@ class Claims:
         rows = view.take(request.n, request.at_least, request.count)
         if rows is None:
             return None
-        produces = view.spec.status is not RowStatus.FINISHED
-        held = self._store.grant(home, rows, request.lease_seconds, produces)
+        held = self._store.grant(home, view, rows, request.lease_seconds)
         self._set_timer(held.expires)
         return Lease(_meta(home.name, rows), held.id, self._store.leases.epoch, held.expires)
 

@@ -205,9 +205,8 @@ class EmbeddedDataPlane:
             raise DataPlaneError(
                 f"lease {lease.id} is for making rows: `put` them with it, then claim them finished"
             )
-        store.trained(
-            [held.rows[key] for key in (list(held.rows) if keys is None else dict.fromkeys(keys))], step
-        )
+        rows = list(held.rows.values()) if keys is None else [held.rows[key] for key in dict.fromkeys(keys)]
+        store.trained(self._home(lease.meta.partition), rows, step)
         store.last_step = max(store.last_step, step)
         await store.journal.durable()
 
@@ -233,10 +232,9 @@ class EmbeddedDataPlane:
         home, store = self._home(partition), self._store
         row = self._store.row(home, key)
         group = row.group
-        store.taken_out(row, "dead", detail(reason, evidence))
+        store.taken_out(home, [row], "dead", detail(reason, evidence))
         if group is not None and group.policy is GroupPolicy.DROP_GROUP:
-            for other in list(group.members):
-                store.taken_out(other, "evicted", detail(f"its group lost {key}: {reason}"))
+            store.taken_out(home, list(group.members), "evicted", detail(f"its group lost {key}: {reason}"))
         elif group is not None and group.rows:
             store.filter_complete(home, list(group.members)[:1])
         await store.journal.durable()
@@ -248,8 +246,8 @@ class EmbeddedDataPlane:
         store.expire()
         if lease is not None:
             store.leases.check(lease, keys)
-        for row in [self._store.row(home, key) for key in dict.fromkeys(keys)]:
-            store.taken_out(row, "evicted", detail(reason))
+        rows = [store.row(home, key) for key in dict.fromkeys(keys)]
+        store.taken_out(home, rows, "evicted", detail(reason))
         await store.journal.durable()
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None) -> None:

@@ -58,7 +58,8 @@ def encode(column: str, value: Any) -> bytes:
             raise DataPlaneError(
                 f"column {column!r}: an array of {value.dtype} {value.shape}; arrays are 1-D or 2-D of {names}: cast it"
             )
-        return _HEAD_OF_DIMS[value.ndim].pack(kind, value.ndim, *value.shape) + value.tobytes()
+        head = _HEAD_OF_DIMS[value.ndim].pack(kind, value.ndim, *value.shape)
+        return b"".join((head, np.ascontiguousarray(value).data)) if value.size else head
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):

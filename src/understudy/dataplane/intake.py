@@ -72,7 +72,7 @@ class Intake:
                 else:
                     store.admission.enter()
             if key in given:
-                row.tags.update(given[key])
+                store.tag(row, given[key])
             store.write(home, row, columns, status)
             if row.lease is not None and row.lease.produces and status is not RowStatus.RUNNING:
                 store.drop_lease(home, row)
@@ -119,7 +119,7 @@ class Intake:
         home = store.partition(partition)
         rows = [store.row(home, key) for key in given]
         for row in rows:
-            row.tags.update(given[row.key])
+            store.tag(row, given[row.key])
         store.touched(home, rows)
         store.filter_complete(home, rows)
         await store.journal.durable()

@@ -83,16 +83,21 @@ class Journal:
             return
         batch, self._open = self._open, Changes()
         writer = self.writer
-        batch.seal(writer.spill.segment)
-        if not self._in_thread and not batch.spills and batch.size() <= INLINE_BYTES:
+        try:
+            batch.seal(writer.spill.segment)
+        except Exception as error:  # a row that cannot be written must not leave its writers waiting for ever
+            writer.failure = DataPlaneError(f"rows cannot be written to the journal: {error!r}")
+            self._committed(batch, writer.failure)
+            return
+        if self._in_thread or batch.spills or batch.size > INLINE_BYTES:
+            self._to_thread(lambda: writer.commit(batch), lambda _, error: self._committed(batch, error))
+        else:
             try:
                 writer.commit(batch)
             except DataPlaneError as error:
                 self._committed(batch, error)
             else:
                 self._committed(batch, None)
-        else:
-            self._to_thread(lambda: writer.commit(batch), lambda _, error: self._committed(batch, error))
         if writer.log_bytes > LOG_BYTES and writer.failure is None:
             writer.log_bytes = 0
             self._to_thread(writer.checkpoint, self._checkpointed)

@@ -37,9 +37,11 @@ from understudy.errors import DataPlaneError
 from understudy.observability.faults import point
 
 _UNTRAIN = """
-INSERT INTO events(kind, sign, partition, key, step, detail)
-SELECT 'trained', -1, partition, key, step, 'rewind' FROM events WHERE kind = 'trained' AND step > :step
-GROUP BY partition, key, step HAVING SUM(sign) > 0
+INSERT INTO events(kind, sign, partition, step, detail, keys)
+SELECT 'trained', -1, partition, step, 'rewind', json_group_array(key) FROM (
+    SELECT partition, step, key FROM facts WHERE kind = 'trained' AND step > :step
+    GROUP BY partition, step, key HAVING SUM(sign) > 0)
+GROUP BY partition, step
 """
 _REVIVE = f"""
 UPDATE rows SET trained = NULL, status = CASE
@@ -49,16 +51,18 @@ WHERE trained > :step
 """
 _FORGOTTEN = """
 CREATE TEMP TABLE forgotten AS
-SELECT partition, key FROM events WHERE kind = 'issued' AND step > :step
+SELECT partition, key FROM facts WHERE kind = 'issued' AND step > :step
 GROUP BY partition, key HAVING SUM(sign) > 0
 EXCEPT
-SELECT partition, key FROM events WHERE kind = 'trained' GROUP BY partition, key HAVING SUM(sign) > 0
+SELECT partition, key FROM facts WHERE kind = 'trained' GROUP BY partition, key HAVING SUM(sign) > 0
 """
 _FORGET_EVENTS = """
-INSERT INTO events(kind, sign, partition, key, step, detail)
-SELECT kind, -1, partition, key, step, 'rewind' FROM events
-WHERE (partition, key) IN (SELECT partition, key FROM forgotten)
-GROUP BY kind, partition, key, step HAVING SUM(sign) > 0
+INSERT INTO events(kind, sign, partition, step, detail, keys)
+SELECT kind, -1, partition, step, 'rewind', json_group_array(key) FROM (
+    SELECT kind, partition, step, key FROM facts
+    WHERE (partition, key) IN (SELECT partition, key FROM forgotten)
+    GROUP BY kind, partition, step, key HAVING SUM(sign) > 0)
+GROUP BY kind, partition, step
 """
 
 

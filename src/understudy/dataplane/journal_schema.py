@@ -9,7 +9,9 @@ flush that survives a power cut, once per checkpoint rather than once per row.
     packs   the columns of a row as written together; id = row id · 2²⁰ + how many came before, so a row's packs lie
             side by side and no second index has to be kept
     spills  which packs refer to which spill segment
-    events  the ledger: append-only, one line per fact; sign −1 takes an earlier fact back (see journal_rewind.py)
+    events  the ledger: append-only, one line per fact with the keys it is true of (a JSON list: rows that became
+            facts in one commit share a line); sign −1 takes an earlier fact back (see journal_rewind.py)
+    facts   the ledger with one line per key, for reading
     meta    format, epoch, settled step
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from understudy.observability.faults import point
 FORMAT = 1
 FILE_NAME = "journal.sqlite"
 PACK_SHIFT = 20
+_MOST_ROWS_LOG2 = 8
 
 _TABLES = (
     "CREATE TABLE meta(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
@@ -39,12 +43,15 @@ _TABLES = (
         PRIMARY KEY(pack, segment)) WITHOUT ROWID""",
     """CREATE TABLE events(
         seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, sign INTEGER NOT NULL, partition TEXT NOT NULL,
-        key TEXT NOT NULL, step INTEGER NOT NULL, detail TEXT)""",
+        step INTEGER NOT NULL, detail TEXT, keys TEXT NOT NULL)""",
+    """CREATE VIEW facts AS
+        SELECT events.seq, kind, sign, partition, step, detail, each.key AS place, each.value AS key
+        FROM events, json_each(events.keys) AS each""",
 )
 INSERT_ROWS = "INSERT OR REPLACE INTO rows VALUES "
 INSERT_PACKS = "INSERT INTO packs VALUES "
 INSERT_SPILLS = "INSERT OR IGNORE INTO spills VALUES "
-INSERT_EVENTS = "INSERT INTO events(kind, sign, partition, key, step, detail) VALUES "
+INSERT_EVENTS = "INSERT INTO events(kind, sign, partition, step, detail, keys) VALUES "
 
 
 def connect(file: Path) -> sqlite3.Connection:
@@ -96,15 +103,19 @@ def insert_many(connection: sqlite3.Connection, head: str, rows: Sequence[Sequen
     Every statement gives up the interpreter lock once. `executemany` would do so for every row, and on a busy
     process each return can cost a whole switch interval (5 ms).
     """
-    if not rows:
-        return
-    mark = "(" + ",".join("?" * len(rows[0])) + ")"
     done = 0
-    for size in (256, 128, 64, 32, 16, 8, 4, 2, 1):
-        while len(rows) - done >= size:
-            statement = head + ",".join((mark,) * size)
-            connection.execute(statement, list(chain.from_iterable(rows[done : done + size])))
-            done += size
+    left = len(rows)
+    while left:
+        size = 1 << min(left.bit_length() - 1, _MOST_ROWS_LOG2)
+        part = rows if size == left and not done else rows[done : done + size]
+        connection.execute(_insert(head, len(rows[0]), size), list(chain.from_iterable(part)))
+        done += size
+        left -= size
+
+
+@lru_cache(maxsize=128)
+def _insert(head: str, width: int, rows: int) -> str:
+    return head + ",".join(("(" + ",".join("?" * width) + ")",) * rows)
 
 
 def runs(ids: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,33 +32,43 @@ class Changes:
     packs: list[tuple[int, bytes]] = field(default_factory=list)
     spills: list[tuple[int, SpillRef, bytes]] = field(default_factory=list)
     """(pack, place, frame)."""
-    events: list[tuple[str, int, str, str, int, str | None]] = field(default_factory=list)
+    facts: dict[tuple[str, str, int, str | None], list[str]] = field(default_factory=dict)
+    """(kind, partition, step, detail) → the keys it became true of."""
     trained: dict[int, list[int]] = field(default_factory=dict)
     """Step → ids of rows acked in it."""
     packs_gone: list[int] = field(default_factory=list)
     """Ids of rows that keep their line and lose their columns."""
     rows_gone: list[int] = field(default_factory=list)
     spills_gone: bool = False
+    size: int = 0
+    """About how many bytes the commit writes, spill frames aside."""
     segment: int = 0
     """The spill segment current when this was handed over; earlier ones hold committed frames only."""
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
     """Run on the event loop after the commit."""
 
+    def note(
+        self, kind: str, partition: str, step: int, keys: Iterable[str], detail: str | None = None
+    ) -> None:
+        """A line of the ledger."""
+        fact = (kind, partition, step, detail)
+        known = self.facts.get(fact)
+        if known is None:
+            self.facts[fact] = list(keys)
+        else:
+            known.extend(keys)
+
     def empty(self) -> bool:
-        return not (self.dirty or self.events or self.waiters)
+        return not (self.dirty or self.facts or self.packs or self.waiters)
 
     def seal(self, segment: int) -> None:
         """Handed over: fix the lines as they are now."""
         self.lines = [row.line() for row in self.dirty.values()]
         self.segment = segment
-
-    def size(self) -> int:
-        """About how many bytes the commit writes."""
-        lines = 150 * (len(self.lines) + len(self.events))
-        return (
-            lines + sum(len(body) for _, body in self.packs) + sum(len(frame) for _, _, frame in self.spills)
-        )
+        self.size = 150 * len(self.lines) + sum([len(body) for _, body in self.packs])
+        for keys in self.facts.values():
+            self.size += 30 * len(keys)
 
 
 class Writer:
@@ -74,9 +85,10 @@ class Writer:
             raise self.failure
         connection = self.connection
         try:
-            point("journal.before_spill")
-            for _, ref, frame in batch.spills:
-                self.spill.write(ref, frame)
+            if batch.spills:
+                point("journal.before_spill")
+                for _, ref, frame in batch.spills:
+                    self.spill.write(ref, frame)
             point("journal.before_begin")
             connection.execute("BEGIN IMMEDIATE")
             self._write(connection, batch)
@@ -91,7 +103,7 @@ class Writer:
                 "what was acknowledged is safe: free space or mend the disk, then resume"
             )
             raise self.failure from error
-        self.log_bytes += _PAGES_PER_COMMIT * _PAGE + 2 * batch.size()
+        self.log_bytes += _PAGES_PER_COMMIT * _PAGE + 2 * batch.size
         if batch.spills_gone:
             self.sweep(batch.segment)
 
@@ -100,15 +112,24 @@ class Writer:
         """Rows before the marks on them, everything before the deletions: one row may have all of them in one batch."""
         schema.insert_many(connection, schema.INSERT_ROWS, batch.lines)
         schema.insert_many(connection, schema.INSERT_PACKS, batch.packs)
+        if batch.spills:
+            spills = [(pack, ref.segment) for pack, ref, _ in batch.spills]
+            schema.insert_many(connection, schema.INSERT_SPILLS, spills)
         schema.insert_many(
-            connection, schema.INSERT_SPILLS, [(pack, ref.segment) for pack, ref, _ in batch.spills]
+            connection,
+            schema.INSERT_EVENTS,
+            [
+                (kind, 1, home, step, told, json.dumps(keys))
+                for (kind, home, step, told), keys in batch.facts.items()
+            ],
         )
-        schema.insert_many(connection, schema.INSERT_EVENTS, batch.events)
         for step, ids in batch.trained.items():
             for first, last in schema.runs(ids):
                 connection.execute("UPDATE rows SET trained=? WHERE id BETWEEN ? AND ?", (step, first, last))
-        schema.delete_packs(connection, batch.packs_gone)
-        schema.delete_rows(connection, batch.rows_gone)
+        if batch.packs_gone:
+            schema.delete_packs(connection, batch.packs_gone)
+        if batch.rows_gone:
+            schema.delete_rows(connection, batch.rows_gone)
 
     def sweep(self, below: int) -> None:
         """Delete spill segments nobody refers to."""

@@ -29,11 +29,11 @@ SELECT partition, key,
     SUM(CASE kind WHEN 'trained' THEN sign ELSE 0 END),
     SUM(CASE kind WHEN 'dead' THEN sign ELSE 0 END),
     SUM(CASE kind WHEN 'evicted' THEN sign ELSE 0 END)
-FROM events GROUP BY partition, key
+FROM facts GROUP BY partition, key
 """
-_STEPS = "SELECT step, SUM(sign) FROM events WHERE kind = 'trained' GROUP BY step HAVING SUM(sign) != 0 ORDER BY step"
+_STEPS = "SELECT step, SUM(sign) FROM facts WHERE kind = 'trained' GROUP BY step HAVING SUM(sign) != 0 ORDER BY step"
 _REASONS = """
-SELECT detail, MAX(CASE WHEN sign > 0 THEN seq END) FROM events WHERE kind IN ('dead', 'evicted')
+SELECT detail, MAX(CASE WHEN sign > 0 THEN seq END) FROM facts WHERE kind IN ('dead', 'evicted')
 GROUP BY partition, key HAVING SUM(sign) > 0
 """
 """The detail of the last word on each key (SQLite takes it from the row that has the maximum)."""
@@ -123,8 +123,8 @@ class Ledger:
         """(step, key) of every row trained, in the order of training."""
         with closing(self._connect()) as connection:
             yield from connection.execute(
-                "SELECT step, key FROM events WHERE kind = 'trained' AND partition = ? "
-                "GROUP BY step, key HAVING SUM(sign) > 0 ORDER BY step, MAX(seq)",
+                "SELECT step, key FROM facts WHERE kind = 'trained' AND partition = ? "
+                "GROUP BY step, key HAVING SUM(sign) > 0 ORDER BY step, MAX(seq), place",
                 (partition,),
             )
 

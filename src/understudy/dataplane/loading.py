@@ -21,7 +21,7 @@ SELECT packs.id, packs.body FROM rows JOIN packs
 ON packs.id >= rows.id << {PACK_SHIFT} AND packs.id < (rows.id + 1) << {PACK_SHIFT}
 WHERE rows.trained IS NULL ORDER BY packs.id
 """
-_ENDS = "SELECT kind, sign, partition, key, step, detail FROM events WHERE kind != 'issued' ORDER BY seq"
+_ENDS = "SELECT kind, sign, partition, keys, step, detail FROM events WHERE kind != 'issued' ORDER BY seq"
 
 
 @dataclass(slots=True)
@@ -122,18 +122,20 @@ def _load_ends(connection: sqlite3.Connection, state: Loaded) -> None:
     ended: dict[str, set[str]] = {}
     dead: dict[tuple[str, str], tuple[int, str]] = {}
     steps: dict[int, int] = {}
-    for kind, sign, partition, key, step, told in connection.execute(_ENDS):
-        keys = ended.setdefault(partition, set())
+    for kind, sign, partition, names, step, told in connection.execute(_ENDS):
+        keys = json.loads(names)
+        settled = ended.setdefault(partition, set())
         if sign > 0:
-            keys.add(key)
+            settled.update(keys)
         else:
-            keys.discard(key)
+            settled.difference_update(keys)
         if kind == "trained":
-            steps[step] = steps.get(step, 0) + sign
+            steps[step] = steps.get(step, 0) + sign * len(keys)
         elif kind == "dead" and sign > 0:
-            dead[partition, key] = (step, told)
+            dead |= {(partition, key): (step, told) for key in keys}
         elif kind == "dead":
-            dead.pop((partition, key), None)
+            for key in keys:
+                dead.pop((partition, key), None)
     for partition, keys in ended.items():
         home = state.partition(partition)
         for key in keys:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from understudy.dataplane.base import GroupPolicy, RowStatus
 from understudy.dataplane.groups import GroupFilter
-from understudy.dataplane.rows import Group, Row, Unit, unit_of
+from understudy.dataplane.rows import Group, Row, Unit
 from understudy.dataplane.settled import SettledKeys
 from understudy.dataplane.view import View, ViewSpec
 
@@ -31,6 +31,7 @@ class Partition:
     groups: dict[str, Group] = field(default_factory=dict)
     views: dict[ViewSpec, View] = field(default_factory=dict)
     """Least recently used first."""
+    latest: View | None = None
     claims_waiting: int = 0
     watches: list[Watch] = field(default_factory=list)
     settled: SettledKeys = field(default_factory=SettledKeys)
@@ -42,12 +43,14 @@ class Partition:
 
     def view(self, spec: ViewSpec) -> View:
         """The view of this spec; one that was dropped or never asked for is built by looking at every row."""
+        if self.latest is not None and self.latest.spec is spec:
+            return self.latest
         found = self.views.pop(spec, None)
         if found is None:
             singles: list[Unit] = [row for row in self.rows.values() if row.group is None]
             found = View(spec, [*singles, *self.groups.values()])
             self._make_room()
-        self.views[spec] = found
+        self.views[spec] = self.latest = found
         return found
 
     def _make_room(self) -> None:
@@ -86,26 +89,25 @@ class Partition:
         row.status = status
         self._count(row, 1)
 
-    def remove(self, row: Row) -> None:
-        """The row is settled; its lease was dropped before."""
-        del self.rows[row.key]
-        self._count(row, -1)
-        if not any(self.counts[row.step].values()):
-            del self.counts[row.step]
-        self.settled.add(row.key)
-        if row.group is not None:
-            del row.group.rows[row.key]
-            if not row.group.rows:
-                self.groups.pop(row.group.name, None)
-            self.refresh(row.group)
-        else:
-            for view in self.views.values():
-                view.discard(row)
+    def remove(self, rows: Iterable[Row]) -> None:
+        """These rows are settled; their leases were dropped before."""
+        for row in rows:
+            del self.rows[row.key]
+            of_step = self.counts[row.step]
+            of_step[row.status] -= 1
+            if of_step[row.status] == 0 and not any(of_step.values()):
+                del self.counts[row.step]
+            self.settled.add(row.key)
+            if row.group is not None:
+                del row.group.rows[row.key]
+                if not row.group.rows:
+                    self.groups.pop(row.group.name, None)
+        self.touch(rows)
 
-    def touch(self, row: Row) -> None:
-        """Something about the row changed."""
-        self.refresh(unit_of(row))
-
-    def refresh(self, unit: Unit) -> None:
+    def touch(self, rows: Iterable[Row], but: View | None = None) -> None:
+        """Something about these rows changed; `but` knows already."""
+        units = dict.fromkeys([row if row.group is None else row.group for row in rows])
         for view in self.views.values():
-            view.refresh(unit)
+            if view is not but:
+                for unit in units:
+                    view.refresh(unit)

@@ -19,9 +19,11 @@ class Row:
     """One row in flight. `arrival` counts finished rows, so that a released row keeps its place in the line."""
 
     __slots__ = (
+        "_sort",
         "arrival",
         "attempts",
         "columns",
+        "gone",
         "group",
         "id",
         "key",
@@ -29,7 +31,6 @@ class Row:
         "packs",
         "partition",
         "resident",
-        "sort",
         "status",
         "step",
         "tags",
@@ -39,7 +40,7 @@ class Row:
         self.id = row_id
         self.partition = partition
         self.key = key
-        self.sort: SortKey = split_key(key)
+        self._sort: SortKey | None = None
         self.step = step
         self.tags = tags
         self.status = RowStatus.PENDING
@@ -50,6 +51,14 @@ class Row:
         self.attempts = 0
         self.packs = 0
         self.resident = 0
+        self.gone = False
+        """Settled: it left the plane."""
+
+    @property
+    def sort(self) -> SortKey:
+        if self._sort is None:
+            self._sort = split_key(self.key)
+        return self._sort
 
     @property
     def members(self) -> Iterable[Row]:
@@ -103,7 +112,3 @@ class Group:
 
 Unit = Row | Group
 """What is claimed whole: a group, or a row that has none."""
-
-
-def unit_of(row: Row) -> Unit:
-    return row if row.group is None else row.group

@@ -21,6 +21,7 @@ from understudy.dataplane.loading import Loaded
 from understudy.dataplane.partition import Partition
 from understudy.dataplane.rows import Row
 from understudy.dataplane.spill import SpillFiles
+from understudy.dataplane.view import View
 from understudy.errors import DataPlaneError
 
 
@@ -91,7 +92,7 @@ class Store:
             home.join(row, row.sort[0], group, row.id)
         changes = self.journal.changes
         changes.dirty[row.id] = row
-        changes.events.append(("issued", 1, home.name, key, step, None))
+        changes.note("issued", home.name, step, (key,))
         return row
 
     def sibling(self, home: Partition, key: str) -> Row | None:
@@ -101,25 +102,49 @@ class Store:
         prompt, session, index = split_key(key)
         return home.rows.get(f"{prompt}_{session}_0") if index > 0 else None
 
-    def touched(self, home: Partition, rows: Iterable[Row]) -> None:
-        """These rows changed: write their lines, and let claims see them."""
-        dirty = self.journal.changes.dirty
-        for row in rows:
-            dirty[row.id] = row
-            home.touch(row)
+    def touched(self, home: Partition, rows: list[Row]) -> None:
+        """These rows changed: let claims see them."""
+        home.touch(rows)
         self.on_change(home)
+
+    def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
+        row.tags.update(tags)
+        self.journal.changes.dirty[row.id] = row
 
     def write(self, home: Partition, row: Row, frames: dict[str, bytes], status: RowStatus) -> None:
         """More columns for a row."""
         changes = self.journal.changes
+        columns = row.columns
+        if columns:
+            for name in frames:
+                before = columns.get(name)
+                if isinstance(before, bytes):
+                    row.resident -= len(before)
+                    self.admission.leave(0, len(before))
+        sizes = [len(frame) for frame in frames.values()]
+        size = sum(sizes)
         pack_id = (row.id << PACK_SHIFT) + row.packs
         row.packs += 1
+        cells: Mapping[str, bytes | SpillRef] = frames
+        if max(sizes, default=0) < self._spill_bytes and self.admission.hold(size):
+            row.resident += size
+        else:
+            cells = self._spill_some(row, frames, pack_id)
+        columns.update(cells)
+        changes.packs.append((pack_id, pack(cells)))
+        if row.status is not status:
+            home.set_status(row, status)
+            changes.dirty[row.id] = row
+        if row.arrival == 0 and status is RowStatus.FINISHED:
+            row.arrival = self._next_arrival
+            self._next_arrival += 1
+            changes.dirty[row.id] = row
+
+    def _spill_some(self, row: Row, frames: dict[str, bytes], pack_id: int) -> dict[str, bytes | SpillRef]:
+        """References instead of the frames that are large, or for which memory has no room."""
+        changes = self.journal.changes
         cells: dict[str, bytes | SpillRef] = {}
         for name, frame in frames.items():
-            before = row.columns.get(name)
-            if isinstance(before, bytes):
-                row.resident -= len(before)
-                self.admission.leave(0, len(before))
             if len(frame) < self._spill_bytes and self.admission.hold(len(frame)):
                 row.resident += len(frame)
                 cells[name] = frame
@@ -128,13 +153,7 @@ class Store:
                 self._spilling[ref] = frame
                 changes.spills.append((pack_id, ref, frame))
                 changes.then.append(partial(self._on_disk, ref))
-            row.columns[name] = cells[name]
-        changes.packs.append((pack_id, pack(cells)))
-        if row.status is not status:
-            home.set_status(row, status)
-        if status is RowStatus.FINISHED and row.arrival == 0:
-            row.arrival = self._next_arrival
-            self._next_arrival += 1
+        return cells
 
     def _on_disk(self, ref: SpillRef) -> None:
         del self._spilling[ref]
@@ -144,8 +163,9 @@ class Store:
             home.leased -= 1
             self.leases.drop(row)
 
-    def grant(self, home: Partition, rows: Iterable[Row], seconds: float | None, produces: bool) -> HeldLease:
-        rows = list(rows)
+    def grant(self, home: Partition, view: View, rows: list[Row], seconds: float | None) -> HeldLease:
+        """A lease on rows just taken from this view."""
+        produces = view.spec.status is not RowStatus.FINISHED
         if produces:
             for row in rows:
                 home.set_status(row, RowStatus.RUNNING)
@@ -153,8 +173,7 @@ class Store:
                 self.journal.changes.dirty[row.id] = row
         held = self.leases.grant(rows, seconds, produces)
         home.leased += len(rows)
-        for row in rows:
-            home.touch(row)
+        home.touch(rows, but=view)
         return held
 
     def give_back(self, row: Row) -> None:
@@ -164,41 +183,43 @@ class Store:
         self.drop_lease(home, row)
         if produces and row.status is RowStatus.RUNNING:
             home.set_status(row, RowStatus.PENDING)
-        home.touch(row)
+        home.touch((row,))
         self.on_change(home)
 
-    def trained(self, rows: Iterable[Row], step: int) -> None:
+    def trained(self, home: Partition, rows: list[Row], step: int) -> None:
         changes = self.journal.changes
-        ids = changes.trained.setdefault(step, [])
-        for row in rows:
-            changes.events.append(("trained", 1, row.partition, row.key, step, None))
-            ids.append(row.id)
-            if self._retain is Retain.UNTIL_ACK:
-                changes.packs_gone.append(row.id)
-                self._note_spills(row)
-            self._remove(row)
-        self.admission.serve()
+        changes.note("trained", home.name, step, [row.key for row in rows])
+        ids = [row.id for row in rows]
+        changes.trained.setdefault(step, []).extend(ids)
+        if self._retain is Retain.UNTIL_ACK:
+            changes.packs_gone += ids
+            self._note_spills(rows)
+        self._remove(home, rows)
 
-    def taken_out(self, row: Row, kind: str, told: str) -> None:
+    def taken_out(self, home: Partition, rows: list[Row], kind: str, told: str) -> None:
         """Dead or evicted, for good."""
         changes = self.journal.changes
-        changes.events.append((kind, 1, row.partition, row.key, row.step, told))
-        changes.rows_gone.append(row.id)
-        self._note_spills(row)
-        if kind == "dead":
-            changes.then.append(lambda: self.dead_letters.append(row.partition, row.key, row.step, told))
-        self._remove(row)
-        self.admission.serve()
+        for row in rows:
+            changes.note(kind, home.name, row.step, (row.key,), told)
+            changes.rows_gone.append(row.id)
+            if kind == "dead":
+                changes.then.append(partial(self.dead_letters.append, home.name, row.key, row.step, told))
+        self._note_spills(rows)
+        self._remove(home, rows)
 
-    def _note_spills(self, row: Row) -> None:
-        if any(isinstance(cell, SpillRef) for cell in row.columns.values()):
+    def _note_spills(self, rows: list[Row]) -> None:
+        if any(isinstance(cell, SpillRef) for row in rows for cell in row.columns.values()):
             self.journal.changes.spills_gone = True
 
-    def _remove(self, row: Row) -> None:
-        home = self.partitions[row.partition]
-        self.drop_lease(home, row)
-        home.remove(row)
-        self.admission.leave(1, row.resident)
+    def _remove(self, home: Partition, rows: list[Row]) -> None:
+        size = 0
+        for row in rows:
+            self.drop_lease(home, row)
+            row.gone = True
+            size += row.resident
+        home.remove(rows)
+        self.admission.leave(len(rows), size)
+        self.admission.serve()
         self.on_change(home)
 
     def filter_complete(self, home: Partition, rows: Iterable[Row]) -> None:
@@ -214,8 +235,7 @@ class Store:
                 continue
             reason = rule.rule([member.tags[rule.tag] for member in members])
             if reason is not None:
-                for member in members:
-                    self.taken_out(member, "evicted", detail(reason))
+                self.taken_out(home, members, "evicted", detail(reason))
 
     def expire(self) -> None:
         """Give back the rows of leases whose time is up."""

@@ -62,7 +62,7 @@ class ViewSpec:
 
     def accepts(self, row: Row) -> bool:
         """Could this row be claimed now?"""
-        if row.lease is not None or row.status is not self.status:
+        if row.lease is not None or row.status is not self.status or row.gone:
             return False
         if self.step is not None and row.step != self.step:
             return False
@@ -73,11 +73,11 @@ class ViewSpec:
         for name in self.without:
             if name in columns:
                 return False
-        return all(row.tags.get(tag) in wanted for tag, wanted in self.where)
+        return not self.where or all(row.tags.get(tag) in wanted for tag, wanted in self.where)
 
     def awaits(self, row: Row) -> bool:
         """Could it become claimable without anyone giving it up first? Then claims in key order wait for it."""
-        if row.lease is not None and row.status is not RowStatus.RUNNING:
+        if row.gone or (row.lease is not None and row.status is not RowStatus.RUNNING):
             return False
         if self.step is not None and row.step != self.step:
             return False
@@ -141,19 +141,17 @@ class View:
         self.ready_rows += size - self._ready.pop(unit, 0)
         if size:
             self._ready[unit] = size
-        member = size > 0
-        if self._strict and not member and len(unit):
-            awaits = self.spec.awaits
-            member = all(awaits(row) for row in unit.members)
-        if not member:
+            if unit not in self._members:
+                self._push(unit)
+        elif self._strict and self._awaits(unit):
+            if unit not in self._members:
+                self._push(unit)
+        elif unit in self._members:
             self._strike(unit)
-        elif unit not in self._members:
-            self._push(unit)
 
-    def discard(self, unit: Unit) -> None:
-        """The unit left the plane."""
-        self.ready_rows -= self._ready.pop(unit, 0)
-        self._strike(unit)
+    def _awaits(self, unit: Unit) -> bool:
+        members = list(unit.members)
+        return bool(members) and all(map(self.spec.awaits, members))
 
     def _strike(self, unit: Unit) -> None:
         self._members.discard(unit)
@@ -165,10 +163,13 @@ class View:
         return (unit.sort if self.spec.order is Order.KEY else unit.arrival, unit.id, unit)
 
     def _push(self, unit: Unit) -> None:
-        self._members.add(unit)
-        heapq.heappush(self._heap, self._entry(unit))
+        self._put_back(unit)
         if self._blocker is not None and unit.sort < self._blocker.sort:
             self._blocker = None
+
+    def _put_back(self, unit: Unit) -> None:
+        self._members.add(unit)
+        heapq.heappush(self._heap, self._entry(unit))
 
     def take(self, n: int, at_least: int, count: Count) -> list[Row] | None:
         """The first rows in order, whole groups only; None when that is not enough yet. The caller leases them."""
@@ -188,21 +189,31 @@ class View:
             weight = 1 if count is Count.GROUPS else len(unit)
             overflow = total + weight > n
             if overflow or unit not in self._ready:
-                self._push(unit)
+                self._put_back(unit)
                 if not overflow:
                     self._blocker = unit
                 break
             taken.append(unit)
             total += weight
         if total >= at_least or (overflow and taken):
-            return [row for unit in taken for row in sorted(unit.members, key=_sort)]
+            return self._hand_out(taken)
         for unit in taken:
-            self._push(unit)
+            self._put_back(unit)
         if overflow:
             raise DataPlaneError(
                 f"a claim of {n} rows cannot hold the next group, which has more; claim at least a group"
             )
         return None
+
+    def _hand_out(self, units: list[Unit]) -> list[Row]:
+        rows: list[Row] = []
+        for unit in units:
+            self.ready_rows -= self._ready.pop(unit)
+            if isinstance(unit, Row):
+                rows.append(unit)
+            else:
+                rows += sorted(unit.members, key=_sort)
+        return rows
 
 
 def _sort(row: Row) -> SortKey:

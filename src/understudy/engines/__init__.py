@@ -1,6 +1,10 @@
 """Generation behind one small protocol.
 
 base.Engine       what a rollout sees: tokens in, tokens with logprobs and weight versions out
-hf.HFEngine       in-process over a transformers model: the oracle, CPU or one GPU
-sampling          the exact rule by which a token is drawn; the other engines follow it as far as their servers can
+hf.HFEngine       in this process, over a transformers model: the oracle, CPU or one GPU
+                  schedule    who is written next           writing    rows as the host sees them
+                  padded, kv  keys and values in one block  slots      in a pool, steps as CUDA graphs
+                  sampling    the exact rule by which a token is drawn
+remote            servers: RemoteEngine over a dialect (dialects: vllm, sglang, openai) and replicas (balance, health)
+vllm              vLLM servers we start, watch and restart; vllm_host is the process around one, vllm_side its worker part
 """

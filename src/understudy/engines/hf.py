@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from itertools import chain
 from typing import Any
 
@@ -16,12 +17,23 @@ import torch
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
-from understudy.engines.decode import DecodeBatch, Detokenize, Row
+from understudy.engines.padded import PaddedBatch
 from understudy.engines.schedule import Batching, Call, Scheduler
+from understudy.engines.slots import SlotBatch, SlotPool, pool_fits
+from understudy.engines.writing import Detokenize, Row, RowBatch, Writing
 from understudy.errors import EngineError
 
 GROWING_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose state is keys and values per token; others cannot be padded, merged or cut."""
+
+
+class Layout(StrEnum):
+    """Where keys and values of rows in flight live."""
+
+    PADDED = "padded"
+    """One block per batch, rows padded to one length: every model, every device."""
+    SLOTS = "slots"
+    """A pool taken once, one slot of `max_length` per row, steps as CUDA graphs: fast on a GPU."""
 
 
 class HFEngine:
@@ -29,6 +41,7 @@ class HFEngine:
 
     `model` becomes the engine's own and is put into eval mode; to generate with a model that is being trained, use
     `share_parameters_with`. `max_length` bounds prompt plus new tokens. `detokenize` is only needed for stop strings.
+    `layout` is chosen by device and model unless it is given: slots on a GPU, for the models that can.
     """
 
     def __init__(
@@ -43,11 +56,13 @@ class HFEngine:
         prefill_tokens: int = 65_536,
         detokenize: Detokenize | None = None,
         version: int = -1,
+        layout: Layout | None = None,
     ) -> None:
         self._device, self._pad_id, self._max_length = torch.device(device), pad_id, max_length
         self._detokenize = detokenize
         self._version = version
         self._torn = False
+        self._layout, self._max_batch = layout, max_batch
         self._adopt(model.to(self._device))
         self._scheduler = Scheduler(
             self._build, max_batch=max_batch, prefill_tokens=prefill_tokens, batching=batching
@@ -78,16 +93,27 @@ class HFEngine:
             )
         self._model = model.eval()
         self._vocab: int = model.get_input_embeddings().weight.shape[0]
-
-    def _build(self, rows: Sequence[Row]) -> DecodeBatch:
-        return DecodeBatch(
-            self._model,
-            rows,
-            version=self._version,
-            pad_id=self._pad_id,
-            device=self._device,
-            detokenize=self._detokenize,
+        self._outputs: int = model.get_output_embeddings().weight.shape[0]
+        fits = pool_fits(model)
+        if self._layout is Layout.SLOTS and not fits:
+            raise EngineError(f"{type(model).__name__} cannot be decoded over slots here; leave `layout` out")
+        slots = self._layout is Layout.SLOTS or (
+            self._layout is None and fits and self._device.type == "cuda"
         )
+        self._pool: SlotPool | None = None
+        if slots:
+            with torch.inference_mode():
+                self._pool = SlotPool(
+                    model, slots=self._max_batch, max_length=self._max_length, device=self._device
+                )
+
+    def _build(self, rows: Sequence[Row]) -> RowBatch:
+        writing = Writing(
+            rows, version=self._version, vocab=self._outputs, device=self._device, detokenize=self._detokenize
+        )
+        if self._pool is not None:
+            return SlotBatch(self._pool, self._model, writing, pad_id=self._pad_id, device=self._device)
+        return PaddedBatch(self._model, writing, pad_id=self._pad_id, device=self._device)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         for request in requests:
@@ -126,12 +152,18 @@ class HFEngine:
             )
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        await self.pause()
+        was_paused = await asyncio.to_thread(self._scheduler.pause)
         try:
             await asyncio.to_thread(self._load, tensors)
             self._version = version
+            self._scheduler.weights_changed()
+        except BaseException as error:
+            if self._torn:  # what runs would go on under weights that are neither old nor new
+                self._scheduler.fail(EngineError(f"a weight update failed half-way: {error}"))
+            raise
         finally:
-            self._scheduler.resume(refresh=True)
+            if not was_paused:
+                self._scheduler.resume()
 
     @torch.no_grad()
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -163,7 +195,7 @@ class HFEngine:
         await asyncio.to_thread(self._scheduler.pause)
 
     async def resume(self) -> None:
-        self._scheduler.resume(refresh=False)
+        self._scheduler.resume()
 
     async def abort(self) -> None:
         self._scheduler.abort()

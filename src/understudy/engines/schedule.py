@@ -1,6 +1,6 @@
 """Who is being written, and who waits: the worker thread of the in-process engine.
 
-    generate ──> waiting rows ──admit──> DecodeBatch ──a row ends──> its call; a call's last row ──> the caller
+    generate ──> waiting rows ──admit──> RowBatch ──a row ends──> its call; a call's last row ──> the caller
                                   ▲  one token per turn │
                                   └─────────────────────┘      between turns: pause, abort, new weights, close
 
@@ -19,7 +19,7 @@ from enum import StrEnum
 import torch
 
 from understudy.engines.base import GenerateRequest, Generation
-from understudy.engines.decode import DecodeBatch, Row
+from understudy.engines.writing import Row, RowBatch
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 
@@ -45,7 +45,7 @@ class Call:
         self.loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[list[Generation]] = self.loop.create_future()
         self.rows = [CallRow(request, call=self) for request in requests]
-        self.cancelled = False
+        self.cancelled = self.aborted = False
         self._running = len(self.rows)
 
     def row_ended(self) -> None:
@@ -54,6 +54,11 @@ class Call:
         if self._running == 0:
             generations = [row.generation() for row in self.rows]
             self._tell(lambda: self.answer.set_result(generations))
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is to be computed for it."""
+        return self.cancelled or self.aborted
 
     def fail(self, error: Exception) -> None:
         self.cancelled = True
@@ -73,7 +78,7 @@ class Scheduler:
 
     def __init__(
         self,
-        build: Callable[[Sequence[Row]], DecodeBatch],
+        build: Callable[[Sequence[Row]], RowBatch],
         *,
         max_batch: int,
         prefill_tokens: int,
@@ -81,7 +86,7 @@ class Scheduler:
     ) -> None:
         self._build, self._max_batch, self._prefill_tokens = build, max_batch, prefill_tokens
         self._batching = batching
-        self._batch: DecodeBatch | None = None
+        self._batch: RowBatch | None = None
         self._calls: deque[Call] = deque()
         """Calls none of whose rows have been admitted yet."""
         self._waiting: deque[CallRow] = deque()
@@ -89,7 +94,7 @@ class Scheduler:
         self._entering: Sequence[Row] = ()
         """Rows whose ids are being run through the model: neither waiting nor in the batch, should that fail."""
         self._changed = threading.Condition()
-        self._paused = self._aborting = self._refresh = self._closed = False
+        self._paused = self._refresh = self._closed = False
         self._resting = True
         self._thread: threading.Thread | None = None
 
@@ -108,25 +113,40 @@ class Scheduler:
     def cancel(self, call: Call) -> None:
         with self._changed:
             call.cancelled = True
+            self._changed.notify_all()
 
-    def pause(self) -> None:
-        """Returns once no token is being computed."""
+    def pause(self) -> bool:
+        """Returns once no token is being computed; whether it was paused before."""
         with self._changed:
-            self._paused = True
+            before, self._paused = self._paused, True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._resting)
+            return before
 
-    def resume(self, *, refresh: bool) -> None:
-        """`refresh`: the weights changed, so keys and values of rows in flight are computed anew."""
+    def resume(self) -> None:
         with self._changed:
             self._paused = False
-            self._refresh |= refresh
             self._changed.notify_all()
 
-    def abort(self) -> None:
+    def weights_changed(self) -> None:
+        """While paused: keys and values of rows in flight must be computed anew."""
         with self._changed:
-            self._aborting = True
+            self._refresh = True
+
+    def abort(self) -> None:
+        """Ends every call there is now; calls that come later are not meant."""
+        with self._changed:
+            for call in self._all_calls():
+                call.aborted = True
             self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """While paused: every call there is fails."""
+        with self._changed:
+            calls = self._all_calls()
+            self._drop_everything()
+        for call in calls:
+            call.fail(error)
 
     def close(self) -> None:
         with self._changed:
@@ -152,8 +172,7 @@ class Scheduler:
             while True:
                 if self._closed:
                     return False
-                if self._aborting:
-                    self._abort_all()
+                self._sweep()
                 if not self._paused and (self._batch or self._waiting or self._calls):
                     self._resting = False
                     return True
@@ -162,24 +181,20 @@ class Scheduler:
                 self._changed.wait()
 
     def _turn(self) -> None:
-        batch = self._batch
-        if batch is not None:
-            batch.end(lambda row: isinstance(row, CallRow) and row.call is not None and row.call.cancelled)
-            if self._refresh and batch.alive:
-                self._batch = batch = self._enter(batch.end())
-            if not batch.alive:
-                self._batch = None
+        if self._batch is not None and self._refresh:
+            rows = self._batch.writing.end()
+            self._batch.release()
+            self._batch = self._enter(rows)
         self._refresh = False
         self._admit()
         if self._batch is None:
             return
         for row in self._batch.draw():
-            assert isinstance(row, CallRow) and row.call is not None
-            row.call.row_ended()
-        if self._batch.alive:
+            _call_of(row).row_ended()
+        if self._batch.writing.alive:
             self._batch.advance()
         else:
-            self._batch = None
+            self._leave()
 
     def _admit(self) -> None:
         """Lets waiting rows in: when none are being written, or when a fair share of the places is free.
@@ -187,20 +202,22 @@ class Scheduler:
         Each entry costs a prompt pass over the newcomers and a copy of the cache, so rows enter in groups.
         """
         while True:
-            running = self._batch.alive if self._batch else 0
+            running = self._batch.writing.alive if self._batch else 0
             free = self._max_batch - running
             if running and free < max(1, self._max_batch // 8):
                 return
             group = self._next_group(free, running)
             if not group:
                 return
+            if self._batch is not None:
+                self._batch.release()
             newcomers = self._enter(group)
             if self._batch is None:
                 self._batch = newcomers
             else:
                 self._batch.join(newcomers)
 
-    def _enter(self, rows: Sequence[Row]) -> DecodeBatch:
+    def _enter(self, rows: Sequence[Row]) -> RowBatch:
         self._entering = rows
         batch = self._build(rows)
         self._entering = ()
@@ -214,9 +231,6 @@ class Scheduler:
             if not self._waiting and not self._take_call(busy=bool(running or group)):
                 break
             row = self._waiting[0]
-            if row.call is None or row.call.cancelled:
-                self._waiting.popleft()
-                continue
             longest = max(longest, len(row.request.tokens))
             if group and longest * (len(group) + 1) > self._prefill_tokens:
                 break
@@ -233,37 +247,54 @@ class Scheduler:
             self._waiting.extend(self._calls.popleft().rows)
             return True
 
-    def _abort_all(self) -> None:
-        rows = [
-            *(self._batch.end() if self._batch else ()),
-            *self._waiting,
-            *(r for call in self._calls for r in call.rows),
-        ]
-        self._aborting, self._batch = False, None
+    def _sweep(self) -> None:
+        """Takes out the rows of calls that are over; those of aborted calls keep what they have."""
+        over = [row for call in self._calls if call.over for row in call.rows]
+        over += [row for row in self._waiting if _call_of(row).over]
+        self._calls = deque(call for call in self._calls if not call.over)
+        self._waiting = deque(row for row in self._waiting if not _call_of(row).over)
+        if self._batch is not None:
+            ended = self._batch.writing.end(lambda row: _call_of(row).over)
+            over += [row for row in ended if isinstance(row, CallRow)]
+            if not self._batch.writing.alive:
+                self._leave()
+        for row in over:
+            row.stop_reason = StopReason.ABORTED
+            _call_of(row).row_ended()
+
+    def _all_calls(self) -> list[Call]:
+        rows = [*(self._batch.writing.rows if self._batch else ()), *self._entering, *self._waiting]
+        found = {id(call): call for call in [*map(_call_of, rows), *self._calls]}
+        return list(found.values())
+
+    def _leave(self) -> None:
+        """Nobody in the batch is being written any more."""
+        if self._batch is not None:
+            self._batch.writing.end()
+            self._batch.release()
+            self._batch = None
+
+    def _drop_everything(self) -> None:
+        self._leave()
+        self._entering = ()
         self._waiting.clear()
         self._calls.clear()
-        for row in rows:
-            assert isinstance(row, CallRow) and row.call is not None
-            row.stop_reason = StopReason.ABORTED
-            row.call.row_ended()
 
     def _fail_running(self, error: Exception) -> None:
         """Fails every call that has rows in the batch, and everything that waits once the engine is closed."""
-        rows = [*(self._batch.rows if self._batch else ()), *self._entering, *self._waiting]
-        calls = {id(row.call): row.call for row in rows if isinstance(row, CallRow) and row.call is not None}
         with self._changed:
-            if self._closed:
-                calls |= {id(call): call for call in self._calls}
-                self._calls.clear()
+            untouched = () if self._closed else tuple(self._calls)
+            calls = [call for call in self._all_calls() if call not in untouched]
+            self._drop_everything()
+            self._calls.extend(untouched)
             self._resting = True
             self._changed.notify_all()
-        self._batch, self._entering = None, ()
-        self._waiting.clear()
-        for call in calls.values():
+        for call in calls:
             keys = ", ".join(row.request.key for row in call.rows[:3])
-            problem = (
-                error
-                if isinstance(error, EngineError)
-                else EngineError(f"generation failed ({keys} …): {error!r}")
-            )
-            call.fail(problem)
+            ours = isinstance(error, EngineError)
+            call.fail(error if ours else EngineError(f"generation failed ({keys} …): {error!r}"))
+
+
+def _call_of(row: Row) -> Call:
+    assert isinstance(row, CallRow) and row.call is not None
+    return row.call

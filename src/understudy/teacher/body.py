@@ -106,9 +106,9 @@ class Body:
     ) -> torch.Tensor:
         self._use_attention(self._own_attention)
         padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, rows)
-        hidden_BLH = self.frozen.body(input_ids=self._device(padded_BL), use_cache=False).last_hidden_state
+        hidden_BLH = self.frozen.body(input_ids=self.to_device(padded_BL), use_cache=False).last_hidden_state
         places_P = np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
-        return hidden_BLH.flatten(0, 1)[self._device(places_P)]
+        return hidden_BLH.flatten(0, 1)[self.to_device(places_P)]
 
     def _packed_states(
         self,
@@ -121,16 +121,16 @@ class Body:
         self._use_attention(varlen.NAME)
         packed = pack(request.tokens_T, request.starts_N, lengths_N, batch.families)
         hidden_1TH = self.frozen.body(
-            input_ids=self._device(packed.tokens_T)[None],
-            position_ids=self._device(packed.positions_T)[None],
+            input_ids=self.to_device(packed.tokens_T)[None],
+            position_ids=self.to_device(packed.positions_T)[None],
             use_cache=False,
-            cu_seq_lens_q=self._device(packed.ends_q),
-            cu_seq_lens_k=self._device(packed.ends_k),
+            cu_seq_lens_q=self.to_device(packed.ends_q),
+            cu_seq_lens_k=self.to_device(packed.ends_k),
             max_length_q=_rounded_up(packed.longest_q),
             max_length_k=_rounded_up(packed.longest_k),
-            key_places=None if packed.key_places_N is None else self._device(packed.key_places_N),
+            key_places=None if packed.key_places_N is None else self.to_device(packed.key_places_N),
         ).last_hidden_state
-        return hidden_1TH[0][self._device(packed.places(positions_P, counts_B))]
+        return hidden_1TH[0][self.to_device(packed.places(positions_P, counts_B))]
 
     def compile_layers(self) -> None:
         """Compile each decoder layer on its own: seconds instead of minutes, and one compiled layer serves them all.
@@ -145,7 +145,8 @@ class Body:
         for layer in layers:
             layer.compile()
 
-    def _device(self, array: np.ndarray) -> torch.Tensor:
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """Without waiting for the device."""
         tensor = torch.from_numpy(array)
         if self.frozen.device.type == "cuda":
             return tensor.pin_memory().to(self.frozen.device, non_blocking=True)

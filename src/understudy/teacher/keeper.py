@@ -32,6 +32,8 @@ def connect_native(teacher: str, replica: str, endpoint: Endpoint) -> ScoringCli
 class KeeperOptions:
     probe_deadline: float = 15.0
     """Seconds for the fixed tokens, beyond what already waits at the replica."""
+    first_probe_deadline: float = 60.0
+    """The same for a process that has just started and may still be warming up."""
     slowest_tokens_per_second: float = 500.0
     start_deadline: float = 600.0
     watch_every: float = 0.25
@@ -183,12 +185,11 @@ class Keeper:
             replica.probing = None
 
     async def _probe(self, replica: Replica) -> None:
-        self._check_identity(replica, await self._identify(replica))
-
-    async def _identify(self, replica: Replica) -> Identity:
-        assert replica.client is not None
         waiting = replica.load.outstanding_tokens / self._options.slowest_tokens_per_second
-        deadline = self._options.probe_deadline + waiting
+        self._check_identity(replica, await self._identify(replica, self._options.probe_deadline + waiting))
+
+    async def _identify(self, replica: Replica, deadline: float) -> Identity:
+        assert replica.client is not None
         try:
             async with asyncio.timeout(deadline):
                 return await identify(replica.client, deadline)
@@ -215,7 +216,7 @@ class Keeper:
             await replica.client.close()
         replica.client = self._connect(self.teacher, replica.name, endpoint)
         replica.life.started()
-        return await self._identify(replica)
+        return await self._identify(replica, self._options.first_probe_deadline)
 
     async def _watch(self) -> None:
         """Look for dead processes and for ejected replicas whose back-off is over."""

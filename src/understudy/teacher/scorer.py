@@ -23,7 +23,7 @@ from understudy.teacher.body import Body, Layout
 from understudy.teacher.head import Head, head_of, score_rows, to_wire
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.model import FrozenModel
-from understudy.teacher.packing import ragged_ranges
+from understudy.teacher.packing import as_slice, ragged_ranges
 from understudy.teacher.probe import is_uniform, judged, probe_family
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.types.scores import ScoreItem, Signal
@@ -155,7 +155,7 @@ class Scorer:
         place_N[group.rows] = exclusive_cumsum(counts_N[group.rows])
         flat_P = request.flat_positions_P
         lengths_N = _needed_lengths(request)
-        named = _named_ids(request, group)
+        named = named_ids(request, group)
         judged_rows = [row for row in group.rows if counts_N[row]]
         parts = []
         for batch in self.body.plan(request, judged_rows, lengths_N):
@@ -166,8 +166,8 @@ class Scorer:
             states_PH = self.body.states(
                 request, batch, lengths_N, request.positions_P[wanted] - 1, counts_N[rows]
             )
-            judged_P = torch.from_numpy(request.tokens_T[flat_P[wanted]].astype(np.int64))
-            named_PK = None if named is None else torch.from_numpy(named[places].astype(np.int64))
+            judged_P = self.body.to_device(request.tokens_T[flat_P[wanted]].astype(np.int64))
+            named_PK = None if named is None else self.body.to_device(named[places].astype(np.int64))
             parts.append(self._queue_head(group, places, states_PH, judged_P, named_PK))
         return parts
 
@@ -179,20 +179,19 @@ class Scorer:
         judged_P: torch.Tensor,
         named_PK: torch.Tensor | None,
     ) -> _Part:
-        device = self.frozen.device
         scores = score_rows(
             self.head,
             states_PH,
-            judged_P.to(device),
+            judged_P,
             topk=group.k if group.signal is Signal.TOPK else 0,
-            at_ids_PK=None if named_PK is None else named_PK.to(device),
+            at_ids_PK=named_PK,
             chunk_bytes=self.options.chunk_bytes,
         )
         hidden = states_PH.to(torch.bfloat16).view(torch.uint16) if group.signal is Signal.HIDDEN else None
         return _Part(
             places,
             _to_host(scores.sampled_P),
-            named_PK if scores.ids_PK is None else _to_host(scores.ids_PK),
+            None if scores.ids_PK is None else _to_host(scores.ids_PK),
             None if scores.logprobs_PK is None else _to_host(scores.logprobs_PK),
             None if hidden is None else _to_host(hidden),
         )
@@ -201,14 +200,17 @@ class Scorer:
         """Every micro-batch's rows where request order wants them."""
         total = int(request.position_counts_N[group.rows].sum(dtype=np.int64))
         sampled = np.empty(total, np.float32)
-        ids = np.empty((total, group.k), np.int32) if group.k else None
+        ids = (
+            np.empty((total, group.k), np.int32) if group.signal is Signal.TOPK else named_ids(request, group)
+        )
         logprobs = np.empty((total, group.k), np.float32) if group.k else None
         hidden = np.empty((total, self.hidden_size), np.uint16) if group.signal is Signal.HIDDEN else None
         for part in parts:
-            sampled[part.places] = part.sampled.numpy()
+            places = as_slice(part.places)
+            sampled[places] = part.sampled.numpy()
             for column, tensor in ((ids, part.ids), (logprobs, part.logprobs), (hidden, part.hidden)):
                 if column is not None and tensor is not None:
-                    column[part.places] = tensor.numpy()
+                    column[places] = tensor.numpy()
         return _Columns(sampled, ids, logprobs, hidden)
 
     @torch.inference_mode()
@@ -317,7 +319,7 @@ def _groups_of(request: ScoreRequest) -> list[_Group]:
     return [_Group(signal, k, members) for (signal, k), members in rows.items()]
 
 
-def _named_ids(request: ScoreRequest, group: _Group) -> np.ndarray | None:
+def named_ids(request: ScoreRequest, group: _Group) -> np.ndarray | None:
     """int32 [P, K]: the ids the caller named for the group's positions (`at_ids` only)."""
     if group.signal is not Signal.AT_IDS:
         return None

@@ -8,7 +8,7 @@ Legend: N sequences, P positions of all of them, C candidates (positions × K), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ ABOVE_ZERO = 1e-4
 ABOVE_ONE = 1e-3
 """The mass of K candidates may exceed 1 by rounding."""
 UNSORTED = 1e-6
+IMPOSSIBLE = "a candidate's logprob is not a finite number ≤ 0"
 DISAGREE = 1e-3
 """The judged token's logprob and its twin among the candidates come from one forward: equal up to rounding."""
 
@@ -154,42 +155,47 @@ class _Block:
     judged_P: np.ndarray
     sampled_P: np.ndarray
 
-    def problems(self, named_PK: np.ndarray | None, vocab: int) -> list[tuple[str, np.ndarray]]:
-        """(what is wrong, bool [positions] where) for every check; `named_PK` are the ids asked for, if any were."""
-        possible_P = (np.isfinite(self.logprobs_PK) & (self.logprobs_PK <= ABOVE_ZERO)).all(1)
-        if not possible_P.all():
-            return [("a candidate's logprob is not a finite number ≤ 0", ~possible_P)]
+    def problems(self, named_PK: np.ndarray | None, vocab: int) -> Iterator[tuple[str, np.ndarray]]:
+        """(what is wrong, bool [positions] where), check by check; `named_PK` are the ids asked for, if any were.
+
+        Comparisons are written so that NaN fails them, and in an order that lets later ones rely on earlier ones.
+        """
         if named_PK is not None:
-            return [("other ids than were asked for", (self.ids_PK != named_PK).any(1)), self._twin_problem()]
-        sorted_ids_PK = np.sort(self.ids_PK, axis=1)
-        found = [
-            ("candidates are not sorted, best first", (np.diff(self.logprobs_PK, axis=1) > UNSORTED).any(1)),
-            ("a candidate id is negative", self.ids_PK.min(1) < 0),
-            ("a candidate appears twice", (np.diff(sorted_ids_PK, axis=1) == 0).any(1)),
-            (
-                "candidates hold more than all probability",
-                np.exp(self.logprobs_PK, dtype=np.float32).sum(1) > 1 + ABOVE_ONE,
-            ),
-            self._twin_problem(),
-            (
-                "the judged token is likelier than the last candidate yet not among them",
-                ~(self.ids_PK == self.judged_P[:, None]).any(1)
-                & (self.sampled_P > self.logprobs_PK[:, -1] + DISAGREE),
-            ),
-        ]
+            possible_PK = np.isfinite(self.logprobs_PK) & (self.logprobs_PK <= ABOVE_ZERO)
+            yield IMPOSSIBLE, ~possible_PK.all(1)
+            other_P: np.ndarray = np.any(self.ids_PK != named_PK, axis=1)
+            yield "other ids than were asked for", other_P
+            yield self._twin_problem()
+            return
+        first_P, last_P = self.logprobs_PK[:, 0], self.logprobs_PK[:, -1]
+        falling_PK: np.ndarray = self.logprobs_PK[:, 1:] <= self.logprobs_PK[:, :-1] + UNSORTED
+        if not falling_PK.all():  # NaN among them, or out of order: say which
+            broken_P: np.ndarray = np.isnan(self.logprobs_PK).any(1)
+            yield IMPOSSIBLE, broken_P
+            unsorted_P: np.ndarray = np.logical_not(falling_PK.all(1))
+            yield "candidates are not sorted, best first", unsorted_P
+        # They fall from the first to the last, so these two bound all of them.
+        yield IMPOSSIBLE, ~((first_P <= ABOVE_ZERO) & (last_P > -np.inf))
+        mass_P = np.exp(self.logprobs_PK, dtype=np.float32).sum(1)
+        yield "candidates hold more than all probability", mass_P > 1 + ABOVE_ONE
+        ordered_PK = np.sort(self.ids_PK, axis=1)
+        yield "a candidate id is negative", ordered_PK[:, 0] < 0
         if vocab:
-            found.append(
-                (f"a candidate id is outside the vocabulary of {vocab}", self.ids_PK.max(1) >= vocab)
-            )
-        return found
+            yield f"a candidate id is outside the vocabulary of {vocab}", ordered_PK[:, -1] >= vocab
+        twice_P: np.ndarray = np.any(ordered_PK[:, 1:] == ordered_PK[:, :-1], axis=1)
+        yield "a candidate appears twice", twice_P
+        yield self._twin_problem()
+        absent_P: np.ndarray = ~(self.ids_PK == self.judged_P[:, None]).any(1)
+        hidden_P = np.logical_and(absent_P, self.sampled_P > last_P + DISAGREE)
+        yield "the judged token is likelier than the last candidate yet not among them", hidden_P
 
     def _twin_problem(self) -> tuple[str, np.ndarray]:
         """Where the judged token is among the candidates, both logprobs must be the same number."""
-        twin_PK = self.ids_PK == self.judged_P[:, None]
-        differs_PK = np.abs(self.logprobs_PK - self.sampled_P[:, None]) > DISAGREE
-        return "the judged token has two different logprobs: the reply is shifted or mixed up", (
-            twin_PK & differs_PK
-        ).any(1)
+        place_P, column_P = np.nonzero(self.ids_PK == self.judged_P[:, None])
+        apart = np.abs(self.logprobs_PK[place_P, column_P] - self.sampled_P[place_P])
+        wrong_P = np.zeros(len(self.judged_P), bool)
+        wrong_P[place_P[~(apart <= DISAGREE)]] = True
+        return "the judged token has two different logprobs: the reply is shifted or mixed up", wrong_P
 
 
 def _check_hidden(request: ScoreRequest, reply: ScoreReply, rows_P: np.ndarray, wrong: Wrong) -> None:

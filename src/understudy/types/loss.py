@@ -184,7 +184,8 @@ class LossInputs:
         return int(getattr(self, "_max_id"))  # noqa: B009 - set in __post_init__ of a frozen dataclass
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LossInputs:
-        """The same record on another device; already checked, so nothing is read back."""
+        """The same per-token record on another device; already checked, so nothing is read back. The teacher's head is
+        not moved: it is loaded once, where the loss runs."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def rows(self, start: int, stop: int) -> LossInputs:

@@ -1,3 +1,4 @@
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from teacher_rig import await_ready, spawn_replica, write_model
+from teacher_rig import Nursery, write_model
 
 torch.set_num_threads(1)
 
@@ -18,9 +19,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a real replica process with small limits."""
-    folder = tmp_path_factory.mktemp("server")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def server(model: Path, nursery: Nursery) -> str:
+    """The URL of a real replica process with small limits; it ends with the nursery."""
     limits = [
         "--max-length",
         "64",
@@ -31,8 +38,4 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         "--max-request-bytes",
         "100000",
     ]
-    replica = spawn_replica(model, folder, "math", *limits)
-    try:
-        yield await_ready(replica, folder)
-    finally:
-        replica.end()
+    return asyncio.run(nursery.fork(model, limits).ready()).url

@@ -10,6 +10,7 @@ Children end with this process: they watch a pipe whose other end only it holds.
 import itertools
 import json
 import os
+import pathlib
 import random
 import signal
 import sys
@@ -159,6 +160,7 @@ def run() -> None:
             try:
                 code = child(order, read_end)
             finally:
+                pathlib.Path(str(order["log"])).with_name("exit").write_text(str(code))
                 os._exit(code)
         print(json.dumps({"pid": pid}), flush=True)
 

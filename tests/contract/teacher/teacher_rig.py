@@ -244,6 +244,15 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def exit_code(self, seconds: float = 30) -> int | None:
+        """Its exit code once it has ended; None when it was killed."""
+        until = time.monotonic() + seconds
+        while self.alive():
+            assert time.monotonic() < until, f"replica {self.pid} still runs: {self.log[-2000:]}"
+            time.sleep(0.02)
+        code = self.folder / "exit"
+        return int(code.read_text()) if code.exists() else None
+
     async def ready(self, seconds: float = 60) -> Endpoint:
         until = time.monotonic() + seconds
         while not (self.folder / "ready.json").exists():

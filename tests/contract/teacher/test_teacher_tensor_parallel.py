@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from teacher_rig import TOKEN, ReplicaProcess, await_ready, random_items, spawn_replica, write_model
+from teacher_rig import TOKEN, Child, Nursery, random_items, write_model
 
 from understudy.errors import TeacherError
 from understudy.teacher.client import ReplicaClient
@@ -18,12 +18,9 @@ from understudy.teacher.tensor_parallel import Place, shard_layers
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 
-def two_processes(model: Path, folder: Path, *options: str) -> list[ReplicaProcess]:
+def two_processes(nursery: Nursery, model: Path, folder: Path, *options: str) -> list[Child]:
     rendezvous = ["--world-size", "2", "--rendezvous", f"file://{folder}/meet", *options]
-    return [
-        spawn_replica(model, folder / f"rank-{rank}", "math", "--rank", str(rank), *rendezvous)
-        for rank in range(2)
-    ]
+    return [nursery.fork(model, ["--rank", str(rank), *rendezvous]) for rank in range(2)]
 
 
 def all_signals() -> list[ScoreItem]:
@@ -57,46 +54,37 @@ def all_signals() -> list[ScoreItem]:
     ],
 )
 def test_two_processes_score_as_one(
-    kind: str, changes: dict[str, bool], options: list[str], tmp_path: Path
+    kind: str, changes: dict[str, bool], options: list[str], tmp_path: Path, nursery: Nursery
 ) -> None:
     model = write_model(tmp_path / "model", kind, seed=3, **changes)
     frozen = load_frozen(str(model))
     right = Scorer("math", frozen).score(request_of(all_signals())).split()
-    processes = two_processes(model, tmp_path, *options)
-    try:
-        url = await_ready(processes[0], tmp_path / "rank-0")
+    processes = two_processes(nursery, model, tmp_path, *options)
 
-        async def ask() -> tuple[list[TeacherScores], str, tuple[int, ...]]:
-            async with ReplicaClient(url, TOKEN) as client:
-                scores = [await client.score(all_signals()) for _ in range(2)][1]
-                return scores, (await client.manifest()).weights_sha256, (await client.head()).weight_VH.shape
+    async def ask() -> tuple[list[TeacherScores], str, tuple[int, ...]]:
+        async with ReplicaClient((await processes[0].ready()).url, TOKEN) as client:
+            scores = [await client.score(all_signals()) for _ in range(2)][1]
+            return scores, (await client.manifest()).weights_sha256, (await client.head()).weight_VH.shape
 
-        scores, digest, head_shape = asyncio.run(ask())
-        assert digest == weights_sha256(frozen.model) and head_shape == (61, 32)
-        for got, expected in zip(scores, right, strict=True):
-            np.testing.assert_allclose(got.sampled_logprobs, expected.sampled_logprobs, atol=1e-4)
-            if expected.logprobs is not None:
-                np.testing.assert_array_equal(got.ids, expected.ids)
-                np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-4)
-            if expected.hidden is not None:
-                assert got.hidden is not None and got.hidden.shape == expected.hidden.shape
-        processes[0].kill(signal.SIGTERM)
-        assert [process.process.wait(30) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.end()
+    scores, digest, head_shape = asyncio.run(ask())
+    assert digest == weights_sha256(frozen.model) and head_shape == (61, 32)
+    for got, expected in zip(scores, right, strict=True):
+        np.testing.assert_allclose(got.sampled_logprobs, expected.sampled_logprobs, atol=1e-4)
+        if expected.logprobs is not None:
+            np.testing.assert_array_equal(got.ids, expected.ids)
+            np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-4)
+        if expected.hidden is not None:
+            assert got.hidden is not None and got.hidden.shape == expected.hidden.shape
+    processes[0].signal(signal.SIGTERM)
+    assert [process.exit_code() for process in processes] == [0, 0]
 
 
-def test_the_other_process_ends_when_one_dies(tmp_path: Path) -> None:
+def test_the_other_process_ends_when_one_dies(tmp_path: Path, nursery: Nursery) -> None:
     model = write_model(tmp_path / "model")
-    processes = two_processes(model, tmp_path)
-    try:
-        await_ready(processes[0], tmp_path / "rank-0")
-        processes[0].kill(signal.SIGKILL)
-        assert processes[1].process.wait(30) != 0
-    finally:
-        for process in processes:
-            process.end()
+    processes = two_processes(nursery, model, tmp_path)
+    asyncio.run(processes[0].ready())
+    processes[0].signal(signal.SIGKILL)
+    assert processes[1].exit_code() != 0
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

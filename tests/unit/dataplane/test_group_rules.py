@@ -6,8 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import keep_complete, no_signal, overlong_penalty
 from understudy.types.trajectory import StopReason
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("00000-0000017_3_0", ("00000-0000017", 3, 0)),
+        ("a_b_c_10_2", ("a_b_c", 10, 2)),
+        ("_0_0", ("", 0, 0)),
+        ("5_3", ("5_3", -1, -1)),
+        ("a_x_0", ("a_x_0", -1, -1)),
+        ("a_0_-1", ("a_0_-1", -1, -1)),
+        ("plain", ("plain", -1, -1)),
+    ],
+)
+def test_keys_of_another_form_are_their_own_prompt(key: str, parts: tuple[str, int, int]) -> None:
+    assert split_key(key) == parts
 
 
 @pytest.mark.parametrize(

@@ -47,37 +47,37 @@ def plant(run_dir: Path, *statements: str) -> None:
     connection.close()
 
 
-EVENT = "INSERT INTO events(kind, sign, partition, key, step) VALUES "
+EVENT = "INSERT INTO events(kind, sign, partition, step, keys) VALUES "
 PLANTS: dict[str, tuple[str, Callable[[Any], list[str]], str]] = {
     "trained twice": (
-        EVENT + "('trained', 1, 'train', '0_0_0', 2)",
+        EVENT + "('trained', 1, 'train', 2, '[\"0_0_0\"]')",
         lambda report: report.twice,
         "train/0_0_0",
     ),
     "trained and dead": (
-        EVENT + "('trained', 1, 'train', '3_0_0', 2)",
+        EVENT + "('trained', 1, 'train', 2, '[\"3_0_0\"]')",
         lambda report: report.twice,
         "train/3_0_0",
     ),
     "trained and in flight": (
-        EVENT + "('trained', 1, 'train', '5_0_0', 2)",
+        EVENT + "('trained', 1, 'train', 2, '[\"5_0_0\"]')",
         lambda report: report.twice,
         "train/5_0_0",
     ),
     "issued twice": (
-        EVENT + "('issued', 1, 'train', '6_0_0', 1)",
+        EVENT + "('issued', 1, 'train', 1, '[\"6_0_0\"]')",
         lambda report: report.twice,
         "train/6_0_0",
     ),
     "row gone": ("DELETE FROM rows WHERE key = '6_0_0'", lambda report: report.lost, "train/6_0_0"),
     "ack gone": (
-        "DELETE FROM events WHERE kind = 'trained' AND key = '1_0_0'",
+        "UPDATE events SET keys = '[\"0_0_0\"]' WHERE kind = 'trained' AND step = 1",
         lambda report: report.lost,
         "train/1_0_0",
     ),
     "dead letter gone": ("DELETE FROM events WHERE kind = 'dead'", lambda report: report.lost, "train/3_0_0"),
     "never issued, trained": (
-        EVENT + "('trained', 1, 'train', 'ghost', 2)",
+        EVENT + "('trained', 1, 'train', 2, '[\"ghost\"]')",
         lambda report: report.unknown,
         "train/ghost",
     ),

@@ -39,6 +39,8 @@ def make_model(family: str, seed: int = 0) -> Any:
     elif family == "gemma3":  # alternating sliding windows
         kinds = ["sliding_attention", "full_attention"]
         model = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=4, layer_types=kinds))
+    elif family == "qwen3-16":  # a head size that kernels like
+        model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 16}, tie_word_embeddings=False))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False))
     with torch.no_grad():

@@ -122,6 +122,55 @@ def test_a_live_update_continues_generations_under_the_new_weights() -> None:
     run(body)
 
 
+def test_an_update_during_a_pause_leaves_it_paused() -> None:
+    async def body() -> None:
+        async with engine_over(make_model("qwen3")) as engine:
+            await engine.pause()
+            await engine.update_weights(1, make_model("qwen3", seed=1).named_parameters())
+            task = asyncio.create_task(engine.generate(make_requests(1, Sampling(3))))
+            await asyncio.sleep(0.1)
+            assert not task.done()
+            await engine.resume()
+            assert (await task)[0].weight_versions.tolist() == [1] * 3
+
+    run(body)
+
+
+def test_an_abort_means_the_calls_there_are() -> None:
+    async def body() -> None:
+        async with engine_over(make_model("qwen3")) as engine:
+            await engine.abort()
+            await engine.pause()
+            early = asyncio.create_task(engine.generate(make_requests(1, LONG)))
+            await asyncio.sleep(0.05)
+            await engine.abort()
+            late = asyncio.create_task(engine.generate(make_requests(1, Sampling(3))))
+            (aborted,) = await early
+            assert aborted.stop_reason is StopReason.ABORTED and len(aborted.tokens) == 0, (
+                "waiting rows end too"
+            )
+            await engine.resume()
+            assert len((await late)[0].tokens) == 3
+
+    run(body)
+
+
+def test_an_update_that_fails_half_way_fails_what_runs() -> None:
+    steps: list[int] = []
+    weights = dict(make_model("qwen3", seed=1).named_parameters())
+
+    async def body() -> None:
+        async with engine_over(slowed(make_model("qwen3"), steps), max_length=5000) as engine:
+            task = asyncio.create_task(engine.generate(make_requests(1, Sampling(4000))))
+            await until(lambda: len(steps) >= 3)
+            with pytest.raises(EngineError, match=r"no\.such"):
+                await engine.update_weights(7, {**weights, "no.such": torch.ones(1)}.items())
+            with pytest.raises(EngineError, match="half-way"):
+                await task
+
+    run(body)
+
+
 def test_shared_parameters_need_no_copy() -> None:
     trained = make_model("qwen3").train()
     request = make_requests(1, Sampling(20))[0]

@@ -100,6 +100,13 @@ def test_tokens_do_not_depend_on_the_neighbours() -> None:
             np.testing.assert_allclose(other.logprobs, alone.logprobs, atol=2e-5)
 
 
+def test_room_for_keys_and_values_grows_without_a_trace() -> None:
+    model = make_model("qwen3")
+    (request,) = make_requests(1, Sampling(110, temperature=0.0))
+    (generation,) = run(model, [request])
+    assert generation.tokens.tolist() == generate_plainly(model, request)[0]
+
+
 def test_the_same_batch_gives_the_same_bits() -> None:
     model = make_model("qwen3")
     requests = make_requests(24, PLAIN)

@@ -210,6 +210,18 @@ def test_fused_and_plain_train_to_the_same_curve() -> None:
     assert curves[0][-1] < 0.5 * curves[0][0]
 
 
+def test_autocast_around_the_call_changes_nothing() -> None:
+    case = make_case(seed=4, dtype=torch.float32)
+    plain, inside = case.student(torch.float32), case.student(torch.float32)
+    objective = Objective("forward_kl")
+    objective(plain, case.inputs).loss.backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = objective(inside, case.inputs).loss
+    loss.backward()
+    for found, wanted in zip(gradients(inside), gradients(plain), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_logits_of_extreme_size_stay_finite() -> None:
     case = make_case(seed=4, dtype=torch.float32)
     case.hidden = case.hidden * 200

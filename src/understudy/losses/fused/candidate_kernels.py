@@ -15,38 +15,40 @@ import triton.language as tl
 
 from understudy.losses.fused.kernel_maths import (
     BUCKET,
+    CAPPED,
     HEADROOM,
+    HIDDEN,
+    LOG2E,
     NEGATIVE_INFINITY,
     RENORMALISE,
     SMALLEST_SHARE,
     STUDENT_LOG_TAIL_FLOOR,
     TEACHER_TAIL_FLOOR,
+    cap_slope,
     divergence_terms,
-    transform_slope,
+    exp2_fast,
     transformed,
 )
 
 
 @triton.jit
 def take_candidates_kernel(
-    x_ptr, ids_ptr, token_ptr, z_ids_ptr, z_token_ptr, reference_ptr,
-    stride, count, scale, softcap, inverse_temperature,
-    HAS_CAP: tl.constexpr, HAS_IDS: tl.constexpr, K_BLOCK: tl.constexpr,
+    x_ptr, ids_ptr, token_ptr, z_ids_ptr, z_token_ptr, reference_ptr, stride, count, factor, cap,
+    TRANSFORM: tl.constexpr, HAS_IDS: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gather the logits at the candidates and at the written token; their maximum is the row's first reference."""
     row = tl.program_id(0).to(tl.int64)
     base = x_ptr + row * stride
     token = tl.load(token_ptr + row)
-    x_token = tl.load(base + token).to(tl.float32)
-    z_token = transformed(x_token, scale, softcap, inverse_temperature, HAS_CAP)
+    z_token = transformed(tl.load(base + token).to(tl.float32), factor, cap, TRANSFORM)
     tl.store(z_token_ptr + row, z_token)
     reference = z_token
     if HAS_IDS:
         lanes = tl.arange(0, K_BLOCK)
         valid = lanes < count
         ids = tl.load(ids_ptr + row * count + lanes, mask=valid, other=0)
-        x = tl.load(base + ids, mask=valid, other=NEGATIVE_INFINITY).to(tl.float32)
-        z = transformed(x, scale, softcap, inverse_temperature, HAS_CAP)
+        x = tl.load(base + ids, mask=valid, other=HIDDEN).to(tl.float32)
+        z = transformed(x, factor, cap, TRANSFORM)
         tl.store(z_ids_ptr + row * count + lanes, z, mask=valid)
         reference = tl.maximum(reference, tl.max(z, 0))
     tl.store(reference_ptr + row, reference)
@@ -54,11 +56,10 @@ def take_candidates_kernel(
 
 @triton.jit
 def exponentiate_rows_kernel(
-    x_ptr, reference_ptr, peak_ptr, rest_ptr, moment_ptr,
-    vocab, stride, scale, softcap, inverse_temperature,
-    HAS_CAP: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, reference_ptr, peak_ptr, rest_ptr, moment_ptr, vocab, stride, factor, cap,
+    TRANSFORM: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One pass over a row: x becomes slope·exp(z − peak), while Σ exp(z − peak) and Σ exp(z − peak)·(z − peak) add up.
+    """One pass over a row: x becomes exp(z − peak), while Σ exp(z − peak) and Σ exp(z − peak)·(z − peak) add up.
 
     The softmax's denominator is not known yet and need not be: it is a factor of the whole row, applied to the row's
     hidden state instead (see `triton_rows`). The peak only has to be near the maximum; where a block rises too far above
@@ -72,35 +73,33 @@ def exponentiate_rows_kernel(
     rest = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
     lanes = tl.arange(0, BLOCK)
+    ahead = tl.load(base + lanes, mask=lanes < vocab, other=HIDDEN)
     for start in range(0, vocab, BLOCK):
         at = start + lanes
-        valid = at < vocab
-        x = tl.load(base + at, mask=valid, other=NEGATIVE_INFINITY).to(tl.float32)
-        z = transformed(x, scale, softcap, inverse_temperature, HAS_CAP)
-        top = tl.max(z, 0)
-        if top > peak + HEADROOM:
-            lower = peak - top
-            factor = tl.exp(lower)
-            moment = (moment + rest * lower) * factor
-            rest = rest * factor
+        z = transformed(ahead.to(tl.float32), factor, cap, TRANSFORM)
+        ahead = tl.load(
+            base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN
+        )  # under way while this block is done
+        shifted = z - peak
+        rise = tl.max(shifted, 0)
+        if rise > HEADROOM:
+            shrink = tl.exp(-rise)
+            moment = (moment - rest * rise) * shrink
+            rest = rest * shrink
             if WRITE:
                 for back in range(0, start, BLOCK):
                     written = tl.load(base + back + lanes).to(tl.float32)
-                    tl.store(base + back + lanes, (written * factor).to(x_ptr.dtype.element_ty))
-            peak = top
-        shifted = z - peak
-        e = tl.exp(shifted)
+                    tl.store(base + back + lanes, (written * shrink).to(x_ptr.dtype.element_ty))
+            peak = peak + rise
+            shifted = shifted - rise
+        e = exp2_fast(shifted * LOG2E)
         rest += e
-        moment += tl.where(e > 0.0, e * shifted, 0.0)
+        moment += e * shifted
         if WRITE:
             out = e
-            if HAS_CAP:
-                out = tl.where(
-                    e > 0.0, e * transform_slope(z, scale, softcap, inverse_temperature, HAS_CAP), 0.0
-                )
-            else:
-                out = e * (scale * inverse_temperature)
-            tl.store(base + at, out.to(x_ptr.dtype.element_ty), mask=valid)
+            if TRANSFORM == CAPPED:
+                out = tl.where(e > 0.0, e * cap_slope(z, factor, cap), 0.0)
+            tl.store(base + at, out.to(x_ptr.dtype.element_ty), mask=at < vocab)
     tl.store(peak_ptr + row, peak)
     tl.store(rest_ptr + row, tl.sum(rest, 0))
     tl.store(moment_ptr + row, tl.sum(moment, 0))
@@ -129,7 +128,7 @@ def compared(z, teacher, valid, peak, rest, shape, KIND: tl.constexpr, TAIL: tl.
     loss = tl.sum(tl.where(valid, term, 0.0), 0)
     if TAIL == BUCKET:
         p_tail = tl.maximum(1.0 - tl.sum(tl.where(valid, tl.exp(teacher), 0.0), 0), TEACHER_TAIL_FLOOR)
-        lq_tail = tl.maximum(tl.log(rest) - tl.log(total), STUDENT_LOG_TAIL_FLOOR)
+        lq_tail = tl.maximum(-tl.log(1.0 + tl.sum(e, 0) / rest), STUDENT_LOG_TAIL_FLOOR)
         tail_term, tail_slope = divergence_terms(tl.log(p_tail), lq_tail, shape, KIND)
         loss += tail_term
         q_tail = tl.exp(lq_tail)
@@ -173,13 +172,14 @@ def candidate_loss_kernel(
 def candidate_gradient_kernel(
     d_ptr, ids_ptr, token_ptr, z_ids_ptr, z_token_ptr, teacher_ptr, peak_ptr, rest_ptr,
     grad_loss_ptr, grad_logp_ptr, row_scale_ptr,
-    stride, count, shape, scale, softcap, inverse_temperature,
-    KIND: tl.constexpr, TAIL: tl.constexpr, HAS_IDS: tl.constexpr, HAS_CAP: tl.constexpr, K_BLOCK: tl.constexpr,
+    stride, count, shape, factor, cap, constant,
+    KIND: tl.constexpr, TAIL: tl.constexpr, HAS_IDS: tl.constexpr, TRANSFORM: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Finish the rows that `exponentiate_rows_kernel` left as slope·exp(z − peak).
+    """Finish the rows that `exponentiate_rows_kernel` left as exp(z − peak).
 
     With c the coefficient of q at every other id, the gradient of a row is (c / total) · d, where d keeps the written
-    exponentials and gets, at the candidates and the token, their own gradient divided by that factor.
+    exponentials and gets, at the candidates and the token, their own gradient divided by that factor. `constant` is the
+    slope of an uncapped transform, a factor of the whole row as well.
     """
     row = tl.program_id(0).to(tl.int64)
     base = d_ptr + row * stride
@@ -216,11 +216,14 @@ def candidate_gradient_kernel(
     smallest = SMALLEST_SHARE * largest
     coefficient = tl.where(tl.abs(coefficient) < smallest, smallest, coefficient)
     row_scale = coefficient / total
-    tl.store(row_scale_ptr + row, row_scale)
+    tl.store(row_scale_ptr + row, row_scale * constant)
     divisor = tl.where(row_scale == 0.0, 1.0, row_scale)
-    token_slope = transform_slope(z_token, scale, softcap, inverse_temperature, HAS_CAP)
-    token_value = token_slope * (tl.exp(z_token - peak) + at_token / divisor)
+    token_value = tl.exp(z_token - peak) + at_token / divisor
+    if TRANSFORM == CAPPED:
+        token_value = token_value * cap_slope(z_token, factor, cap)
     tl.store(base + token, token_value.to(d_ptr.dtype.element_ty), mask=token_is_candidate == 0)
     if HAS_IDS:
-        value = at_ids / divisor * transform_slope(z, scale, softcap, inverse_temperature, HAS_CAP)
+        value = at_ids / divisor
+        if TRANSFORM == CAPPED:
+            value = value * cap_slope(z, factor, cap)
         tl.store(base + ids, value.to(d_ptr.dtype.element_ty), mask=valid)

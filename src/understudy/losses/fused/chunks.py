@@ -112,7 +112,13 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _run(job: _Job, wanted: Wanted) -> _Result:
-    with torch.no_grad():
+    """The chunk loop on the student's own device, outside autograd and autocast: dtypes are the head's, as given."""
+    hidden_NH = job.student.hidden_NH
+    with (
+        torch.no_grad(),
+        torch.cuda.device_of(hidden_NH),
+        torch.autocast(hidden_NH.device.type, enabled=False),
+    ):
         return _run_chunks(job, wanted)
 
 

@@ -1,6 +1,8 @@
-"""The formulas inside the Triton kernels: those of `transform` and `slopes`, on the values of one block.
+"""The formulas inside the Triton kernels: those of `transform`, `divergences` and `slopes`, on the values of one block.
 
-All arithmetic is float32, whatever the logits' dtype.
+All arithmetic is float32, whatever the logits' dtype. Kernels over whole rows count in powers of two and use the
+hardware's approximate exp2 and, for bfloat16 logits, log2 (relative error 2⁻²²): the exact library versions cost more
+instructions than the rest of a pass together. Kernels over K candidates use the exact ones.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -8,6 +10,9 @@ All arithmetic is float32, whatever the logits' dtype.
 
 from __future__ import annotations
 
+import os
+
+import torch
 import triton
 import triton.language as tl
 
@@ -18,45 +23,74 @@ JSD = tl.constexpr(3)
 SKEW_FORWARD_KL = tl.constexpr(4)
 SKEW_REVERSE_KL = tl.constexpr(5)
 TVD = tl.constexpr(6)
-NOTHING = tl.constexpr(7)
 KIND_CODES = {
     "forward_kl": 0, "reverse_kl": 1, "mixture": 2, "jsd": 3,
     "skew_forward_kl": 4, "skew_reverse_kl": 5, "tvd": 6, "nothing": 7,
 }  # fmt: skip
 
-PLAIN = tl.constexpr(0)
 BUCKET = tl.constexpr(1)
 RENORMALISE = tl.constexpr(2)
 TAIL_CODES = {"drop": 0, "bucket": 1, "renormalise": 2}
 
+SCALED = tl.constexpr(1)
+CAPPED = tl.constexpr(2)
+TRANSFORM_CODES = {"identity": 0, "scaled": 1, "capped": 2}
+
 HEADROOM = tl.constexpr(30.0)
 """How far a logit may exceed the reference before a row is rescaled: e³⁰ leaves float32 and bfloat16 ample room."""
+HIDDEN_LOGIT = -1e30
+"""A logit that is no part of its row (a candidate taken out, padding): its exponential is an exact 0 in any dtype, and
+unlike −inf it can be subtracted and multiplied without turning into NaN."""
+HIDDEN = tl.constexpr(HIDDEN_LOGIT)
 TEACHER_TAIL_FLOOR = tl.constexpr(2.0**-23)
 STUDENT_LOG_TAIL_FLOOR = tl.constexpr(-60.0)
 SMALLEST_SHARE = tl.constexpr(1e-10)
 """The row factor is kept at least this share of the largest gradient at an id, so that dividing by it is safe; the
 gradient of the other ids is then off by at most that share."""
+SMALLEST_MIX = tl.constexpr(1e-37)
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+APPROXIMATE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
+"""Whether the hardware's own exp2 and log2 can be named: not under the interpreter, not on AMD."""
 
 
 @triton.jit
-def transformed(x, scale, softcap, inverse_temperature, HAS_CAP: tl.constexpr):
-    """Raw head output → tempered logit; −inf (a candidate taken out of its row, or padding) stays −inf."""
-    z = x * scale
-    if HAS_CAP:
-        capped = softcap * (1.0 - 2.0 / (tl.exp(z * (2.0 / softcap)) + 1.0))
-        z = tl.where(x == NEGATIVE_INFINITY, NEGATIVE_INFINITY, capped)
-    return z * inverse_temperature
+def exp2_fast(x):
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.exp2(x)
 
 
 @triton.jit
-def transform_slope(z, scale, softcap, inverse_temperature, HAS_CAP: tl.constexpr):
-    """∂z/∂x as a function of z."""
-    slope = scale * inverse_temperature
-    if HAS_CAP:
-        inner = z / (inverse_temperature * softcap)
-        slope = slope * (1.0 - inner * inner)
-    return slope
+def log2_fast(x, PRECISE: tl.constexpr):
+    if APPROXIMATE and not PRECISE:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(x)
+
+
+@triton.jit
+def transformed(x, factor, cap, TRANSFORM: tl.constexpr):
+    """Raw head output → tempered logit: x, factor·x, or cap·tanh(factor·x); a hidden logit stays hidden."""
+    z = x
+    if TRANSFORM == SCALED:
+        z = x * factor
+    if TRANSFORM == CAPPED:
+        capped = cap * (1.0 - 2.0 / (tl.exp(x * (2.0 * factor)) + 1.0))
+        z = tl.where(x > 0.1 * HIDDEN, capped, HIDDEN)
+    return z
+
+
+@triton.jit
+def cap_slope(z, factor, cap):
+    """∂z/∂x of a capped logit, as a function of z. (Without a cap the slope is one constant, applied to whole rows.)"""
+    inner = z / cap
+    return factor * cap * (1.0 - inner * inner)
 
 
 @triton.jit
@@ -93,6 +127,63 @@ def divergence_terms(lp, lq, shape, KIND: tl.constexpr):
         term = p * 0.0
         slope = q * 0.0
     return term, slope
+
+
+@triton.jit
+def row_densities(lp2, lq2, shape, KIND: tl.constexpr, PRECISE: tl.constexpr):
+    """(q, u, s) of each vocabulary entry, from log2 p and log2 q: u adds up to the divergence and s to the slope once
+    multiplied by `row_units`. Hidden entries have p = q = 0 and add 0."""
+    p = exp2_fast(lp2)
+    q = exp2_fast(lq2)
+    u = p
+    if KIND == FORWARD_KL:
+        s = p
+    elif KIND == REVERSE_KL:
+        s = q * (lq2 - lp2)
+    elif KIND == MIXTURE:
+        s = (1.0 - shape) * LN2 * q * (lq2 - lp2) - shape * p
+    elif KIND == TVD:
+        gap = q - p
+        u = tl.abs(gap)
+        s = tl.where(gap == 0.0, 0.0, tl.where(gap > 0.0, q, -q))
+    elif KIND == JSD:
+        lm2 = log2_fast(tl.maximum(shape * p + (1.0 - shape) * q, SMALLEST_MIX), PRECISE)
+        s = q * (lq2 - lm2)
+        u = p * (lp2 - lm2)
+    elif KIND == SKEW_FORWARD_KL:
+        m = tl.maximum(shape * p + (1.0 - shape) * q, SMALLEST_MIX)
+        u = p * (lp2 - log2_fast(m, PRECISE))
+        s = p * q / m
+    else:
+        m = tl.maximum(shape * q + (1.0 - shape) * p, SMALLEST_MIX)
+        u = q * (lq2 - log2_fast(m, PRECISE))
+        s = LN2 * u - shape * q * q / m
+    return q, u, s
+
+
+@triton.jit
+def row_units(shape, KIND: tl.constexpr):
+    """(of u, of s, of s in the divergence): the divergence is unit_u·Σu + also·Σs, its slope unit_s·s."""
+    unit_u = shape * 0.0
+    unit_s = unit_u + 1.0
+    also = unit_u
+    if KIND == FORWARD_KL:
+        unit_s = unit_u - 1.0
+    elif KIND == REVERSE_KL:
+        unit_s = unit_u + LN2
+    elif KIND == TVD:
+        unit_u = unit_u + 0.5
+        unit_s = unit_u
+    elif KIND == JSD:
+        unit_u = shape * LN2
+        unit_s = (1.0 - shape) * LN2
+        also = unit_s
+    elif KIND == SKEW_FORWARD_KL:
+        unit_u = unit_u + LN2
+        unit_s = shape - 1.0
+    elif KIND == SKEW_REVERSE_KL:
+        unit_u = unit_u + LN2
+    return unit_u, unit_s, also
 
 
 @triton.jit

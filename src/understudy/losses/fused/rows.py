@@ -23,6 +23,8 @@ class ViewGradients:
     logp_NK: Tensor | None
     log_tail_N: Tensor | None
     divergence_N: Tensor | None
+    has_logp: bool = True
+    """False where the loss does not depend on log q of the written token, so that `logp_N` is all zeros."""
 
     def sum(self) -> Tensor:
         """Sum over all log-probability leaves of a token [C]."""
@@ -64,4 +66,4 @@ def differentiate(
         by_name[name] = torch.zeros_like(leaf) if gradient is None else gradient
     logp_N = by_name.pop("logp_N")
     assert logp_N is not None
-    return total.detach(), columns, ViewGradients(logp_N, **by_name)
+    return total.detach(), columns, ViewGradients(logp_N, **by_name, has_logp=found[0] is not None)

@@ -14,6 +14,7 @@ Shape legend: C tokens of the chunk, V vocabulary, K candidates.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,7 +28,13 @@ from understudy.losses.fused.candidate_kernels import (
     take_candidates_kernel,
 )
 from understudy.losses.fused.full_kernels import full_gradient_kernel, full_summary_kernel
-from understudy.losses.fused.kernel_maths import KIND_CODES, TAIL_CODES, scale_unless_one_kernel
+from understudy.losses.fused.kernel_maths import (
+    HIDDEN_LOGIT,
+    KIND_CODES,
+    TAIL_CODES,
+    TRANSFORM_CODES,
+    scale_unless_one_kernel,
+)
 from understudy.losses.fused.rows import ViewGradients
 from understudy.losses.fused.transform import LogitTransform
 from understudy.losses.per_token import StudentView
@@ -38,6 +45,26 @@ FULL_SUMMARY = {"BLOCK": 1024, "num_warps": 2}
 FULL_GRADIENT = {"BLOCK": 8192, "num_warps": 16}
 SCALE_BLOCK = 8192
 """Launch settings, measured on an H200 (benchmarks/losses.py --tune)."""
+
+
+class KernelTransform(NamedTuple):
+    """A logit transform as the kernels take it: z = x, factor·x or cap·tanh(factor·x)."""
+
+    code: int
+    factor: float
+    cap: float
+    constant: float
+    """∂z/∂x where it is one number for the whole row; 1 where a cap makes it the kernel's business."""
+
+
+def kernel_transform(transform: LogitTransform) -> KernelTransform:
+    if transform.softcap is not None:
+        factor, cap = transform.scale / transform.softcap, transform.softcap / transform.temperature
+        return KernelTransform(TRANSFORM_CODES["capped"], factor, cap, 1.0)
+    constant = transform.scale / transform.temperature
+    return KernelTransform(
+        TRANSFORM_CODES["identity" if constant == 1.0 else "scaled"], constant, 1.0, constant
+    )
 
 
 def kernel_divergence(kind: str, parameters: DivergenceParameters) -> tuple[int, float]:
@@ -70,8 +97,7 @@ class TritonCandidateRows:
     ) -> None:
         rows, vocab = raw_CV.shape
         self._raw_CV, self._token_ids_C = raw_CV, token_ids_C.contiguous()
-        self._numbers = (transform.scale, transform.softcap or 1.0, 1.0 / transform.temperature)
-        self._cap = transform.softcap is not None
+        self._transform = kernel_transform(transform)
         self._count = 0 if ids_CK is None else ids_CK.shape[1]
         self._has_ids = ids_CK is not None
         self._ids_CK = self._token_ids_C if ids_CK is None else ids_CK.contiguous()
@@ -88,14 +114,15 @@ class TritonCandidateRows:
         self._z_token_C, self._peak_C, self._rest_C = z_token_C, peak_C, rest_C
         take_candidates_kernel[(rows,)](
             raw_CV, self._ids_CK, self._token_ids_C, self._z_CK, z_token_C, reference_C,
-            raw_CV.stride(0), self._count, *self._numbers,
-            HAS_CAP=self._cap, HAS_IDS=self._has_ids, K_BLOCK=self._k_block, num_warps=1,
+            raw_CV.stride(0), self._count, self._transform.factor, self._transform.cap,
+            TRANSFORM=self._transform.code, HAS_IDS=self._has_ids, K_BLOCK=self._k_block, num_warps=1,
         )  # fmt: skip
         if ids_CK is not None:
-            raw_CV.scatter_(-1, self._ids_CK, float("-inf"))
+            raw_CV.scatter_(-1, self._ids_CK, HIDDEN_LOGIT)
         exponentiate_rows_kernel[(rows,)](
-            raw_CV, reference_C, peak_C, rest_C, moment_C, vocab, raw_CV.stride(0), *self._numbers,
-            HAS_CAP=self._cap, WRITE=with_gradient, **EXPONENTIATE,
+            raw_CV, reference_C, peak_C, rest_C, moment_C, vocab, raw_CV.stride(0),
+            self._transform.factor, self._transform.cap,
+            TRANSFORM=self._transform.code, WRITE=with_gradient, **EXPONENTIATE,
         )  # fmt: skip
         logp_C, entropy_C, loss_C, student_mass_C, teacher_mass_C = _numbers_like(raw_CV, 5, rows).unbind(0)
         candidate_loss_kernel[(rows,)](
@@ -121,9 +148,10 @@ class TritonCandidateRows:
         candidate_gradient_kernel[(len(scale_C),)](
             self._raw_CV, self._ids_CK, self._token_ids_C, self._z_CK, self._z_token_C, self._teacher_CK,
             self._peak_C, self._rest_C, through_C.contiguous(), grads.logp_N.contiguous(), scale_C,
-            self._raw_CV.stride(0), self._count, self._shape, *self._numbers,
-            KIND=self._code, TAIL=self._tail, HAS_IDS=self._has_ids, HAS_CAP=self._cap, K_BLOCK=self._k_block,
-            num_warps=1,
+            self._raw_CV.stride(0), self._count, self._shape, self._transform.factor, self._transform.cap,
+            self._transform.constant,
+            KIND=self._code, TAIL=self._tail, HAS_IDS=self._has_ids, TRANSFORM=self._transform.code,
+            K_BLOCK=self._k_block, num_warps=1,
         )  # fmt: skip
         return self._raw_CV, scale_C
 
@@ -148,21 +176,18 @@ class TritonFullRows:
         rows, vocab = raw_CV.shape
         self._raw_CV, self._teacher_CV, self._token_ids_C = raw_CV, teacher_CV, token_ids_C.contiguous()
         code, shape = kernel_divergence(kind, parameters)
+        student, teacher = kernel_transform(transform), kernel_transform(teacher_transform)
         self._arguments = (
             vocab, raw_CV.stride(0), teacher_CV.stride(0), shape,
-            transform.scale, transform.softcap or 1.0, 1.0 / transform.temperature,
-            teacher_transform.scale, teacher_transform.softcap or 1.0, 1.0 / teacher_transform.temperature,
+            student.factor, student.cap, teacher.factor, teacher.cap,
         )  # fmt: skip
-        self._constants = {
-            "KIND": code,
-            "HAS_CAP": transform.softcap is not None,
-            "TEACHER_HAS_CAP": teacher_transform.softcap is not None,
-        }
+        self._constant = student.constant
+        self._codes = {"KIND": code, "TRANSFORM": student.code, "TEACHER_TRANSFORM": teacher.code}
         self._peaks_C2, self._log_totals_C2 = _numbers_like(raw_CV, 2, rows, 2).unbind(0)
         logp_C, entropy_C, loss_C, self._slope_sum_C = _numbers_like(raw_CV, 4, rows).unbind(0)
         full_summary_kernel[(rows,)](
             raw_CV, teacher_CV, self._token_ids_C, self._peaks_C2, self._log_totals_C2, logp_C, entropy_C, loss_C, self._slope_sum_C,
-            *self._arguments, **self._constants, **FULL_SUMMARY,
+            *self._arguments, **self._codes, **FULL_SUMMARY,
         )  # fmt: skip
         self.view = StudentView(logp_N=logp_C, divergence_N=loss_C, entropy_N=entropy_C)
 
@@ -172,7 +197,7 @@ class TritonFullRows:
         full_gradient_kernel[(self._raw_CV.shape[0],)](
             self._raw_CV, self._teacher_CV, self._token_ids_C, self._peaks_C2, self._log_totals_C2, self._slope_sum_C,
             grads.divergence_N.contiguous(), grads.logp_N.contiguous(),
-            *self._arguments, **self._constants, **FULL_GRADIENT,
+            *self._arguments, self._constant, **self._codes, HAS_LOGP=grads.has_logp, **FULL_GRADIENT,
         )  # fmt: skip
         return self._raw_CV, None
 

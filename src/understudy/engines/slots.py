@@ -1,0 +1,238 @@
+"""Rows in slots of one key/value pool: the decode path for a GPU.
+
+Legend: B rows, S slots, H key/value heads, C columns of room, D head size, V vocabulary, N tokens of all prompts.
+
+A row gets a slot when it enters and gives it back when it ends; nothing is ever copied or padded, so rows join and leave
+for free. A decode step reads each row's true length (`decode_attention.py`) and runs as a CUDA graph, recorded once per
+size of batch. The pool holds `max_length` columns for every slot: memory is taken once, when the engine is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+
+from understudy.engines import decode_attention
+from understudy.engines.padded import PaddedBatch
+from understudy.engines.writing import Row, RowBatch, Writing
+
+ATTENTION = "understudy_slots"
+AttentionInterface.register(ATTENTION, decode_attention.attend)
+
+MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+"""Models whose attention is plain (grouped, causal, maybe windowed) and goes through transformers' interface."""
+
+
+@dataclass(slots=True)
+class Places:
+    """Where the rows of a step live; the tensors keep their addresses, because a recorded graph reads them."""
+
+    slots_B: Tensor
+    lengths_B: Tensor
+    """Tokens in the slot before this step."""
+
+
+class SlotLayer(DynamicLayer):
+    """One layer's pool. `update` writes each row's newest key and value at its place and answers with the whole pool."""
+
+    def __init__(self, keys_SHCD: Tensor, values_SHCD: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys_SHCD, values_SHCD
+        self.is_initialized = True
+        self.places: Places | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert self.places is not None
+        at = (self.places.slots_B, slice(None), self.places.lengths_B)
+        self.keys[at] = key_states[:, :, 0]
+        self.values[at] = value_states[:, :, 0]
+        return self.keys, self.values
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+
+def pool_fits(model: Any) -> bool:
+    """Whether this model's decode steps can run over slots."""
+    config = model.config.get_text_config(decoder=True)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = config.model_type in MODEL_TYPES
+    return plain and decode_attention.kernel_fits(
+        config.num_attention_heads, config.num_key_value_heads, size
+    )
+
+
+class SlotPool:
+    """Keys and values of every row in flight, the free slots, and the recorded steps."""
+
+    def __init__(self, model: Any, *, slots: int, max_length: int, device: torch.device) -> None:
+        config = model.config.get_text_config(decoder=True)
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # One slot more than rows: a graph's unused rows write there.
+        shape = (slots + 1, config.num_key_value_heads, max_length, size)
+        self._model, self._device, self._scratch = model, device, slots
+
+        def block() -> Tensor:
+            return torch.zeros(shape, dtype=model.dtype, device=device)
+
+        self._layers = [SlotLayer(block(), block()) for _ in range(config.num_hidden_layers)]
+        self._cache = Cache(layers=self._layers)
+        self._free = list(range(slots))[::-1]
+        self._most = slots
+        self._steps: dict[int, _Step] = {}
+        self._memory: Any = None
+        """Graphs share one memory pool: they never run at the same time."""
+
+    def take(self, count: int) -> list[int]:
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, slots: list[int]) -> None:
+        self._free.extend(slots)
+
+    def fill(self, slots: list[int], prompts: PaddedBatch) -> None:
+        """Moves the keys and values of freshly read prompts into slots."""
+        lengths = [len(row) for row in prompts.writing.rows]
+        row_N = np.repeat(np.arange(len(slots)), lengths)
+        place_N = np.concatenate([np.arange(length) for length in lengths])
+        rows_N, places_N = (torch.from_numpy(a).to(self._device) for a in (row_N, place_N))
+        columns_N = torch.from_numpy(place_N + prompts.pads[row_N]).to(self._device)
+        slots_N = torch.tensor(slots, device=self._device)[rows_N]
+        for layer, source in zip(self._layers, prompts.cache.layers, strict=True):
+            layer.keys[slots_N, :, places_N] = source.keys[rows_N, :, columns_N]
+            layer.values[slots_N, :, places_N] = source.values[rows_N, :, columns_N]
+
+    def step_for(self, rows: int) -> _Step:
+        """The recorded step of the smallest size that holds so many rows: powers of two, and the whole pool."""
+        size = min(1 << (rows - 1).bit_length(), self._most)
+        if size not in self._steps:
+            self._steps[size] = _Step(self, size)
+        return self._steps[size]
+
+    def forward(self, tokens_B: Tensor, places: Places) -> Tensor:
+        """Logits [B, V] after each row's newest token."""
+        for layer in self._layers:
+            layer.places = places
+        config = self._model.config.get_text_config(decoder=True)
+        before, config._attn_implementation = config._attn_implementation, ATTENTION
+        try:
+            output = self._model(
+                input_ids=tokens_B[:, None],
+                # A mask with four axes is passed on as it is; ours is in the lengths.
+                attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._device),
+                position_ids=places.lengths_B[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+                slots=places,
+            )
+        finally:
+            config._attn_implementation = before
+        return output.logits[:, -1]
+
+    def scratch_places(self, size: int) -> Places:
+        slots_B = torch.full((size,), self._scratch, dtype=torch.int64, device=self._device)
+        return Places(slots_B, torch.zeros(size, dtype=torch.int64, device=self._device))
+
+    def record(self, run: Any) -> Any:
+        """A CUDA graph of `run`; None on a CPU, where it is simply called."""
+        if self._device.type != "cuda":
+            return None
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(2):  # kernels are compiled and workspaces taken before anything is recorded
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            run()
+        self._memory = self._memory or graph.pool()
+        return graph
+
+
+class _Step:
+    """One decode step for up to `size` rows, over tensors whose addresses never change."""
+
+    def __init__(self, pool: SlotPool, size: int) -> None:
+        self._pool, self._size = pool, size
+        self._places = pool.scratch_places(size)
+        self._tokens_B = torch.zeros_like(self._places.slots_B)
+        self._logits_BV = torch.empty(0)
+        self._graph = pool.record(self._run)
+
+    def _run(self) -> None:
+        self._logits_BV = self._pool.forward(self._tokens_B, self._places)
+
+    def place(self, slots_B: Tensor, lengths_B: Tensor) -> None:
+        """The rows changed: from now on these."""
+        empty = self._pool.scratch_places(self._size)
+        for static_B, fresh_B, rest_B in (
+            (self._places.slots_B, slots_B, empty.slots_B),
+            (self._places.lengths_B, lengths_B, empty.lengths_B),
+        ):
+            static_B.copy_(rest_B)
+            static_B[: len(fresh_B)] = fresh_B
+
+    def run(self, tokens_B: Tensor) -> Tensor:
+        """The logits after these tokens; each row is one token longer afterwards."""
+        rows = len(tokens_B)
+        self._tokens_B[:rows] = tokens_B
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+        self._places.lengths_B[:rows] += 1
+        return self._logits_BV[:rows]
+
+
+class SlotBatch:
+    """A `RowBatch` over a pool."""
+
+    def __init__(
+        self, pool: SlotPool, model: Any, writing: Writing, *, pad_id: int, device: torch.device
+    ) -> None:
+        self._pool, self._device, self.writing = pool, device, writing
+        prompts = PaddedBatch(model, writing, pad_id=pad_id, device=device)
+        self._slots = pool.take(len(writing.rows))
+        pool.fill(self._slots, prompts)
+        self._lengths = [len(row) for row in writing.rows]
+        self._logits_BV = prompts.logits_BV
+        self._step: _Step | None = None
+
+    def draw(self) -> list[Row]:
+        return self.writing.draw(self._logits_BV)
+
+    def advance(self) -> None:
+        if self.writing.dropping_pays:
+            self.release()
+        if self._step is None:
+            self._step = self._pool.step_for(len(self._slots))
+            places = torch.tensor([self._slots, self._lengths], device=self._device)
+            self._step.place(places[0], places[1])
+        self._logits_BV = self._step.run(self.writing.newest_B)
+        self._lengths = [length + 1 for length in self._lengths]
+
+    def release(self) -> None:
+        if self.writing.alive == len(self.writing.rows):
+            return
+        keep = self.writing.keep_alive().tolist()
+        kept = set(keep)
+        self._pool.give_back([slot for i, slot in enumerate(self._slots) if i not in kept])
+        self._slots, self._lengths = [self._slots[i] for i in keep], [self._lengths[i] for i in keep]
+        self._logits_BV = self._logits_BV[torch.tensor(keep, dtype=torch.int64, device=self._device)]
+        self._step = None
+
+    def join(self, other: RowBatch) -> None:
+        assert isinstance(other, SlotBatch)
+        self.release()
+        self.writing = self.writing.joined(other.writing)
+        self._slots, self._lengths = self._slots + other._slots, self._lengths + other._lengths
+        self._logits_BV = torch.cat([self._logits_BV, other._logits_BV])
+        self._step = None

@@ -1,0 +1,196 @@
+"""Rows being written, as the host sees them: what each step drew, who has ended, and why.
+
+Legend: B rows, V vocabulary, N steps.
+
+Where keys and values live is not known here (`padded.py`, `slots.py`). A step draws a token for each row from the
+logits it is given and fetches tokens and logprobs: the only wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.sampling import SamplingBatch, draw, shape_logits
+from understudy.types.trajectory import StopReason
+
+Detokenize = Callable[[Sequence[int]], str]
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's progress. What the steps of a batch under way wrote is added when the row ends there."""
+
+    request: GenerateRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Everything the model must see to write the next token."""
+        return np.concatenate([self.request.tokens, np.asarray(self.tokens, dtype=np.int32)])
+
+    def __len__(self) -> int:
+        return len(self.request.tokens) + len(self.tokens)
+
+    def generation(self) -> Generation:
+        return Generation(
+            tokens=np.asarray(self.tokens, dtype=np.int32),
+            logprobs=np.asarray(self.logprobs, dtype=np.float32),
+            weight_versions=np.asarray(self.versions, dtype=np.int32),
+            stop_reason=self.stop_reason or StopReason.ABORTED,
+        )
+
+
+class RowBatch(Protocol):
+    """Rows in flight under one weight version; making one runs their ids through the model.
+
+    `draw` writes a token on every row, `advance` makes the next draw possible. Between the two rows may `end` early, and
+    before a draw another batch may `join`. Rows that ended stay, unread, until dropping them pays or `release` is called.
+    """
+
+    writing: Writing
+
+    def draw(self) -> list[Row]: ...
+
+    def advance(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def join(self, other: RowBatch) -> None: ...
+
+
+class Writing:
+    """The rows of one batch and what its steps wrote."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        version: int,
+        vocab: int,
+        device: torch.device,
+        detokenize: Detokenize | None,
+    ) -> None:
+        self.rows, self.version = list(rows), version
+        self._vocab, self._device, self._detokenize = vocab, device, detokenize
+        settings = [row.request.sampling for row in rows]
+        written = [len(row.tokens) for row in rows]
+        self._has_stop_strings = any(setting.stop_strings for setting in settings)
+        self._alive_B = np.ones(len(rows), dtype=bool)
+        self._left_B = np.array(
+            [s.max_new_tokens - w for s, w in zip(settings, written, strict=True)], dtype=np.int64
+        )
+        self.steps_left = int(self._left_B.max())
+        self._step = 0
+        self._tokens_NB = np.zeros((self.steps_left, len(rows)), dtype=np.int32)
+        self._logprobs_NB = np.zeros((self.steps_left, len(rows)), dtype=np.float32)
+        self._sampling = SamplingBatch.build(
+            settings, [row.request.seed for row in rows], written, vocab, device
+        )
+        self._seen_BV = _seen(rows, vocab, device) if self._sampling.penalty_B1 is not None else None
+        self.newest_B = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        """The tokens of the last draw."""
+
+    @property
+    def alive(self) -> int:
+        """Rows that have not ended."""
+        return int(self._alive_B.sum())
+
+    @property
+    def dropping_pays(self) -> bool:
+        """Once an eighth has ended; what depends on the rows alone is the same every time."""
+        return 8 * (len(self.rows) - self.alive) >= len(self.rows)
+
+    def draw(self, logits_BV: Tensor) -> list[Row]:
+        """Writes one token on every row; returns the rows that ended with it."""
+        shaped_BV = shape_logits(logits_BV, self._sampling, self._seen_BV)
+        tokens_B, logprobs_B = draw(shaped_BV, self._sampling, self._step)
+        self.newest_B = tokens_B
+        if self._seen_BV is not None:
+            self._seen_BV.scatter_(1, tokens_B[:, None], True)
+        stopped_B = (tokens_B[:, None] == self._sampling.stop_ids_BS).any(-1)
+        # One fetch for everything the host must know; float64 holds every id and every fp32 logprob exactly.
+        news_3B = torch.stack([tokens_B.double(), logprobs_B.double(), stopped_B.double()]).cpu().numpy()
+        self._tokens_NB[self._step], self._logprobs_NB[self._step] = news_3B[0], news_3B[1]
+        self._step += 1
+        return self._end_rows(news_3B[2] > 0)
+
+    def _end_rows(self, stopped_B: np.ndarray) -> list[Row]:
+        full_B = self._left_B <= self._step
+        ended = np.flatnonzero(self._alive_B & (stopped_B | full_B | self._stop_strings_B()))
+        for i in ended:
+            self._collect(i)
+            if stopped_B[i]:
+                self.rows[i].stop_reason = StopReason.EOS
+            else:
+                self.rows[i].stop_reason = StopReason.LENGTH if full_B[i] else StopReason.STOP_STRING
+            self._alive_B[i] = False
+        return [self.rows[i] for i in ended]
+
+    def _stop_strings_B(self) -> np.ndarray:
+        """Which rows have just completed one of their stop strings."""
+        said_B = np.zeros(len(self.rows), dtype=bool)
+        if self._detokenize is None or not self._has_stop_strings:
+            return said_B
+        for i in np.flatnonzero(self._alive_B):
+            row = self.rows[i]
+            stops = row.request.sampling.stop_strings
+            if not stops:
+                continue
+            # A character is at most four byte tokens, so this many of the newest tokens hold the whole string.
+            window = 4 * max(map(len, stops)) + 4
+            newest = [*row.tokens, *self._tokens_NB[: self._step, i].tolist()][-window:]
+            text = self._detokenize(newest)
+            said_B[i] = any(stop in text for stop in stops)
+        return said_B
+
+    def _collect(self, i: np.integer) -> None:
+        """Moves what row i wrote in this batch onto the row."""
+        row = self.rows[i]
+        row.tokens.extend(self._tokens_NB[: self._step, i].tolist())
+        row.logprobs.extend(self._logprobs_NB[: self._step, i].tolist())
+        row.versions.extend([self.version] * self._step)
+
+    def end(self, which: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+        """Stops writing on the rows named (all by default); returns them, each with everything it wrote."""
+        ended = [i for i in np.flatnonzero(self._alive_B) if which(self.rows[i])]
+        for i in ended:
+            self._collect(i)
+        self._alive_B[ended] = False
+        return [self.rows[i] for i in ended]
+
+    def keep_alive(self) -> np.ndarray:
+        """Forgets the rows that have ended; returns the places of the others."""
+        keep = np.flatnonzero(self._alive_B)
+        keep_B = torch.from_numpy(keep).to(self._device)
+        self.rows = [self.rows[i] for i in keep]
+        self._alive_B, self._left_B = self._alive_B[keep], self._left_B[keep]
+        self._tokens_NB, self._logprobs_NB = self._tokens_NB[:, keep], self._logprobs_NB[:, keep]
+        self.newest_B, self._sampling = self.newest_B[keep_B], self._sampling.select(keep_B)
+        if self._seen_BV is not None:
+            self._seen_BV = self._seen_BV[keep_B]
+        return keep
+
+    def joined(self, other: Writing) -> Writing:
+        """A new beginning for the rows of both that are still being written."""
+        rows = [*self.end(), *other.end()]
+        return Writing(
+            rows, version=self.version, vocab=self._vocab, device=self._device, detokenize=self._detokenize
+        )
+
+
+def _seen(rows: Sequence[Row], vocab: int, device: torch.device) -> Tensor:
+    """Marks the ids in each row's prompt and generation so far."""
+    seen_BV = np.zeros((len(rows), vocab), dtype=bool)
+    for i, row in enumerate(rows):
+        seen_BV[i, row.ids] = True
+    return torch.from_numpy(seen_BV).to(device)

@@ -1,0 +1,49 @@
+"""What the end-to-end tests share: where the quickstart's assets are, recipes as files, the command as a process."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
+TOKEN_VARIABLE = "UNDERSTUDY_TEST_TOKEN"
+TOKEN = "token-of-the-test-session"
+
+
+def write_toml(path: Path, table: dict[str, Any]) -> Path:
+    """Plain tables as a recipe file; JSON values are TOML values."""
+    lines: list[str] = []
+
+    def emit(prefix: str, entries: dict[str, Any]) -> None:
+        lines.append(f"[{prefix}]")
+        nested = {}
+        for key, value in entries.items():
+            if isinstance(value, dict):
+                nested[key] = value
+            else:
+                lines.append(f"{key} = {json.dumps(value)}")
+        for key, value in nested.items():
+            emit(f"{prefix}.{key}", value)
+
+    for section, entries in table.items():
+        emit(section, entries)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def start_cli(*arguments: str, fault: str | None = None) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env.pop("UNDERSTUDY_FAULT", None)
+    if fault:
+        env["UNDERSTUDY_FAULT"] = fault
+    command = [sys.executable, "-m", "understudy.cli.main", *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_cli(*arguments: str, fault: str | None = None) -> tuple[int, str]:
+    process = start_cli(*arguments, fault=fault)
+    output, _ = process.communicate(timeout=150)
+    return process.returncode, output

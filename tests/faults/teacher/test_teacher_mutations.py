@@ -1,0 +1,145 @@
+"""The fault tests can fail: each protection is taken out of a copy of the package, and its test must go red.
+
+A mutation names the text it replaces; when the code moves on, the mutation fails loudly and is rewritten with it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import understudy
+
+TESTS = Path(__file__).parents[2]
+FAULTS = "faults/teacher/test_teacher_faults.py"
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    file: str
+    old: str
+    new: str
+    test: str
+    also: tuple[str, str, str] | None = None
+    """A second (file, old, new), where one protection stands behind another."""
+
+
+MUTATIONS = {
+    "no retry": Mutation(
+        "pool.py",
+        "        self._totals.retries += 1\n",
+        "        raise error\n",
+        f"{FAULTS}::test_kill_9_of_one_replica_costs_no_row[0]",
+    ),
+    "no restart": Mutation(
+        "keeper.py",
+        "                await self._restart(replica)\n",
+        "                replica.life.retire()\n",
+        f"{FAULTS}::test_kill_9_of_one_replica_costs_no_row[0]",
+    ),
+    "no deadline": Mutation(
+        "channel.py",
+        "async with asyncio.timeout(seconds):",
+        "async with asyncio.timeout(3600):",
+        f"{FAULTS}::test_a_stopped_replica_is_ejected_within_two_deadlines[0]",
+    ),
+    "health by /health": Mutation(
+        "keeper.py",
+        "    async def _probe(self, replica: Replica) -> None:\n",
+        "    async def _probe(self, replica: Replica) -> None:\n"
+        "        assert replica.client is not None and await replica.client.health()\n"
+        "        return\n",
+        f"{FAULTS}::test_a_wedged_replica_whose_health_answers_is_ejected[0]",
+        also=("health.py", "self.streak >= self.rules.eject_after", "False"),
+    ),
+    "give up when nobody is left": Mutation(
+        "pool.py",
+        "            self._pause()\n        pause =",
+        "            self._pause()\n            raise TeacherUnavailable('nobody left')\n        pause =",
+        f"{FAULTS}::test_all_replicas_down_pauses_the_run_and_says_so[0-1.5]",
+    ),
+    "no validation": Mutation(
+        "client.py",
+        "        check_reply(request, reply, origin)\n",
+        "",
+        f"{FAULTS}::test_no_kind_of_lie_reaches_the_loss",
+    ),
+    "candidates are not checked": Mutation(
+        "validate.py",
+        "    if any(request.k_N):\n",
+        "    if False:\n",
+        f"{FAULTS}::test_no_kind_of_lie_reaches_the_loss",
+    ),
+    "the echo is not checked": Mutation(
+        "validate.py",
+        "    _check_echo(request, reply, wrong)\n    rows_P",
+        "    rows_P",
+        "unit/teacher/test_teacher_validate.py",
+    ),
+    "readmission without a probe": Mutation(
+        "integrity.py",
+        "    teacher = expected.manifest.teacher\n",
+        "    return\n    teacher = expected.manifest.teacher\n",
+        "unit/teacher/test_teacher_pool.py",
+    ),
+    "the last one is ejected too": Mutation(
+        "keeper.py",
+        "        return any(other.life.usable for other in self.replicas.values() if other is not replica)\n",
+        "        return True\n",
+        "unit/teacher/test_teacher_pool.py",
+    ),
+    "a fast failure looks idle": Mutation(
+        "balance.py",
+        "        self._debt = min(2 * self.debt(now) + tokens, MOST_DEBT)\n",
+        "        self._debt = 0.0\n",
+        "unit/teacher/test_teacher_health.py",
+    ),
+    "shifted by one": Mutation(
+        "scorer.py",
+        "request.positions_P[wanted] - 1",
+        "np.maximum(request.positions_P[wanted] - 2, 0)",
+        "unit/teacher/test_teacher_scorer.py",
+    ),
+    "no token": Mutation(
+        "app.py",
+        "if not hmac.compare_digest(given, self.expected):",
+        "if not given:",
+        "contract/teacher/test_teacher_server.py",
+    ),
+    "siblings see each other's tails": Mutation(
+        "packing.py",
+        "before = (prefix_at, family.shared) if family.shared else None",
+        "before = (prefix_at, at - prefix_at) if family.shared else None",
+        "unit/teacher/test_teacher_scorer.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_without_its_protection_a_test_goes_red(name: str, tmp_path: Path) -> None:
+    mutation = MUTATIONS[name]
+    package = tmp_path / "src" / "understudy"
+    shutil.copytree(Path(understudy.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    edits = [(mutation.file, mutation.old, mutation.new), *([mutation.also] if mutation.also else [])]
+    for file, old, new in edits:
+        source = package / "teacher" / file
+        text = source.read_text()
+        assert text.count(old) == 1, f"{file} no longer holds what '{name}' replaces"
+        source.write_text(text.replace(old, new))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "150"]
+    done = subprocess.run(
+        [*command, str(TESTS / mutation.test)],
+        env=env,
+        capture_output=True,
+        text=True,
+        cwd=TESTS.parent,
+        timeout=500,
+    )
+    assert done.returncode == 1, f"'{name}' was not noticed:\n{done.stdout[-3000:]}{done.stderr[-1000:]}"
+    assert "ImportError" not in done.stdout and "SyntaxError" not in done.stdout

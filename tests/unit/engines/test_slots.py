@@ -1,0 +1,152 @@
+"""Rows in slots: the same tokens as rows padded to one length, and the kernel equals its plain twin."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import EOS, engine_over, make_model, make_requests
+
+from understudy.engines import decode_attention
+from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.engines.decode_attention import kernel_fits, slot_attention, slot_attention_plain
+from understudy.engines.hf import Layout
+from understudy.engines.slots import MODEL_TYPES
+from understudy.errors import EngineError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+needs_triton = pytest.mark.skipif(decode_attention.triton is None, reason="triton is not installed")
+
+
+def run(model: Any, requests: list[GenerateRequest], **settings: Any) -> list[Generation]:
+    async def body() -> list[Generation]:
+        async with engine_over(model, **settings) as engine:
+            return await engine.generate(requests)
+
+    return asyncio.run(body())
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("max_batch", [64, 5])
+def test_slots_write_what_padding_writes(device: str, max_batch: int) -> None:
+    model = make_model("qwen3-16")
+    requests = make_requests(16, Sampling(20, (EOS,)))
+    padded = run(make_model("qwen3-16"), requests, layout=Layout.PADDED)
+    for a, b in zip(
+        padded, run(model, requests, layout=Layout.SLOTS, device=device, max_batch=max_batch), strict=True
+    ):
+        assert a.tokens.tolist() == b.tokens.tolist() and a.stop_reason is b.stop_reason
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4 if device == "cuda" else 2e-5)
+
+
+@needs_triton
+def test_slots_are_given_back_and_used_again() -> None:
+    model = make_model("qwen3-16")
+    requests = make_requests(9, Sampling(6, (EOS,)))
+
+    async def body() -> None:
+        async with engine_over(model, layout=Layout.SLOTS, max_batch=4) as engine:
+            first = [g.tokens.tolist() for g in await engine.generate(requests)]
+            for _ in range(3):
+                task = asyncio.create_task(engine.generate(make_requests(4, Sampling(100), seed=5)))
+                await asyncio.sleep(0.05)
+                await engine.abort()
+                await task
+            assert [g.tokens.tolist() for g in await engine.generate(requests)] == first
+
+    asyncio.run(body())
+
+
+@needs_triton
+def test_a_live_update_refills_the_slots() -> None:
+    old, new = make_model("qwen3-16", seed=0), make_model("qwen3-16", seed=1)
+    requests = make_requests(4, Sampling(100))
+
+    async def body() -> None:
+        async with engine_over(make_model("qwen3-16"), layout=Layout.SLOTS, max_batch=4, version=0) as engine:
+            task = asyncio.create_task(engine.generate(requests))
+            await asyncio.sleep(0.1)
+            await engine.update_weights(1, new.named_parameters())
+            for request, generation in zip(requests, await task, strict=True):
+                switch = int((generation.weight_versions == 0).sum())
+                for start, end, model in ((0, switch, old), (switch, 100, new)):
+                    ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens[:end].tolist()]])
+                    with torch.no_grad():
+                        logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+                    at = len(request.tokens) + start
+                    expected = logprobs[at - 1 : -1].gather(1, ids[0, at:, None])[:, 0].numpy()
+                    np.testing.assert_allclose(generation.logprobs[start:end], expected, atol=2e-5)
+
+    asyncio.run(body())
+
+
+def random_pool(
+    rows: int, queries: int, heads: int, size: int, columns: int, device: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rows * columns + size)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    slots = torch.randperm(rows + 3, generator=generator)[:rows]
+    keys, vals = values(rows + 3, heads, columns, size), values(rows + 3, heads, columns, size)
+    lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
+    for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+        vals[slot, :, length:] = torch.nan  # what is beyond a row's length must not matter
+        keys[slot, :, length:] = torch.nan
+    return {
+        "query_BQD": values(rows, queries, size),
+        "keys_SHCD": keys,
+        "values_SHCD": vals,
+        "slots_B": slots.to(device),
+        "lengths_B": lengths.to(device),
+        "scale": size**-0.5,
+    }
+
+
+SHAPES = [(3, 4, 2, 16, 70), (5, 8, 8, 32, 130), (2, 14, 2, 64, 64), (4, 16, 8, 128, 200)]
+
+
+@pytest.mark.parametrize(("rows", "queries", "heads", "size", "columns"), SHAPES)
+@pytest.mark.parametrize("window", [0, 9])
+def test_plain_attention_is_attention(
+    rows: int, queries: int, heads: int, size: int, columns: int, window: int
+) -> None:
+    """Against a loop over rows and heads in fp64."""
+    pool = random_pool(rows, queries, heads, size, columns, "cpu", torch.float32)
+    result = slot_attention_plain(**pool, window=window)
+    for row in range(rows):
+        slot, length = int(pool["slots_B"][row]), int(pool["lengths_B"][row])
+        first = max(0, length - window) if window else 0
+        for query in range(queries):
+            head = query // (queries // heads)
+            keys = pool["keys_SHCD"][slot, head, first:length].double()
+            scores = keys @ pool["query_BQD"][row, query].double() * pool["scale"]
+            expected = scores.softmax(-1) @ pool["values_SHCD"][slot, head, first:length].double()
+            torch.testing.assert_close(result[row, query].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "queries", "heads", "size", "columns"), SHAPES)
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_equals_its_twin(
+    rows: int, queries: int, heads: int, size: int, columns: int, window: int, dtype: torch.dtype
+) -> None:
+    pool = random_pool(rows, queries, heads, size, columns, "cuda", dtype)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(
+        slot_attention(**pool, window=window),
+        slot_attention_plain(**pool, window=window),
+        atol=tolerance,
+        rtol=tolerance,
+    )
+
+
+def test_only_models_with_plain_attention_get_slots() -> None:
+    assert "qwen3" in MODEL_TYPES and "gemma3_text" not in MODEL_TYPES
+    assert not kernel_fits(4, 2, 24) and not kernel_fits(6, 4, 64)
+    with pytest.raises(EngineError, match="cannot be decoded over slots"):
+        run(make_model("gemma3"), make_requests(1, Sampling(2)), layout=Layout.SLOTS)
