@@ -62,7 +62,7 @@ def load(connection: sqlite3.Connection, spill: SpillFiles, admission: Admission
         home = state.partition(partition)
         home.add(row)
         if group is not None:
-            home.join(row, group, GroupPolicy(policy), row_id)
+            home.join(row, group, GroupPolicy(policy))
         admission.enter()
         state.next_id = row_id + 1
         state.next_arrival = max(state.next_arrival, arrival + 1)

@@ -77,10 +77,10 @@ class Partition:
             return self.counts.get(step, _NONE)
         return {status: sum(of_step[status] for of_step in self.counts.values()) for status in RowStatus}
 
-    def join(self, row: Row, name: str, policy: GroupPolicy, group_id: int) -> None:
+    def join(self, row: Row, name: str, policy: GroupPolicy) -> None:
         group = self.groups.get(name)
         if group is None:
-            group = self.groups[name] = Group(group_id, name, policy)
+            group = self.groups[name] = Group(name, policy)
         row.group = group
         group.rows[row.key] = row
 

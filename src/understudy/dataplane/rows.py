@@ -88,10 +88,9 @@ class Row:
 class Group:
     """The sessions of one prompt that are still in flight: claimed together or not at all."""
 
-    __slots__ = ("id", "name", "policy", "rows", "sort")
+    __slots__ = ("name", "policy", "rows", "sort")
 
-    def __init__(self, group_id: int, name: str, policy: GroupPolicy) -> None:
-        self.id = group_id
+    def __init__(self, name: str, policy: GroupPolicy) -> None:
         self.name = name
         self.policy = policy
         self.rows: dict[str, Row] = {}
@@ -100,6 +99,11 @@ class Group:
     @property
     def members(self) -> Iterable[Row]:
         return self.rows.values()
+
+    @property
+    def id(self) -> int:
+        """Its first session's."""
+        return min((row.id for row in self.rows.values()), default=0)
 
     @property
     def arrival(self) -> int:

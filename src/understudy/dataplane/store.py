@@ -89,7 +89,7 @@ class Store:
         self._next_id += 1
         home.add(row)
         if group is not None:
-            home.join(row, row.sort[0], group, row.id)
+            home.join(row, row.sort[0], group)
         changes = self.journal.changes
         changes.dirty[row.id] = row
         changes.note("issued", home.name, step, (key,))

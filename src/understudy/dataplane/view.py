@@ -3,8 +3,8 @@
 A claim names a status, columns, tags and an order. The first claim of a kind builds its view by looking at every row
 once; after that each change of a row touches each view once, and taking n rows costs n · log(rows). Nothing scans.
 
-Entries of a heap are never searched for: a unit that leaves the view is struck from `_members`, and its entry is
-skipped when it comes up. The heap is rebuilt when more than half of it is struck.
+Entries of a heap are never searched for: `_members` knows the one entry of each unit that counts, and any other is
+skipped when it comes up. The heap is rebuilt when more than half of it no longer counts.
 """
 
 from __future__ import annotations
@@ -106,6 +106,10 @@ class ClaimRequest:
     """Set when it has to wait."""
 
 
+Entry = tuple[SortKey | int, int, Unit]
+"""(place in the order, id for ties, unit)."""
+
+
 class View:
     """In key order (`strict`) the members are all units worth waiting for; in arrival order, those ready now."""
 
@@ -117,8 +121,8 @@ class View:
         self._strict = spec.order is Order.KEY and spec.status is RowStatus.FINISHED
         self._ready: dict[Unit, int] = {}
         """Units that could be claimed now, with the number of rows each counted for."""
-        self._members: set[Unit] = set()
-        self._heap: list[tuple[SortKey | int, int, Unit]] = []
+        self._members: dict[Unit, Entry] = {}
+        self._heap: list[Entry] = []
         self._blocker: Unit | None = None
         """The unit the last claim stopped at; while it is not ready, and nothing smaller came, the next would too."""
         for unit in units:
@@ -141,11 +145,9 @@ class View:
         self.ready_rows += size - self._ready.pop(unit, 0)
         if size:
             self._ready[unit] = size
-            if unit not in self._members:
-                self._push(unit)
+            self._place(unit)
         elif self._strict and self._awaits(unit):
-            if unit not in self._members:
-                self._push(unit)
+            self._place(unit)
         elif unit in self._members:
             self._strike(unit)
 
@@ -154,22 +156,30 @@ class View:
         return bool(members) and all(map(self.spec.awaits, members))
 
     def _strike(self, unit: Unit) -> None:
-        self._members.discard(unit)
+        del self._members[unit]
+        self._tidy()
+
+    def _tidy(self) -> None:
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
-            self._heap = [self._entry(left) for left in self._members]
+            self._heap = list(self._members.values())
             heapq.heapify(self._heap)
 
-    def _entry(self, unit: Unit) -> tuple[SortKey | int, int, Unit]:
-        return (unit.sort if self.spec.order is Order.KEY else unit.arrival, unit.id, unit)
-
-    def _push(self, unit: Unit) -> None:
-        self._put_back(unit)
+    def _place(self, unit: Unit) -> None:
+        """Into its place in the order; a group's place moves when it loses a session."""
+        before = self._members.get(unit)
+        if before is not None and isinstance(unit, Row):
+            return
+        entry = (unit.sort if self.spec.order is Order.KEY else unit.arrival, unit.id, unit)
+        if before is not None and before[:2] == entry[:2]:
+            return
+        self._put_back(entry)
+        self._tidy()
         if self._blocker is not None and unit.sort < self._blocker.sort:
             self._blocker = None
 
-    def _put_back(self, unit: Unit) -> None:
-        self._members.add(unit)
-        heapq.heappush(self._heap, self._entry(unit))
+    def _put_back(self, entry: Entry) -> None:
+        self._members[entry[2]] = entry
+        heapq.heappush(self._heap, entry)
 
     def take(self, n: int, at_least: int, count: Count) -> list[Row] | None:
         """The first rows in order, whole groups only; None when that is not enough yet. The caller leases them."""
@@ -178,27 +188,28 @@ class View:
         if self._blocker is not None and self._blocker in self._members and self._blocker not in self._ready:
             return None
         self._blocker = None
-        taken: list[Unit] = []
+        taken: list[Entry] = []
         total = 0
         overflow = False
         while self._heap and total < n:
-            unit = heapq.heappop(self._heap)[2]
-            if unit not in self._members:
+            entry = heapq.heappop(self._heap)
+            unit = entry[2]
+            if self._members.get(unit) is not entry:
                 continue
-            self._members.discard(unit)
             weight = 1 if count is Count.GROUPS else len(unit)
             overflow = total + weight > n
             if overflow or unit not in self._ready:
-                self._put_back(unit)
+                heapq.heappush(self._heap, entry)
                 if not overflow:
                     self._blocker = unit
                 break
-            taken.append(unit)
+            del self._members[unit]
+            taken.append(entry)
             total += weight
         if total >= at_least or (overflow and taken):
-            return self._hand_out(taken)
-        for unit in taken:
-            self._put_back(unit)
+            return self._hand_out([entry[2] for entry in taken])
+        for entry in taken:
+            self._put_back(entry)
         if overflow:
             raise DataPlaneError(
                 f"a claim of {n} rows cannot hold the next group, which has more; claim at least a group"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import chain
@@ -17,12 +18,17 @@ import torch
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.fused_norm import fuse_norms
 from understudy.engines.padded import PaddedBatch
 from understudy.engines.schedule import Batching, Call, Scheduler
-from understudy.engines.slots import SlotBatch, SlotPool, pool_fits
+from understudy.engines.slots import SlotBatch, SlotPool, pool_bytes, pool_fits
 from understudy.engines.writing import Detokenize, Row, RowBatch, Writing
 from understudy.errors import EngineError
 
+logger = logging.getLogger(__name__)
+
+_POOL_SHARE = 0.7
+"""How much of the free GPU memory keys and values may take."""
 GROWING_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose state is keys and values per token; others cannot be padded, merged or cut."""
 
@@ -94,18 +100,32 @@ class HFEngine:
         self._model = model.eval()
         self._vocab: int = model.get_input_embeddings().weight.shape[0]
         self._outputs: int = model.get_output_embeddings().weight.shape[0]
-        fits = pool_fits(model)
-        if self._layout is Layout.SLOTS and not fits:
-            raise EngineError(f"{type(model).__name__} cannot be decoded over slots here; leave `layout` out")
-        slots = self._layout is Layout.SLOTS or (
-            self._layout is None and fits and self._device.type == "cuda"
-        )
-        self._pool: SlotPool | None = None
-        if slots:
-            with torch.inference_mode():
-                self._pool = SlotPool(
-                    model, slots=self._max_batch, max_length=self._max_length, device=self._device
+        self._pool = self._pool_for(model)
+
+    def _pool_for(self, model: Any) -> SlotPool | None:
+        """Slots where they were asked for, or where nothing speaks against them; None means padding."""
+        if self._layout is Layout.PADDED or (self._layout is None and self._device.type != "cuda"):
+            return None
+        problem = "" if pool_fits(model) else "its attention is not one the decode kernel knows"
+        if not problem and self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            needed = pool_bytes(model, slots=self._max_batch, max_length=self._max_length)
+            if needed > _POOL_SHARE * free:
+                problem = (
+                    f"{self._max_batch} rows of {self._max_length} tokens need {needed / 1e9:.1f} GB of keys and values, "
+                    f"more than {_POOL_SHARE:.0%} of the {free / 1e9:.1f} GB that are free"
                 )
+        if problem:
+            if self._layout is Layout.SLOTS:
+                raise EngineError(
+                    f"{type(model).__name__} cannot be decoded over slots: {problem}; leave `layout` out"
+                )
+            logger.warning("generation uses the slower padded layout: %s", problem)
+            return None
+        if self._device.type == "cuda":
+            fuse_norms(model)
+        with torch.inference_mode():
+            return SlotPool(model, slots=self._max_batch, max_length=self._max_length, device=self._device)
 
     def _build(self, rows: Sequence[Row]) -> RowBatch:
         writing = Writing(

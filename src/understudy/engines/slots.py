@@ -70,6 +70,14 @@ def pool_fits(model: Any) -> bool:
     )
 
 
+def pool_bytes(model: Any, *, slots: int, max_length: int) -> int:
+    """The memory a pool takes."""
+    config = model.config.get_text_config(decoder=True)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * size * model.dtype.itemsize
+    return int((slots + 1) * max_length * per_token)
+
+
 class SlotPool:
     """Keys and values of every row in flight, the free slots, and the recorded steps."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -58,22 +59,45 @@ def refusal(status: int, kind: str, message: str) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-class BearerToken:
-    """Lets a request pass that carries the token, or asks for /health."""
+class Gate:
+    """Lets a request pass that carries the token, or asks for /health.
+
+    Without a token (loopback only) the request must at least be addressed to this machine: a web page that makes its
+    own name point here would carry that name in the Host header.
+    """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self.app = app
         self.expected = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.expected is not None and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
-                response = refusal(
-                    401, "token", "missing or wrong bearer token; send 'Authorization: Bearer <token>'"
-                )
-                return await response(scope, receive, send)
-        return await self.app(scope, receive, send)
+        refused = self._refusal(scope) if scope["type"] == "http" and scope["path"] != "/health" else None
+        await (refused or self.app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = dict(scope["headers"])
+        if self.expected is None:
+            host = headers.get(b"host", b"").decode("latin-1")
+            name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
+            return (
+                None
+                if is_loopback(name)
+                else refusal(403, "host", f"this server answers to loopback, not to {host!r}")
+            )
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
+            return refusal(
+                401, "token", "missing or wrong bearer token; send 'Authorization: Bearer <token>'"
+            )
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def build_app(
@@ -120,7 +144,7 @@ def build_app(
             Route("/health", answering(health)),
         ]
     )
-    return BearerToken(app, token)
+    return Gate(app, token)
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]

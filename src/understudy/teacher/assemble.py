@@ -18,7 +18,7 @@ from understudy.teacher.worker import ScoringWorker
 from understudy.types.scores import Signal
 
 CPU_CHUNK_MIB = 64
-CUDA_CHUNK_MIB = 1024
+CUDA_CHUNK_MIB = 2048
 
 
 def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Vocabulary]:

@@ -18,6 +18,10 @@ class RequestRefused(TeacherError):
     """The replica understood the request and will not serve it: asking another replica would not help."""
 
 
+class NoSuchRoute(RequestRefused):
+    """The server does not know this path: it is another kind of server."""
+
+
 class ReplicaTimeout(TeacherUnavailable):
     """The replica did not answer before the deadline."""
 
@@ -76,6 +80,8 @@ class Channel:
         if response.status_code == 200:
             return response.content
         told = f"({response.status_code}): {_reason(response)}"
+        if response.status_code in (404, 405):
+            raise NoSuchRoute(f"{self.who}: {path} refused {told}")
         if response.status_code in REFUSALS:
             raise RequestRefused(f"{self.who}: {path} refused {told}")
         raise ServerFailed(f"{self.who}: {path} failed {told}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ import uvicorn
 from transformers.utils import logging as transformers_logging
 
 from understudy.errors import UnderstudyError
-from understudy.teacher.app import build_app
+from understudy.teacher.app import build_app, is_loopback
 from understudy.teacher.assemble import build_worker, follow
 from understudy.teacher.body import Layout
 from understudy.teacher.manifest import Batching, Limits
@@ -60,7 +59,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rendezvous", default="", help="where they meet: tcp://HOST:PORT or file:///PATH")
     parser.add_argument("--layout", default=Layout.AUTO, choices=[layout.value for layout in Layout])
     parser.add_argument(
-        "--chunk-mib", type=int, default=0, help="fp32 logits at once; 0: 64, or 1024 on CUDA"
+        "--chunk-mib", type=int, default=0, help="fp32 logits at once; 0: 64, or 2048 on CUDA"
     )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
     parser.add_argument("--revision", help="of a hub id")
@@ -111,15 +110,6 @@ def bind_socket(bind: str, token: str | None) -> socket.socket:
             f"cannot bind {bind}: {error.strerror}; choose another port, or 0 for a free one"
         ) from error
     return sock
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def watch_pipe(fd: int) -> None:

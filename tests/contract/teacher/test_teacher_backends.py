@@ -15,8 +15,8 @@ from understudy.errors import TeacherError, TeacherReplyError
 from understudy.teacher.channel import RequestRefused
 from understudy.teacher.client import ReplicaClient, ScoringClient
 from understudy.teacher.completions import CompletionsClient, Route
+from understudy.teacher.discover import connect_external
 from understudy.teacher.integrity import check_signals, identify
-from understudy.teacher.keeper import Connect
 from understudy.teacher.launch import Endpoint, ReplicaSpec
 from understudy.teacher.pool import TeacherPool
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
@@ -101,14 +101,9 @@ def test_every_backend_can_be_identified_by_its_scores(
 def test_a_pool_runs_on_external_servers_of_another_kind(
     model: Path, fakes: dict[str, tuple[FakeCompletions, str]]
 ) -> None:
-    def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
-        return CompletionsClient(endpoint.url, teacher=teacher, replica=replica, vocab_size=VOCAB)
-
-    typed: Connect = connect
-
     async def run() -> list[TeacherScores]:
         replicas = [ReplicaSpec(name, Endpoint(fakes["vllm"][1])) for name in "ab"]
-        pool = TeacherPool("math", replicas, connect=typed)
+        pool = TeacherPool("math", replicas, connect=connect_external(VOCAB))
         await pool.start()
         try:
             assert pool.manifest.backend == "vllm" and pool.manifest.limits.max_length == 256
@@ -117,6 +112,17 @@ def test_a_pool_runs_on_external_servers_of_another_kind(
             await pool.close()
 
     assert_plain(model, random_items(3, 1, Signal.TOPK, 4), asyncio.run(run()))
+
+
+def test_the_kind_of_a_server_is_found_out(
+    server: str, fakes: dict[str, tuple[FakeCompletions, str]]
+) -> None:
+    connect = connect_external(VOCAB, "f")
+    native = using(connect("math", "a", Endpoint(server, TOKEN)), lambda c: c.manifest())
+    other = using(connect("math", "a", Endpoint(fakes["echo with ids"][1])), lambda c: c.manifest())
+    assert (native.backend, other.backend) == ("native", "openai")  # type: ignore[attr-defined]
+    with pytest.raises(RequestRefused, match="401"):  # a wrong token is not another kind of server
+        using(connect("math", "a", Endpoint(server, "wrong")), lambda c: c.manifest())
 
 
 def test_the_probe_finds_out_what_each_server_can_do(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:

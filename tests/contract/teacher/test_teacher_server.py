@@ -112,6 +112,16 @@ def test_every_route_but_health_needs_the_token(server: str, path: str, token: s
     assert HTTP.get(f"{server}/health", headers=headers).status_code == 200
 
 
+def test_without_a_token_only_loopback_names_are_answered(model: Path, nursery: Nursery) -> None:
+    """A page that makes its own name point here (DNS rebinding) carries that name in the Host header."""
+    url = asyncio.run(nursery.fork(model, ["--token-env", "NO_SUCH_VARIABLE"]).ready()).url
+    assert HTTP.get(f"{url}/manifest").status_code == 200
+    assert HTTP.get(f"{url}/manifest", headers={"Host": "localhost:1"}).status_code == 200
+    assert HTTP.get(f"{url}/manifest", headers={"Host": "[::1]:1"}).status_code == 200
+    refused = HTTP.get(f"{url}/manifest", headers={"Host": "evil.example"})
+    assert refused.status_code == 403 and refused.json()["error"]["kind"] == "host"
+
+
 def over_long() -> bytes:
     return frame([ScoreItem("long", np.zeros(65, np.int32), np.array([1], np.int32), Signal.SAMPLED)])
 

@@ -107,8 +107,8 @@ MUTATIONS = {
     ),
     "no token": Mutation(
         "app.py",
-        "if not hmac.compare_digest(given, self.expected):",
-        "if not given:",
+        'if not hmac.compare_digest(headers.get(b"authorization", b""), self.expected):',
+        'if not headers.get(b"authorization"):',
         "contract/teacher/test_teacher_server.py",
     ),
     "siblings see each other's tails": Mutation(

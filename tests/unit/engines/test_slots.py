@@ -1,6 +1,9 @@
 """Rows in slots: the same tokens as rows padded to one length, and the kernel equals its plain twin."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from engine_models import EOS, engine_over, make_model, make_requests
 from understudy.engines import decode_attention
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.decode_attention import kernel_fits, slot_attention, slot_attention_plain
+from understudy.engines.fused_norm import rms_norm
 from understudy.engines.hf import Layout
 from understudy.engines.slots import MODEL_TYPES
 from understudy.errors import EngineError
@@ -128,6 +132,29 @@ def test_plain_attention_is_attention(
             torch.testing.assert_close(result[row, query].double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@needs_triton
+def test_the_kernels_equal_their_twins_in_triton_s_interpreter() -> None:
+    """In a process of its own: Triton decides when a kernel is defined whether it will be interpreted."""
+    code = """
+import torch
+from test_slots import SHAPES, random_pool
+from understudy.engines.decode_attention import slot_attention, slot_attention_plain
+from understudy.engines.fused_norm import rms_norm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+for features in (16, 96):
+    norm = Qwen3RMSNorm(features, eps=1e-6)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(3, 2, 5, features).transpose(1, 2)
+    torch.testing.assert_close(rms_norm(x, norm.weight.detach(), 1e-6), norm(x).detach(), atol=1e-6, rtol=1e-5)
+for shape, window in ((SHAPES[0], 9), (SHAPES[2], 0)):
+    pool = random_pool(*shape, "cpu", torch.float32)
+    expected = slot_attention_plain(**pool, window=window)
+    torch.testing.assert_close(slot_attention(**pool, window=window), expected, atol=1e-5, rtol=1e-5)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=170)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "queries", "heads", "size", "columns"), SHAPES)
 @pytest.mark.parametrize("window", [0, 9])
@@ -142,6 +169,20 @@ def test_the_kernel_equals_its_twin(
         slot_attention_plain(**pool, window=window),
         atol=tolerance,
         rtol=tolerance,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [64, 128, 1024, 2560])
+def test_the_fused_norm_equals_transformers_own(features: int) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    norm = Qwen3RMSNorm(features).to("cuda", torch.bfloat16)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(7, 3, features, device="cuda", dtype=torch.bfloat16)
+    different = (rms_norm(x, norm.weight.detach(), norm.variance_epsilon) != norm(x)).float().mean()
+    assert different < 0.01, (
+        "the same roundings: a sum in another order moves a value by one bit now and then"
     )
 
 

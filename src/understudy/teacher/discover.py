@@ -1,0 +1,69 @@
+"""A server known by its address alone: asked what it is, then spoken to in its own way.
+
+A native replica answers /manifest. Anything else is taken for a vLLM or OpenAI-compatible server, whose probe says
+what it can give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from understudy.teacher.channel import NoSuchRoute
+from understudy.teacher.client import ReplicaClient, ScoringClient
+from understudy.teacher.completions import CompletionsClient
+from understudy.teacher.keeper import Connect
+from understudy.teacher.launch import Endpoint
+from understudy.teacher.manifest import Manifest
+from understudy.types.scores import ScoreItem, TeacherScores
+
+
+class DiscoveringClient:
+    """Becomes the right client at the first question."""
+
+    def __init__(self, native: ReplicaClient, completions: CompletionsClient) -> None:
+        self._native = native
+        self._completions = completions
+        self._chosen: ScoringClient | None = None
+
+    async def _client(self) -> ScoringClient:
+        if self._chosen is None:
+            try:
+                await self._native.manifest()
+            except NoSuchRoute:
+                self._chosen = self._completions
+            else:
+                self._chosen = self._native
+        return self._chosen
+
+    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+        return await (await self._client()).score(items, timeout)
+
+    async def manifest(self) -> Manifest:
+        return await (await self._client()).manifest()
+
+    async def health(self) -> bool:
+        return await self._native.health()
+
+    async def close(self) -> None:
+        await self._native.close()
+        await self._completions.close()
+
+
+def connect_external(vocab_size: int, vocab_fingerprint: str = "", model: str | None = None) -> Connect:
+    """For `TeacherPool(connect=…)`: external servers of any known kind. Vocabulary and model name are the recipe's."""
+
+    def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
+        return DiscoveringClient(
+            ReplicaClient(endpoint.url, endpoint.token, teacher=teacher, replica=replica),
+            CompletionsClient(
+                endpoint.url,
+                endpoint.token,
+                teacher=teacher,
+                replica=replica,
+                model=model,
+                vocab_size=vocab_size,
+                vocab_fingerprint=vocab_fingerprint,
+            ),
+        )
+
+    return connect
