@@ -1,5 +1,6 @@
 """The commands a user types, on real runs; and the same from Python."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import understudy
 from understudy.cli.main import main
+from understudy.dataplane.ledger import audit
+from understudy.rollout.single_turn import SingleTurn
 
 Make = Callable[..., dict[str, Any]]
 
@@ -114,8 +117,6 @@ def test_poisoned_rows_become_dead_letters_and_the_run_goes_on(recipe: Make, tmp
         json.loads(line) for line in (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
     ]
     assert len(letters) == 3 and all("reward flaky_reward" in letter["reason"] for letter in letters)
-    from understudy.dataplane.ledger import audit
-
     report = audit(run.dir)
     assert report.balanced and report.dead == 3 and report.trained == 29
 
@@ -128,6 +129,34 @@ def test_poisoned_rows_become_dead_letters_and_the_run_goes_on(recipe: Make, tmp
     )
     with pytest.raises(understudy.errors.UnderstudyError, match="max_dead_letters"):
         understudy.train(strict, progress=False)
+
+
+class SlowOnce:
+    """An agent loop that hangs on some prompts: they must run into their own deadline, and only they."""
+
+    async def run(self, prompt: Any, context: Any) -> Any:
+        if prompt.messages[0]["content"].startswith("9"):
+            await asyncio.sleep(60)
+        return await SingleTurn().run(prompt, context)
+
+
+def test_a_loop_that_hangs_costs_its_own_row_only(recipe: Make, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()]
+    hanging = [row for row in rows if row["messages"][0]["content"].startswith("9")][:1]
+    data = tmp_path / "data.jsonl"
+    sound = [row for row in rows if not row["messages"][0]["content"].startswith("9")][:15]
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*hanging, *sound]))
+    table = recipe(
+        data__train=str(data),
+        rollout__agent="test_commands:SlowOnce",
+        rollout__deadline_seconds=1.0,
+        trainer__steps=1,
+        trainer__max_dead_letters=0.2,
+    )
+    run = understudy.train(table, progress=False)
+    report = audit(run.dir)
+    assert report.balanced and report.dead == 1 and report.trained == 15
+    assert list(report.reasons) == ["rollout.deadline_seconds ran out"]
 
 
 def test_distill_from_python(tmp_path: Path, teacher_urls: dict[str, str]) -> None:

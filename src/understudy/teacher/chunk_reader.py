@@ -3,7 +3,7 @@
 `WholeVocabulary` has every column. `VocabularyShard` has some columns, and other processes have the rest (tensor
 parallel): totals, values and candidates are combined across them, so a chunk's logits never travel.
 
-Legend: C rows of a chunk, V columns held here, K candidates, B column blocks, W processes.
+Legend: C rows of a chunk, V columns held here, K candidates, W processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from understudy.teacher.head_kernel import BLOCK, row_summary
+from understudy.teacher.head_kernel import fits, row_best, row_summary, usable
 
 
 class ChunkReader(Protocol):
@@ -33,9 +33,9 @@ class WholeVocabulary:
     def read(
         self, logits_CV: torch.Tensor, topk: int
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        if logits_CV.is_cuda and logits_CV.shape[1] >= 8 * max(topk, 1) * BLOCK:
+        if logits_CV.is_cuda and fits(logits_CV.shape[1], topk) and usable(logits_CV.device):
             total_C, maxima_CB = row_summary(logits_CV)
-            return total_C, block_topk(logits_CV, maxima_CB, topk) if topk else None
+            return total_C, row_best(logits_CV, maxima_CB, topk) if topk else None
         total_C = torch.logsumexp(logits_CV, dim=-1)
         if not topk:
             return total_C, None
@@ -84,22 +84,3 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
     return torch.stack(parts)
-
-
-def block_topk(logits_CV: torch.Tensor, maxima_CB: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ids) of the K best, best first: an exact top-k that sorts K × 64 candidates instead of V.
-
-    The K best values lie in the K blocks with the largest maxima: were one outside, K blocks would each hold
-    a value at least as large.
-    """
-    vocab = logits_CV.shape[1]
-    chosen_CK = maxima_CB.topk(k, dim=-1, sorted=False).indices
-    columns = torch.arange(BLOCK, device=logits_CV.device)
-    candidates = (chosen_CK[:, :, None] * BLOCK + columns).flatten(1)
-    if vocab % BLOCK:  # the last block is short
-        outside = candidates >= vocab
-        values = logits_CV.gather(1, candidates.clamp(max=vocab - 1)).masked_fill(outside, -torch.inf)
-    else:
-        values = logits_CV.gather(1, candidates)
-    best_CK, places_CK = values.topk(k, dim=-1)
-    return best_CK, candidates.gather(1, places_CK)

@@ -1,12 +1,22 @@
-"""One pass over a chunk of logits: each row's logsumexp and the maximum of each of its column blocks.
+"""The K best of each row of logits, and its logsumexp, with the logits read once.
 
-torch needs several passes for a logsumexp and another for block maxima; a chunk is gigabytes, so passes are the cost.
-`row_summary` runs the kernel; `row_summary_plain` is its twin in plain torch, and what machines without Triton use.
+    row_summary   one pass over a row: its logsumexp, and the maximum of each block of 64 columns
+    row_best      the K blocks with the largest maxima, then the K best of their 64 · K values
 
-Legend: C rows of a chunk, V vocabulary, B column blocks.
+That is exact: the K best values lie in the K blocks with the largest maxima, for were one outside, K blocks would
+each hold a value at least as large. Selection is by bisection on the bits of the K-th largest value, so nothing is
+sorted but the K results, and equal values are taken from the lowest id on.
+
+torch needs several passes for a logsumexp and sorts far more for a top-k; a chunk is gigabytes, so passes are the cost.
+Each kernel has a twin in plain torch, and `usable` compares them once per process before they are trusted.
+
+Legend: C rows of a chunk, V vocabulary, B column blocks, K candidates.
 """
 
 from __future__ import annotations
+
+import functools
+import logging
 
 import torch
 
@@ -16,10 +26,15 @@ try:
 except ImportError:  # Triton comes with torch's CUDA builds; a CPU machine needs none
     triton = None
 
+log = logging.getLogger(__name__)
+
 BLOCK = 64
 """Columns whose maximum decides whether a block can hold one of the K best."""
 TILE = 32
-"""Blocks read at a time by one program: 2048 columns."""
+"""Blocks read at a time by one program of `row_summary`: 2048 columns."""
+MOST_K = 256
+"""A program of `row_best` holds 64 · K values at once."""
+MOST_BLOCKS = 8192
 
 
 def row_summary_plain(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,6 +45,12 @@ def row_summary_plain(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     short = blocks * BLOCK - vocab
     padded = torch.nn.functional.pad(logits_CV, (0, short), value=-torch.inf) if short else logits_CV
     return total_C, padded.view(rows, blocks, BLOCK).amax(-1).float()
+
+
+def row_best_plain(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, ids) of the K best, best first, lowest id first among equals."""
+    ordered = torch.sort(logits_CV.float(), dim=-1, descending=True, stable=True)
+    return ordered.values[:, :k], ordered.indices[:, :k].int()
 
 
 if triton is not None:
@@ -52,11 +73,56 @@ if triton is not None:
             largest = higher
         tl.store(totals + row, largest + tl.log(mass))
 
+    @triton.jit
+    def _chosen(values, K: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Which of the values are the K largest: exactly K of them, the first among equals."""
+        bits = values.to(tl.int32, bitcast=True)
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+        above_zero = tl.sum((keys >= 0).to(tl.int32), axis=0) >= K
+        kth = tl.where(above_zero, 0, -2147483648)
+        for step in tl.static_range(31):
+            higher = kth + (1 << (30 - step))
+            kth = tl.where(tl.sum((keys >= higher).to(tl.int32), axis=0) >= K, higher, kth)
+        larger = (keys > kth).to(tl.int32)
+        equal = (keys == kth).to(tl.int32)
+        room = K - tl.sum(larger, axis=0)
+        return larger + equal * (tl.cumsum(equal, axis=0) <= room).to(tl.int32)
+
+    @triton.jit
+    def _best_blocks(maxima, picked, blocks, K: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        block = tl.arange(0, WIDTH)
+        values = tl.load(maxima + row * blocks + block, mask=block < blocks, other=-float("inf"))
+        chosen = _chosen(values, K)
+        tl.store(picked + row * K + tl.cumsum(chosen, axis=0) - 1, block, mask=chosen > 0)
+
+    @triton.jit
+    def _best_values(
+        logits,
+        picked,
+        values_out,
+        ids_out,
+        vocab,
+        stride,
+        K: tl.constexpr,
+        ROOM: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        place = tl.arange(0, ROOM * BLOCK)
+        nth = place // BLOCK
+        block = tl.load(picked + row * K + nth, mask=nth < K, other=0)
+        column = block * BLOCK + place % BLOCK
+        inside = (nth < K) & (column < vocab)
+        values = tl.load(logits + row * stride + column, mask=inside, other=-float("inf")).to(tl.float32)
+        chosen = _chosen(values, K)
+        at = row * K + tl.cumsum(chosen, axis=0) - 1
+        tl.store(values_out + at, values, mask=chosen > 0)
+        tl.store(ids_out + at, column, mask=chosen > 0)
+
 
 def row_summary(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `row_summary_plain`, in one pass where Triton is there."""
-    if triton is None:
-        return row_summary_plain(logits_CV)
+    """As `row_summary_plain`, in one pass."""
     rows, vocab = logits_CV.shape
     blocks = -(-vocab // BLOCK)
     total_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
@@ -65,3 +131,69 @@ def row_summary(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits_CV, total_C, maxima_CB, vocab, blocks, logits_CV.stride(0), BLOCK=BLOCK, TILE=TILE, num_warps=8
     )
     return total_C, maxima_CB
+
+
+def row_best(logits_CV: torch.Tensor, maxima_CB: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `row_best_plain`, from the block maxima that `row_summary` found."""
+    rows, vocab = logits_CV.shape
+    blocks = maxima_CB.shape[1]
+    device = logits_CV.device
+    picked_CK = torch.empty(rows, k, dtype=torch.int32, device=device)
+    _best_blocks[(rows,)](
+        maxima_CB, picked_CK, blocks, K=k, WIDTH=triton.next_power_of_2(blocks), num_warps=4
+    )
+    values_CK = torch.empty(rows, k, dtype=torch.float32, device=device)
+    ids_CK = torch.empty(rows, k, dtype=torch.int32, device=device)
+    room = triton.next_power_of_2(k)
+    _best_values[(rows,)](
+        logits_CV,
+        picked_CK,
+        values_CK,
+        ids_CK,
+        vocab,
+        logits_CV.stride(0),
+        K=k,
+        ROOM=room,
+        BLOCK=BLOCK,
+        num_warps=4 if room <= 64 else 8,
+    )
+    # Ids rise along a row here, so a stable sort keeps the lowest first among equals.
+    best_CK, order_CK = values_CK.sort(dim=-1, descending=True, stable=True)
+    return best_CK, ids_CK.gather(1, order_CK)
+
+
+def fits(vocab: int, k: int) -> bool:
+    """Whether the kernels take this many columns and candidates, and are worth it."""
+    return k <= MOST_K and 8 * max(k, 1) * BLOCK <= vocab <= MOST_BLOCKS * BLOCK
+
+
+@functools.cache
+def usable(device: torch.device) -> bool:
+    """Whether the kernels run here and equal their twins; found out once per process."""
+    if triton is None:
+        return False
+    try:
+        agree(device)
+    except (
+        Exception
+    ) as error:  # a compiler, driver or card that cannot: plain torch serves as well, only slower
+        log.warning("the head's kernels are not used on %s: %s", device, error)
+        return False
+    return True
+
+
+def agree(device: torch.device | str) -> None:
+    """Raise unless kernels and twins give the same on logits with ties, short blocks, −inf and large values."""
+    for vocab, k in ((2 * 8 * 64 * BLOCK, 64), (8 * 5 * BLOCK + 17, 5), (8 * 100 * BLOCK + 1, 100)):
+        generator = torch.Generator().manual_seed(vocab)
+        logits = torch.randn(6, vocab, generator=generator) * 5
+        logits[1] = logits[1].round()  # many ties
+        logits[2, : vocab // 2] = -torch.inf
+        logits[3] += 200
+        logits[4] = -3.0  # nothing but ties
+        logits = logits.to(device)
+        total, maxima = row_summary(logits)
+        for got, right in zip((total, maxima), row_summary_plain(logits), strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
+        for got, right in zip(row_best(logits, maxima, k), row_best_plain(logits, k), strict=True):
+            torch.testing.assert_close(got, right, rtol=0, atol=0)

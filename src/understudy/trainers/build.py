@@ -73,7 +73,10 @@ async def build(
         )
         stack.push_async_callback(plane.close)
         renderer = Renderer(student.tokenizer, context=student.context, reserve=recipe.rollout.max_new_tokens)
-        rewards = [load_reward(recipe.data.reward)] if recipe.data.reward else []
+        loops = LoopChoice(recipe.rollout.agent)
+        stack.push_async_callback(loops.close)
+        rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
+        stack.push_async_callback(rewards.close)
         metrics = MetricsWriter(run.metrics)
         stack.callback(metrics.close)
         spans = Spans(run.spans)
@@ -95,8 +98,8 @@ async def build(
             teacher_heads=teachers.heads,
             plane=plane,
             cursor=PromptCursor(load_dataset(recipe.data.train), recipe.run.seed, recipe.data.shuffle),
-            loops=LoopChoice(recipe.rollout.agent),
-            rewards=Rewards(rewards, renderer),
+            loops=loops,
+            rewards=rewards,
             checkpoints=_checkpoints(recipe, run),
             eval_prompts=eval_prompts(load_dataset(recipe.data.eval), recipe.trainer.eval_samples)
             if recipe.data.eval

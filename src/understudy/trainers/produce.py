@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -70,17 +71,19 @@ async def _produce(
     key = row_key(prompt.key, session)
     async with gather.member():
         try:
-            async with asyncio.timeout(system.recipe.rollout.deadline_seconds):
-                if held is None or "tokens" not in held.columns:
-                    trajectories = await _roll_out(system, prompt, session, gather)
-                    rows = {one.key: rollout_columns(one) for one in trajectories}
-                    await system.plane.put(PARTITION, rows, dict.fromkeys(rows, _tags(prompt, step)))
-                elif SCORED not in held.columns:
-                    trajectories = [await _stored(system, key)]
-                else:
-                    return
-                if system.router is not None:
-                    await asyncio.gather(*(_score(system, prompt, one, gather) for one in trajectories))
+            if held is None or "tokens" not in held.columns:
+                trajectories = await _roll_out(system, prompt, session, gather)
+                rows = {one.key: rollout_columns(one) for one in trajectories}
+                await system.plane.put(PARTITION, rows, dict.fromkeys(rows, _tags(prompt, step)))
+            elif SCORED not in held.columns:
+                trajectories = [await _stored(system, key)]
+            else:
+                return
+            if system.router is not None:
+                # One after another: a member of a cohort waits for one thing at a time. No deadline here: a teacher
+                # that is away is waited for, and its rows are safe in the journal.
+                for one in trajectories:
+                    await _score(system, prompt, one, gather)
         except _INFRASTRUCTURE:
             raise
         except Exception as error:
@@ -88,12 +91,15 @@ async def _produce(
 
 
 async def _roll_out(system: System, prompt: Prompt, session: int, gather: Gather) -> list[Trajectory]:
+    """The sample's own loop and reward, within `rollout.deadline_seconds` of its own time."""
     key = row_key(prompt.key, session)
+    clock = asyncio.timeout(system.recipe.rollout.deadline_seconds)
 
     async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
         seed = derive_seed(system.recipe.run.seed, prompt.epoch, prompt.key, session, turn)
         request = GenerateRequest(f"{key}/{turn}", tokens, sampling, seed, session=key)
-        result: Generation = await gather.call(system.engine_lane, request.key, request)
+        with _stopped(clock):
+            result: Generation = await gather.call(system.engine_lane, request.key, request)
         return result
 
     context = LoopContext(
@@ -104,10 +110,26 @@ async def _roll_out(system: System, prompt: Prompt, session: int, gather: Gather
         session=session,
         context=system.policy.context_length,
     )
-    with system.spans.span("rollout", key=key):
-        trajectories = await system.loops.of(prompt).run(prompt, context)
-    with system.spans.span("reward", key=key):
-        return [await system.rewards.judge(prompt, trajectory) for trajectory in trajectories]
+    async with clock:
+        with system.spans.span("rollout", key=key):
+            trajectories = await system.loops.of(prompt).run(prompt, context)
+        with system.spans.span("reward", key=key):
+            return [await system.rewards.judge(prompt, trajectory) for trajectory in trajectories]
+
+
+@contextmanager
+def _stopped(clock: asyncio.Timeout) -> Iterator[None]:
+    """A sample's deadline does not run while it waits for the engine: in a cohort it waits for the others too."""
+    loop, ends = asyncio.get_running_loop(), clock.when()
+    if ends is None:  # stopped already, by another branch of the same loop
+        yield
+        return
+    left = ends - loop.time()
+    clock.reschedule(None)
+    try:
+        yield
+    finally:
+        clock.reschedule(loop.time() + left)
 
 
 async def _score(system: System, prompt: Prompt, trajectory: Trajectory, gather: Gather) -> None:

@@ -27,10 +27,8 @@ from transformers import (
 
 from understudy.errors import TeacherError
 from understudy.teacher.body import Layout
-from understudy.teacher.chunk_reader import block_topk
 from understudy.teacher.head import Head, from_wire, head_of, score_rows, to_wire
 from understudy.teacher.head_frame import decode_head, encode_head
-from understudy.teacher.head_kernel import row_summary_plain
 from understudy.teacher.model import load_frozen, weights_sha256
 from understudy.teacher.packing import pack, padded_plan
 from understudy.teacher.protocol import request_of
@@ -295,42 +293,12 @@ def test_the_head_never_holds_more_than_a_chunk(qwen3: Path, monkeypatch: pytest
     torch.testing.assert_close(chunked.ids_PK, at_once.ids_PK)
 
 
-@pytest.mark.parametrize("vocab", [64 * 40, 64 * 40 + 17, 5000])
-def test_the_topk_over_blocks_is_exact(vocab: int) -> None:
-    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab))
-    logits[0, -3:] += 10  # winners at the very end, in a block that may be short
-    logits[1, 64:128] += 10  # all winners in one block
-    logits[2, :] = -3.0  # nothing but ties
-    total, maxima = row_summary_plain(logits)
-    best, ids = block_topk(logits, maxima, 4)
-    expected = logits.topk(4)
-    torch.testing.assert_close(best, expected.values)
-    torch.testing.assert_close(logits.gather(1, ids), expected.values)
-    assert all(len(set(row)) == 4 for row in ids.tolist())
-    torch.testing.assert_close(total, logits.double().logsumexp(-1).float())
-
-
-KERNEL_CHECK = """
-import torch
-from understudy.teacher.head_kernel import row_summary, row_summary_plain
-for vocab in (64, 100, 2048, 5000):
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = (torch.randn(7, vocab, generator=torch.Generator().manual_seed(vocab)) * 5).to(dtype)
-        logits[1, : vocab // 2] = -torch.inf
-        logits[2] += 80
-        for got, plain in zip(row_summary(logits), row_summary_plain(logits)):
-            torch.testing.assert_close(got, plain, rtol=1e-5, atol=1e-5)
-print("same")
-"""
-
-
-def test_the_kernel_equals_its_plain_twin() -> None:
+def test_the_kernels_equal_their_plain_twins() -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL_CHECK], env=env, capture_output=True, text=True, timeout=170
-    )
+    check = "from understudy.teacher.head_kernel import agree; agree('cpu'); print('same')"
+    done = subprocess.run([sys.executable, "-c", check], env=env, capture_output=True, text=True, timeout=170)
     assert done.stdout.strip() == "same", done.stderr[-2000:]
 
 
