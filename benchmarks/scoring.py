@@ -2,6 +2,7 @@
 
     python benchmarks/scoring.py                      on a GPU: 0.6B and 4B shapes, everything; about 8 minutes
     python benchmarks/scoring.py --shapes 0.6b --systems ours
+    python benchmarks/scoring.py --head               the head alone, step by step, on a GPU; half a minute
     python benchmarks/scoring.py --cpu                two replicas against one, and the client's own cost, on CPU processes
 
 Random bf16 weights in Qwen3's shapes. Every system gets the same token ids; each runs in processes of its own and leaves
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from understudy.teacher import head_kernel
 from understudy.teacher.client import ReplicaClient
+from understudy.teacher.head import Head, score_rows
 from understudy.types.scores import ScoreItem, Signal
 
 TOKEN = "benchmark"
@@ -431,7 +434,54 @@ def benchmark_cpu() -> list[Row]:
     return rows
 
 
-def save(rows: Sequence[Row], out: Path) -> None:
+def benchmark_head() -> list[Row]:
+    """Milliseconds for 8192 judged positions: the product nobody can avoid, then what reading its result costs."""
+    rows = [Row("head kernels usable", float(head_kernel.usable(torch.device("cuda", 0))), "yes=1")]
+    for name, hidden_size in (("0.6b", 1024), ("4b", 2560)):
+        weight = torch.randn(VOCAB, hidden_size, device="cuda", dtype=torch.bfloat16) * 0.02
+        hidden = torch.randn(8192, hidden_size, device="cuda", dtype=torch.bfloat16)
+        judged = torch.randint(0, VOCAB, (8192,), device="cuda")
+        head = Head(weight)
+        logits = head.logits(hidden[:2816])
+        maxima = head_kernel.row_summary(logits)[1]
+        share = 8192 / len(logits)
+        steps = {
+            "product, bf16": (lambda h=hidden, w=weight: h @ w.T, 1.0),
+            "product, fp32 in 2 GiB chunks": (
+                lambda h=hidden, e=head: [e.logits(part) for part in h.split(3533)],
+                1.0,
+            ),
+            "logsumexp and block maxima": (lambda x=logits: head_kernel.row_summary(x), share),
+            "torch.logsumexp": (lambda x=logits: x.logsumexp(-1), share),
+            "64 best from block maxima": (lambda x=logits, m=maxima: head_kernel.row_best(x, m, 64), share),
+            "torch.topk 64": (lambda x=logits: x.topk(64), share),
+        }
+        for k in (0, 64):
+            steps[f"whole head, K={k}"] = (
+                lambda e=head, h=hidden, j=judged, k=k: score_rows(e, h, j, topk=k, chunk_bytes=2 << 30),
+                1.0,
+            )
+        for step, (run, times) in steps.items():
+            rows.append(Row(f"{name} head, {step}", times * milliseconds(run), "ms"))
+    return rows
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """The median of ten, by the device's own clock."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(10):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        run()
+        ended.record()
+        torch.cuda.synchronize()
+        times.append(began.elapsed_time(ended))
+    return sorted(times)[5]
+
+
+def save(rows: Sequence[Row], out: Path, kind: str = "scoring") -> None:
     for row in rows:
         beside_it = (
             f" | {row.peer} {row.peer_value:,.6g} → {row.ratio:.2f}×" if row.peer_value and row.ratio else ""
@@ -441,7 +491,7 @@ def save(rows: Sequence[Row], out: Path) -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     out.mkdir(parents=True, exist_ok=True)
-    target = out / f"scoring-{slug}-{time.strftime('%Y-%m-%d')}.json"
+    target = out / f"{kind}-{slug}-{time.strftime('%Y-%m-%d')}.json"
     content = {"hardware": gpu, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
     target.write_text(json.dumps(content, indent=1) + "\n")
     print(f"written to {target}")
@@ -458,6 +508,7 @@ def main() -> None:
     )
     parser.add_argument("--server", default="", help="further options of our replica, in one string")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--head", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -467,10 +518,13 @@ def main() -> None:
         args.answer.write_text(json.dumps(CHILDREN[args.child](args.folder, args.shapes[0], args.scale)))
         return
     if args.cpu:
-        save(benchmark_cpu(), args.out)
+        save(benchmark_cpu(), args.out, "scoring-cpu")
         return
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device; --cpu measures what a CPU can show")
+    if args.head:
+        save(benchmark_head(), args.out, "scoring-head")
+        return
     systems = [name for name in args.systems if name != "vllm" or importlib.util.find_spec("vllm")]
     if "vllm" in args.systems and "vllm" not in systems:
         print("vllm cannot be imported here and is left out")

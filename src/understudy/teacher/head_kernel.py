@@ -13,6 +13,7 @@ Each kernel has a twin in plain torch, and `usable` compares them once per proce
 Legend: C rows of a chunk, V vocabulary, B column blocks, K candidates.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import functools
@@ -56,7 +57,7 @@ def row_best_plain(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch
 if triton is not None:
 
     @triton.jit
-    def _row_summary(logits, totals, maxima, vocab, blocks, stride, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _row_summary(logits, totals, maxima, vocab, blocks, stride, BLOCK: tl.constexpr, TILE: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         largest = -1e38  # finite, so that a tile of −inf alone does not become NaN
         mass = 0.0
@@ -74,7 +75,7 @@ if triton is not None:
         tl.store(totals + row, largest + tl.log(mass))
 
     @triton.jit
-    def _chosen(values, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _chosen(values, K: tl.constexpr):
         """Which of the values are the K largest: exactly K of them, the first among equals."""
         bits = values.to(tl.int32, bitcast=True)
         keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
@@ -89,7 +90,7 @@ if triton is not None:
         return larger + equal * (tl.cumsum(equal, axis=0) <= room).to(tl.int32)
 
     @triton.jit
-    def _best_blocks(maxima, picked, blocks, K: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _best_blocks(maxima, picked, blocks, K: tl.constexpr, WIDTH: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         block = tl.arange(0, WIDTH)
         values = tl.load(maxima + row * blocks + block, mask=block < blocks, other=-float("inf"))
@@ -107,7 +108,7 @@ if triton is not None:
         K: tl.constexpr,
         ROOM: tl.constexpr,
         BLOCK: tl.constexpr,
-    ):  # type: ignore[no-untyped-def]
+    ):
         row = tl.program_id(0).to(tl.int64)
         place = tl.arange(0, ROOM * BLOCK)
         nth = place // BLOCK
