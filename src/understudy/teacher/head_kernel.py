@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -183,9 +184,15 @@ def usable(device: torch.device) -> bool:
     return True
 
 
-def agree(device: torch.device | str) -> None:
-    """Raise unless kernels and twins give the same on logits with ties, short blocks, −inf and large values."""
-    for vocab, k in ((2 * 8 * 64 * BLOCK, 64), (8 * 5 * BLOCK + 17, 5), (8 * 100 * BLOCK + 1, 100)):
+CHECKED = ((2 * 8 * 64 * BLOCK, 64), (8 * 5 * BLOCK + 17, 5), (8 * 100 * BLOCK + 1, 100))
+
+
+def agree(device: torch.device | str, shapes: Sequence[tuple[int, int]] = CHECKED) -> None:
+    """Raise unless kernels and twins give the same on logits with ties, short blocks, −inf and large values.
+
+    `shapes` are (vocabulary, K).
+    """
+    for vocab, k in shapes:
         generator = torch.Generator().manual_seed(vocab)
         logits = torch.randn(6, vocab, generator=generator) * 5
         logits[1] = logits[1].round()  # many ties

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher.balance import least_loaded
 from understudy.teacher.cache import ScoreCache
+from understudy.teacher.canary import Canary
 from understudy.teacher.channel import ReplicaTimeout, ServerFailed
 from understudy.teacher.clock import Clock, MonotonicClock
 from understudy.teacher.health import Failure
@@ -46,6 +47,8 @@ class PoolOptions:
     """Wrong replies or server failures for one request, over all replicas; beyond, the request is the problem."""
     hedge_factor: float | None = None
     """Ask another replica too when the answer takes longer than this multiple of the 95th percentile; None: never."""
+    canary: bool = True
+    """Send the fixed tokens along with every request and compare their scores with those at admission."""
     cache_bytes: int = 0
     """Scores to keep for requests that come again; 0: none."""
     drain: float = 30.0
@@ -95,12 +98,15 @@ class TeacherPool:
         self._keeper = Keeper(name, launcher, connect, self._clock, self.options.keeper, on_event)
         self._totals = PoolTotals()
         self._cache = ScoreCache(self.options.cache_bytes) if self.options.cache_bytes else None
+        self._canary: Canary | None = None
         self._waiting = 0
         self._paused_at: float | None = None
 
     async def start(self) -> None:
         """Bring every replica up; raises if one cannot start, is empty, or differs from the others."""
         await self._keeper.start(self._specs)
+        if self.options.canary and self._keeper.identity is not None:
+            self._canary = Canary(self._keeper.identity)
 
     async def close(self) -> None:
         await self._keeper.close()
@@ -224,18 +230,27 @@ class TeacherPool:
     async def _send(
         self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
     ) -> _Outcome:
-        assert replica.client is not None
         replica.load.begin(tokens)
         try:
             async with replica.slots:
                 started = self._clock.now()
-                scores = await replica.client.score(items, self._deadline(replica, attempts))
+                scores = await self._checked(replica, items, self._deadline(replica, attempts))
         except (TeacherReplyError, ServerFailed, TeacherUnavailable) as error:
             return _Outcome(replica, None, error)
         finally:
             replica.load.end(tokens)
         replica.succeeded(tokens, self._clock.now() - started, self._clock.now())
         return _Outcome(replica, scores)
+
+    async def _checked(
+        self, replica: Replica, items: Sequence[ScoreItem], deadline: float
+    ) -> list[TeacherScores]:
+        """Ask, with the fixed tokens among the items: every reply proves anew that this is still the same teacher."""
+        assert replica.client is not None
+        if self._canary is None:
+            return await replica.client.score(items, deadline)
+        scores = await replica.client.score(self._canary.with_items(items), deadline)
+        return self._canary.taken_off(scores, self.name, replica.name)
 
     def _deadline(self, replica: Replica, attempts: _Attempts) -> float:
         """Seconds for this request: a base, its tokens, and the tokens that wait before it at the replica."""

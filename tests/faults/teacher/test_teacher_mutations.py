@@ -75,6 +75,12 @@ MUTATIONS = {
         "    if False:\n",
         f"{FAULTS}::test_no_kind_of_lie_reaches_the_loss",
     ),
+    "no canary": Mutation(
+        "pool.py",
+        "        return self._canary.taken_off(scores, self.name, replica.name)\n",
+        "        return scores[:-1]\n",
+        "unit/teacher/test_teacher_pool.py",
+    ),
     "the echo is not checked": Mutation(
         "validate.py",
         "    _check_echo(request, reply, wrong)\n    rows_P",

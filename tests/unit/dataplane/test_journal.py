@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from understudy.dataplane import journal as journal_module
+from understudy.dataplane.base import Order, RowStatus
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.ledger import audit
 from understudy.errors import DataPlaneError
@@ -62,6 +63,50 @@ def test_a_put_that_returned_is_in_the_file(
 
         for start in range(0, 40, 8):
             await asyncio.gather(*(write(start + i) for i in range(8)))
+        reader.close()
+        await plane.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("inline", [0, 2**30])
+def test_whatever_returned_is_in_the_file(
+    tmp_path: Path, inline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "INLINE_BYTES", inline)
+
+    async def body() -> None:
+        plane = EmbeddedDataPlane.open(tmp_path, **BOUNDS)
+        reader = sqlite3.connect(tmp_path / "journal.sqlite")
+
+        def facts() -> list[tuple[str, str]]:
+            return reader.execute("SELECT kind, key FROM facts ORDER BY seq, place").fetchall()
+
+        def rows() -> dict[str, tuple[str, str, int, int | None]]:
+            found = reader.execute("SELECT key, status, tags, attempts, trained FROM rows").fetchall()
+            return {key: rest for key, *rest in found}
+
+        expected = [("issued", name) for name in "abcd"]
+        await plane.issue("train", ["a", "b", "c", "d"], step=1)
+        assert facts() == expected
+        await plane.claim("train", 1, status=RowStatus.PENDING, order=Order.KEY)
+        assert rows()["a"] == ["pending", "{}", 1, None]
+        await plane.put("train", {"b": ROW})
+        assert rows()["b"][0] == "finished"
+        await plane.put("train", {"c": {}}, status=RowStatus.FAILED)
+        assert rows()["c"][0] == "failed"
+        await plane.put_tags("train", {"d": {"x": 1}})
+        assert rows()["d"][1] == '{"x":1}'
+        await plane.ack(await plane.claim("train", 1), step=7)
+        assert rows()["b"][3] == 7 and facts() == [*expected, ("trained", "b")]
+        await plane.dead_letter("train", "c", "poison")
+        await plane.evict("train", ["d"], "stale")
+        assert facts() == [*expected, ("trained", "b"), ("dead", "c"), ("evicted", "d")] and set(rows()) == {
+            "a",
+            "b",
+        }
+        await plane.settle(7)
+        assert set(rows()) == {"a"}
         reader.close()
         await plane.close()
 

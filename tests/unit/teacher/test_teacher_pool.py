@@ -5,6 +5,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 from teacher_rig import random_items
 
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
+from understudy.teacher import canary
 from understudy.teacher.channel import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.teacher.health import HealthRules, State
 from understudy.teacher.keeper import KeeperOptions
@@ -20,6 +22,7 @@ from understudy.teacher.launch import Endpoint, ReplicaSpec
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool_events import EventKind, PoolEvent
+from understudy.teacher.protocol import request_of
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 MANIFEST = Manifest(
@@ -89,7 +92,7 @@ class Scripted:
             if self.probe_error is not None:
                 raise self.probe_error
             return answer("math", items)
-        self.asked.append([item.key for item in items])
+        self.asked.append([item.key for item in items if item.key != canary.KEY])
         self.timeouts.append(timeout)
         return await self.now(self, items)
 
@@ -235,6 +238,49 @@ def test_a_request_that_spoils_every_reply_is_raised_not_retried_forever(error: 
         with pytest.raises(type(error), match=str(error)[:10]):
             await rig.score()
         assert sum(len(r.asked) for r in rig.replicas.values()) == OPTIONS.max_bad_attempts
+
+    running(test, Rig())
+
+
+def test_scores_that_slipped_under_a_right_echo_are_caught() -> None:
+    """Nothing in such a reply is impossible by itself; the fixed tokens that came along give it away."""
+
+    async def slipped(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        right = answer(replica.name, items)
+        flat = np.roll(np.concatenate([score.sampled_logprobs for score in right]), -1)
+        ends = np.cumsum([len(score.sampled_logprobs) for score in right])[:-1]
+        return [
+            replace(score, sampled_logprobs=part)
+            for score, part in zip(right, np.split(flat, ends), strict=True)
+        ]
+
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = slipped
+        scores = await rig.pool.score(random_items(2))
+        assert [s.teacher for s in scores] == ["b", "b"] and len(scores) == 2
+        told = rig.told(EventKind.RETRIED)[0].message
+        assert "replica a, row 'row-0-0'" in told and "position 1: 1 nats apart" in told and "shifted" in told
+
+    running(test, Rig())
+
+
+@pytest.mark.parametrize(
+    ("signal", "k"), [(Signal.TOPK, 4), (Signal.AT_IDS, 3), (Signal.SAMPLED, 0), (Signal.HIDDEN, 0)]
+)
+def test_the_canary_is_asked_for_like_its_neighbours(signal: Signal, k: int) -> None:
+    seen: list[ScoreItem] = []
+
+    async def watch(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        seen.extend(items)
+        return answer(replica.name, items)
+
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = watch
+        assert len(await rig.pool.score(random_items(2, 1, signal, k))) == 2
+        assert [item.key for item in seen] == ["row-1-0", "row-1-1", canary.KEY]
+        assert (seen[2].signal, seen[2].k) == (seen[1].signal, seen[1].k)
+        assert seen[2].ids is None or seen[2].ids.shape == (len(seen[2].positions), k)
+        request_of(seen)  # a request that makes sense
 
     running(test, Rig())
 
