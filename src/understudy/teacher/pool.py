@@ -62,6 +62,9 @@ class _Attempts:
 
     tried: set[str] = field(default_factory=set)
     rounds: int = 0
+    """In which everybody usable was tried in vain, since the pool last answered anybody."""
+    answers_seen: int = 0
+    """Of the whole pool, when the rounds began to be counted."""
     timeouts: int = 0
     bad: int = 0
 
@@ -100,6 +103,7 @@ class TeacherPool:
         self._cache = ScoreCache(self.options.cache_bytes) if self.options.cache_bytes else None
         self._canary: Canary | None = None
         self._waiting = 0
+        self._answers = 0
         self._paused_at: float | None = None
 
     async def start(self) -> None:
@@ -170,9 +174,13 @@ class TeacherPool:
                 if replica is None:
                     await self._wait(attempts)
                     continue
+                outage = self._totals.pauses
                 for outcome in await self._attempt(replica, items, tokens, attempts):
                     if outcome.scores is not None:
-                        self._resume()
+                        self._answers += 1
+                        # An answer to a request from before the outage says nothing about now.
+                        if outage == self._totals.pauses:
+                            self._resume()
                         return outcome.scores
                     if outcome.error is not None:
                         self._failed(outcome.replica, tokens, attempts, outcome.error)
@@ -271,8 +279,9 @@ class TeacherPool:
 
     async def _wait(self, attempts: _Attempts) -> None:
         """Every usable replica has been tried, or there is none: wait a little, or for one to come back."""
-        usable = self._keeper.usable()
-        if not usable or attempts.rounds >= 2:
+        if attempts.answers_seen != self._answers:
+            attempts.answers_seen, attempts.rounds = self._answers, 0
+        if not self._keeper.usable() or attempts.rounds >= 2:
             self._pause()
         pause = min(self.options.retry_most, self.options.retry_first * 2**attempts.rounds)
         attempts.rounds = min(attempts.rounds + 1, 16)

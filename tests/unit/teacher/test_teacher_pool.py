@@ -410,6 +410,66 @@ def test_with_nobody_left_the_call_waits_says_so_and_goes_on() -> None:
     running(test, Rig())
 
 
+def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
+    """Its replica is gone: the next request would find nobody, and the user would read of a second outage."""
+
+    async def test(rig: Rig) -> None:
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def slow(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            await arrived
+            return answer(replica.name, items)
+
+        rig.start_error = RuntimeError("no machine")
+        for name in "ab":
+            rig.replicas[name].now = slow
+        early = asyncio.create_task(rig.pool.score(random_items(1, 0)))
+        await settle()
+        for name in "ab":
+            rig.kill(name)
+        late = asyncio.create_task(rig.pool.score(random_items(1, 1)))
+        await rig.clock.advance(5.0)
+        assert len(rig.told(EventKind.PAUSED)) == 1
+        arrived.set_result(None)
+        await rig.clock.advance(5.0)
+        assert early.done() and not late.done()
+        assert not rig.told(EventKind.RESUMED) and rig.pool.metrics().paused
+        rig.start_error = None
+        await rig.clock.advance(10.0)
+        assert (await late)[0].key == "row-1-0"
+        assert len(rig.told(EventKind.PAUSED)) == len(rig.told(EventKind.RESUMED)) == 1
+
+    running(test, Rig())
+
+
+def test_one_failure_after_an_outage_is_a_retry_and_not_another_outage() -> None:
+    """A call that waited long has many rounds behind it; they belong to the outage that is over."""
+
+    async def test(rig: Rig) -> None:
+        rig.start_error = RuntimeError("no machine")
+        rig.kill("a")
+        calls = [asyncio.create_task(rig.pool.score(random_items(1, seed))) for seed in range(3)]
+        await rig.clock.advance(20.0)
+        answers = itertools.count()
+
+        async def stumbling(replica: Scripted, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            if next(answers) == 1:
+                raise REFUSED_CONNECTION
+            return answer(replica.name, items)
+
+        def fresh(name: str) -> Scripted:
+            replica = Scripted(name)
+            replica.now = stumbling
+            return replica
+
+        rig.fresh, rig.start_error = fresh, None
+        await rig.clock.advance(10.0)
+        assert all(call.done() for call in calls)
+        assert len(rig.told(EventKind.PAUSED)) == len(rig.told(EventKind.RESUMED)) == 1
+
+    running(test, Rig("a"))
+
+
 def test_a_lone_wedged_replica_is_restarted_when_it_can_be() -> None:
     async def test(rig: Rig) -> None:
         rig.replicas["a"].now = failing(TIMEOUT)
