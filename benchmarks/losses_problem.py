@@ -16,6 +16,8 @@ from understudy.types.loss import LossInputs, StudentHead, TeacherHead
 VOCAB, TOPK = 151_936, 64
 GIB = 1 << 30
 Run = Callable[[], Tensor]
+WARM_TURNS = 3
+"""Turns before the clock is read: a cool card runs its first GEMMs a tenth faster than it can sustain."""
 
 
 @dataclass
@@ -97,12 +99,17 @@ def make_problem(
 
 @dataclass
 class Measure:
+    """One path beside its floor. Both are medians of the same alternating series, so a drifting clock moves both."""
+
     milliseconds: float
+    floor_milliseconds: float
+    ratio: float
+    """Median of the ratios of neighbours in that series."""
     extra_gib: float
 
 
-def measure(problem: Problem, run: Run, repeats: int) -> Measure | str:
-    """Median time of forward and backward, and peak memory above inputs and returned gradients; or why not."""
+def measure(problem: Problem, run: Run, floor: Floor, gemms: int, repeats: int) -> Measure | str:
+    """Forward and backward beside the GEMM floor, and peak memory above inputs and returned gradients; or why not."""
     try:
         problem.clear()
         run().backward()  # compile, warm up
@@ -117,8 +124,10 @@ def measure(problem: Problem, run: Run, repeats: int) -> Measure | str:
         run().backward()
         torch.cuda.synchronize()
         extra = torch.cuda.max_memory_allocated() - before - returned
-        times = [time_once(problem, run) for _ in range(repeats)]
-        return Measure(statistics.median(times), extra / GIB)
+        problem.clear()
+        floors, times = alternate(problem, run, floor, gemms, repeats)
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(times, floors, strict=True))
+        return Measure(statistics.median(times), statistics.median(floors), ratio, extra / GIB)
     except torch.cuda.OutOfMemoryError:
         return "out of memory"
     except Exception as error:  # a peer that cannot run is a missing row, not a crash
@@ -129,41 +138,52 @@ def measure(problem: Problem, run: Run, repeats: int) -> Measure | str:
         torch.cuda.empty_cache()
 
 
-def time_once(problem: Problem, run: Run) -> float:
-    problem.clear()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run().backward()
-    stop.record()
+def alternate(
+    problem: Problem, run: Run, floor: Floor, gemms: int, repeats: int
+) -> tuple[list[float], list[float]]:
+    """(floor, path) milliseconds, floor and path in turns and nothing awaited in between.
+
+    The GEMMs of a floor keep the device busy while the host queues the path behind them, as the layers of a model do in
+    a training step; both see the same clock, which moves by several percent within a minute under such load.
+    """
+    marks: list[torch.cuda.Event] = []
+
+    def mark() -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+
+    for _ in range(WARM_TURNS):
+        floor.run(gemms)
+        run().backward()
+        problem.clear()
+    for _ in range(repeats):
+        mark()
+        floor.run(gemms)
+        mark()
+        run().backward()
+        mark()
+        problem.clear()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop)
+    parts = [marks[i : i + 3] for i in range(0, len(marks), 3)]
+    return [a.elapsed_time(b) for a, b, _ in parts], [b.elapsed_time(c) for _, b, c in parts]
 
 
-def gemm_floor(problem: Problem, repeats: int) -> tuple[float, float]:
-    """Milliseconds of the three unavoidable GEMMs, and of one more for the teacher's logits."""
-    hidden, weight = problem.hidden.detach(), problem.weight.detach()
-    logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=hidden.device)
-    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+class Floor:
+    """The GEMMs nobody can avoid, on a problem's own tensors: logits, ∂hidden, ∂weight, and the teacher's logits."""
 
-    def timed(*products: Callable[[], Tensor]) -> float:
-        times = []
-        for _ in range(repeats + 2):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for product in products:
-                product()
-            stop.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(stop))
-        return statistics.median(times[2:])
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        hidden, weight = problem.hidden.detach(), problem.weight.detach()
+        self.logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+        self.d_hidden, self.d_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
-    three = timed(
-        lambda: torch.mm(hidden, weight.t(), out=logits),
-        lambda: torch.mm(logits, weight, out=d_hidden),
-        lambda: torch.mm(logits.t(), hidden, out=d_weight),
-    )
-    teacher = timed(lambda: torch.mm(problem.teacher_hidden, problem.teacher_weight.t(), out=logits))
-    return three, three + teacher
+    def run(self, gemms: int) -> None:
+        hidden, weight = self.problem.hidden.detach(), self.problem.weight.detach()
+        if gemms == 4:
+            torch.mm(self.problem.teacher_hidden, self.problem.teacher_weight.t(), out=self.logits)
+        torch.mm(hidden, weight.t(), out=self.logits)
+        torch.mm(self.logits, weight, out=self.d_hidden)
+        torch.mm(self.logits.t(), hidden, out=self.d_weight)
 
 
 def ours(problem: Problem, objective: Objective) -> Run:

@@ -20,7 +20,7 @@ class Run:
 
     dir: Path
     steps: int
-    """Optimizer steps taken in all, earlier launches of the same run included."""
+    """Steps taken in all, earlier launches of the same run included."""
     metrics: list[dict[str, Any]]
     """Every line of metrics.jsonl."""
 
@@ -28,11 +28,11 @@ class Run:
     def last(self) -> dict[str, Any]:
         return self.metrics[-1] if self.metrics else {}
 
-    def export(self, out: str | Path) -> Path:
-        """Write the trained student as a Hugging Face folder."""
+    def export(self, out: str | Path, *, best: bool = False) -> Path:
+        """Write the trained student as a Hugging Face folder: the latest, or the best by held-out accuracy."""
         from understudy.trainers.export import export_run  # noqa: PLC0415 - imports torch
 
-        return export_run(self.dir, Path(out))
+        return export_run(self.dir, Path(out), best=best)
 
 
 def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:

@@ -1,4 +1,4 @@
-"""Report what this machine offers a run: versions, devices, memory, disk, isolation."""
+"""Report what this machine offers a run; or, given a run directory, what that run is waiting for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import os
 import platform
 import shutil
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
+
+from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.watchdog import read_waits
 
 _PACKAGES = (
     "understudy",
@@ -28,11 +33,51 @@ _PACKAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    del parser
+    parser.add_argument("run", nargs="?", type=Path, help="a run directory: say what that run waits for")
 
 
 def run(options: argparse.Namespace) -> None:
-    del options
+    if options.run is not None:
+        return _waits(RunDir.open(options.run))
+    return _machine()
+
+
+def _waits(run_dir: RunDir) -> None:
+    """The wait graph of a live run, as its watchdog last wrote it."""
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    state = read_json(run_dir.state)
+    if not run_dir.waits.exists():
+        say(f"{run_dir.path}: {state['status']}; it has not begun to train{_because(state)}")
+        return
+    entry, waits = read_waits(run_dir.waits)
+    alive = state["status"] == "running" and psutil.pid_exists(int(state["pid"]))
+    if entry["status"] == "ended" or not alive:
+        how = (
+            state["status"]
+            if state["status"] != "running"
+            else "its process is gone; continue with `understudy resume`"
+        )
+        say(f"{run_dir.path}: ended ({how}){_because(state)}")
+    else:
+        say(
+            f"{run_dir.path}: running as process {state['pid']}; last progress "
+            f"{entry['seconds_without_progress'] + time.time() - entry['written']:.0f} s ago"
+        )
+    for wait in waits:
+        say(f"  {wait}")
+    for name, value in entry["facts"].items():
+        say(f"  {name:<28} {value}")
+
+
+def _because(state: dict[str, Any]) -> str:
+    return f": {state['detail']}" if state.get("detail") else ""
+
+
+def _machine() -> None:
     import torch
 
     console = Console()

@@ -7,16 +7,23 @@ from pathlib import Path
 
 from rich.console import Console
 
+from understudy.observability.live import LiveView
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("out", type=Path, help="the folder to write; it must not exist or be empty")
+    parser.add_argument("--best", action="store_true", help="the checkpoint of the best held-out accuracy")
+    parser.add_argument(
+        "--averaged", action="store_true", help="the running average of the weights (trainer.ema_decay)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     from understudy.trainers.export import export_run
 
-    out = export_run(options.run, options.out)
+    with LiveView(0) as view, view.work(f"writing {options.out}"):
+        out = export_run(options.run, options.out, best=options.best, averaged=options.averaged)
     Console().print(
         f"wrote {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})",
         highlight=False,

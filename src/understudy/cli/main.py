@@ -25,6 +25,7 @@ from understudy.cli import (
     resume,
     score,
     serve_teacher,
+    teachers,
     train,
 )
 from understudy.errors import ConfigError, UnderstudyError
@@ -41,6 +42,7 @@ _COMMANDS = {
     "doctor": doctor,
     "quickstart": quickstart,
     "serve-teacher": serve_teacher,
+    "teachers": teachers,
     "score": score,
 }
 

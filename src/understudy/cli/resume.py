@@ -1,4 +1,4 @@
-"""Continue a run that was stopped or killed, from its last checkpoint."""
+"""Continue a run that was stopped or killed, from its last checkpoint; `key=value` changes what may change."""
 
 from __future__ import annotations
 
@@ -6,15 +6,29 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from rich.console import Console
+
 from understudy.cli.outcome import finish
+from understudy.observability.rundir import RunDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for example trainer.steps=400 trainer.ranks=2"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress display")
 
 
 def run(options: argparse.Namespace) -> int:
+    from understudy.trainers.changes import changed_recipe
+
+    _, changes = changed_recipe(RunDir.open(options.run), options.overrides)
+    console = Console(stderr=True)
+    for change in changes:
+        console.print(f"changed {change}", highlight=False, markup=False, soft_wrap=True)
+    if options.overrides and not changes:
+        console.print("nothing changes: the run has these values already", highlight=False)
     from understudy.trainers.launch import resume
 
-    return finish(asyncio.run(resume(options.run, progress=not options.quiet)))
+    return finish(asyncio.run(resume(options.run, options.overrides, progress=not options.quiet)))

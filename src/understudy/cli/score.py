@@ -12,13 +12,17 @@ from typing import Any
 
 from understudy.errors import DataError
 
+_ROWS_PER_REQUEST = 64
+"""A file may be larger than what a replica takes at once."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="for example http://127.0.0.1:8100")
     parser.add_argument(
         "file",
         type=Path,
-        help='jsonl, one {"tokens": [...], "positions": [...]} a line; positions default to 1 … end',
+        help='jsonl, one {"tokens": [...], "positions": [...], "ids": [[...]]} a line; positions default to 1 … end, and '
+        "ids (several per position) ask for exactly these candidates",
     )
     parser.add_argument(
         "--topk", type=int, default=0, help="candidates per position; 0 asks for the written token alone"
@@ -44,13 +48,18 @@ async def _score(options: argparse.Namespace) -> list[dict[str, Any]]:
     from understudy.teacher.client import ReplicaClient
     from understudy.types.scores import ScoreItem, Signal
 
-    signal = Signal.TOPK if options.topk else Signal.SAMPLED
-    items = [
-        ScoreItem(str(i), *_row(line, i, options.file), signal, k=options.topk)
-        for i, line in enumerate(_lines(options.file))
-    ]
+    plain = Signal.TOPK if options.topk else Signal.SAMPLED
+    items = []
+    for i, line in enumerate(_lines(options.file)):
+        tokens, positions, ids = _row(line, i, options.file)
+        signal, k = (plain, options.topk) if ids is None else (Signal.AT_IDS, 0)
+        items.append(ScoreItem(str(i), tokens, positions, signal, k=k, ids=ids))
     async with ReplicaClient(options.url, options.token) as client:
-        scores = await client.score(items)
+        scores = [
+            one
+            for start in range(0, len(items), _ROWS_PER_REQUEST)
+            for one in await client.score(items[start : start + _ROWS_PER_REQUEST])
+        ]
     return [
         {
             "sampled_logprobs": one.sampled_logprobs.tolist(),
@@ -70,15 +79,16 @@ def _lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line.strip()]
 
 
-def _row(line: str, number: int, path: Path) -> tuple[Any, Any]:
+def _row(line: str, number: int, path: Path) -> tuple[Any, Any, Any]:
     import numpy as np
 
     try:
         row = json.loads(line)
         tokens = np.asarray(row["tokens"], dtype=np.int32)
         positions = np.asarray(row.get("positions", range(1, len(tokens))), dtype=np.int32)
+        ids = None if row.get("ids") is None else np.asarray(row["ids"], dtype=np.int32)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f'{path}, line {number + 1}: expected {{"tokens": [ids], "positions": [indexes]}}, got {line[:60]!r} ({error})'
         ) from None
-    return tokens, positions
+    return tokens, positions, ids

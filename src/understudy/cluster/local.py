@@ -54,6 +54,18 @@ class LocalProcesses:
     def children(self) -> Mapping[str, Child]:
         return self._children
 
+    @property
+    def address(self) -> str:
+        """Where this machine is reached by the machines its processes are on."""
+        return "127.0.0.1"
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a process of this name would be on another machine."""
+        return False
+
+    async def ready(self) -> None:
+        """Wait until processes can be started: at once on this machine."""
+
     async def start(
         self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
     ) -> Child:

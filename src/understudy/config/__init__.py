@@ -1,17 +1,22 @@
 """Recipes: strict pydantic models, importable without torch, and the one source of defaults."""
 
-from understudy.config.loss import LossConfig
-from understudy.config.models import StudentConfig, TeacherConfig
+from understudy.config.critic import CriticConfig, ReferenceConfig
+from understudy.config.loss import CorrectionConfig, LossConfig
+from understudy.config.models import LoraConfig, StudentConfig, TeacherConfig
 from understudy.config.recipe import Recipe, load_recipe, parse_recipe
 from understudy.config.rollout import DataConfig, RolloutConfig
 from understudy.config.trainer import ClusterConfig, DataPlaneConfig, RunConfig, TrainerConfig
 
 __all__ = [
     "ClusterConfig",
+    "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
     "DataPlaneConfig",
+    "LoraConfig",
     "LossConfig",
     "Recipe",
+    "ReferenceConfig",
     "RolloutConfig",
     "RunConfig",
     "StudentConfig",

@@ -78,10 +78,10 @@ def _keys_at(model: type[BaseModel], place: list[str]) -> set[str]:
     for part in place:
         if isinstance(current, type) and issubclass(current, BaseModel):
             field = current.model_fields.get(part)
-            current = _unwrap(field.annotation) if field else None
+            current = unwrap(field.annotation) if field else None
         else:
             # Inside a `dict[str, Section]` the part is the user's own name (a teacher's): stay on the section.
-            current = _unwrap(current)
+            current = unwrap(current)
         if isinstance(current, tuple):
             current = current[0]
     if isinstance(current, type) and issubclass(current, BaseModel):
@@ -89,13 +89,13 @@ def _keys_at(model: type[BaseModel], place: list[str]) -> set[str]:
     return set()
 
 
-def _unwrap(annotation: Any) -> Any:
+def unwrap(annotation: Any) -> Any:
     """`Section | None` → Section; `dict[str, Section]` → a one-tuple that the next part of the path opens."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         for arm in typing.get_args(annotation):
             if arm is not type(None):
-                return _unwrap(arm)
+                return unwrap(arm)
     if origin is dict:
         return _Open(typing.get_args(annotation)[1])
     if isinstance(annotation, _Open):

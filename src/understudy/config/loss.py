@@ -14,6 +14,25 @@ LossKind = Literal[
 ]  # fmt: skip
 
 
+class CorrectionConfig(Section):
+    """`[loss.correction]`: between the probabilities the engine sampled with and the trainer's own before the step.
+
+    Either key computes those first (one more forward pass per step) and multiplies policy gradients; divergences are left
+    alone. `rollout_corr/*` in the metrics says how far the two are apart.
+    """
+
+    weigh: Literal["off", "token", "sequence", "geometric"] = "off"
+    """Truncated importance sampling: multiply by min(ratio, `cap`) of the token, of its sequence (the product), or of its
+    sequence's geometric mean."""
+    cap: Annotated[float, Field(gt=0)] = 2.0
+    drop: Literal["off", "token", "sequence", "geometric"] = "off"
+    """Leave out what has a ratio outside [`low`, `high`]."""
+    low: Annotated[float, Field(ge=0)] = 0.5
+    high: Annotated[float, Field(gt=0)] = 2.0
+    measure: bool = False
+    """Only compute and log the distance."""
+
+
 class LossConfig(Section):
     kind: LossKind = "forward_kl"
     signal: Literal["sampled", "topk", "at_ids", "hidden"] = "topk"
@@ -33,8 +52,18 @@ class LossConfig(Section):
     distill_coef: Annotated[float, Field(ge=0)] = 1.0
     task_coef: Annotated[float, Field(ge=0)] = 0.0
     """Above 0 adds a policy loss on task rewards."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce++"] = "grpo"
-    """How task rewards become advantages (`task_coef` > 0)."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce++", "gae"] = "grpo"
+    """How task rewards become advantages (`task_coef` > 0); `gae` trains a critic beside the student."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount of later rewards (`reinforce++`, `gae`)."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """`gae`: 1 trusts the rewards that came, 0 the critic."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Above 0 keeps the student near a frozen reference (`[reference]`; the student as it starts)."""
+    kl_kind: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Differentiate the estimate, or take it off the task reward of each token."""
+    correction: CorrectionConfig = CorrectionConfig()
     reduction: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28

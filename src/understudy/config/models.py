@@ -11,6 +11,18 @@ from understudy.config.base import Section
 DType = Literal["float32", "bfloat16", "float16"]
 
 
+class LoraConfig(Section):
+    """`[student.lora]`: train small adapters, leave the weights themselves frozen (needs the `lora` extra)."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapters' product is scaled by alpha / rank."""
+    targets: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Last parts of the names of the linear layers that get one."""
+
+
 class StudentConfig(Section):
     model: str
     """Hub id or folder of the student."""
@@ -22,6 +34,8 @@ class StudentConfig(Section):
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    lora: LoraConfig | None = None
 
     @model_validator(mode="after")
     def _pinned_code(self) -> StudentConfig:
@@ -32,19 +46,31 @@ class StudentConfig(Section):
 
 class TeacherConfig(Section):
     model: str
-    """Hub id or folder of the teacher."""
+    """Hub id or folder of the teacher; for an external vLLM or OpenAI-compatible server, the model it serves."""
+    revision: str | None = None
+    """Pinned hub revision; needed when `trust_remote_code` is on."""
+    trust_remote_code: bool = False
     key: str | None = None
     """Rows whose routing column has this value; one teacher needs no key."""
     replicas: Annotated[int, Field(ge=0)] = 1
     """How many server processes hold this teacher."""
     placement: str = "standalone"
     """`pool` (a slice of a named pool), `standalone` (own processes and devices) or `external` (`urls`)."""
+    pool: str | None = None
+    """Which of `[cluster.pools]` the replicas are cut from (`pool` only)."""
     urls: list[str] = Field(default=[])
     """Running scoring servers (`external` only)."""
+    backend: Literal["auto", "native", "vllm", "openai"] = "auto"
+    """What answers at `urls`; `auto` asks. Name it where a gateway answers every path alike."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of external servers."""
     dtype: DType = "float32"
     device: str = "auto"
+    """`auto` (a GPU of its own where there are several), `cpu`, `cuda` or `cuda:N` (that one, whoever else sits there)."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Processes, and devices, that share one replica's model."""
+    compile: bool = False
+    """Compile the decoder layers: faster on GPUs, some seconds at start."""
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of one replica."""
     ports: list[int] = Field(default=[])
@@ -53,8 +79,12 @@ class TeacherConfig(Section):
     """Tokens of one forward of a replica."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 60.0
     """After this long without an answer a request is tried on another replica."""
-    revision: str | None = None
-    trust_remote_code: bool = False
+    hedge_after_seconds: Annotated[float, Field(gt=0)] | None = None
+    """After this long a second replica is asked as well, and the first answer wins; not set: never."""
+    cache_bytes: Annotated[int, Field(ge=0)] = 0
+    """Scores to keep in memory for requests that come again; 0 keeps none."""
+    context_length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of one sequence at most, prompt + response + 1; what the model holds when not set."""
 
     @field_validator("placement")
     @classmethod
@@ -71,18 +101,53 @@ class TeacherConfig(Section):
     @model_validator(mode="after")
     def _placed(self) -> TeacherConfig:
         if self.placement == "external":
-            if not self.urls:
-                raise ValueError(
-                    "placement = 'external' needs `urls`, the addresses of running scoring servers"
-                )
-        elif self.replicas < 1:
+            self._check_external()
+        else:
+            self._check_own()
+        if self.placement == "pool" and not self.pool:
+            raise ValueError("placement = 'pool' needs `pool`, the name of one of [cluster.pools]")
+        if self.placement != "pool" and self.pool:
+            raise ValueError(f"`pool` = {self.pool!r} belongs to placement = 'pool'")
+        if self.trust_remote_code and not self.revision:
+            raise ValueError("trust_remote_code = true runs code from the hub: pin it with `revision`")
+        return self
+
+    def _check_external(self) -> None:
+        if not self.urls:
+            raise ValueError("placement = 'external' needs `urls`, the addresses of running scoring servers")
+        wrong = [url for url in self.urls if not url.startswith(("http://", "https://"))]
+        if wrong:
+            raise ValueError(f"`urls` has {wrong[0]!r}; expected an address like 'http://host:8000'")
+        ours = [
+            key for key in _OF_OUR_PROCESSES if getattr(self, key) != type(self).model_fields[key].default
+        ]
+        if ours:
+            raise ValueError(
+                f"`{ours[0]}` belongs to processes that this run starts; an external server was started with its own"
+            )
+
+    def _check_own(self) -> None:
+        if self.replicas < 1:
             raise ValueError(f"replicas = {self.replicas}: a teacher needs at least 1 replica")
-        elif self.urls:
+        if self.urls:
             raise ValueError("`urls` belong to placement = 'external'")
+        if self.backend not in ("auto", "native"):
+            raise ValueError(
+                f"backend = {self.backend!r} belongs to placement = 'external': replicas started here are native"
+            )
         if self.ports and len(self.ports) != self.replicas:
             raise ValueError(
                 f"{len(self.ports)} ports for {self.replicas} replicas; give one per replica, or none"
             )
-        if self.trust_remote_code and not self.revision:
-            raise ValueError("trust_remote_code = true runs code from the hub: pin it with `revision`")
-        return self
+        if self.placement == "pool" and self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device = {self.device!r}: a replica of a pool is seated by it; leave `device` out"
+            )
+        if self.tensor_parallel > 1 and self.device.startswith("cuda:"):
+            raise ValueError(
+                f"tensor_parallel = {self.tensor_parallel} needs that many devices, device = {self.device!r} is one; "
+                "leave `device` out, or set 'cuda'"
+            )
+
+
+_OF_OUR_PROCESSES = ("ports", "tensor_parallel", "compile", "trust_remote_code")

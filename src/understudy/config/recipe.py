@@ -15,9 +15,13 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from understudy.config.base import Section, explain, nearest
+from understudy.config.async_checks import async_problems
+from understudy.config.base import Section, explain, nearest, unwrap
+from understudy.config.cluster_checks import cluster_problems
+from understudy.config.critic import CriticConfig, ReferenceConfig
 from understudy.config.loss import LossConfig
 from understudy.config.models import StudentConfig, TeacherConfig
+from understudy.config.objective_checks import objective_problems
 from understudy.config.rollout import DataConfig, RolloutConfig
 from understudy.config.trainer import ClusterConfig, DataPlaneConfig, RunConfig, TrainerConfig
 from understudy.errors import ConfigError
@@ -30,6 +34,8 @@ class Recipe(Section):
     teachers: dict[str, TeacherConfig] = Field(default={})
     data: DataConfig
     loss: LossConfig = LossConfig()
+    critic: CriticConfig | None = None
+    reference: ReferenceConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     dataplane: DataPlaneConfig = DataPlaneConfig()
@@ -57,6 +63,13 @@ def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         table = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    apply_overrides(table, overrides)
+    _resolve_paths(table, path.parent)
+    return table
+
+
+def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set each `section.key=value` in the plain tables of a recipe."""
     problems = []
     for override in overrides:
         try:
@@ -65,8 +78,6 @@ def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    _resolve_paths(table, path.parent)
-    return table
 
 
 def parse_recipe(table: Mapping[str, Any]) -> Recipe:
@@ -141,7 +152,8 @@ def _resolve_paths(table: dict[str, Any], base: Path) -> None:
             return str((base / value).resolve())
         return value
 
-    models = [table.get("student"), *_tables(table.get("teachers"))]
+    models = [table.get(role) for role in ("student", "critic", "reference")]
+    models += _tables(table.get("teachers"))
     for section in models:
         if isinstance(section, dict) and "model" in section:
             section["model"] = resolved(section["model"])
@@ -167,7 +179,7 @@ def _floats(table: Any, model: Any = Recipe) -> Any:
         if key == "teachers" and isinstance(value, Mapping):
             result[key] = {name: _floats(entry, TeacherConfig) for name, entry in value.items()}
         elif isinstance(value, Mapping):
-            result[key] = _floats(value, annotation)
+            result[key] = _floats(value, unwrap(annotation))
         elif (
             isinstance(value, int)
             and not isinstance(value, bool)
@@ -199,12 +211,54 @@ def _cross_checks(recipe: Recipe) -> list[str]:
             f"loss.teacher_temperature = {loss.teacher_temperature} needs loss.signal = 'hidden': "
             f"scores at a few ids ('{loss.signal}') cannot be re-tempered"
         )
-    if loss.signal == "at_ids":
+    problems += _engine(recipe)
+    if recipe.trainer.eval_k > 1 and recipe.rollout.temperature == 0:
         problems.append(
-            "loss.signal = 'at_ids' is served by teachers and known to the losses, but no engine reports the student's own "
-            "candidates to the trainer yet; use 'topk' or 'hidden'"
+            f"trainer.eval_k = {recipe.trainer.eval_k} with rollout.temperature = 0: all samples of a problem would be the same; "
+            "raise the temperature, or set trainer.eval_k = 0"
         )
+    if recipe.trainer.ranks > 1 and (
+        recipe.trainer.offload_optimizer or recipe.trainer.optimizer == "adamw_8bit"
+    ):
+        problems.append(
+            f"trainer.ranks = {recipe.trainer.ranks} spreads the optimizer's state over the ranks already; leave "
+            "trainer.offload_optimizer and trainer.optimizer = 'adamw_8bit' out"
+        )
+    if recipe.trainer.ranks > 1 and recipe.student.device.startswith("cuda:"):
+        problems.append(
+            f"student.device = {recipe.student.device!r} with trainer.ranks = {recipe.trainer.ranks}: each rank takes a GPU "
+            "of its own; write student.device = 'cuda'"
+        )
+    problems += objective_problems(recipe)
+    problems += async_problems(recipe.trainer, recipe.rollout, recipe.run, recipe.teachers)
     problems += _routing(recipe)
+    problems += _pools(recipe)
+    problems += cluster_problems(recipe.cluster, recipe.dataplane)
+    return problems
+
+
+def _engine(recipe: Recipe) -> list[str]:
+    """What the chosen engine cannot do for the rest of the recipe."""
+    rollout, problems = recipe.rollout, []
+    if rollout.engine != "hf" and recipe.run.determinism == "full":
+        problems.append(
+            f"run.determinism = 'full' needs rollout.engine = 'hf': a {rollout.engine} server batches requests as they come, "
+            "so a run cannot repeat to the bit; leave run.determinism out"
+        )
+    if recipe.loss.signal != "at_ids" or rollout.engine == "hf":
+        return problems
+    if rollout.engine == "openai":
+        problems.append(
+            "loss.signal = 'at_ids' needs the student's own candidates, which rollout.engine = 'openai' does not report; use "
+            "'hf', 'vllm' or 'sglang', or loss.signal = 'topk'"
+        )
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    problems += [
+        f"loss.signal = 'at_ids' with rollout.{key} = {getattr(rollout, key)}: a {rollout.engine} server names candidates of the "
+        f"filtered distribution, not the student's own; leave rollout.{key} out, or use rollout.engine = 'hf'"
+        for key, value in neutral.items()
+        if getattr(rollout, key) != value
+    ]
     return problems
 
 
@@ -224,4 +278,25 @@ def _routing(recipe: Recipe) -> list[str]:
         guess = nearest(default, teachers)
         hint = f"did you mean {guess!r}?" if guess else f"teachers: {', '.join(teachers) or 'none'}"
         problems.append(f"data.default_teacher = {default!r} is no teacher of this recipe; {hint}")
+    return problems
+
+
+def _pools(recipe: Recipe) -> list[str]:
+    """Every pool that is named exists; on one machine a pool is a slice of that machine."""
+    pools, problems = recipe.cluster.pools, []
+    named = {f"cluster.roles.{role}": pool for role, pool in recipe.cluster.roles.items()}
+    named |= {
+        f"teachers.{name}.pool": teacher.pool for name, teacher in recipe.teachers.items() if teacher.pool
+    }
+    for place, pool in named.items():
+        if pool not in pools:
+            guess = nearest(pool, pools)
+            hint = f"did you mean {guess!r}?" if guess else f"pools: {', '.join(pools) or 'none'}"
+            problems.append(f"{place} = {pool!r} is none of [cluster.pools]; {hint}")
+    if recipe.cluster.backend == "local":
+        problems += [
+            f"cluster.pools.{name}.nodes = {pool.nodes}: backend = 'local' is this one machine; set nodes = 1"
+            for name, pool in pools.items()
+            if pool.nodes > 1
+        ]
     return problems

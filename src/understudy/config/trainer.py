@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from understudy.config.base import Section
 
 
 class TrainerConfig(Section):
-    mode: Literal["sync"] = "sync"
+    mode: Literal["sync", "fully_async"] = "sync"
+    """`sync` produces a batch, trains on it, publishes, and begins again; `fully_async` does all three at once."""
+    max_staleness: Annotated[float, Field(ge=0)] = 1.0
+    """`fully_async`: how many publishes a trained row may lie behind. 0 is on-policy; a fraction bounds the share of a window
+    that may be one behind."""
+    sync_every: Annotated[int, Field(ge=1)] = 1
+    """`fully_async`: updates between two publishes."""
+    partial_rollouts: bool = True
+    """`fully_async`: generations go on under new weights, each token with its own version; false waits for them to end."""
+    adapt_admission: bool = False
+    """`fully_async`: admit fewer prompts while finished rows pile up, and more again when the trainer waits."""
+    stall_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """After this long without any progress the run says what waits for what; `understudy doctor RUN` says it any time."""
     steps: Annotated[int, Field(ge=1)] = 100
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Prompts per step; with `rollout.n` sessions each."""
@@ -19,14 +31,36 @@ class TrainerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Processes that train the student together (FSDP2), each on a GPU of its own, or all on the CPU; started by us. Losses
+    do not depend on it beyond rounding."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
     """Tokens of one forward and backward; the result does not depend on it."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """How often each batch is gone through."""
+    mini_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Prompts of one optimizer step at most; the whole batch when not set. It need not divide anything."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps both moments in one byte each: 6 bytes a parameter less."""
+    offload_optimizer: bool = False
+    """Masters and moments in host memory: 12 bytes a parameter less on the device, slower steps."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keeps an exponential average of the weights, for `understudy export --averaged`."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 50
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    keep_best: bool = True
+    """Checkpoint each step whose `val/accuracy` is the best so far, and keep it besides (`understudy export RUN OUT --best`)."""
+    async_save: bool = True
+    """Write checkpoints while the next step runs, from a copy in host memory; false waits for the disk and needs no copy."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """0 evaluates before the first and after the last step only."""
     eval_samples: Annotated[int, Field(ge=1)] | None = None
     """How many held-out problems; all of them when not set."""
+    eval_k: Annotated[int, Field(ge=0)] = 0
+    """Samples per held-out problem besides the greedy answer, at the rollout's temperature: gives `val/avg@k` and
+    `val/pass@1` … `val/pass@k`. 0 takes none."""
+    solved_at: float = 1.0
+    """A sample whose reward reaches this counts as solved in `pass@k`."""
     eval_teachers: bool = False
     """Also measure each teacher on the held-out problems it would judge, once, before the first step."""
     max_dead_letters: Annotated[float, Field(ge=0, le=1)] = 0.01
@@ -34,24 +68,55 @@ class TrainerConfig(Section):
 
 
 class DataPlaneConfig(Section):
+    backend: Literal["embedded", "transfer_queue"] = "embedded"
+    """Where rows lie between the verbs: in the trainer's process, or in the memory of a Ray cluster (TransferQueue). Either
+    way they are in the run directory too."""
+    storage_units: Annotated[int, Field(ge=1)] = 2
+    """`transfer_queue`: processes that hold rows, spread over the machines; each takes a CPU, and so does their controller."""
     max_rows: Annotated[int, Field(ge=1)] = 100_000
     """Rows in flight at most; producers wait when it is full, nothing is dropped."""
     max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """Of row data held in memory."""
-    spill_bytes: Annotated[int, Field(ge=1)] = 1 << 20
-    """Columns of this size or more live on disk."""
+    spill_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Columns of this size or more live on disk alone; not set: 1 MiB when embedded, none on `transfer_queue`, whose memory is
+    how they travel."""
+
+
+class PoolConfig(Section):
+    """`[cluster.pools.NAME]`: machines that roles and teachers are cut from."""
+
+    nodes: Annotated[int, Field(ge=1)] = 1
+    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    cpus_per_node: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> PoolConfig:
+        if not self.gpus_per_node and not self.cpus_per_node:
+            raise ValueError("an empty pool: set `gpus_per_node` or `cpus_per_node`")
+        return self
 
 
 class ClusterConfig(Section):
-    backend: Literal["local"] = "local"
+    backend: Literal["local", "ray"] = "local"
+    """`local`: processes of this machine. `ray`: teachers on the machines of a Ray cluster (`pip install understudy[ray]`)."""
+    address: str | None = None
+    """`ray`: HOST:PORT of the cluster, or `auto` on one of its machines; not set: a Ray of the run's own on this machine."""
+    ray_auth: Literal["token", "off"] = "token"
+    """`off` uses a cluster that was started without authentication: whoever reaches it may run anything on it."""
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 180.0
     """How long a child process may take until it is ready."""
+    pools: dict[str, PoolConfig] = Field(default={})
+    """Named slices of the machines; a teacher names its own with `pool`, other roles by `cluster.roles`."""
+    roles: dict[Literal["student", "rollout", "critic", "workers"], str] = Field(default={})
+    """Role → pool. A role that is not named is seated by the backend."""
 
 
 class RunConfig(Section):
     dir: str | None = None
     """This run's folder; when not set, a fresh one is made under `runs/`."""
     name: str = "run"
+    loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=[])
+    """Who is told the metrics besides the console and metrics.jsonl; each is an extra (`pip install understudy[wandb]`)."""
     seed: Annotated[int, Field(ge=0)] = 0
     determinism: Literal["full", "fast"] | None = None
     """`full` composes every batch by key, so that a run repeats to the bit; `fast` batches by arrival. By default `full` on a

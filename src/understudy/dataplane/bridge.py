@@ -10,8 +10,8 @@
                                                  and what comes back is the meta with one more field
 
 Only names travel between caller and callee; the bytes go straight between the plane and the place where the function
-runs. The first positional argument may be columns, a `BatchMeta` or a `Lease` (then the write is fenced by it). A
-returned dict is columns to be written; anything else is handed to the caller as it is. Bodies may be sync or async;
+runs. The first positional argument may be columns, a `BatchMeta`, a `Lease` (then the write is fenced by it), or
+TransferQueue's `KVBatchMeta` or columnar `BatchMeta` (then the answer is one too; see transfer_queue_meta.py). A returned dict is columns to be written; anything else is handed to the caller as it is. Bodies may be sync or async;
 sync bodies run in a thread, so they never hold up the event loop. From a thread without an event loop, a sync function
 called with a meta blocks until it is done.
 """
@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 
 from understudy.dataplane.base import DataPlane, Lease
 from understudy.dataplane.columns import scatter
+from understudy.dataplane.transfer_queue_meta import in_kind, is_columnar, is_keyed, named_by
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 from understudy.types.jagged import Jagged
@@ -63,7 +64,7 @@ def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         @functools.wraps(function)
         def call(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(batch, BatchMeta | Lease):
+            if not (isinstance(batch, BatchMeta | Lease) or is_keyed(batch) or is_columnar(batch)):
                 return function(batch, *args, **kwargs)
             here = _here.get()
             if here is None:
@@ -94,11 +95,14 @@ async def _run(
     function: Callable[..., Any],
     is_async: bool,
     fields: tuple[str, ...],
-    batch: BatchMeta | Lease,
+    batch: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     meta, lease = (batch.meta, batch) if isinstance(batch, Lease) else (batch, None)
+    theirs = not isinstance(meta, BatchMeta)
+    if theirs:
+        meta = await named_by(plane, batch)
     columns = await plane.get(meta, fields or None)
     if is_async:
         answer: Awaitable[Any] = function(columns, *args, **kwargs)
@@ -111,4 +115,5 @@ async def _run(
     rows = {key: {name: cells[name][i] for name in cells} for i, key in enumerate(meta.keys)}
     if cells and rows:
         await plane.put(meta.partition, rows, lease=lease)
-    return replace(meta, fields=meta.fields + tuple(name for name in cells if name not in meta.fields))
+    done = replace(meta, fields=meta.fields + tuple(name for name in cells if name not in meta.fields))
+    return await in_kind(plane, batch, done) if theirs else done

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from understudy.dataplane import journal_rewind
 from understudy.dataplane.admission import Admission
@@ -47,6 +47,7 @@ from understudy.dataplane.journal_schema import read_meta, write_meta
 from understudy.dataplane.leases import Leases
 from understudy.dataplane.loading import Loaded, load
 from understudy.dataplane.partition import Partition
+from understudy.dataplane.rows import Row
 from understudy.dataplane.spill import SpillFiles
 from understudy.dataplane.store import Store
 from understudy.dataplane.view import ClaimRequest, ViewSpec
@@ -56,6 +57,8 @@ from understudy.types.jagged import Jagged
 
 
 class EmbeddedDataPlane:
+    store_kind: ClassVar[type[Store]] = Store
+
     def __init__(self, store: Store, lock: FolderLock) -> None:
         self._store = store
         self._lock = lock
@@ -74,7 +77,7 @@ class EmbeddedDataPlane:
         spill_bytes: int,
         clock: Callable[[], float] = time.monotonic,
         retain: Retain = Retain.UNTIL_SETTLED,
-    ) -> EmbeddedDataPlane:
+    ) -> Self:
         """Open or create the plane in folder `path`; what its journal holds is there again, and no lease is.
 
         `max_rows` and `max_bytes` bound what is in flight (see admission.py), columns of `spill_bytes` or more
@@ -90,7 +93,7 @@ class EmbeddedDataPlane:
             opened.callback(journal.abandon)
             connection = journal.writer.connection
             write_meta(connection, "epoch", read_meta(connection, "epoch", 0) + 1)
-            store = Store(
+            store = cls.store_kind(
                 journal=journal,
                 spill=spill,
                 admission=admission,
@@ -172,6 +175,18 @@ class EmbeddedDataPlane:
     async def get(
         self, meta: BatchMeta, fields: Sequence[str] | None = None
     ) -> dict[str, Jagged | list[Any]]:
+        rows, names = self._wanted(meta, fields)
+        columns: dict[str, Jagged | list[Any]] = {}
+        for name in names:
+            frames = await self._store.frames(rows, name)
+            if sum(map(len, frames)) > 2**20:
+                columns[name] = await asyncio.to_thread(gather, name, frames, meta.keys)
+            else:
+                columns[name] = gather(name, frames, meta.keys)
+        return columns
+
+    def _wanted(self, meta: BatchMeta, fields: Sequence[str] | None) -> tuple[list[Row], Sequence[str]]:
+        """The rows a `get` is about, and the columns: those asked for, or named by the meta, or that all rows have."""
         home = self._home(meta.partition)
         rows = [self._store.row(home, key) for key in meta.keys]
         if fields is None:
@@ -180,7 +195,6 @@ class EmbeddedDataPlane:
             ]
         else:
             names = fields
-        columns: dict[str, Jagged | list[Any]] = {}
         for name in names:
             lacking = [row.key for row in rows if name not in row.columns]
             if lacking:
@@ -188,13 +202,7 @@ class EmbeddedDataPlane:
                     f"column {name!r} is missing on {len(lacking)} of {len(rows)} rows ({lacking[0]} …), "
                     f"which has {', '.join(home.rows[lacking[0]].columns) or 'no columns'}; claim with fields=({name!r},)"
                 )
-        for name in names:
-            frames = await self._store.frames(rows, name)
-            if sum(map(len, frames)) > 2**20:
-                columns[name] = await asyncio.to_thread(gather, name, frames, meta.keys)
-            else:
-                columns[name] = gather(name, frames, meta.keys)
-        return columns
+        return rows, names
 
     async def ack(self, lease: Lease, step: int, keys: Sequence[str] | None = None) -> None:
         store = self._store

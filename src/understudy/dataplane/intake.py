@@ -14,6 +14,8 @@ from understudy.errors import LeaseLost
 from understudy.types.batch import BatchMeta
 
 Tags = Mapping[str, Mapping[str, Any]]
+Frames = dict[str, dict[str, bytes]]
+"""By key and column."""
 
 
 class Intake:
@@ -24,7 +26,7 @@ class Intake:
         self, partition: str, keys: Sequence[str], step: int, group: GroupPolicy | None, tags: Tags | None
     ) -> tuple[str, ...]:
         store = self._store
-        given = _checked(tags)
+        given = checked_tags(tags)
         new = _unknown(store.partition(partition), keys)
         if not new:
             return ()
@@ -45,23 +47,36 @@ class Intake:
         status: RowStatus,
     ) -> BatchMeta:
         store = self._store
-        frames = {
-            key: {name: encode(name, cell) for name, cell in columns.items()} for key, columns in rows.items()
-        }
-        given = _checked(tags)
+        frames = framed(rows)
+        given = checked_tags(tags)
+        home, room = await self._admit(partition, frames, lease)
+        self._write(home, frames, given, status, room)
+        await store.journal.durable()
+        return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
+
+    async def _admit(self, partition: str, frames: Frames, lease: Lease | None) -> tuple[Partition, int]:
+        """Refuse whoever may not write; wait until there is room for the rows that are new, and take it."""
+        store = self._store
         home = store.partition(partition)
-        room = self._look(home, rows, lease)
+        room = self._look(home, frames, lease)
         if room:
-            size = sum([len(frame) for key in rows if key not in home.rows for frame in frames[key].values()])
+            size = sum(
+                [len(frame) for key in frames if key not in home.rows for frame in frames[key].values()]
+            )
             if not store.admission.enter_now(room, size):
                 await store.admission.admit(room, size)
                 home = store.partition(partition)
                 try:
-                    self._look(home, rows, lease)
+                    self._look(home, frames, lease)
                 except LeaseLost:
                     store.admission.leave(room)
                     store.admission.serve()
                     raise
+        return home, room
+
+    def _write(self, home: Partition, frames: Frames, tags: Tags, status: RowStatus, room: int) -> None:
+        """Into memory and the open journal batch, all at once; `room` was taken for rows that are new."""
+        store = self._store
         written = []
         for key, columns in frames.items():
             row = home.rows.get(key)
@@ -71,8 +86,8 @@ class Intake:
                     room -= 1
                 else:
                     store.admission.enter()
-            if key in given:
-                store.tag(row, given[key])
+            if key in tags:
+                store.tag(row, tags[key])
             store.write(home, row, columns, status)
             if row.lease is not None and row.lease.produces and status is not RowStatus.RUNNING:
                 store.drop_lease(home, row)
@@ -80,8 +95,6 @@ class Intake:
         store.admission.leave(room)
         store.touched(home, written)
         store.filter_complete(home, written)
-        await store.journal.durable()
-        return BatchMeta(partition, tuple(rows), _shared(rows.values()))
 
     def _look(self, home: Partition, keys: Iterable[str], lease: Lease | None) -> int:
         """Refuse late and foreign writers; how many of the rows need room."""
@@ -115,7 +128,7 @@ class Intake:
 
     async def put_tags(self, partition: str, tags: Tags) -> None:
         store = self._store
-        given = _checked(tags)
+        given = checked_tags(tags)
         home = store.partition(partition)
         rows = [store.row(home, key) for key in given]
         for row in rows:
@@ -129,14 +142,20 @@ def _unknown(home: Partition, keys: Sequence[str]) -> list[str]:
     return [key for key in dict.fromkeys(keys) if key not in home.rows and key not in home.settled]
 
 
-def _checked(tags: Tags | None) -> Tags:
+def framed(rows: Mapping[str, Columns]) -> Frames:
+    return {
+        key: {name: encode(name, cell) for name, cell in columns.items()} for key, columns in rows.items()
+    }
+
+
+def checked_tags(tags: Tags | None) -> Tags:
     """Tags are written as JSON: find out now whether they can be, not in a commit that carries other rows too."""
     for key, told in (tags or {}).items():
         encode(f"tags of {key}", dict(told))
     return tags or {}
 
 
-def _shared(rows: Iterable[Columns]) -> tuple[str, ...]:
+def shared_columns(rows: Iterable[Columns]) -> tuple[str, ...]:
     """The columns written to every row, in the order of the first."""
     shared: dict[str, None] | None = None
     for columns in rows:

@@ -22,7 +22,7 @@ from understudy.dataplane.partition import Partition
 from understudy.dataplane.rows import Row
 from understudy.dataplane.spill import SpillFiles
 from understudy.dataplane.view import View
-from understudy.errors import DataPlaneError
+from understudy.errors import DataPlaneError, LeaseLost
 
 
 class Store:
@@ -73,12 +73,10 @@ class Store:
     def row(self, home: Partition, key: str) -> Row:
         row = home.rows.get(key)
         if row is None:
-            why = (
-                "was settled already (trained, dead-lettered or evicted)"
-                if key in home.settled
-                else "was never issued"
-            )
-            raise DataPlaneError(f"row {key} is not in flight in partition {home.name!r}: it {why}")
+            where = f"row {key} is not in flight in partition {home.name!r}"
+            if key in home.settled:
+                raise LeaseLost(f"{where}: it was settled already (trained, dead-lettered or evicted)")
+            raise DataPlaneError(f"{where}: it was never issued")
         return row
 
     def issue(

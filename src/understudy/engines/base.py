@@ -40,6 +40,8 @@ class Sampling:
     """Above 1 makes every token of the prompt and of the generation so far less likely."""
     stop_strings: tuple[str, ...] = ()
     """Text that ends a generation; the token that completes it is kept."""
+    candidates: int = 0
+    """How many of the model's own best ids to report at every new token, before any of the filters above."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -51,6 +53,7 @@ class Sampling:
                 ("top_k", self.top_k, self.top_k >= 0, "0 (all) or more"),
                 ("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1"),
                 ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0"),
+                ("candidates", self.candidates, self.candidates >= 0, "0 (none) or more"),
             )
             if not right
         ]
@@ -77,7 +80,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What was written for one request; the four streams of a token share an index."""
+    """What was written for one request; the streams of a token share an index."""
 
     tokens: np.ndarray
     """int32 [N]: stop token included where one ended it."""
@@ -86,12 +89,19 @@ class Generation:
     weight_versions: np.ndarray
     """int32 [N]: the weights that wrote each token; they differ within one generation after a live update."""
     stop_reason: StopReason
+    candidate_ids: np.ndarray | None = None
+    """int32 [N, K], best first, where `Sampling.candidates` = K asked for them."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.weight_versions):
             raise EngineError(
                 f"a generation has {len(self.tokens)} tokens, {len(self.logprobs)} logprobs "
                 f"and {len(self.weight_versions)} weight versions; expected as many of each"
+            )
+        if self.candidate_ids is not None and len(self.candidate_ids) != len(self.tokens):
+            raise EngineError(
+                f"a generation has {len(self.tokens)} tokens and {len(self.candidate_ids)} rows of candidates; "
+                "expected as many of each"
             )
 
 

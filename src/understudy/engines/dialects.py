@@ -10,7 +10,7 @@ Only values live here; sending, retrying and balancing are `remote.py`'s.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,8 @@ class Piece:
     stop_reason: StopReason
     labels: frozenset[str] = frozenset()
     """What the server itself calls the weights that wrote this; empty where it does not say."""
+    candidates: tuple[list[int], ...] = ()
+    """The model's own best ids at each token, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class Dialect:
     """Whether the answer to `load` says that every worker has this version."""
     label: Callable[[int], tuple[str, Json]] | None = None
     """Tells the server what to call its weights, so that each answer says which wrote it; may be unknown to it."""
+    candidates: bool = False
+    """Whether answers can name the model's best ids at each token."""
 
 
 def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -> Piece:
@@ -91,6 +95,24 @@ def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -
     return Piece(tokens, [min(float(value), 0.0) for value in logprobs], stop_reason)
 
 
+def best_ids(entries: Iterable[tuple[Any, Any]], ask: Ask) -> list[int]:
+    """The K likeliest of one token's (id, logprob) entries; the written token may be among them and rank below."""
+    wanted = ask.request.sampling.candidates
+    found = {int(i): float(x) for i, x in entries if isinstance(x, (int, float)) and math.isfinite(x)}
+    if len(found) < wanted:
+        raise EngineError(
+            f"{ask.request.key}: the server named {len(found)} different candidates for a token, {wanted} were asked for; "
+            "for vLLM the limit is --max-logprobs"
+        )
+    return sorted(found, key=lambda i: (-found[i], i))[:wanted]
+
+
+def _id_of(entry: Mapping[str, Any]) -> int:
+    """Newer versions of vLLM write `token_id`, older ones a text."""
+    found = entry.get("token_id")
+    return int(str(entry.get("token")).removeprefix("token_id:")) if found is None else int(found)
+
+
 def _no_filters(sampling: Sampling) -> Json:
     """Settings that vLLM's and SGLang's samplers share by name."""
     return {
@@ -111,7 +133,8 @@ def _vllm_body(ask: Ask) -> Json:
         **_no_filters(sampling),
         "max_tokens": ask.max_new_tokens,
         "seed": ask.seed,
-        "logprobs": 0,
+        # One more than needed: the written token is counted among them, wherever it ranks.
+        "logprobs": sampling.candidates and sampling.candidates + 1,
         "detokenize": bool(sampling.stop_strings),
         "stop": list(sampling.stop_strings),
     }
@@ -129,7 +152,18 @@ def _vllm_read(reply: Json, ask: Ask) -> Piece:
     stop = _stop_reason(choice.get("finish_reason"), choice.get("stop_reason"), ask)
     piece = check_piece(choice.get("token_ids") or [], [entry.get("logprob") for entry in content], ask, stop)
     spans = choice.get("weight_versions") or []
-    return replace(piece, labels=frozenset(str(span.get("version")) for span in spans))
+    labels = frozenset(str(span.get("version")) for span in spans)
+    candidates: tuple[list[int], ...] = ()
+    if ask.request.sampling.candidates:
+        try:
+            named = [
+                [(_id_of(one), one.get("logprob")) for one in entry.get("top_logprobs") or ()]
+                for entry in content
+            ]
+        except ValueError:
+            raise EngineError(f"{ask.request.key}: the server names candidates by text, not by id") from None
+        candidates = tuple(best_ids(entries, ask) for entries in named)
+    return replace(piece, labels=labels, candidates=candidates)
 
 
 def _openai_body(ask: Ask) -> Json:
@@ -177,6 +211,7 @@ def _sglang_body(ask: Ask) -> Json:
         "input_ids": ask.tokens.tolist(),
         "sampling_params": params,
         "return_logprob": True,
+        "top_logprobs_num": sampling.candidates,
         "extra_key": ask.salt,
     }
 
@@ -186,7 +221,15 @@ def _sglang_read(reply: Json, ask: Ask) -> Piece:
     entries = meta.get("output_token_logprobs") or []
     finish = meta.get("finish_reason") or {}
     reason = _stop_reason(finish.get("type"), finish.get("matched"), ask)
-    return check_piece([entry[1] for entry in entries], [entry[0] for entry in entries], ask, reason)
+    piece = check_piece([entry[1] for entry in entries], [entry[0] for entry in entries], ask, reason)
+    if not ask.request.sampling.candidates:
+        return piece
+    named = [[(one[1], one[0]) for one in top or ()] for top in meta.get("output_top_logprobs") or ()]
+    if len(named) != len(entries):
+        raise EngineError(
+            f"{ask.request.key}: the server named candidates for {len(named)} of {len(entries)} tokens"
+        )
+    return replace(piece, candidates=tuple(best_ids(one, ask) for one in named))
 
 
 def _first(reply: Json, name: str, ask: Ask) -> Mapping[str, Any]:
@@ -237,6 +280,7 @@ DIALECTS: dict[str, Dialect] = {
         load=_vllm_load,
         loaded=_vllm_loaded,
         label=lambda version: ("/update_weight_version", {"new_version": str(version)}),
+        candidates=True,
     ),
     "sglang": Dialect(
         name="sglang",
@@ -249,6 +293,7 @@ DIALECTS: dict[str, Dialect] = {
         forget=("/flush_cache", {}),
         load=_sglang_load,
         loaded=lambda reply, version: bool(reply.get("success")),
+        candidates=True,
     ),
     "openai": Dialect(name="openai", generate="/v1/completions", body=_openai_body, read=_openai_read),
 }

@@ -166,6 +166,11 @@ class HFEngine:
                 f"request {request.key} holds token ids from {request.tokens.min()} to {request.tokens.max()}; "
                 f"the model knows 0 … {self._vocab - 1}"
             )
+        if request.sampling.candidates > self._outputs:
+            raise EngineError(
+                f"request {request.key} asks for {request.sampling.candidates} candidates; the model has "
+                f"{self._outputs} ids. Lower loss.topk"
+            )
         if request.sampling.stop_strings and self._detokenize is None:
             raise EngineError(
                 f"request {request.key} has stop strings, but this engine was built without `detokenize`"

@@ -13,8 +13,6 @@ Asking again is safe at any time: a request is a pure function of (weights, toke
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -22,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
-from safetensors.torch import save_file
 from torch import Tensor
 
-from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.engines.delivery import RefusedError, UnreachableError, WeightDelivery
 from understudy.engines.dialects import Ask, Dialect, Json, Piece
+from understudy.engines.gpu_handover import GpuHandover
 from understudy.engines.replicas import Endpoint, Replica, Replicas
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
@@ -53,6 +53,7 @@ class RemoteEngine:
         deadline_per_token_s: float = 0.5,
         patience_s: float = 300.0,
         snapshots: Path | None = None,
+        handover: GpuHandover | None = None,
         version: int = -1,
     ) -> None:
         self._dialect, self._model, self._max_length = dialect, model, max_length
@@ -65,7 +66,7 @@ class RemoteEngine:
             deadline_per_token_s,
             patience_s,
         )
-        self._snapshots, self._version = snapshots, version
+        self._version = version
         self._open, self._changing = asyncio.Event(), asyncio.Lock()
         self._open.set()
         self._idle = asyncio.Event()
@@ -74,9 +75,12 @@ class RemoteEngine:
         self._aborts = 0
         self._abort_signal = asyncio.Event()
         self._closed = False
-        self._own_folder: Path | None = None
-        self._newest: tuple[Path, int] | None = None
         self._connections = connections
+
+        async def post(replica: Replica, path: str, body: Json) -> Json:
+            return await self._post(replica, path, body, self._deadline_s)
+
+        self._delivery = WeightDelivery(dialect, post, self._give_up, snapshots, handover)
 
     @property
     def version(self) -> int:
@@ -92,13 +96,27 @@ class RemoteEngine:
                     f"request {request.key} has {length} tokens and asks for {new} new ones; together they must be "
                     f"within 1 … {self._max_length}. Shorten the prompt, or lower rollout.max_new_tokens"
                 )
+            if request.sampling.candidates:
+                self._check_candidates(request.sampling)
         return list(await asyncio.gather(*map(self._generate, requests)))
+
+    def _check_candidates(self, sampling: Sampling) -> None:
+        """Servers name candidates of the distribution they sample from, so it must rank ids as the model does."""
+        filtered = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1
+        if not self._dialect.candidates or filtered:
+            why = "filters change what it ranks" if filtered else "its answers do not name them"
+            raise EngineError(
+                f"a server that speaks {self._dialect.name} cannot report the model's own candidates: {why}; leave top_p, "
+                "top_k, min_p and repetition_penalty alone and use hf, vllm or sglang"
+            )
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         tokens: list[int] = []
+        candidates: list[list[int]] = []
         logprobs: list[float] = []
         versions: list[int] = []
         reason = StopReason.ABORTED
+        wanted = request.sampling.candidates
         aborts = self._aborts
         while await self._gate_opens(aborts):
             version = self._version
@@ -106,6 +124,7 @@ class RemoteEngine:
             tokens += piece.tokens
             logprobs += piece.logprobs
             versions += [version] * len(piece.tokens)
+            candidates += piece.candidates
             reason = piece.stop_reason
             if reason is not StopReason.ABORTED:
                 break
@@ -117,6 +136,7 @@ class RemoteEngine:
             np.asarray(logprobs, dtype=np.float32),
             np.asarray(versions, dtype=np.int32),
             reason,
+            np.asarray(candidates, dtype=np.int32).reshape(len(tokens), wanted) if wanted else None,
         )
 
     async def _gate_opens(self, aborts: int) -> bool:
@@ -165,6 +185,10 @@ class RemoteEngine:
         body = self._dialect.body(ask)
         problem = "all of them are resting after failures"
         while time.monotonic() < deadline:
+            if (
+                not self._open.is_set()
+            ):  # weights began to change while it waited to ask again: it asks for the new ones
+                return Piece([], [], StopReason.ABORTED)
             replica = self._replicas.pick(ask.request.session, size)
             if replica is None:
                 await asyncio.sleep(min(self._replicas.next_awake() + 0.01, 1.0))
@@ -174,7 +198,7 @@ class RemoteEngine:
                 reply = await self._post(replica, self._dialect.generate, body, timeout)
                 piece = self._dialect.read(reply, ask)
                 _check_label(replica, piece)
-            except _RefusedError:
+            except RefusedError:
                 self._replicas.withdrawn(replica, size)
                 raise
             except EngineError as error:
@@ -199,9 +223,7 @@ class RemoteEngine:
                 path, json=body, timeout=httpx.Timeout(timeout, pool=None)
             )
         except httpx.HTTPError as error:
-            raise EngineError(
-                f"{replica.name} ({self._dialect.name}) at {path}: {type(error).__name__} {error}"
-            ) from error
+            raise self._failure(replica, path, error) from error
         finally:
             self._in_flight -= 1
             if self._in_flight == 0:
@@ -209,15 +231,15 @@ class RemoteEngine:
         if response.status_code >= 400:
             text = f"{replica.name} ({self._dialect.name}) answered {path} with {response.status_code}: {response.text[:300]}"
             raise (
-                _RefusedError(text)
-                if response.status_code in (400, 401, 403, 404, 422)
-                else EngineError(text)
+                RefusedError(text) if response.status_code in (400, 401, 403, 404, 422) else EngineError(text)
             )
         if not response.content:
             return {}
         try:
-            reply: Any = response.json()
-        except ValueError as error:
+            reply: Any = msgspec.json.decode(
+                response.content
+            )  # a long row's logprobs: several times quicker than json
+        except msgspec.DecodeError as error:
             raise EngineError(
                 f"{replica.name} answered {path} with something that is not JSON: {response.text[:100]!r}"
             ) from error
@@ -228,55 +250,14 @@ class RemoteEngine:
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         async with self._changing:
             was_open = self._open.is_set()
-            await self._stop_all()
+            was_idle = self._in_flight == 0
+            await self._stop_all(tell=not was_idle)
             try:
-                snapshot = await asyncio.to_thread(self._write, version, tensors)
-                if snapshot is not None:
-                    await asyncio.gather(
-                        *(self._load(replica, snapshot, version) for replica in self._replicas.all)
-                    )
+                await self._delivery.bring(self._replicas.present, version, list(tensors))
                 self._version = version
             finally:
                 if was_open:
-                    await self._go_on()
-
-    def _write(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Path | None:
-        """The weights as a safetensors file; None where there were none to write."""
-        named = {name: tensor.detach().to("cpu", copy=False).contiguous() for name, tensor in tensors}
-        if not named:
-            return None
-        if self._dialect.load is None:
-            raise EngineError(
-                f"a server that speaks {self._dialect.name} cannot take new weights; use vllm or sglang to train"
-            )
-        if self._own_folder is None:
-            memory = Path("/dev/shm")
-            parent = self._snapshots or (memory if memory.is_dir() else None)
-            self._own_folder = Path(tempfile.mkdtemp(prefix="understudy-weights-", dir=parent))
-        folder = self._own_folder / f"v{version}"
-        folder.mkdir(exist_ok=True)
-        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-        for old in self._own_folder.iterdir():  # the newest stays: a restarted server needs it
-            if old != folder:
-                shutil.rmtree(old)
-        return folder / "model.safetensors"
-
-    async def _load(self, replica: Replica, snapshot: Path, version: int) -> None:
-        assert self._dialect.load is not None
-        path, body = self._dialect.load(str(snapshot), version)
-        reply = await self._post(replica, path, body, self._deadline_s)
-        if not self._dialect.loaded(reply, version):
-            raise EngineError(f"{replica.name} did not load weights version {version}: {str(reply)[:300]}")
-        if self._dialect.forget is not None:
-            await self._post(replica, *self._dialect.forget, self._deadline_s)
-        if self._dialect.label is not None:
-            path, body = self._dialect.label(version)
-            try:
-                await self._post(replica, path, body, self._deadline_s)
-                replica.label = str(version)
-            except _RefusedError:
-                replica.label = ""  # an older server
-        self._newest = (snapshot, version)
+                    await self._go_on(tell=not was_idle)
 
     async def replace(self, name: str, endpoint: Endpoint) -> None:
         """A server was started anew: gives it the newest weights before it gets any request."""
@@ -285,14 +266,16 @@ class RemoteEngine:
         replica.endpoint = endpoint
         await old.aclose()
         async with self._changing:
-            if self._newest is not None:
-                await self._load(replica, *self._newest)
+            await self._delivery.catch_up(replica)
             self._replicas.back(replica)
 
     def withdraw(self, name: str) -> None:
         """A server is known to be gone: it gets nothing until `replace`."""
         (replica,) = [replica for replica in self._replicas.all if replica.name == name]
         self._replicas.gone(replica)
+
+    def is_withdrawn(self, name: str) -> bool:
+        return all(replica.name != name for replica in self._replicas.present)
 
     async def pause(self) -> None:
         async with self._changing:
@@ -309,34 +292,44 @@ class RemoteEngine:
         if self._dialect.abort is not None:
             await self._tell_all(self._dialect.abort)
 
-    async def _stop_all(self) -> None:
-        """Closes the gate and brings every request home, finished or not."""
+    async def _stop_all(self, tell: bool = True) -> None:
+        """Closes the gate and brings every request home, finished or not. Servers that have none need not be told."""
         self._open.clear()
-        if self._dialect.pause is not None:
+        if self._dialect.pause is not None and tell:
             await self._tell_all(self._dialect.pause)
         await self._idle.wait()
 
-    async def _go_on(self) -> None:
-        if self._dialect.resume is not None:
+    async def _go_on(self, tell: bool = True) -> None:
+        if self._dialect.resume is not None and tell:
             await self._tell_all(self._dialect.resume)
         self._open.set()
 
     async def _tell_all(self, message: tuple[str, Json]) -> None:
         path, body = message
-        await asyncio.gather(*(self._control(replica, path, body) for replica in self._replicas.all))
+        await asyncio.gather(*(self._control(replica, path, body) for replica in self._replicas.present))
 
     async def _control(self, replica: Replica, path: str, body: Json) -> None:
         """Like `_post`, but not counted as a generation in flight: those are what control waits for."""
         try:
             response = await self._clients[replica.name].post(path, json=body, timeout=self._deadline_s)
         except httpx.HTTPError as error:
-            raise EngineError(
-                f"{replica.name} ({self._dialect.name}) at {path}: {type(error).__name__} {error}"
-            ) from error
+            failure = self._failure(replica, path, error)
+            if isinstance(failure, UnreachableError) and self._give_up(replica):
+                return
+            raise failure from error
         if response.status_code >= 400:
             raise EngineError(
                 f"{replica.name} ({self._dialect.name}) answered {path} with {response.status_code}: {response.text[:300]}"
             )
+
+    def _failure(self, replica: Replica, path: str, error: httpx.HTTPError) -> EngineError:
+        gone = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError))
+        text = f"{replica.name} ({self._dialect.name}) at {path}: {type(error).__name__} {error}"
+        return UnreachableError(text) if gone else EngineError(text)
+
+    def _give_up(self, replica: Replica) -> bool:
+        """Whether somebody brings this unreachable server back; nobody does, unless we started it."""
+        return False
 
     async def close(self) -> None:
         if self._closed:
@@ -346,12 +339,7 @@ class RemoteEngine:
         self._open.set()
         for client in self._clients.values():
             await client.aclose()
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
-
-
-class _RefusedError(EngineError):
-    """The server understood the request and will not have it: asking again or elsewhere is no use."""
+        self._delivery.close()
 
 
 def _check_label(replica: Replica, piece: Piece) -> None:

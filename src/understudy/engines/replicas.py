@@ -46,8 +46,8 @@ class Replica:
     debt: float = 0.0
     debt_at: float = 0.0
     last_problem: str = ""
-    label: str = ""
-    """What the server was told to call its weights; empty where it does not know the word."""
+    label: str | None = ""
+    """What the server was told to call its weights; None where it does not know the word."""
 
     def weight(self, now: float) -> tuple[float, int]:
         return self.outstanding_tokens + self.debt * 0.5 ** (
@@ -101,6 +101,11 @@ class Replicas:
     def withdrawn(self, replica: Replica, tokens: int) -> None:
         """The request was given up by its caller: says nothing about the replica."""
         replica.outstanding_tokens -= tokens
+
+    @property
+    def present(self) -> list[Replica]:
+        """All but those known to be gone; resting ones are there and must hear of new weights."""
+        return [replica for replica in self.all if replica.resting_until != math.inf]
 
     def gone(self, replica: Replica) -> None:
         replica.resting_until = math.inf

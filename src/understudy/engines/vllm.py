@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from understudy.engines.dialects import DIALECTS
 from understudy.engines.remote import RemoteEngine
-from understudy.engines.replicas import Endpoint
+from understudy.engines.replicas import Endpoint, Replica
 from understudy.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
@@ -86,19 +86,25 @@ class VLLMEngine(RemoteEngine):
         wait = _FIRST_WAIT_S
         while True:
             await asyncio.sleep(_WATCH_S)
-            if self._children[name].alive:
+            alive = self._children[name].alive
+            if alive and not self.is_withdrawn(name):
                 continue
             self.withdraw(name)
-            logger.warning("vLLM %s died; starting it again in %g s", name, wait)
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_S)
             try:
-                self._children[name] = await _start(self._launcher, self._settings, name)
+                if not alive:
+                    logger.warning("vLLM %s died; starting it again in %g s", name, wait)
+                    await asyncio.sleep(wait)
+                    wait = min(2 * wait, _LONGEST_WAIT_S)
+                    self._children[name] = await _start(self._launcher, self._settings, name)
                 await self.replace(name, _endpoint(self._children[name]))
             except (UnderstudyError, OSError) as error:
                 logger.warning("vLLM %s could not be started again: %s", name, error)
                 continue
             wait = _FIRST_WAIT_S
+
+    def _give_up(self, replica: Replica) -> bool:
+        self.withdraw(replica.name)
+        return True
 
     async def close(self) -> None:
         for watcher in self._watchers:

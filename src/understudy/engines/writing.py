@@ -1,6 +1,6 @@
 """Rows being written, as the host sees them: what each step drew, who has ended, and why.
 
-Legend: B rows, V vocabulary, N steps.
+Legend: B rows, V vocabulary, N steps, K candidates.
 
 Where keys and values live is not known here (`padded.py`, `slots.py`). A step draws a token for each row from the
 logits it is given and fetches tokens and logprobs: the only wait for the device.
@@ -31,6 +31,8 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    candidates: list[np.ndarray] = field(default_factory=list)
+    """int32 [n, K] of each batch the row was in; only where its request asks for candidates."""
     stop_reason: StopReason | None = None
 
     @property
@@ -47,7 +49,14 @@ class Row:
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
             weight_versions=np.asarray(self.versions, dtype=np.int32),
             stop_reason=self.stop_reason or StopReason.ABORTED,
+            candidate_ids=self._candidate_ids(),
         )
+
+    def _candidate_ids(self) -> np.ndarray | None:
+        wanted = self.request.sampling.candidates
+        if not wanted:
+            return None
+        return np.concatenate([np.zeros((0, wanted), np.int32), *self.candidates])
 
 
 class RowBatch(Protocol):
@@ -93,6 +102,8 @@ class Writing:
         self._step = 0
         self._tokens_NB = np.zeros((self.steps_left, len(rows)), dtype=np.int32)
         self._logprobs_NB = np.zeros((self.steps_left, len(rows)), dtype=np.float32)
+        self._candidates = max(setting.candidates for setting in settings)
+        self._candidates_NBK = np.zeros((self.steps_left, len(rows), self._candidates), dtype=np.int32)
         self._sampling = SamplingBatch.build(
             settings, [row.request.seed for row in rows], written, vocab, device
         )
@@ -118,6 +129,9 @@ class Writing:
         if self._seen_BV is not None:
             self._seen_BV.scatter_(1, tokens_B[:, None], True)
         stopped_B = (tokens_B[:, None] == self._sampling.stop_ids_BS).any(-1)
+        if self._candidates:
+            best_BK = logits_BV.topk(self._candidates, dim=-1).indices
+            self._candidates_NBK[self._step] = best_BK.int().cpu().numpy()
         # One fetch for everything the host must know; float64 holds every id and every fp32 logprob exactly.
         news_3B = torch.stack([tokens_B.double(), logprobs_B.double(), stopped_B.double()]).cpu().numpy()
         self._tokens_NB[self._step], self._logprobs_NB[self._step] = news_3B[0], news_3B[1]
@@ -159,6 +173,8 @@ class Writing:
         row.tokens.extend(self._tokens_NB[: self._step, i].tolist())
         row.logprobs.extend(self._logprobs_NB[: self._step, i].tolist())
         row.versions.extend([self.version] * self._step)
+        if wanted := row.request.sampling.candidates:
+            row.candidates.append(self._candidates_NBK[: self._step, i, :wanted].copy())
 
     def end(self, which: Callable[[Row], bool] = lambda row: True) -> list[Row]:
         """Stops writing on the rows named (all by default); returns them, each with everything it wrote."""
@@ -175,6 +191,7 @@ class Writing:
         self.rows = [self.rows[i] for i in keep]
         self._alive_B, self._left_B = self._alive_B[keep], self._left_B[keep]
         self._tokens_NB, self._logprobs_NB = self._tokens_NB[:, keep], self._logprobs_NB[:, keep]
+        self._candidates_NBK = self._candidates_NBK[:, keep]
         self.newest_B, self._sampling = self.newest_B[keep_B], self._sampling.select(keep_B)
         if self._seen_BV is not None:
             self._seen_BV = self._seen_BV[keep_B]

@@ -99,6 +99,8 @@ def describe_objective(
     log_prob_min_clamp: float | None = None,
     student_temperature: float = 1.0,
     teacher_temperature: float = 1.0,
+    kl_coef: float = 0.0,
+    kl_kind: str = "k3",
 ) -> ObjectiveDescription:
     """Name and formula of the objective these settings make; LossInputError where they make no sense."""
     resolved = canonical_kind(kind)
@@ -145,7 +147,8 @@ def describe_objective(
             f"a token's loss above {per_token_clamp:g} is scaled down to it, gradient included; "
             "actor/distillation/clamped_share counts such tokens"
         )
-    return _compose(name, term, notes, distill_coef, task_coef, clip_low, clip_high, dual_clip, tis_cap)
+    composed = _compose(name, term, notes, distill_coef, task_coef, clip_low, clip_high, dual_clip, tis_cap)
+    return _with_reference(composed, kl_coef, kl_kind) if kl_coef else composed
 
 
 def _describe_divergence(
@@ -269,6 +272,23 @@ def _compose(
         parts.append(f"{task_coef:g} · [{task}]")
     return ObjectiveDescription(
         " + ".join(names), "L = Σ_t w_t · ( " + " + ".join(parts) + " )", tuple(notes)
+    )
+
+
+def _with_reference(objective: ObjectiveDescription, coef: float, kind: str) -> ObjectiveDescription:
+    """The same objective on a leash: an estimate of KL to the reference, differentiated through the student."""
+    resolved = ESTIMATOR_ALIASES.get(kind, kind)
+    if coef < 0:
+        raise LossInputError(f"kl_coef must not be negative; got {coef:g}.")
+    if resolved not in ESTIMATOR_TRUTH:
+        raise LossInputError(
+            f"kl_kind = {kind!r} in the loss is refused: expected one of {', '.join(ESTIMATOR_TRUTH)} "
+            "(k1, differentiated, has a gradient of zero in expectation; put it into the reward instead)."
+        )
+    formula = f"{objective.formula.removesuffix(' )')} + {coef:g} · [{ESTIMATOR_FORMULAS[resolved]}, p the reference] )"
+    note = f"KL to the reference, {resolved}: {ESTIMATOR_TRUTH[resolved]}"
+    return ObjectiveDescription(
+        f"{objective.name} + {resolved} to the reference", formula, (*objective.notes, note)
     )
 
 

@@ -35,6 +35,7 @@ MEAN_COLUMNS = {
     "task_clipped": "actor/pg_clipfrac",
     "task_clipped_lower": "actor/pg_clipfrac_lower",
     "task_importance": "actor/tis_weight",
+    "reference_kl": "actor/kl_loss",
 }
 
 EXTREME_COLUMNS = {

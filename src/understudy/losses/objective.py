@@ -37,7 +37,7 @@ Backend = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True)
 class Objective:
-    """loss = Σ_N weights_N · (distill_coef · distillation_N + task_coef · policy_N)."""
+    """loss = Σ_N weights_N · (distill_coef · distillation_N + task_coef · policy_N + kl_coef · reference_kl_N)."""
 
     kind: str
     """A divergence or an estimator; aliases (`mse`, `low_var_kl`, `kl`) are resolved at construction."""
@@ -53,6 +53,9 @@ class Objective:
     distill_coef: float = 1.0
     task_coef: float = 0.0
     """Above 0 adds a clipped policy loss on `advantages_N`."""
+    kl_coef: float = 0.0
+    """Above 0 adds an estimate of KL to the frozen reference (`reference_logprobs_N`)."""
+    kl_kind: str = "k3"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None
@@ -75,7 +78,7 @@ class Objective:
             beta=self.beta, alpha=self.alpha, mixture_weight=self.mixture_weight,
             policy_gradient=self.policy_gradient, distill_coef=self.distill_coef, task_coef=self.task_coef,
             clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip, tis_cap=self.tis_cap,
-            discount=self.discount, per_token_clamp=self.per_token_clamp,
+            discount=self.discount, per_token_clamp=self.per_token_clamp, kl_coef=self.kl_coef, kl_kind=self.kl_kind,
             log_prob_min_clamp=self.log_prob_min_clamp,
         )  # fmt: skip
         object.__setattr__(self, "description", description)

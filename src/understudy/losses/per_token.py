@@ -65,6 +65,10 @@ class TokenTerms(Protocol):
     @property
     def task_coef(self) -> float: ...
     @property
+    def kl_coef(self) -> float: ...
+    @property
+    def kl_kind(self) -> str: ...
+    @property
     def per_token_clamp(self) -> float | None: ...
     @property
     def log_prob_min_clamp(self) -> float | None: ...
@@ -90,10 +94,21 @@ def token_losses(
                 "task_coef is above 0, but advantages_N is missing: compute task advantages first."
             )
         task = policy_loss(
-            view.logp_N, inputs.advantages_N, inputs.behaviour_logprobs_N, inputs.old_logprobs_N, terms.clip
+            view.logp_N,
+            inputs.advantages_N,
+            inputs.behaviour_logprobs_N,
+            inputs.old_logprobs_N,
+            terms.clip,
+            inputs.importance_N,
         )
         _keep_policy_columns(task, columns, prefix="task")
         total = total + terms.task_coef * task.loss_N
+    if terms.kl_coef > 0:
+        if inputs.reference_logprobs_N is None:
+            raise LossInputError("kl_coef is above 0, but reference_logprobs_N is missing: give a reference.")
+        leash = estimate(terms.kl_kind, view.logp_N, inputs.reference_logprobs_N)
+        columns["reference_kl"] = leash.detach()
+        total = total + terms.kl_coef * leash
     if inputs.teacher_logprobs_N is not None:
         columns["k1"] = (view.logp_N.detach() - inputs.teacher_logprobs_N).float()
     columns["loss"] = total.detach()
@@ -130,7 +145,12 @@ def _distill_policy_gradient(
         value_kind = terms.kind.removesuffix("+")
         advantages = -estimate(value_kind, view.logp_N.detach(), _teacher_sampled(inputs))
     result = policy_loss(
-        view.logp_N, advantages, inputs.behaviour_logprobs_N, inputs.old_logprobs_N, terms.clip
+        view.logp_N,
+        advantages,
+        inputs.behaviour_logprobs_N,
+        inputs.old_logprobs_N,
+        terms.clip,
+        inputs.importance_N,
     )
     _keep_policy_columns(result, columns, prefix="distill")
     return result.loss_N

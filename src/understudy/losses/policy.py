@@ -6,6 +6,8 @@
 The anchor is `old_logprobs_N` (the trainer's own, at the start of the step) where given, else the behaviour engine's.
 Truncated importance sampling multiplies l by min(q_old/q_behaviour, cap): the engine's numerics and its age enter there,
 bounded, and not in the ratio that is clipped. Without old logprobs the current policy, held constant, stands for them.
+`importance_N` is the general form: a factor made beforehand for the whole step (`correction.py`), at token or sequence
+level, with 0 where a token is dropped.
 
 Shape legend: N tokens.
 """
@@ -33,7 +35,7 @@ class PolicyLoss(NamedTuple):
     clipped_lower_N: Tensor
     """1 where the dual clip did."""
     importance_N: Tensor
-    """Truncated importance weight (1 without truncation)."""
+    """Importance weight the loss was multiplied with (1 without a correction)."""
 
 
 class ClipSettings(NamedTuple):
@@ -51,12 +53,19 @@ def policy_loss(
     behaviour_logprobs_N: Tensor | None,
     old_logprobs_N: Tensor | None,
     settings: ClipSettings,
+    importance_N: Tensor | None = None,
 ) -> PolicyLoss:
     """Clipped policy loss of each token with its importance weight."""
+    if importance_N is not None and settings.tis_cap is not None:
+        raise LossInputError(
+            "tis_cap and importance_N both weigh a token by q_old / q_behaviour; give one of them."
+        )
     anchor = _anchor(logp_N, behaviour_logprobs_N, old_logprobs_N, settings.tis_cap)
     result = clipped_policy_loss(
         logp_N, anchor, advantages_N, settings.clip_low, settings.clip_high, settings.dual_clip
     )
+    if importance_N is not None:
+        return result._replace(loss_N=importance_N * result.loss_N, importance_N=importance_N)
     if settings.tis_cap is None:
         return result
     assert behaviour_logprobs_N is not None  # _anchor refuses otherwise

@@ -1,16 +1,19 @@
-"""The critic's loss for PPO with a value model.
+"""The critic's loss for PPO with a value model: `value_loss`, and `ValueObjective`, the same as a policy calls it.
 
 Shape legend: N tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from understudy.errors import LossInputError
+from understudy.types.loss import LossInputs, LossOutput, StudentHead
 from understudy.types.loss_metrics import Metric, MetricSum, MetricTotal
 
 
@@ -48,3 +51,20 @@ def value_loss(
         "critic/vpred_mean": MetricSum((counts * values.detach()).sum(), tokens),
     }
     return ValueLoss(loss, losses.detach(), metrics)
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The critic's objective on one micro-batch: `read` makes a value of each token, `returns_N` is what it should be."""
+
+    read: Callable[[StudentHead, LossInputs], Tensor]
+    clip: float = 0.5
+
+    def __call__(self, head: StudentHead, inputs: LossInputs) -> LossOutput:
+        if inputs.returns_N is None or inputs.old_values_N is None:
+            raise LossInputError(
+                "a critic learns from returns_N and old_values_N; at least one of them is missing."
+            )
+        values_N = self.read(head, inputs)
+        result = value_loss(values_N, inputs.returns_N, inputs.old_values_N, inputs.weights_N, self.clip)
+        return LossOutput(result.loss, result.per_token_N, values_N.detach(), result.metrics)

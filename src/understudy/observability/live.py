@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +28,7 @@ _PLAIN_SECONDS = 5.0
 
 
 class LiveView:
-    """`with LiveView(steps) as view: view.step(line)`; `enabled=False` shows nothing at all."""
+    """`with LiveView(steps) as view: view.step(line)`; `enabled=False` shows nothing at all; 0 steps shows `work` alone."""
 
     def __init__(self, steps: int, *, enabled: bool = True, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -35,6 +44,13 @@ class LiveView:
             MofNCompleteColumn(),
             BarColumn(bar_width=30),
             TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._others = Progress(
+            SpinnerColumn(),
+            TextColumn("[italic]{task.description}"),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
             console=self.console,
         )
         self._task = self._bar.add_task("steps", total=steps)
@@ -58,6 +74,31 @@ class LiveView:
         self._phase = text
         if self._enabled and not self._fancy and text:
             self.console.print(text, highlight=False)
+
+    @contextmanager
+    def work(self, text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        """A bar for work that may take a while (`total` pieces, or None where nobody knows); yields a call that adds pieces.
+
+        Anywhere but in a terminal it is a line at the start and one every few seconds.
+        """
+        bar = self._others.add_task(text, total=total, visible=self._fancy)
+        done, last = 0, time.monotonic()
+        if self._enabled and not self._fancy:
+            self.console.print(text, highlight=False)
+
+        def advance(pieces: int) -> None:
+            nonlocal done, last
+            done += pieces
+            self._others.update(bar, completed=done)
+            now = time.monotonic()
+            if self._enabled and not self._fancy and now - last > _PLAIN_SECONDS:
+                last = now
+                self.console.print(f"{text}: {done}" + (f"/{total}" if total else ""), highlight=False)
+
+        try:
+            yield advance
+        finally:
+            self._others.remove_task(bar)
 
     def note(self, text: str) -> None:
         """Something a user should know and keep: a pause, a restarted replica, a dead letter."""
@@ -108,9 +149,11 @@ class LiveView:
         for key, share in sorted(shares.items()):
             name = key.removeprefix("perf/teacher/").removesuffix("/share")
             table.add_row(Text(name, style="dim"), f"{'█' * round(20 * share):<20} {share:.0%}")
-        parts: list[RenderableType] = [self._bar, table]
+        parts: list[RenderableType] = [self._bar, table] if self._steps else []
         if self._losses:
             parts.append(Text(_sparkline(list(self._losses)), style="cyan"))
+        if self._others.task_ids:
+            parts.append(self._others)
         if self._phase:
             parts.append(Text(self._phase, style="italic"))
         return Group(*parts)

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.timeline import draw_timeline
 
 _COLOURS = ("#3465a4", "#cc5500", "#4e9a06", "#75507b", "#c4a000", "#a40000")
 _ROLLOUTS_PER_SOURCE = 3
@@ -25,8 +26,9 @@ def write_report(run: RunDir, next_command: str | None = None) -> Path:
     """Draw curves.png and write report.html; returns the page's path."""
     metrics = read_metrics(run.metrics)
     draw_curves(metrics, run.path / "curves.png")
+    timeline = draw_timeline(run.spans, run.path / "timeline.png")
     page = run.path / "report.html"
-    page.write_text(_page(run, metrics, next_command))
+    page.write_text(_page(run, metrics, next_command, timeline))
     return page
 
 
@@ -104,7 +106,7 @@ def _curve(
         axis.legend(frameon=False)
 
 
-def _page(run: RunDir, metrics: Sequence[dict[str, Any]], next_command: str | None) -> str:
+def _page(run: RunDir, metrics: Sequence[dict[str, Any]], next_command: str | None, timeline: bool) -> str:
     state = read_json(run.state) if run.state.exists() else {}
     last = metrics[-1] if metrics else {}
     seconds = sum(line.get("time/step", 0.0) or 0.0 for line in metrics)
@@ -118,6 +120,11 @@ def _page(run: RunDir, metrics: Sequence[dict[str, Any]], next_command: str | No
     rows = "".join(
         f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
         for name, value in facts
+    )
+    gantt = (
+        '<h2>The last steps</h2><img src="timeline.png" alt="What the trainer did when, and what was under way beside it">'
+        if timeline
+        else ""
     )
     command = f"<h2>Next</h2><pre>{html.escape(next_command)}</pre>" if next_command else ""
     return f"""<!doctype html>
@@ -133,7 +140,7 @@ img {{ max-width: 100% }} .right {{ color: #2e7d32 }} .wrong {{ color: #b00020 }
 <img src="curves.png" alt="Curves of loss, KL and held-out accuracy over the steps">
 <h2>Held-out accuracy</h2>{_accuracy_html(accuracy_table(metrics))}
 <h2>Rollouts before and after</h2>{_samples_html(run)}
-<h2>The run</h2><table>{rows}</table>{command}
+<h2>The run</h2><table>{rows}</table>{gantt}{command}
 </body></html>
 """
 

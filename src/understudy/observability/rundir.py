@@ -4,13 +4,15 @@ RUN/
   recipe.json        the resolved recipe, secrets redacted
   state.json         how the run stands: running, finished, stopped, failed, and why
   metrics.jsonl      one line per step; keys under `time/` and `perf/` depend on the clock, all others do not
+  waits.json         what the run waits for now, refreshed while it lives (`understudy doctor RUN`)
   spans.jsonl        who did what when (produce, score, update, publish, …)
   samples.jsonl      held-out rollouts of each evaluation
   dataplane/         journal.sqlite: rows, leases and the ledger; dead_letters.jsonl: rows that failed, with the reason
+  loggers/           what tensorboard, wandb, trackio and mlflow write, where they were asked for
   refused.jsonl      rows whose loss or gradient was not finite, where there were any
   checkpoints/       step-000050/ …, latest
   logs/              one file per process
-  report.html, curves.png
+  report.html, curves.png, timeline.png
 """
 
 from __future__ import annotations
@@ -70,6 +72,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def waits(self) -> Path:
+        return self.path / "waits.json"
 
     @property
     def spans(self) -> Path:

@@ -5,12 +5,23 @@ Times are seconds since the run's own zero on the monotonic clock, so lines of o
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSpan:
+    """Something that has begun and not ended."""
+
+    name: str
+    start: float
+    about: Mapping[str, Any]
 
 
 class Spans:
@@ -18,14 +29,20 @@ class Spans:
         self._handle = path.open("a") if path else None
         self._zero = time.monotonic()
         self._totals: dict[str, float] = {}
+        self._numbers = itertools.count()
+        self._open: dict[int, OpenSpan] = {}
+        self.last_end = self._zero
+        """When anything last ended, on the monotonic clock: the sign of progress."""
 
     @contextmanager
     def span(self, name: str, **about: Any) -> Iterator[None]:
-        start = time.monotonic()
+        start, number = time.monotonic(), next(self._numbers)
+        self._open[number] = OpenSpan(name, start, about)
         try:
             yield
         finally:
-            end = time.monotonic()
+            end = self.last_end = time.monotonic()
+            del self._open[number]
             self._totals[name] = self._totals.get(name, 0.0) + end - start
             if self._handle:
                 line = {
@@ -35,6 +52,10 @@ class Spans:
                     **about,
                 }
                 self._handle.write(json.dumps(line) + "\n")
+
+    def under_way(self) -> list[OpenSpan]:
+        """What has begun and not ended, oldest first."""
+        return list(self._open.values())
 
     def take_totals(self) -> dict[str, float]:
         """Seconds per name since the last call; concurrent spans add up, so a total may exceed the wall clock."""

@@ -147,6 +147,10 @@ class Assembler:
             behaviour_logprobs_N=self.batch.behaviour_logprobs.values[token_index_N],
             old_logprobs_N=pick(self.old_logprobs),
             advantages_N=pick(self.batch.advantages),
+            importance_N=pick(self.batch.importance),
+            reference_logprobs_N=pick(self.batch.reference_logprobs),
+            old_values_N=pick(self.batch.values),
+            returns_N=pick(self.batch.returns),
         )
 
     def _head_of(self, rows: Sequence[int]) -> TeacherHead | None:
@@ -176,6 +180,10 @@ class Assembler:
             "teacher_topk_logprobs": batch.teacher_topk_logprobs,
             "teacher_hidden": batch.teacher_hidden,
             "advantages": batch.advantages,
+            "importance": batch.importance,
+            "reference_logprobs": batch.reference_logprobs,
+            "values": batch.values,
+            "returns": batch.returns,
         }
         for name, column in columns.items():
             if column is not None and not torch.equal(column.offsets, expected):

@@ -23,10 +23,11 @@ class BackgroundSaver:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
-    def save(self, step: int, policy: PolicyState, extra: Mapping[str, Any] | None = None) -> None:
-        """Returns as soon as `policy` may change again."""
+    def save(self, step: int, policy: PolicyState, extra: Mapping[str, Any] | None = None) -> Future[Path]:
+        """Returns as soon as `policy` may change again; the future is done when the checkpoint is final."""
         self.wait()
         self._pending = self._writer.submit(self.store.save, step, policy.detached(), dict(extra or {}))
+        return self._pending
 
     def wait(self) -> Path | None:
         """Returns when the last save is on disk (its folder), or at once when there is none under way."""

@@ -132,6 +132,12 @@ class CheckpointStore:
         found = (_NAME.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
+    def resumable(self) -> list[int]:
+        """The steps a resume may return to, ascending: the newest `keep`. A marked one that is older stays only to be used
+        as a model."""
+        latest = self.latest()
+        return [step for step in self.steps() if latest is not None and step <= latest][-self.keep :]
+
     def latest(self) -> int | None:
         """The step that `latest` names, or the newest when the mark itself is lost; None when there is nothing."""
         steps = self.steps()

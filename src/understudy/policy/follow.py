@@ -7,21 +7,27 @@
 A follower waits for commands and makes the same call on its own `Policy`. An error that follows from the batch (it does
 not fit, its loss is not finite) arises on every rank alike: the leader raises it, followers wait for the next command.
 A follower ends when it is told to or when the leader is gone.
+
+A group cannot say why it is stuck: a rank that failed alone leaves the others waiting in a collective. So the leader waits
+for its own call with one eye on a `Lookout`, which sees the other ranks from outside the group.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from understudy.errors import UnderstudyError
-from understudy.policy.checkpoint import CheckpointStore
+from understudy.errors import PolicyError, UnderstudyError
+from understudy.policy.checkpoint import Checkpoint, CheckpointStore
 from understudy.policy.forward import Objective
-from understudy.policy.policy import Policy, StepResult
+from understudy.policy.policy import Policy, PolicySettings, StepResult
+from understudy.policy.rank_thread import RankThread
 from understudy.policy.shard import Group
 from understudy.policy.state import PolicyState
 from understudy.policy.wire import batch_columns, batch_from, jagged_columns, jagged_from, pack, unpack
@@ -31,6 +37,24 @@ from understudy.types.loss import TeacherHead
 
 logger = logging.getLogger(__name__)
 
+_GLANCE_SECONDS = 0.2
+_GRACE_SECONDS = 5.0
+"""How far apart ranks may fail together, and how long a lost rank may take to show as lost."""
+
+Result = TypeVar("Result")
+
+
+class Lookout(Protocol):
+    """The other ranks, seen from outside their group."""
+
+    def lost(self) -> Exception | None:
+        """The error of a rank that is gone, in its own words; None while all live."""
+        ...
+
+    def refused(self, number: int) -> Mapping[int, str]:
+        """The ranks that could not carry out command `number`, and why."""
+        ...
+
 
 class LeadingPolicy:
     """Rank 0's policy with the interface of `Policy`; every call is made on all ranks.
@@ -38,18 +62,44 @@ class LeadingPolicy:
     The objective does not travel: followers were started with their own, built from the same recipe.
     """
 
-    def __init__(self, policy: Policy, group: Group) -> None:
+    def __init__(
+        self, policy: Policy, group: Group, thread: RankThread | None = None, lookout: Lookout | None = None
+    ) -> None:
         self.policy = policy
         self._group = group
+        self._thread = thread or RankThread()
+        self._lookout = lookout
         self._heads: dict[str, TeacherHead] = {}
+        self._number = 0
+        self._broken: Exception | None = None
 
     @property
     def step(self) -> int:
         return self.policy.step
 
     @property
+    def updates(self) -> int:
+        return self.policy.updates
+
+    @property
     def model(self) -> torch.nn.Module:
         return self.policy.model
+
+    @property
+    def settings(self) -> PolicySettings:
+        return self.policy.settings
+
+    @property
+    def context_length(self) -> int:
+        return self.policy.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        return self.policy.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.device
 
     def update(
         self,
@@ -60,72 +110,155 @@ class LeadingPolicy:
         *,
         old_logprobs: Jagged | None = None,
         teacher_heads: Mapping[str, TeacherHead] | None = None,
+        ends_step: bool = True,
     ) -> StepResult:
-        weights = weights if isinstance(weights, Jagged) else Jagged.from_rows(list(weights))
+        whole = weights if isinstance(weights, Jagged) else Jagged.from_rows(list(weights))
         for name, head in (teacher_heads or {}).items():
             if self._heads.get(name) is not head:
                 self._send_head(name, head)
         plain, tensors = batch_columns(batch)
-        tensors |= jagged_columns("weights", weights) | jagged_columns("old_logprobs", old_logprobs)
-        self._send({"do": "update", "max_tokens": max_tokens_per_microbatch, "batch": plain}, tensors)
-        return self.policy.update(
-            batch,
-            objective,
-            weights,
-            max_tokens_per_microbatch,
-            old_logprobs=old_logprobs,
-            teacher_heads=teacher_heads,
+        tensors |= jagged_columns("weights", whole) | jagged_columns("old_logprobs", old_logprobs)
+        return self._together(
+            {"do": "update", "max_tokens": max_tokens_per_microbatch, "batch": plain, "ends_step": ends_step},
+            lambda: self.policy.update(
+                batch,
+                objective,
+                whole,
+                max_tokens_per_microbatch,
+                old_logprobs=old_logprobs,
+                teacher_heads=teacher_heads,
+                ends_step=ends_step,
+            ),
+            tensors,
         )
+
+    def skip_step(self) -> None:
+        self._together({"do": "skip_step"}, self.policy.skip_step)
 
     def logprobs(
         self, batch: Batch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
     ) -> Jagged:
         plain, tensors = batch_columns(batch)
         options = {"max_tokens": max_tokens_per_microbatch, "temperature": temperature}
-        self._send({"do": "logprobs", "batch": plain, **options}, tensors)
-        return self.policy.logprobs(batch, max_tokens_per_microbatch, temperature)
+        return self._together(
+            {"do": "logprobs", "batch": plain, **options},
+            lambda: self.policy.logprobs(batch, max_tokens_per_microbatch, temperature),
+            tensors,
+        )
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        self._send({"do": "named_weights"})
-        return self.policy.named_weights()
+        return self._together({"do": "named_weights"}, self.policy.named_weights)
 
     def averaged_weights(self) -> list[tuple[str, torch.Tensor]]:
-        self._send({"do": "averaged_weights"})
-        return self.policy.averaged_weights()
+        return self._together({"do": "averaged_weights"}, self.policy.averaged_weights)
 
     def state(self) -> PolicyState:
-        self._send({"do": "state"})
-        return self.policy.state()
+        return self._together({"do": "state"}, self.policy.state)
 
     def load_state(self, state: PolicyState) -> None:
-        """Sends a whole state to every rank; where ranks share a file system, `load_from` spares the traffic."""
+        """Sends a whole state to every rank; where ranks share a file system, `load_checkpoint` spares the traffic."""
         tensors = {f"model:{name}": tensor for name, tensor in state.model.items()}
         tensors |= {f"optimizer:{name}": tensor for name, tensor in state.optimizer.items()}
-        self._send({"do": "load_state", "progress": dict(state.progress)}, tensors)
-        self.policy.load_state(state)
+        self._together(
+            {"do": "load_state", "progress": dict(state.progress)},
+            lambda: self.policy.load_state(state),
+            tensors,
+        )
 
-    def load_from(self, store: CheckpointStore, step: int) -> None:
-        """Every rank reads the checkpoint of `step` itself."""
-        self._send({"do": "load_from", "root": str(store.root.resolve()), "step": step})
-        self.policy.load_state(store.load(step).policy)
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Every rank reads the checkpoint itself; this one has it already."""
+        root = str(checkpoint.path.resolve().parent)
+        self._together(
+            {"do": "load_checkpoint", "root": root, "step": checkpoint.step},
+            lambda: self.policy.load_state(checkpoint.policy),
+        )
 
     def close(self) -> None:
-        """Sends the followers home."""
-        self._send({"do": "stop"})
+        """Sends the followers home; where the group is broken already there is nobody to tell."""
+        if self._broken is None:
+            self._together({"do": "stop"}, lambda: None)
 
     def _send_head(self, name: str, head: TeacherHead) -> None:
         """A teacher's head travels once; it is by far the largest thing a step could carry."""
         facts = {"softcap": head.softcap, "logit_scale": head.logit_scale, "temperature": head.temperature}
         tensors = {"weight_VH": head.weight_VH} | ({} if head.bias_V is None else {"bias_V": head.bias_V})
-        self._send({"do": "teacher_head", "name": name, "facts": facts}, tensors)
+        self._together({"do": "teacher_head", "name": name, "facts": facts}, lambda: None, tensors)
         self._heads[name] = head
 
-    def _send(self, head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        _broadcast(self._group, pack(head, tensors or {}))
+    def _together(
+        self,
+        head: Mapping[str, Any],
+        call: Callable[[], Result],
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> Result:
+        """The command to all ranks, and this rank's own part of it on its thread."""
+        if self._broken is not None:
+            raise self._broken
+        self._number = number = self._number + 1
+
+        def job() -> Result:
+            _broadcast(self._group, pack({**head, "number": number}, tensors or {}))
+            return call()
+
+        future = self._thread.submit(job)
+        while not wait([future], timeout=_GLANCE_SECONDS).done:
+            trouble = self._trouble(number)
+            if trouble is not None and not wait([future], timeout=_GRACE_SECONDS).done:
+                self._broken = trouble
+                raise trouble
+        return self._outcome(future, number)
+
+    def _outcome(self, future: Future[Result], number: int) -> Result:
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if isinstance(error, UnderstudyError):
+            self._broken = self._out_of_step(number)
+            raise error
+        # Most likely a connection that broke; whoever broke it has the better words.
+        cause = self._patiently(lambda: self._lookout.lost() if self._lookout else None)
+        self._broken = cause or PolicyError(f"rank 0 failed in the midst of a command: {error}")
+        raise cause or error
+
+    def _out_of_step(self, number: int) -> Exception | None:
+        """After this rank's refusal: None once all others refused the same command, for then all are in step."""
+        lookout = self._lookout
+        if lookout is None:
+            return None
+        alike = self._patiently(lambda: len(lookout.refused(number)) == self._group.size - 1 or None)
+        return (
+            None
+            if alike
+            else PolicyError("rank 0 failed alone and left the other ranks behind; resume the run")
+        )
+
+    def _patiently(self, look: Callable[[], Result | None]) -> Result | None:
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while (found := look()) is None and time.monotonic() < deadline and self._lookout is not None:
+            time.sleep(_GLANCE_SECONDS / 4)
+        return found
+
+    def _trouble(self, number: int) -> Exception | None:
+        if self._lookout is None:
+            return None
+        gone = self._lookout.lost()
+        if gone is not None:
+            return gone
+        for rank, reason in self._lookout.refused(number).items():
+            return PolicyError(f"{reason} (on rank {rank} of {self._group.size})")
+        return None
 
 
-def follow(policy: Policy, objective: Objective, group: Group) -> None:
-    """Makes the leader's calls on this rank until it says stop. A lost leader ends the wait with a RuntimeError."""
+def follow(
+    policy: Policy,
+    objective: Objective,
+    group: Group,
+    refuse: Callable[[int, str], None] | None = None,
+) -> None:
+    """Makes the leader's calls on this rank until it says stop. A lost leader ends the wait with a RuntimeError.
+
+    `refuse(number, reason)` tells the leader's lookout that a command could not be carried out here.
+    """
     heads: dict[str, TeacherHead] = {}
     while True:
         head, tensors = unpack(_broadcast(group))
@@ -135,6 +268,8 @@ def follow(policy: Policy, objective: Objective, group: Group) -> None:
             _obey(policy, objective, heads, head, tensors)
         except UnderstudyError as error:
             logger.warning("rank %d: %s", group.rank, error)
+            if refuse is not None:
+                refuse(head["number"], str(error))
 
 
 def _obey(
@@ -151,8 +286,11 @@ def _obey(
             old = jagged_from("old_logprobs", tensors)
             batch = batch_from(head["batch"], tensors)
             policy.update(
-                batch, objective, weights, head["max_tokens"], old_logprobs=old, teacher_heads=heads
-            )
+                batch, objective, weights, head["max_tokens"], old_logprobs=old, teacher_heads=heads,
+                ends_step=head["ends_step"],
+            )  # fmt: skip
+        case "skip_step":
+            policy.skip_step()
         case "logprobs":
             policy.logprobs(batch_from(head["batch"], tensors), head["max_tokens"], head["temperature"])
         case "named_weights":
@@ -161,7 +299,7 @@ def _obey(
             policy.averaged_weights()
         case "state":
             policy.state()
-        case "load_from":
+        case "load_checkpoint":
             policy.load_state(CheckpointStore(head["root"]).load(head["step"]).policy)
         case "load_state":
             model, optimizer = (

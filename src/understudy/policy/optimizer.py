@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from understudy.errors import CheckpointError, PolicyError
+from understudy.policy.adamw_8bit import AdamW8bit, fresh_state
+
+_PLAIN_KINDS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class AdamWSettings:
     """Largest global gradient norm; None does not clip."""
     offload: bool = False
     """Keeps masters and moments in host memory and steps there: 12 bytes a parameter less on the device, slower steps."""
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """How moments are kept: float32, or a byte each (`adamw_8bit.py`)."""
 
 
 class MasterAdamW:
@@ -67,13 +73,21 @@ class MasterAdamW:
             if params
         ]
         self.sharded = any(isinstance(master, DTensor) for master in self.masters.values())
-        self.adamw = torch.optim.AdamW(
-            groups,
-            lr=0.0,
-            betas=settings.betas,
-            eps=settings.epsilon,
-            **({"foreach": True} if self.sharded else {"fused": True}),
-        )
+        self.adamw: torch.optim.Optimizer
+        if settings.kind == "adamw_8bit":
+            if self.sharded:
+                raise PolicyError(
+                    "adamw_8bit packs whole tensors; with several ranks the moments are spread already: use adamw"
+                )
+            self.adamw = AdamW8bit(groups, betas=settings.betas, eps=settings.epsilon)
+        else:
+            self.adamw = torch.optim.AdamW(
+                groups,
+                lr=0.0,
+                betas=settings.betas,
+                eps=settings.epsilon,
+                **({"foreach": True} if self.sharded else {"fused": True}),
+            )
 
     def zero_grad(self) -> None:
         for weight in self.weights.values():
@@ -129,8 +143,7 @@ class MasterAdamW:
             # AdamW counts on the host, unless its fused kernel does the counting.
             counter = torch.device("cpu") if self.sharded else master.device
             self.adamw.state[master] = {
-                kind: found[name].to(counter, copy=True) if kind == "step" else like(found[name], master)
-                for kind, found in by_kind.items()
+                kind: _placed(found[name], kind, master, counter) for kind, found in by_kind.items()
             }
 
     def check_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -139,6 +152,13 @@ class MasterAdamW:
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             by_kind.setdefault(kind, {})[name] = tensor
+        packed = self.settings.kind == "adamw_8bit"
+        kinds = fresh_state(torch.zeros(1)).keys() if packed else _PLAIN_KINDS
+        if foreign := sorted(by_kind.keys() - kinds - {"master"}):
+            raise CheckpointError(
+                f"the checkpoint's optimizer state has {', '.join(foreign)}, which {self.settings.kind} does not know; "
+                "resume with the optimizer the run was started with"
+            )
         for kind, found in by_kind.items():
             expected = set(self.stored) if kind == "master" else set(self.weights)
             if found.keys() != expected:
@@ -149,11 +169,20 @@ class MasterAdamW:
                 )
             for name, tensor in found.items():
                 shape = self.masters[name].shape
-                if kind != "step" and tensor.shape != shape:
+                if kind != "step" and not kind.endswith("_scales") and tensor.shape != shape:
                     raise CheckpointError(
                         f"the optimizer state {kind}/{name} has shape {tuple(tensor.shape)}, the student has {tuple(shape)}"
                     )
         return by_kind
+
+
+def _placed(saved: torch.Tensor, kind: str, master: torch.Tensor, counter: torch.device) -> torch.Tensor:
+    """A saved piece of state where its parameter's master is; packed moments keep their own dtype."""
+    if kind == "step":
+        return saved.to(counter, copy=True)
+    if kind.endswith(("_codes", "_scales")):
+        return saved.to(master.device, copy=True)
+    return like(saved, master)
 
 
 def assign(target: torch.Tensor, full: torch.Tensor) -> None:

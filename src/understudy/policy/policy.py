@@ -1,10 +1,13 @@
-"""The student being trained: one `update` per step, whatever the objective.
+"""The student being trained: one `update` per optimizer step, whatever the objective.
 
     batch ──plan──> micro-batches ──forward, objective, backward──> gradients ──check──> clip ──AdamW──> new weights
 
 The caller computes the reduction weights once for the whole batch, so every micro-batch loss is a plain sum and the
 result does not depend on how the batch was split. A loss or gradient that is not finite stops the step *before* the
 weights are touched and names the rows.
+
+A *step* is the trainer's: one batch. It may take several updates (mini-batches, epochs); the last of them says so with
+`ends_step`. Schedule, checkpoints and weight versions count steps; `updates` counts what the optimizer did.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from understudy.policy.shard import Alone, Ranks, whole
 from understudy.policy.state import PolicyState, random_state, restore_random_state
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
-from understudy.types.loss import LossOutput, TeacherHead
+from understudy.types.loss import LossInputs, LossOutput, StudentHead, TeacherHead
 from understudy.types.loss_metrics import Metric, merge_metrics, metrics_to_host
 
 BadRows = Callable[[Batch, str], None]
@@ -63,10 +66,10 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step."""
+    """One optimizer step, or several of one batch added up."""
 
     step: int
-    """Counted from 0; the next step is one more."""
+    """The trainer's step it belongs to, counted from 0."""
     loss: float
     grad_norm: float
     """Before clipping."""
@@ -84,6 +87,8 @@ class StepResult:
     """Loss-bearing tokens of each row."""
     seconds: Mapping[str, float]
     """Wall time of `prepare`, `compute` (forward and backward) and `optimizer`."""
+    updates: int = 1
+    """Optimizer steps it took."""
 
 
 class Policy:
@@ -108,6 +113,9 @@ class Policy:
                 "offload keeps one rank's optimizer on the host; with several ranks the shards are small already"
             )
         self.step = 0
+        """Trainer steps behind it."""
+        self.updates = 0
+        """Optimizer steps behind it: at least as many, where batches are cut into mini-batches."""
         self.context_length = context_length(model)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.weight_dtype = output_layer(model).weight.dtype
@@ -139,11 +147,13 @@ class Policy:
         *,
         old_logprobs: Jagged | None = None,
         teacher_heads: Mapping[str, TeacherHead] | None = None,
+        ends_step: bool = True,
     ) -> StepResult:
         """One optimizer step on `batch`.
 
         `weights` are the reduction weights of every loss-bearing token over the *global* batch ([P] per row): the loss of
         the step is Σ weights · per-token loss. `old_logprobs` and `teacher_heads` are passed on to the objective.
+        `ends_step` is False where further updates of the same trainer step follow.
         """
         started = time.perf_counter()
         assembler = Assembler(batch, weights, old_logprobs, teacher_heads)
@@ -168,9 +178,12 @@ class Policy:
         self.optimizer.step(learning_rate, grad_norm)
         if self.average is not None:
             self.average.follow()
-        self.step += 1
+        self.updates += 1
+        step = self.step
+        if ends_step:
+            self.step += 1
         return StepResult(
-            step=self.step - 1,
+            step=step,
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
@@ -187,11 +200,25 @@ class Policy:
             },
         )
 
-    @torch.no_grad()
+    def skip_step(self) -> None:
+        """A trainer step that leaves the weights alone (a critic warms up, nothing was left to learn from)."""
+        self.step += 1
+
     def logprobs(
         self, batch: Batch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
     ) -> Jagged:
         """float32 [P] per row: log-probabilities of the written tokens under the current weights."""
+        return self.read(batch, sampled_logprobs, max_tokens_per_microbatch, temperature)
+
+    @torch.no_grad()
+    def read(
+        self,
+        batch: Batch,
+        reader: Callable[[StudentHead, LossInputs], torch.Tensor],
+        max_tokens_per_microbatch: int = 8192,
+        temperature: float = 1.0,
+    ) -> Jagged:
+        """float32 [P] per row: what `reader` makes of each loss-bearing token under the current weights."""
         counts = [int(mask.sum()) for mask in batch.loss_mask]
         assembler = Assembler(batch, [torch.zeros(count) for count in counts])
         plan = self._plan(assembler, self._trainable_rows(assembler), max_tokens_per_microbatch)
@@ -199,7 +226,7 @@ class Policy:
         with attention_for(self.model, self.layout):
             for group, counted in plan.passes():
                 micro = assembler.cut(group, self.layout).to(self.device)
-                _, values = self.forward(micro, sampled_logprobs, temperature=temperature)
+                _, values = self.forward(micro, reader, temperature=temperature)
                 if counted:
                     found[assembler.loss_places(group)] = values.to("cpu", torch.float64)
         self.ranks.settle(self.forward)
@@ -227,7 +254,7 @@ class Policy:
     def state(self) -> PolicyState:
         """Everything an exact continuation needs, on any number of ranks. Every rank must ask; on one rank the tensors are
         the live ones: save or copy them before the next step."""
-        progress: dict[str, Any] = {"step": self.step, "random": random_state()}
+        progress: dict[str, Any] = {"step": self.step, "updates": self.updates, "random": random_state()}
         if self.settings.lora is not None:
             progress["lora"] = self.settings.lora.as_json()
         averages = self.average.state() if self.average is not None else {}
@@ -255,7 +282,9 @@ class Policy:
                     f"the checkpoint holds {name} as {tensor.dtype} {tuple(tensor.shape)}, the student has {dtype} "
                     f"{tuple(mine[name].shape)}; resume with the model and dtype the run was started with"
                 )
-        optimizer = {name: tensor for name, tensor in state.optimizer.items() if not name.startswith("ema/")}
+        # A critic's tensors may lie beside the student's; whoever put them there takes them out.
+        own = (item for item in state.optimizer.items() if not item[0].startswith(("ema/", "critic.")))
+        optimizer = dict(own)
         self.optimizer.check_state(optimizer)
         with torch.no_grad():
             for name, tensor in state.model.items():
@@ -264,6 +293,7 @@ class Policy:
         if self.average is not None:
             self.average.load_state(state.optimizer)
         self.step = int(state.progress["step"])
+        self.updates = int(state.progress.get("updates", self.step))
         restore_random_state(state.progress["random"])
 
     def _trained_tensors(self) -> dict[str, torch.Tensor]:

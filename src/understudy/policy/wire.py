@@ -16,7 +16,7 @@ from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 
 _HEADER = struct.Struct("<Q")
-_PLAIN = ("keys", "rewards", "teachers")
+_PLAIN = ("keys", "rewards", "stop_reasons", "teachers")
 
 
 def pack(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bytes:

@@ -31,15 +31,24 @@ class LoopContext:
     session: int
     """Which of the prompt's n rollouts this is."""
     context: int
-    """The longest sequence the student can hold."""
+    """The longest sequence a rollout may be."""
+    max_generated: int | None = None
+    """Tokens the student may write in all turns of one trajectory; None leaves that to the context."""
 
-    def sampling_after(self, length: int) -> Sampling:
-        """The sampling of a turn that starts after `length` tokens: its budget shrinks to the room that is left."""
+    def spent(self, generated: int) -> bool:
+        """Whether a trajectory in which the student wrote this many tokens may have no more."""
+        return self.max_generated is not None and generated >= self.max_generated
+
+    def sampling_after(self, length: int, generated: int = 0) -> Sampling:
+        """The sampling of a turn that starts after `length` tokens, `generated` of them the student's own: its budget shrinks to
+        what is left of the context and of the trajectory."""
         room = self.context - length
         if room < 1:
             raise DataError(
                 f"{self.row_key()} has {length} tokens; the context is {self.context}, so no token can follow"
             )
+        if self.max_generated is not None:
+            room = min(room, max(self.max_generated - generated, 1))
         return replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
 
     def row_key(self, index: int = 0) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 from understudy.errors import ConfigError, DataError
 from understudy.rollout.agent import AgentLoop
@@ -42,6 +42,14 @@ def build_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLoop
             f'rollout.agent = "{name}" has no `run(prompt, context)`; see understudy.rollout.agent.AgentLoop'
         )
     return loop
+
+
+class Loops(Protocol):
+    """Where rows get their loop: `LoopChoice` here, or worker processes."""
+
+    def of(self, prompt: Prompt) -> AgentLoop: ...
+
+    async def close(self) -> None: ...
 
 
 class LoopChoice:

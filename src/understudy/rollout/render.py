@@ -37,6 +37,11 @@ class Renderer:
         self._template_options = dict(template_options or {})
         self._special_ids = set(tokenizer.all_special_ids)
 
+    @property
+    def context(self) -> int:
+        """The longest sequence a rollout may be."""
+        return self._context
+
     def render(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> np.ndarray:
         """int32 [T]: what the student must see to answer this prompt.
 

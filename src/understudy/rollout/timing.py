@@ -1,9 +1,17 @@
-"""Where a rollout's time goes: seconds per activity on every trajectory, and a batch's summary."""
+"""Where a rollout's time goes: seconds per activity of every row, and a batch's summary.
+
+loop        the agent loop from beginning to end, and inside it
+  generate    waiting for tokens, and for a place in the engine
+  tool        running tools
+reward      judging what was written
+score       waiting for the teacher
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +23,7 @@ from understudy.types.trajectory import Trajectory
 
 
 class TimedLoop:
-    """Any loop, with `extra["seconds"]` on its trajectories: `generate`, `total`, and what the loop itself reports."""
+    """Any loop, with `extra["seconds"]` on its trajectories: `generate`, `loop`, and what the loop itself reports."""
 
     def __init__(self, loop: AgentLoop) -> None:
         self.loop = loop
@@ -33,7 +41,7 @@ class TimedLoop:
                 generating += time.perf_counter() - asked
 
         trajectories = await self.loop.run(prompt, replace(context, generate=generate))
-        spent = {"generate": generating, "total": time.perf_counter() - start}
+        spent = {"generate": generating, "loop": time.perf_counter() - start}
         return [
             replace(one, extra={**one.extra, "seconds": {**spent, **one.extra.get("seconds", {})}})
             for one in trajectories
@@ -45,20 +53,46 @@ class TimedLoop:
             await close()
 
 
-def timing_summary(trajectories: Iterable[Trajectory]) -> dict[str, float | str]:
-    """`timing/rollout/{activity}/{min,mean,max}` over a batch, and which row took longest in all."""
-    seconds: dict[str, list[float]] = {}
-    slowest, longest = "", -1.0
-    for one in trajectories:
-        spent: Mapping[str, float] = one.extra.get("seconds", {})
-        for activity, value in spent.items():
-            seconds.setdefault(activity, []).append(value)
-        if spent.get("total", 0.0) > longest:
-            slowest, longest = one.key, spent.get("total", 0.0)
-    summary: dict[str, float | str] = {}
-    for activity, values in sorted(seconds.items()):
-        for name, value in (("min", min(values)), ("mean", sum(values) / len(values)), ("max", max(values))):
-            summary[f"timing/rollout/{activity}/{name}"] = value
-    if seconds:
-        summary["timing/rollout/slowest"] = slowest
-    return summary
+class BatchTimings:
+    """Collects rows' seconds until somebody takes the summary: one step's rows, or those that came in since."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[str, float]] = {}
+
+    def add(self, key: str, seconds: Mapping[str, float]) -> None:
+        """More seconds of a row; an activity named twice adds up."""
+        spent = self._rows.setdefault(key, {})
+        for activity, value in seconds.items():
+            spent[activity] = spent.get(activity, 0.0) + value
+
+    @contextmanager
+    def during(self, key: str, activity: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(key, {activity: time.perf_counter() - start})
+
+    def take(self) -> dict[str, float | str]:
+        """`time/rollout/{activity}/{min,mean,max}`, and `time/rollout/slowest/…` of the row that took longest in all."""
+        rows, self._rows = self._rows, {}
+        summary: dict[str, float | str] = {}
+        for activity in sorted({activity for spent in rows.values() for activity in spent}):
+            values = [spent[activity] for spent in rows.values() if activity in spent]
+            for name, value in (
+                ("min", min(values)),
+                ("mean", sum(values) / len(values)),
+                ("max", max(values)),
+            ):
+                summary[f"time/rollout/{activity}/{name}"] = value
+        if rows:
+            slowest = max(rows, key=lambda key: sum(rows[key].get(part, 0.0) for part in _WHOLE))
+            summary["time/rollout/slowest/key"] = slowest
+            summary |= {
+                f"time/rollout/slowest/{activity}": value for activity, value in sorted(rows[slowest].items())
+            }
+        return summary
+
+
+_WHOLE = ("loop", "reward", "score")
+"""What a row's time is made of; generating and tools are inside its loop."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from understudy.errors import ConfigError, DataError
@@ -33,7 +32,6 @@ class ToolLoop:
     format            how the model writes calls: hermes, llama3, json, or `"module:function"`
     max_turns         generations per episode; a call in the last one is not run
     max_calls         calls per turn that are run; the model is told about the rest
-    max_generated     tokens the student may write in all turns together; None leaves that to the context
     tool_deadline_s   for one call;  turn_deadline_s  for all calls of a turn, queueing included
     tool_role         "tool", or "user" for chat templates that know no tools
     isolation         "namespaces", or "none" (see `understudy.rollout.tools.sandbox`)
@@ -46,7 +44,6 @@ class ToolLoop:
         format: str = "hermes",
         max_turns: int = 8,
         max_calls: int = 8,
-        max_generated: int | None = None,
         tool_deadline_s: float = 10.0,
         turn_deadline_s: float = 30.0,
         tool_role: str = "tool",
@@ -59,7 +56,7 @@ class ToolLoop:
         built = [build_tool(tool, sandbox) if isinstance(tool, str) else tool for tool in tools]
         self._tools = {tool.name: tool for tool in built}
         self._parse = parser_of(format)
-        self._max_turns, self._max_calls, self._max_generated = max_turns, max_calls, max_generated
+        self._max_turns, self._max_calls = max_turns, max_calls
         self._tool_deadline_s, self._turn_deadline_s = tool_deadline_s, turn_deadline_s
         self._tool_role = tool_role
 
@@ -70,10 +67,7 @@ class ToolLoop:
         results: list[ToolResult] = []
         tool_seconds, stop_reason = 0.0, None
         for turn in range(self._max_turns):
-            sampling = context.sampling_after(len(transcript))
-            if self._max_generated is not None:
-                left = self._max_generated - transcript.generated
-                sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, left))
+            sampling = context.sampling_after(len(transcript), transcript.generated)
             generation = await context.generate(transcript.tokens, sampling, turn)
             transcript.write(generation)
             calls = self._parse(context.renderer.decode(generation.tokens))
@@ -86,8 +80,7 @@ class ToolLoop:
             results += new
             ended = generation.stop_reason is StopReason.EOS
             observation = context.renderer.after_turn(prompt.key, self._messages(calls, new), ended=ended)
-            spent = self._max_generated is not None and transcript.generated >= self._max_generated
-            if spent or len(transcript) + len(observation) >= context.context:
+            if context.spent(transcript.generated) or len(transcript) + len(observation) >= context.context:
                 stop_reason = StopReason.LENGTH
                 break
             transcript.observe(observation)

@@ -12,13 +12,14 @@ from understudy.types.trajectory import StopReason, Trajectory
 
 
 class Transcript:
-    """Keeps the four streams aligned; tokens go in once and are never changed."""
+    """Keeps the streams aligned; tokens go in once and are never changed."""
 
     def __init__(self, prompt: np.ndarray) -> None:
         self._tokens: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
+        self._candidates: list[np.ndarray | None] = []
         self._stop_reason = StopReason.ABORTED
         self.turns = 0
         self.generated = 0
@@ -46,6 +47,7 @@ class Transcript:
         self._masks.append(np.ones(len(generation.tokens), dtype=bool))
         self._logprobs.append(generation.logprobs)
         self._versions.append(generation.weight_versions)
+        self._candidates.append(generation.candidate_ids)
         self._stop_reason = generation.stop_reason
         self.turns += 1
         self.generated += len(generation.tokens)
@@ -69,4 +71,10 @@ class Transcript:
             turns=self.turns,
             metrics=dict(metrics or {}),
             extra=dict(extra or {}),
+            candidate_ids=self._candidate_ids(),
         )
+
+    def _candidate_ids(self) -> np.ndarray | None:
+        """The candidates of all turns, where every turn has some."""
+        turns = [ids for ids in self._candidates if ids is not None]
+        return np.concatenate(turns) if turns and len(turns) == len(self._candidates) else None

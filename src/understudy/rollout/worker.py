@@ -67,7 +67,13 @@ class Worker:
                 return await self._ask(session_id, tokens, sampling, turn)
 
             context = LoopContext(
-                generate, self._renderer, sampling, prompt.key, begin.session, begin.context
+                generate,
+                self._renderer,
+                sampling,
+                prompt.key,
+                begin.session,
+                begin.context,
+                begin.max_generated,
             )
             trajectories = await self._loops.of(prompt).run(prompt, context)
             self.say(wire.Done(session_id, [wire.pack_trajectory(one) for one in trajectories]))

@@ -9,6 +9,7 @@ A message belongs to a session by `session_id`, which the run gives out.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -39,6 +40,7 @@ class Begin(msgspec.Struct, tag=True):
     session: int
     sampling: dict[str, Any]
     context: int
+    max_generated: int | None = None
 
 
 class Generated(msgspec.Struct, tag=True):
@@ -48,6 +50,8 @@ class Generated(msgspec.Struct, tag=True):
     logprobs: bytes
     weight_versions: bytes
     stop_reason: str
+    candidates: tuple[int, bytes] | None = None
+    """K, and int32 [N, K] row after row."""
 
 
 class Drop(msgspec.Struct, tag=True):
@@ -145,6 +149,7 @@ def pack_generation(session_id: int, question: int, generation: Generation) -> G
         generation.logprobs.astype("<f4").tobytes(),
         generation.weight_versions.astype("<i4").tobytes(),
         str(generation.stop_reason),
+        _packed_ids(generation.candidate_ids),
     )
 
 
@@ -154,7 +159,19 @@ def unpack_generation(message: Generated) -> Generation:
         np.frombuffer(message.logprobs, "<f4").astype(np.float32),
         np.frombuffer(message.weight_versions, "<i4").astype(np.int32),
         StopReason(message.stop_reason),
+        _unpacked_ids(message.candidates),
     )
+
+
+def _packed_ids(ids: np.ndarray | None) -> tuple[int, bytes] | None:
+    return None if ids is None else (ids.shape[1], ids.astype("<i4").tobytes())
+
+
+def _unpacked_ids(packed: Sequence[Any] | None) -> np.ndarray | None:
+    if packed is None:
+        return None
+    width, rows = packed
+    return np.frombuffer(rows, "<i4").astype(np.int32).reshape(-1, width)
 
 
 _STREAMS = {"tokens": "<i4", "loss_mask": "|b1", "behaviour_logprobs": "<f4", "weight_versions": "<i4"}
@@ -163,9 +180,12 @@ _STREAMS = {"tokens": "<i4", "loss_mask": "|b1", "behaviour_logprobs": "<f4", "w
 def pack_trajectory(one: Trajectory) -> dict[str, Any]:
     streams = {name: getattr(one, name).astype(kind).tobytes() for name, kind in _STREAMS.items()}
     rest = {"key": one.key, "stop_reason": str(one.stop_reason), "turns": one.turns, "reward": one.reward}
-    return {**streams, **rest, "metrics": dict(one.metrics), "extra": dict(one.extra)}
+    ids = _packed_ids(one.candidate_ids)
+    return {**streams, **rest, "metrics": dict(one.metrics), "extra": dict(one.extra), "candidate_ids": ids}
 
 
 def unpack_trajectory(fields: dict[str, Any]) -> Trajectory:
     streams = {name: np.frombuffer(fields[name], kind).copy() for name, kind in _STREAMS.items()}
-    return Trajectory(**{**fields, **streams, "stop_reason": StopReason(fields["stop_reason"])})
+    ids = _unpacked_ids(fields["candidate_ids"])
+    rest = {"stop_reason": StopReason(fields["stop_reason"]), "candidate_ids": ids}
+    return Trajectory(**{**fields, **streams, **rest})

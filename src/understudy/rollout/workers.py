@@ -151,7 +151,14 @@ class _Channel:
         sampling = wire.pack_sampling(context.sampling)
         try:
             self._say(
-                wire.Begin(session_id, wire.pack_prompt(prompt), context.session, sampling, context.context)
+                wire.Begin(
+                    session_id,
+                    wire.pack_prompt(prompt),
+                    context.session,
+                    sampling,
+                    context.context,
+                    context.max_generated,
+                )
             )
             return await result
         finally:

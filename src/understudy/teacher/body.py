@@ -18,7 +18,7 @@ import torch
 from understudy.errors import TeacherError
 from understudy.teacher import varlen
 from understudy.teacher.model import FrozenModel
-from understudy.teacher.packing import pack, pad_right, padded_plan
+from understudy.teacher.packing import pack, pack_in_groups, pad_right, padded_plan, rounded_lengths
 from understudy.teacher.protocol import ScoreRequest
 from understudy.teacher.sharing import Family, families, saved_tokens, split_to_budget
 
@@ -57,6 +57,9 @@ class Body:
         self.budget = budget
         self._own_attention = frozen.model.config._attn_implementation
         self._attention = self._own_attention
+        self._groups = varlen.takes_groups(
+            frozen.device, next(frozen.model.parameters()).dtype, *_heads(frozen)
+        )
         varlen.register()
 
     def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
@@ -72,7 +75,9 @@ class Body:
                 packed = True
                 found = found if self.layout is Layout.PACKED or saved > WORTH_SHARING * total else singles
             if packed:
-                batches = split_to_budget(found, lengths_N, self.budget)
+                grouped = self._groups and not any(family.shared for family in found)
+                sizes_N = rounded_lengths(lengths_N) if grouped else lengths_N
+                batches = split_to_budget(found, sizes_N, self.budget)
                 return [MicroBatch(Layout.PACKED, tuple(batch)) for batch in batches]
         members = padded_plan(lengths_N[list(rows)].tolist(), self.budget)
         return [MicroBatch(Layout.PADDED, tuple(singles[i] for i in batch)) for batch in members]
@@ -119,7 +124,8 @@ class Body:
         counts_B: np.ndarray,
     ) -> torch.Tensor:
         self._use_attention(varlen.NAME)
-        packed = pack(request.tokens_T, request.starts_N, lengths_N, batch.families)
+        laid_out = (request.tokens_T, request.starts_N, lengths_N, batch.families)
+        packed = (pack_in_groups(*laid_out) if self._groups else None) or pack(*laid_out)
         hidden_1TH = self.frozen.body(
             input_ids=self.to_device(packed.tokens_T)[None],
             position_ids=self.to_device(packed.positions_T)[None],
@@ -129,6 +135,7 @@ class Body:
             max_length_q=_rounded_up(packed.longest_q),
             max_length_k=_rounded_up(packed.longest_k),
             key_places=None if packed.key_places_N is None else self.to_device(packed.key_places_N),
+            groups=None if packed.groups_G3 is None else torch.from_numpy(packed.groups_G3),
         ).last_hidden_state
         return hidden_1TH[0][self.to_device(packed.places(positions_P, counts_B))]
 
@@ -144,6 +151,8 @@ class Body:
             )
         for layer in layers:
             layer.compile()
+        if (last := getattr(self.frozen.body, "norm", None)) is not None:
+            last.compile()
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Without waiting for the device."""
@@ -156,6 +165,14 @@ class Body:
         if name != self._attention:
             self.frozen.model.set_attn_implementation(name)
             self._attention = name
+
+
+def _heads(frozen: FrozenModel) -> tuple[int, int, int]:
+    """(query heads, key heads, head size) of one process; an architecture that does not say has none worth grouping."""
+    config = frozen.config
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads), int(size or 1 << 30)
 
 
 def _rounded_up(length: int) -> int:

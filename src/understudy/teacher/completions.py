@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -62,6 +63,12 @@ class _Served(msgspec.Struct):
     id: str
     root: str | None = None
     max_model_len: int | None = None
+
+    def answers_to(self, name: str) -> bool:
+        """By the name it is served under, or by the model it was loaded from, whatever folder that lies in."""
+        return name in (self.id, self.root) or (
+            self.root is not None and PurePath(name).name == PurePath(self.root).name
+        )
 
 
 class _Models(msgspec.Struct):
@@ -120,10 +127,12 @@ class CompletionsClient:
             models = msgspec.json.decode(await self._channel.ask("GET", "/v1/models"), type=_Models).data
         except msgspec.DecodeError as error:
             raise TeacherReplyError(f"{self._channel.who}: unreadable /v1/models: {error}") from error
-        named = [served for served in models if self._model in (None, served.id)]
+        named = [served for served in models if self._model is None or served.answers_to(self._model)]
         if not named:
             offered = ", ".join(served.id for served in models) or "none"
-            raise TeacherError(f"{self._channel.who}: serves no model {self._model!r}; it serves {offered}")
+            raise TeacherError(
+                f"{self._channel.who}: serves no model {self._model!r}; it serves {offered}. Set `model` to one of these"
+            )
         self._model = named[0].id
         return named[0]
 

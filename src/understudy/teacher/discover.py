@@ -7,14 +7,24 @@ what it can give.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 from understudy.teacher.channel import NoSuchRoute
 from understudy.teacher.client import ReplicaClient, ScoringClient
-from understudy.teacher.completions import CompletionsClient
+from understudy.teacher.completions import CompletionsClient, Route
 from understudy.teacher.keeper import Connect
 from understudy.teacher.launch import Endpoint
 from understudy.teacher.manifest import Manifest
 from understudy.types.scores import ScoreItem, TeacherScores
+
+
+class Backend(StrEnum):
+    """What answers at an address."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    VLLM = "vllm"
+    OPENAI = "openai"
 
 
 class DiscoveringClient:
@@ -49,21 +59,40 @@ class DiscoveringClient:
         await self._completions.close()
 
 
-def connect_external(vocab_size: int, vocab_fingerprint: str = "", model: str | None = None) -> Connect:
-    """For `TeacherPool(connect=…)`: external servers of any known kind. Vocabulary and model name are the recipe's."""
+_ROUTES = {
+    Backend.AUTO: tuple(Route),
+    Backend.VLLM: (Route.GENERATE, Route.PROMPT_LOGPROBS),
+    Backend.OPENAI: (Route.ECHO,),
+}
+
+
+def connect_external(
+    vocab_size: int,
+    vocab_fingerprint: str = "",
+    model: str | None = None,
+    backend: Backend = Backend.AUTO,
+) -> Connect:
+    """For `TeacherPool(connect=…)`: external servers of any known kind. Vocabulary and model name are the recipe's.
+
+    With a `backend` named nothing is guessed: useful behind a gateway that answers every path alike.
+    """
 
     def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
-        return DiscoveringClient(
-            ReplicaClient(endpoint.url, endpoint.token, teacher=teacher, replica=replica),
-            CompletionsClient(
-                endpoint.url,
-                endpoint.token,
-                teacher=teacher,
-                replica=replica,
-                model=model,
-                vocab_size=vocab_size,
-                vocab_fingerprint=vocab_fingerprint,
-            ),
+        # People write the base address of an OpenAI client, which ends in /v1.
+        url = endpoint.url.rstrip("/").removesuffix("/v1")
+        native = ReplicaClient(url, endpoint.token, teacher=teacher, replica=replica)
+        if backend is Backend.NATIVE:
+            return native
+        completions = CompletionsClient(
+            url,
+            endpoint.token,
+            teacher=teacher,
+            replica=replica,
+            model=model,
+            vocab_size=vocab_size,
+            vocab_fingerprint=vocab_fingerprint,
+            routes=_ROUTES[backend],
         )
+        return DiscoveringClient(native, completions) if backend is Backend.AUTO else completions
 
     return connect

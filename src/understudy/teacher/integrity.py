@@ -66,7 +66,7 @@ def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length:
     if missing:
         offered = ", ".join(signal.value for signal in manifest.signals)
         problems.append(f"cannot give {', '.join(missing)}; its {manifest.backend} backend offers {offered}")
-    if k > manifest.limits.max_k:
+    if k > manifest.limits.max_k and Signal.TOPK in manifest.signals:
         problems.append(f"gives at most {manifest.limits.max_k} candidates; the loss asks for {k}")
     if length > manifest.limits.max_length:
         problems.append(
@@ -96,4 +96,17 @@ def check_manifest_unchanged(stored: Manifest, found: Manifest) -> None:
             f"teacher {stored.teacher} changed since this run began: {stored.model} ({stored.dtype}, weights "
             f"{stored.weights_sha256[:12]}) then, {found.model} ({found.dtype}, weights {found.weights_sha256[:12]}) now; "
             "resume with the same teacher, or start a new run"
+        )
+
+
+def check_scores_unchanged(manifest: Manifest, stored: Sequence[float], found: Sequence[float]) -> None:
+    """On resume: the fixed tokens score as they did. For servers that do not show their weights this is the only sign."""
+    if len(stored) != len(found):
+        return
+    apart = float(np.abs(np.array(stored) - np.array(found)).max(initial=0.0))
+    allowed = TOLERANCE.get(manifest.dtype, HALF_TOLERANCE)
+    if not apart <= allowed:
+        raise TeacherError(
+            f"teacher {manifest.teacher} changed since this run began: its scores of the fixed tokens moved by {apart:.3g} "
+            f"nats (at most {allowed} is allowed); resume with the same teacher, or start a new run"
         )

@@ -47,6 +47,8 @@ class PoolOptions:
     """Wrong replies or server failures for one request, over all replicas; beyond, the request is the problem."""
     hedge_factor: float | None = None
     """Ask another replica too when the answer takes longer than this multiple of the 95th percentile; None: never."""
+    hedge_after: float | None = None
+    """The same after a fixed number of seconds; goes before `hedge_factor`."""
     canary: bool = True
     """Send the fixed tokens along with every request and compare their scores with those at admission."""
     cache_bytes: int = 0
@@ -120,6 +122,15 @@ class TeacherPool:
         if self._keeper.identity is None:
             raise TeacherError(f"teacher {self.name} has not been started")
         return self._keeper.identity.manifest
+
+    @property
+    def fixed_scores(self) -> list[float]:
+        """What this teacher gave the fixed tokens when it was admitted: all there is to know a closed server by."""
+        return [] if self._keeper.identity is None else self._keeper.identity.probe_logprobs.tolist()
+
+    @property
+    def replicas(self) -> list[str]:
+        return list(self._keeper.replicas)
 
     async def add(self, spec: ReplicaSpec) -> None:
         """One more replica while running."""
@@ -196,6 +207,7 @@ class TeacherPool:
     ) -> list[_Outcome]:
         """One replica, or two when the first one straggles: the first scores win, and end what is still running."""
         patience = self._hedge_patience()
+        replica.load.begin(tokens)  # before anything is awaited: the next call must already see it
         if patience is None:
             return [await self._send(replica, items, tokens, attempts)]
         running = {asyncio.create_task(self._send(replica, items, tokens, attempts))}
@@ -204,6 +216,7 @@ class TeacherPool:
                 second = self._pick(replace(attempts, tried=attempts.tried | {replica.name}))
                 if second is not None:
                     self._totals.hedges += 1
+                    second.load.begin(tokens)
                     running.add(asyncio.create_task(self._send(second, items, tokens, attempts)))
             outcomes: list[_Outcome] = []
             while running:
@@ -228,6 +241,8 @@ class TeacherPool:
 
     def _hedge_patience(self) -> float | None:
         """Seconds; None while hedging is off or too few answers have been seen to know what is slow."""
+        if self.options.hedge_after is not None:
+            return self.options.hedge_after
         if self.options.hedge_factor is None:
             return None
         latencies = sorted(second for r in self._keeper.replicas.values() for second in r.latencies)
@@ -238,7 +253,7 @@ class TeacherPool:
     async def _send(
         self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
     ) -> _Outcome:
-        replica.load.begin(tokens)
+        """Ask one replica, whose load already counts this request; the count ends here, however it goes."""
         try:
             async with replica.slots:
                 started = self._clock.now()

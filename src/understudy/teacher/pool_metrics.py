@@ -54,6 +54,9 @@ class PoolMetrics:
     paused_seconds: float
     queue_depth: int
     """Requests inside the pool that have no scores yet."""
+    latency_mean: float = 0.0
+    """Seconds, over the latest requests of all replicas; 0 before the first."""
+    latency_p95: float = 0.0
     replicas: list[ReplicaMetrics] = field(default_factory=list)
 
     def flat(self) -> dict[str, float]:
@@ -66,19 +69,23 @@ class PoolMetrics:
                 "requests",
                 "retries",
                 "hedges",
+                "cache_hits",
                 "ejections",
                 "pauses",
                 "paused_seconds",
                 "queue_depth",
+                "latency_mean",
+                "latency_p95",
             )
         }
+        named[f"{base}/replicas"] = float(len(self.replicas))
         for replica in self.replicas:
             at = f"{base}/{replica.name}"
             named[f"{at}/share"] = replica.share
             named[f"{at}/latency_mean"] = replica.latency_mean
             named[f"{at}/latency_p95"] = replica.latency_p95
-            named[f"{at}/failures"] = float(replica.failures)
-            named[f"{at}/outstanding_tokens"] = float(replica.outstanding_tokens)
+            for name in ("failures", "ejections", "restarts", "outstanding_tokens", "outstanding_requests"):
+                named[f"{at}/{name}"] = float(getattr(replica, name))
         return named
 
 
@@ -87,6 +94,7 @@ def snapshot(
 ) -> PoolMetrics:
     replicas = list(replicas)
     tokens = sum(replica.tokens for replica in replicas)
+    latency_mean, latency_p95 = _latency([second for replica in replicas for second in replica.latencies])
     return PoolMetrics(
         teacher=teacher,
         paused=paused,
@@ -99,12 +107,14 @@ def snapshot(
         pauses=totals.pauses,
         paused_seconds=totals.paused_seconds,
         queue_depth=waiting,
+        latency_mean=latency_mean,
+        latency_p95=latency_p95,
         replicas=[_of(replica, tokens) for replica in replicas],
     )
 
 
 def _of(replica: Replica, all_tokens: int) -> ReplicaMetrics:
-    ordered = sorted(replica.latencies)
+    latency_mean, latency_p95 = _latency(replica.latencies)
     return ReplicaMetrics(
         name=replica.name,
         state=replica.life.state,
@@ -116,6 +126,14 @@ def _of(replica: Replica, all_tokens: int) -> ReplicaMetrics:
         restarts=replica.restarts,
         outstanding_tokens=replica.load.outstanding_tokens,
         outstanding_requests=replica.load.outstanding_requests,
-        latency_mean=sum(ordered) / len(ordered) if ordered else 0.0,
-        latency_p95=ordered[math.ceil(0.95 * len(ordered)) - 1] if ordered else 0.0,
+        latency_mean=latency_mean,
+        latency_p95=latency_p95,
     )
+
+
+def _latency(seconds: Iterable[float]) -> tuple[float, float]:
+    """Mean and 95th percentile; zeros before the first request."""
+    ordered = sorted(seconds)
+    if not ordered:
+        return 0.0, 0.0
+    return sum(ordered) / len(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1]

@@ -7,6 +7,7 @@ teacher through its `key`; a value nobody claims is an error that lists the keys
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -63,14 +64,21 @@ class TeacherRouter:
         return self.pools[self.route(value)]
 
     def mixture(self, weights: Mixture) -> dict[str, float]:
-        """Check a row's own weights and scale them to sum to 1."""
-        unknown = [name for name in weights if name not in self.pools]
+        """Check a row's own weights and scale them to sum to 1. An empty weight (parquet has them) is 0."""
+        if not isinstance(weights, Mapping):
+            raise TeacherError(f"a mixture is written {{teacher: weight}}, got {weights!r}")
+        given = {name: weight for name, weight in weights.items() if weight is not None}
+        unknown = [name for name in given if name not in self.pools]
         if unknown:
-            raise TeacherError(f"a mixture names {_listed(unknown)}; teachers are {_listed(self.pools)}")
-        total = sum(weights.values())
-        if not total > 0 or any(not weight >= 0 for weight in weights.values()):
+            near = difflib.get_close_matches(str(unknown[0]), self.pools, n=1, cutoff=0.0)
+            raise TeacherError(
+                f"a mixture names {_listed(unknown)}; teachers are {_listed(self.pools)}; the nearest is {near[0]!r}"
+            )
+        numbers = all(isinstance(weight, int | float) and 0 <= weight < math.inf for weight in given.values())
+        if not numbers or not sum(given.values()) > 0:
             raise TeacherError(f"a mixture needs weights ≥ 0 with a positive sum, got {dict(weights)}")
-        return {name: weight / total for name, weight in weights.items() if weight > 0}
+        total = sum(given.values())
+        return {name: weight / total for name, weight in given.items() if weight > 0}
 
 
 def _listed(names: object) -> str:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from understudy.teacher.mixture import Ask, mix, opinions_of
 from understudy.teacher.route import Mixture, TeacherRouter
 from understudy.teacher.together import together
 from understudy.types.scores import ScoreItem, TeacherScores
-
-
-@dataclass(frozen=True, slots=True)
-class Opinion:
-    """One teacher's scores and how much they weigh in a mixture."""
-
-    weight: float
-    scores: TeacherScores
 
 
 async def score(router: TeacherRouter, items: Sequence[tuple[ScoreItem, str]]) -> list[TeacherScores]:
@@ -30,11 +22,19 @@ async def score(router: TeacherRouter, items: Sequence[tuple[ScoreItem, str]]) -
     return await _ask_all(router, by_teacher, [item for item, _ in items])
 
 
-async def score_mixture(router: TeacherRouter, item: ScoreItem, weights: Mixture) -> list[Opinion]:
-    """Every named teacher's opinion on one item, heaviest first."""
-    shares = sorted(router.mixture(weights).items(), key=lambda pair: (-pair[1], pair[0]))
-    answers = await together(router.pools[name].score([item]) for name, _ in shares)
-    return [Opinion(share, answer[0]) for (_, share), answer in zip(shares, answers, strict=True)]
+async def score_mixture(
+    router: TeacherRouter, item: ScoreItem, weights: Mixture, ask: Ask | None = None
+) -> TeacherScores:
+    """The verdict of several teachers on one item, weighed (see `mixture.py`).
+
+    `ask` sends one item to one teacher; by default straight to its pool. Questions follow one another, so that a caller
+    that composes batches sees one at a time.
+    """
+
+    async def straight(teacher: str, wanted: ScoreItem) -> TeacherScores:
+        return (await router.pools[teacher].score([wanted]))[0]
+
+    return mix(await opinions_of(item, router.mixture(weights), ask or straight), item)
 
 
 async def _ask_all(

@@ -237,17 +237,14 @@ class Scorer:
             self._rehearse()
 
     def _rehearse(self) -> None:
-        """Score batches of several sizes now, so that no request pays for compiling."""
+        """Score batches of several sizes now, long sequences and short ones, so that no request pays for compiling."""
         rng = np.random.default_rng(0)
-        for tokens in (
-            self.options.max_batch_tokens,
-            self.options.max_batch_tokens // 2,
-            self.options.max_batch_tokens // 3,
-        ):
-            length = max(2, min(tokens // 3, self.frozen.max_length))
+        most = self.options.max_batch_tokens
+        for tokens, count in ((most, 3), (most // 2, 3), (most // 3, 3), (most // 8, 32), (most // 4, 32)):
+            length = max(2, min(tokens // count, self.frozen.max_length))
             items = [
                 judged(f"rehearsal-{i}", rng.integers(0, self.vocab, length).astype(np.int32))
-                for i in range(3)
+                for i in range(count)
             ]
             self.score(request_of(items))
 

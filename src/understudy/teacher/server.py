@@ -186,6 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_place(args)
         if args.rank > 0:
+            if args.ready_file is not None:
+                # Up, and on its way to the others; process 0 says when all can score.
+                write_ready_file(args.ready_file, "")
             follow(args)
             return 0
         with bind_socket(args.bind, token) as sock:

@@ -14,31 +14,52 @@ from transformers import PreTrainedTokenizerBase
 
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
-from understudy.dataplane.base import Retain
-from understudy.dataplane.embedded import EmbeddedDataPlane
-from understudy.engines.base import Sampling
+from understudy.config.async_checks import repeats_to_the_bit
+from understudy.engines.base import Engine
 from understudy.losses.objective import Objective
 from understudy.observability.live import LiveView
-from understudy.observability.metrics import MetricsWriter
+from understudy.observability.loggers import ToldMetrics
+from understudy.observability.metrics import read_metrics
+from understudy.observability.redact import redact
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
+from understudy.policy.background import BackgroundSaver
 from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.follow import LeadingPolicy
+from understudy.policy.lora import LoraSettings
 from understudy.policy.optimizer import AdamWSettings
 from understudy.policy.policy import Policy, PolicySettings
 from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.rollout.cursor import PromptCursor
-from understudy.rollout.dataset import load_dataset
-from understudy.rollout.loops import LoopChoice
+from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
 from understudy.teacher.vocabulary import SPECIAL, Vocabulary
+from understudy.trainers.backends import open_plane
+from understudy.trainers.best import BestSoFar
+from understudy.trainers.changes import flatten
+from understudy.trainers.critic import critic_of, reference_of
+from understudy.trainers.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.trainers.evaluate import eval_prompts
 from understudy.trainers.gather import Lane
 from understudy.trainers.loading import LoadedModel, load_model
+from understudy.trainers.loops import open_loops
+from understudy.trainers.prompt_facts import longest_prompt, mixed_teachers
+from understudy.trainers.ranks import start_ranks
+from understudy.trainers.seating import with_rollout_devices
 from understudy.trainers.system import System
-from understudy.trainers.teachers import manifests_of, router_of, start_teachers, teacher_lanes
+from understudy.trainers.teacher_admin import open_for_requests
+from understudy.trainers.teachers import (
+    StudentFacts,
+    gpu_names,
+    manifests_of,
+    router_of,
+    seat_here,
+    start_teachers,
+    teacher_lanes,
+)
 from understudy.types.batch import Batch
-from understudy.weights.in_process import SharedWeights
+from understudy.weights.base import WeightPublisher
 
 
 @asynccontextmanager
@@ -48,45 +69,65 @@ async def build(
     """Start everything a run needs; whatever happens, everything started is stopped again."""
     async with AsyncExitStack() as stack:
         deterministic = is_deterministic(recipe)
-        _steady_torch(recipe, deterministic)
-        view.phase(f"loading the student {recipe.student.model}")
-        student = await asyncio.to_thread(_load_student, recipe)
-        vocabulary = vocabulary_of(student.tokenizer)
+        steady_torch(recipe)
+        if recipe.cluster.backend != "local":
+            view.phase(f"connecting to {recipe.cluster.backend}")
+        await processes.ready()
+        seating = seat_here(recipe)
+        recipe = with_rollout_devices(recipe, seating, gpu_names())
+        with view.work(f"loading the student {recipe.student.model}"):
+            student = await asyncio.to_thread(load_student_of, recipe)
+        prompts = load_dataset(recipe.data.train)
         teachers = await start_teachers(
-            recipe, processes, vocabulary, view, secrets.token_urlsafe(24), deterministic
+            recipe,
+            processes,
+            seating,
+            _student_facts(recipe, student, prompts),
+            view,
+            secrets.token_urlsafe(24),
+            deterministic,
         )
         stack.push_async_callback(teachers.close)
+        await stack.enter_async_context(open_for_requests(run, teachers))
         pools = teachers.pools
 
-        policy = Policy(student.model, _policy_settings(recipe), on_bad_rows=partial(keep_refused, run))
-        engine = student.engine(recipe.rollout.max_batch)
-        stack.push_async_callback(engine.close)
-        publisher = SharedWeights(policy.model, engine)
+        policy, engine, publisher = await _policy_and_engine(recipe, run, processes, student, stack, view)
         await publisher.publish(0)
+        critic = await asyncio.to_thread(critic_of, recipe, partial(keep_refused, run))
+        reference = await asyncio.to_thread(reference_of, recipe)
 
-        plane = EmbeddedDataPlane.open(
-            run.dataplane,
-            max_rows=recipe.dataplane.max_rows,
-            max_bytes=recipe.dataplane.max_bytes,
-            spill_bytes=recipe.dataplane.spill_bytes,
-            retain=Retain.UNTIL_ACK if deterministic else Retain.UNTIL_SETTLED,
+        plane = await open_plane(recipe, run, deterministic, stack)
+        renderer = Renderer(
+            student.tokenizer,
+            context=context_of(recipe, student),
+            reserve=recipe.rollout.max_new_tokens,
+            template_options=recipe.rollout.template_options,
         )
-        stack.push_async_callback(plane.close)
-        renderer = Renderer(student.tokenizer, context=student.context, reserve=recipe.rollout.max_new_tokens)
-        loops = LoopChoice(recipe.rollout.agent)
+        loops = await open_loops(recipe, renderer, run.path / "tokenizer")
         stack.push_async_callback(loops.close)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
-        metrics = MetricsWriter(run.metrics)
+        metrics = ToldMetrics(
+            run.metrics,
+            recipe.run.loggers,
+            run.path / "loggers",
+            run.path.name,
+            flatten(redact(recipe.model_dump())),
+            view.note,
+        )
         stack.callback(metrics.close)
         spans = Spans(run.spans)
         stack.callback(spans.close)
+        checkpoints = _checkpoints(recipe, run)
+        saver = BackgroundSaver(checkpoints)
+        stack.push_async_callback(asyncio.to_thread, saver.close)
+        background = await stack.enter_async_context(asyncio.TaskGroup())
         yield System(
             recipe=recipe,
             run=run,
             tokenizer=student.tokenizer,
             renderer=renderer,
-            sampling=_sampling(recipe, student),
+            sampling=sampling_of(recipe, student),
             engine=engine,
             engine_lane=Lane("generate", engine.generate, recipe.rollout.max_batch),
             policy=policy,
@@ -97,10 +138,10 @@ async def build(
             teacher_lanes=teacher_lanes(pools, deterministic),
             teacher_heads=teachers.heads,
             plane=plane,
-            cursor=PromptCursor(load_dataset(recipe.data.train), recipe.run.seed, recipe.data.shuffle),
+            cursor=PromptCursor(prompts, recipe.run.seed, recipe.data.shuffle),
             loops=loops,
             rewards=rewards,
-            checkpoints=_checkpoints(recipe, run),
+            checkpoints=checkpoints,
             eval_prompts=eval_prompts(load_dataset(recipe.data.eval), recipe.trainer.eval_samples)
             if recipe.data.eval
             else [],
@@ -109,7 +150,48 @@ async def build(
             view=view,
             deterministic=deterministic,
             manifests=manifests_of(pools),
+            saver=saver,
+            background=background,
+            best=BestSoFar(read_metrics(run.metrics)),
+            critic=critic,
+            reference=reference,
         )
+
+
+async def _policy_and_engine(
+    recipe: Recipe,
+    run: RunDir,
+    processes: LocalProcesses,
+    student: LoadedModel,
+    stack: AsyncExitStack,
+    view: LiveView,
+) -> tuple[Policy | LeadingPolicy, Engine, WeightPublisher]:
+    """In sync mode on one rank engine and policy share their tensors. Sharded ones are gathered into the engine's own whole
+    model, adapters merged into it; and where rollouts go on while the optimizer writes, the engine needs its own as well."""
+    settings, on_bad_rows = policy_settings(recipe), partial(keep_refused, run)
+    shared = recipe.trainer.ranks == 1 and recipe.trainer.mode == "sync" and recipe.student.lora is None
+    engine = await open_engine(
+        recipe, student, processes, view, shared=shared, deterministic=is_deterministic(recipe)
+    )
+    stack.push_async_callback(engine.close)
+    policy: Policy | LeadingPolicy
+    if recipe.trainer.ranks == 1:
+        policy = Policy(student.model, settings, on_bad_rows=on_bad_rows)
+    else:
+        policy = await start_ranks(recipe, run, processes, student, settings, on_bad_rows, stack, view)
+    return policy, engine, publisher_of(recipe, policy, engine, shared=shared)
+
+
+def _student_facts(recipe: Recipe, student: LoadedModel, prompts: Dataset) -> StudentFacts:
+    room = student.context - recipe.rollout.max_new_tokens
+    return StudentFacts(
+        vocabulary_of(student.tokenizer),
+        student.model.get_output_embeddings().weight.shape[0],
+        student.device,
+        student.context,
+        partial(longest_prompt, student.tokenizer, prompts, room),
+        mixed_teachers(prompts, recipe.data.mixture_key),
+    )
 
 
 def keep_refused(run: RunDir, rows: Batch, reason: str) -> None:
@@ -137,6 +219,8 @@ def _checkpoints(recipe: Recipe, run: RunDir) -> CheckpointStore:
 def is_deterministic(recipe: Recipe) -> bool:
     if recipe.run.determinism is not None:
         return recipe.run.determinism == "full"
+    if not repeats_to_the_bit(recipe.trainer) or recipe.rollout.engine != "hf":
+        return False
     return recipe.student.device == "cpu" or (
         recipe.student.device == "auto" and not torch.cuda.is_available()
     )
@@ -160,6 +244,8 @@ def objective_of(recipe: Recipe) -> Objective:
         tis_cap=loss.tis_cap,
         discount=loss.discount,
         per_token_clamp=loss.per_token_clamp,
+        kl_coef=loss.kl_coef if loss.kl_in == "loss" else 0.0,
+        kl_kind=loss.kl_kind,
         backend=loss.backend,
     )
 
@@ -168,7 +254,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
     return Vocabulary(tokenizer.get_vocab(), {role: getattr(tokenizer, f"{role}_id") for role in SPECIAL})
 
 
-def _load_student(recipe: Recipe) -> LoadedModel:
+def load_student_of(recipe: Recipe) -> LoadedModel:
     student = recipe.student
     return load_model(
         student.model,
@@ -179,33 +265,37 @@ def _load_student(recipe: Recipe) -> LoadedModel:
     )
 
 
-def _policy_settings(recipe: Recipe) -> PolicySettings:
+def policy_settings(recipe: Recipe) -> PolicySettings:
     trainer = recipe.trainer
     return PolicySettings(
         schedule=Schedule(
             ScheduleKind(trainer.schedule), trainer.learning_rate, trainer.steps, trainer.warmup_steps
         ),
-        adamw=AdamWSettings(weight_decay=trainer.weight_decay, grad_clip=trainer.grad_clip),
+        adamw=AdamWSettings(
+            weight_decay=trainer.weight_decay,
+            grad_clip=trainer.grad_clip,
+            offload=trainer.offload_optimizer,
+            kind=trainer.optimizer,
+        ),
         gradient_checkpointing=recipe.student.gradient_checkpointing,
         loss_temperature=recipe.loss.student_temperature,
+        lora=lora_settings(recipe),
+        ema_decay=trainer.ema_decay,
     )
 
 
-def _sampling(recipe: Recipe, student: LoadedModel) -> Sampling:
-    rollout = recipe.rollout
-    return Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        stop_ids=student.stop_ids,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-    )
+def lora_settings(recipe: Recipe) -> LoraSettings | None:
+    """Adapters start from the run's seed, so that every rank and every resume starts from the same."""
+    lora = recipe.student.lora
+    if lora is None:
+        return None
+    return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), seed=recipe.run.seed)
 
 
-def _steady_torch(recipe: Recipe, deterministic: bool) -> None:
-    """Sums depend on how they are split over threads, so the thread count is part of a deterministic run."""
+def steady_torch(recipe: Recipe, share_of: int = 1) -> None:
+    """Sums depend on how they are split over threads, so the thread count is part of a deterministic run. A follower takes
+    a share of the threads: it computes only when all ranks do."""
     if recipe.run.threads is not None:
-        torch.set_num_threads(recipe.run.threads)
+        torch.set_num_threads(max(recipe.run.threads // share_of, 1))
     torch.manual_seed(recipe.run.seed)
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    torch.use_deterministic_algorithms(is_deterministic(recipe), warn_only=True)

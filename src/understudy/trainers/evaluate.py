@@ -1,28 +1,39 @@
-"""Held-out accuracy: greedy answers to problems nothing was trained on, judged by the recipe's reward."""
+"""Held-out accuracy: answers to problems nothing was trained on, judged by the recipe's reward.
+
+`val/accuracy` is of greedy answers. With `trainer.eval_k` each problem is also sampled k times at the rollout's own
+temperature: `val/avg@k`, `val/pass@1` … `val/pass@k`. All names come once over everything and once per data source. Seeds
+belong to the problem, not to the step, so two evaluations differ by the weights alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from understudy.config import parse_recipe
+from understudy.config.rollout import RolloutConfig
+from understudy.config.trainer import TrainerConfig
 from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
 from understudy.errors import ConfigError
+from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir, read_json
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.dataset import Dataset, load_dataset
-from understudy.rollout.loops import LoopChoice
+from understudy.rollout.loops import LoopChoice, Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
+from understudy.rollout.seeds import derive_seed
+from understudy.trainers.accuracy import mean_by_source, sampled_measures
+from understudy.trainers.best import best_step
 from understudy.trainers.gather import Cohort, Lane
-from understudy.trainers.loading import copy_weights, load_model
+from understudy.trainers.loading import load_model, put_student
 from understudy.trainers.system import System
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
@@ -30,66 +41,122 @@ from understudy.types.trajectory import Trajectory
 _KEPT_SAMPLES = 8
 """Rollouts per data source that go to samples.jsonl at each evaluation."""
 _MAX_BATCH = 64
+Advance = Callable[[int], None]
+"""Told how many answers more are there."""
+
+
+def _ignore(answers: int) -> None:
+    return
 
 
 async def evaluate(system: System, step: int, teachers: bool = False) -> dict[str, float]:
     """Accuracy of the student now, per data source; with `teachers`, once, that of each teacher on its own rows."""
     if not system.eval_prompts or not system.recipe.data.reward:
         return {}
-    system.view.phase(f"evaluating on {len(system.eval_prompts)} held-out problems")
-    with system.spans.span("evaluate", step=step):
-        answers = await answer(
-            system.eval_prompts, system.engine, system.loops, system.rewards, system.renderer, system.sampling,
-            system.policy.context_length, system.recipe.rollout.max_batch,
-        )  # fmt: skip
+    trainer, prompts = system.recipe.trainer, system.eval_prompts
+    examiner = Examiner(
+        system.engine, system.loops, system.rewards, system.renderer, system.sampling,
+        system.renderer.context, system.recipe.rollout.max_batch, system.recipe.run.seed,
+    )  # fmt: skip
+    text = f"evaluating on {len(prompts)} held-out problems"
+    with (
+        system.spans.span("evaluate", step=step),
+        system.view.work(text, total=len(prompts) * (1 + trainer.eval_k)) as advance,
+    ):
+        answers = await examiner.greedy(prompts, advance)
+        judged = await examiner.sampled(prompts, trainer.eval_k, advance) if trainer.eval_k else []
     _keep(system, step, answers)
     metrics = {
-        f"val/accuracy{name}": value for name, value in _accuracy(system.eval_prompts, answers).items()
+        f"val/{name}": value for name, value in measures(prompts, answers, judged, trainer.solved_at).items()
     }
-    if teachers and system.recipe.trainer.eval_teachers:
+    if teachers and trainer.eval_teachers:
         metrics |= await _teacher_accuracy(system)
-    system.view.phase("")
     return metrics
 
 
-async def answer(
+def measures(
     prompts: Sequence[Prompt],
-    engine: Engine,
-    loops: LoopChoice,
-    rewards: Rewards,
-    renderer: Renderer,
-    sampling: Sampling,
-    context: int,
-    max_batch: int,
-) -> list[Trajectory]:
-    """Greedy answers in the order of the prompts; batches are composed by key, so they repeat to the bit."""
-    greedy = replace(sampling, temperature=0.0)
-    lane = Lane("generate", engine.generate, max_batch)
+    answers: Sequence[Trajectory],
+    judged: Sequence[Sequence[Trajectory]],
+    solved_at: float,
+) -> dict[str, float]:
+    """`accuracy` of greedy answers, and of the sampled ones what `sampled_measures` gives."""
+    found = {f"accuracy{name}": value for name, value in _accuracy(prompts, answers).items()}
+    if judged:
+        sources = [prompt.data_source for prompt in prompts]
+        rewards = [[_reward(one) for one in samples] for samples in judged]
+        found |= sampled_measures(sources, rewards, solved_at)
+    return found
 
-    async def one(prompt: Prompt, cohort: Cohort) -> Trajectory:
-        async def generate(tokens: np.ndarray, wanted: Sampling, turn: int) -> Generation:
-            key = f"{prompt.key}/{turn}"
-            result: Generation = await cohort.call(lane, key, GenerateRequest(key, tokens, wanted, seed=0))
-            return result
 
-        async with cohort.member():
-            trajectories = await loops.of(prompt).run(
-                prompt, LoopContext(generate, renderer, greedy, prompt.key, 0, context)
-            )
-            return await rewards.judge(prompt, trajectories[-1])
+@dataclass(frozen=True, slots=True)
+class Examiner:
+    """A student before a set of problems."""
 
-    answers: list[Trajectory] = []
-    for start in range(0, len(prompts), max_batch):
-        chunk = prompts[start : start + max_batch]
-        cohort = Cohort(len(chunk))
-        answers += await asyncio.gather(*(one(prompt, cohort) for prompt in chunk))
-    return answers
+    engine: Engine
+    loops: Loops
+    rewards: Rewards
+    renderer: Renderer
+    sampling: Sampling
+    context: int
+    max_batch: int
+    seed: int = 0
+
+    async def greedy(self, prompts: Sequence[Prompt], advance: Advance = _ignore) -> list[Trajectory]:
+        """One answer per problem, in their order."""
+        sampling = replace(self.sampling, temperature=0.0, candidates=0)
+        return await self._attempts([(prompt, 0) for prompt in prompts], sampling, advance)
+
+    async def sampled(
+        self, prompts: Sequence[Prompt], k: int, advance: Advance = _ignore
+    ) -> list[list[Trajectory]]:
+        """k answers per problem at the rollout's own temperature."""
+        sampling = replace(self.sampling, candidates=0)
+        pairs = [(prompt, session) for prompt in prompts for session in range(k)]
+        flat = await self._attempts(pairs, sampling, advance)
+        return [flat[start : start + k] for start in range(0, len(flat), k)]
+
+    async def _attempts(
+        self, pairs: Sequence[tuple[Prompt, int]], sampling: Sampling, advance: Advance
+    ) -> list[Trajectory]:
+        """Judged answers in the order asked for; batches are composed by key, so they repeat to the bit."""
+        lane = Lane("generate", self.engine.generate, self.max_batch)
+
+        async def one(prompt: Prompt, session: int, cohort: Cohort) -> Trajectory:
+            async def generate(tokens: np.ndarray, wanted: Sampling, turn: int) -> Generation:
+                key = f"{prompt.key}/{session}/{turn}"
+                seed = derive_seed(self.seed, prompt.epoch, prompt.key, session, turn)
+                result: Generation = await cohort.call(lane, key, GenerateRequest(key, tokens, wanted, seed))
+                return result
+
+            async with cohort.member():
+                context = LoopContext(generate, self.renderer, sampling, prompt.key, session, self.context)
+                trajectories = await self.loops.of(prompt).run(prompt, context)
+                return await self.rewards.judge(prompt, trajectories[-1])
+
+        answers: list[Trajectory] = []
+        for start in range(0, len(pairs), self.max_batch):
+            chunk = pairs[start : start + self.max_batch]
+            cohort = Cohort(len(chunk))
+            answers += await asyncio.gather(*(one(prompt, session, cohort) for prompt, session in chunk))
+            advance(len(chunk))
+        return answers
 
 
 async def evaluate_model(
-    model: str, data: Path | None, reward: str | None, max_new_tokens: int | None, samples: int | None
+    model: str,
+    data: Path | None,
+    reward: str | None,
+    max_new_tokens: int | None,
+    samples: int | None,
+    agent: str | None = None,
+    *,
+    k: int | None = None,
+    best: bool = False,
+    view: LiveView | None = None,
 ) -> dict[str, float]:
-    """`understudy eval`: a run's latest student, or any model, on any data."""
+    """`understudy eval`: a run's latest student (or its best), or any model, on any data, by the run's agent loop or another;
+    with `k` samples per problem besides the greedy answer."""
     folder, recipe = Path(model), None
     if (folder / "recipe.json").is_file():
         run = RunDir.open(folder)
@@ -98,23 +165,52 @@ async def evaluate_model(
     judge = reward or (recipe.data.reward if recipe else None)
     if source is None or judge is None:
         raise ConfigError("nothing to measure with: give --data FILE and --reward module:function")
-    student = load_model(recipe.student.model if recipe else model)
+    if best and recipe is None:
+        raise ConfigError(f"--best chooses among the checkpoints of a run, and {model} is none")
+    view = view or LiveView(0, enabled=False)
+    with view.work(f"loading {recipe.student.model if recipe else model}"):
+        student = load_model(recipe.student.model if recipe else model)
     if recipe:
         store = CheckpointStore(RunDir.open(folder).checkpoints, recipe.trainer.keep_checkpoints)
-        copy_weights(student.model, store.load().policy.model)
+        put_student(student.model, store.load(best_step(store) if best else None).policy)
     budget = max_new_tokens or (recipe.rollout.max_new_tokens if recipe else 256)
     max_batch = recipe.rollout.max_batch if recipe else _MAX_BATCH
-    engine = student.engine(max_batch)
-    renderer = Renderer(student.tokenizer, context=student.context, reserve=budget)
+    rollout = recipe.rollout if recipe else RolloutConfig()
+    context = min(rollout.context_length or student.context, student.context)
+    engine = student.engine(max_batch, max_length=context)
+    renderer = Renderer(
+        student.tokenizer, context=context, reserve=budget, template_options=rollout.template_options
+    )
     prompts = eval_prompts(load_dataset(source), samples)
+    sampling = Sampling(
+        budget,
+        student.stop_ids,
+        stop_strings=tuple(rollout.stop),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
+    trainer = recipe.trainer if recipe else TrainerConfig()
+    k = trainer.eval_k if k is None else k
+    if k > 1 and rollout.temperature == 0:
+        raise ConfigError(
+            "--k: this run samples at temperature 0, where all samples of a problem are the same"
+        )
+    loops = LoopChoice(agent or rollout.agent, rollout.agent_options)
+    rewards = Rewards([load_reward(judge)], renderer)
+    examiner = Examiner(
+        engine, loops, rewards, renderer, sampling, context, max_batch, recipe.run.seed if recipe else 0
+    )
     try:
-        answers = await answer(
-            prompts, engine, LoopChoice(recipe.rollout.agent if recipe else "single_turn"), Rewards([load_reward(judge)], renderer),
-            renderer, Sampling(max_new_tokens=budget, stop_ids=student.stop_ids), student.context, max_batch,
-        )  # fmt: skip
+        with view.work(f"evaluating on {len(prompts)} problems", len(prompts) * (1 + k)) as advance:
+            answers = await examiner.greedy(prompts, advance)
+            judged = await examiner.sampled(prompts, k, advance) if k else []
     finally:
+        await rewards.close()
+        await loops.close()
         await engine.close()
-    return {f"accuracy{name}": value for name, value in _accuracy(prompts, answers).items()}
+    return measures(prompts, answers, judged, trainer.solved_at)
 
 
 def eval_prompts(dataset: Dataset, samples: int | None) -> list[Prompt]:
@@ -125,14 +221,11 @@ def eval_prompts(dataset: Dataset, samples: int | None) -> list[Prompt]:
 
 def _accuracy(prompts: Sequence[Prompt], answers: Sequence[Trajectory]) -> dict[str, float]:
     """Mean reward over all problems (name "") and per data source (name "/source")."""
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for prompt, trajectory in zip(prompts, answers, strict=True):
-        by_source[prompt.data_source or "all"].append(float(trajectory.reward or 0.0))
-    every = [reward for rewards in by_source.values() for reward in rewards]
-    return {
-        "": float(np.mean(every)),
-        **{f"/{source}": float(np.mean(by_source[source])) for source in sorted(by_source)},
-    }
+    return mean_by_source([prompt.data_source for prompt in prompts], [_reward(one) for one in answers])
+
+
+def _reward(trajectory: Trajectory) -> float:
+    return float(trajectory.reward or 0.0)
 
 
 async def _teacher_accuracy(system: System) -> dict[str, float]:
@@ -143,16 +236,18 @@ async def _teacher_accuracy(system: System) -> dict[str, float]:
         mine = [prompt for prompt in system.eval_prompts if system.router.route(prompt.data_source) == name]
         if not mine or teacher.placement == "external":
             continue
-        system.view.phase(f"evaluating teacher {name} on {len(mine)} held-out problems")
         loaded = await asyncio.to_thread(
             load_model, teacher.model, dtype=teacher.dtype, device=teacher.device
         )
         engine = loaded.engine(system.recipe.rollout.max_batch)
+        examiner = Examiner(
+            engine, system.loops, system.rewards, system.renderer, system.sampling, loaded.context,
+            system.recipe.rollout.max_batch,
+        )  # fmt: skip
+        text = f"evaluating teacher {name} on {len(mine)} held-out problems"
         try:
-            answers = await answer(
-                mine, engine, system.loops, system.rewards, system.renderer, system.sampling, loaded.context,
-                system.recipe.rollout.max_batch,
-            )  # fmt: skip
+            with system.view.work(text, total=len(mine)) as advance:
+                answers = await examiner.greedy(mine, advance)
         finally:
             await engine.close()
         metrics |= {

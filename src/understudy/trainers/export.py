@@ -10,14 +10,16 @@ from understudy.observability.metrics import read_metrics, without_clock
 from understudy.observability.rundir import RunDir, read_json
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.export import export
+from understudy.trainers.best import best_step
 from understudy.trainers.preflight import describe
 
 
-def export_run(run_path: Path, out: Path) -> Path:
+def export_run(run_path: Path, out: Path, *, best: bool = False, averaged: bool = False) -> Path:
+    """Writes the latest checkpoint's student, or the best one's; `averaged` its running average (`trainer.ema_decay`)."""
     run = RunDir.open(run_path)
     recipe = parse_recipe(read_json(run.recipe))
     store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
-    checkpoint = store.load()
+    checkpoint = store.load(best_step(store) if best else None)
     metrics = [line for line in read_metrics(run.metrics) if line["step"] <= checkpoint.step]
     card = {
         "student": recipe.student.model,
@@ -31,4 +33,12 @@ def export_run(run_path: Path, out: Path) -> Path:
         },
         "metrics": without_clock(metrics[-1]) if metrics else {},
     }
-    return export(checkpoint.path, Path(recipe.student.model), out, card)
+    return export(
+        checkpoint.path,
+        recipe.student.model,
+        out,
+        card,
+        trust_remote_code=recipe.student.trust_remote_code,
+        revision=recipe.student.revision,
+        averaged=averaged,
+    )

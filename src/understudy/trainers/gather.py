@@ -8,7 +8,8 @@ teacher work best on batches. This file joins the calls, under one of two rules:
     Which calls wait at such a moment depends on what the samples do, never on who was quicker; so batches, and with them
     every bit of every result, repeat. Cohorts overlap: one is scored while the next one generates.
 
-`Arrivals` (determinism "fast"): a lane that is free takes whatever waits. No barrier anywhere.
+`Arrivals` (determinism "fast"): a call goes out the moment it is made. Engines batch continuously and so do teachers, so
+    holding calls back to fill a batch would only add waiting. No barrier anywhere.
 
         member A ──generate──┐                       ┌─ chunk 0 ──> lane.run([...])
         member B ──generate──┼── all wait? sort, cut ┤
@@ -31,7 +32,7 @@ class Lane:
     name: str
     run: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
     limit: int
-    """Calls in one batch at most."""
+    """Calls in one batch of a cohort at most."""
 
 
 class Gather(Protocol):
@@ -121,39 +122,15 @@ class Cohort:
             self._in_flight -= 1
 
 
-@dataclass(slots=True)
 class Arrivals:
-    """Batches by arrival; a free lane takes whatever waits."""
-
-    parallel: int = 1
-    """Batches of one lane in flight at once."""
-    _waiting: dict[str, list[_Call]] = field(default_factory=dict)
-    _busy: dict[str, int] = field(default_factory=dict)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Every call goes on its own, at once; engines and teachers merge what arrives."""
 
     @asynccontextmanager
     async def member(self) -> AsyncIterator[None]:
         yield
 
     async def call(self, lane: Lane, key: str, item: Any) -> Any:
-        call = _Call(key, item, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(lane.name, []).append(call)
-        # One turn of the loop lets calls that are due now join the same batch.
-        asyncio.get_running_loop().call_soon(self._launch, lane)
-        return await call.result
-
-    def _launch(self, lane: Lane) -> None:
-        waiting = self._waiting.get(lane.name)
-        while waiting and self._busy.get(lane.name, 0) < self.parallel:
-            batch, waiting[:] = waiting[: lane.limit], waiting[lane.limit :]
-            self._busy[lane.name] = self._busy.get(lane.name, 0) + 1
-            task = asyncio.create_task(self._batch(lane, batch))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _batch(self, lane: Lane, calls: Sequence[_Call]) -> None:
-        try:
-            await _run(lane, calls)
-        finally:
-            self._busy[lane.name] -= 1
-            self._launch(lane)
+        results = await lane.run([item])
+        if len(results) != 1:
+            raise RuntimeError(f"lane {lane.name} gave {len(results)} results for 1 call")
+        return results[0]

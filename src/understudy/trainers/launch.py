@@ -6,43 +6,58 @@ import asyncio
 import json
 import logging
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from understudy.api import Run
-from understudy.cluster.local import LocalProcesses
-from understudy.config import Recipe, parse_recipe
+from understudy.config import Recipe
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
 from understudy.observability.report import write_report
-from understudy.observability.rundir import RunDir, read_json, write_atomically
+from understudy.observability.rundir import RunDir, write_atomically
+from understudy.observability.watchdog import watched
+from understudy.trainers.backends import processes_of
 from understudy.trainers.build import build, is_deterministic
+from understudy.trainers.changes import Change, changed_recipe
+from understudy.trainers.fully_async import train_fully_async
 from understudy.trainers.interrupts import Interrupts
 from understudy.trainers.preflight import describe, preflight
-from understudy.trainers.resume import forget_after, last_checkpoint, restore
+from understudy.trainers.resume import finish_saving, forget_after, last_checkpoint, restore
 from understudy.trainers.sync import train_sync
+from understudy.trainers.vitals import vitals
 
 logger = logging.getLogger(__name__)
+
+_TRAINERS = {"sync": train_sync, "fully_async": train_fully_async}
 
 
 async def launch(recipe: Recipe, *, progress: bool = True, next_command: str | None = None) -> Run:
     """Make a fresh run directory and train; the caller has checked the recipe (`preflight`)."""
     run = RunDir.create(recipe.run.dir, recipe.run.name)
     recipe = _settled(recipe, run)
-    write_atomically(run.recipe, json.dumps(redact(recipe.model_dump()), indent=1) + "\n")
+    _write_recipe(recipe, run)
     return await _train(recipe, run, progress, next_command)
 
 
-async def resume(path: Path, *, progress: bool = True) -> Run:
-    """Continue a run from its last checkpoint, or from the start when it has none."""
+async def resume(path: Path, overrides: Sequence[str] = (), *, progress: bool = True) -> Run:
+    """Continue a run from its last checkpoint, or from the start when it has none.
+
+    `overrides` (`key=value`) change what may change in a run; see `changes.py`.
+    """
     run = RunDir.open(path)
-    recipe = parse_recipe(read_json(run.recipe))
+    recipe, changes = changed_recipe(run, overrides)
     problems = preflight(recipe)
     if problems:
         raise ConfigError(problems)
-    return await _train(recipe, run, progress, None)
+    return await _train(recipe, run, progress, None, changes)
+
+
+def _write_recipe(recipe: Recipe, run: RunDir) -> None:
+    write_atomically(run.recipe, json.dumps(redact(recipe.model_dump()), indent=1) + "\n")
 
 
 def _settled(recipe: Recipe, run: RunDir) -> Recipe:
@@ -55,10 +70,15 @@ def _settled(recipe: Recipe, run: RunDir) -> Recipe:
     return recipe.model_copy(update={"run": settings})
 
 
-async def _train(recipe: Recipe, run: RunDir, progress: bool, next_command: str | None) -> Run:
+async def _train(
+    recipe: Recipe, run: RunDir, progress: bool, next_command: str | None, changes: Sequence[Change] = ()
+) -> Run:
     lock = run.lock()
+    if changes:
+        _write_recipe(recipe, run)
+        logger.info("resumed with changes: %s", "; ".join(map(str, changes)))
     handler = log_to(run.logs / "trainer.log")
-    processes = LocalProcesses(run.logs, recipe.cluster.start_timeout_seconds)
+    processes = processes_of(recipe, run)
     outcome, detail, steps = "failed", "", 0
     facts: dict[str, object] = {"objective": describe(recipe).name}
     try:
@@ -81,7 +101,11 @@ async def _train(recipe: Recipe, run: RunDir, progress: bool, next_command: str 
                     await system.publisher.publish(checkpoint.step)
                     view.note(f"continuing after step {checkpoint.step}")
                 stop.training = True
-                steps = await train_sync(system, stop)
+                async with watched(
+                    system.spans, run.waits, recipe.trainer.stall_seconds, view.note, partial(vitals, system)
+                ):
+                    steps = await _TRAINERS[recipe.trainer.mode](system, stop)
+                await finish_saving(system)
                 facts |= {
                     "rows_trained": system.tally.rows_trained,
                     "dead_letters": system.tally.dead_letters,

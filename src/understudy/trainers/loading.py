@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from understudy.engines.hf import HFEngine
+from understudy.engines.schedule import Batching
 from understudy.errors import DataError
 from understudy.policy.load import load_student
+from understudy.policy.lora import LoraSettings, add_lora
+from understudy.policy.state import PolicyState
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +33,21 @@ class LoadedModel:
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else self.stop_ids[0]
 
-    def engine(self, max_batch: int) -> HFEngine:
+    def twin(self) -> LoadedModel:
+        """The same model with tensors of its own."""
+        return replace(self, model=copy.deepcopy(self.model))
+
+    def engine(
+        self, max_batch: int, batching: Batching = Batching.COMPOSED, max_length: int | None = None
+    ) -> HFEngine:
         return HFEngine(
-            self.model, max_batch=max_batch, device=self.device, pad_id=self.pad_id, max_length=self.context
+            self.model,
+            max_batch=max_batch,
+            device=self.device,
+            pad_id=self.pad_id,
+            max_length=max_length or self.context,
+            batching=batching,
+            detokenize=self.tokenizer.decode,
         )
 
 
@@ -60,6 +76,13 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)
+
+
+def put_student(model: PreTrainedModel, saved: PolicyState) -> None:
+    """Put a checkpoint's student into a model that was loaded as the run's was; adapters are added first."""
+    if adapters := saved.progress.get("lora"):
+        add_lora(model, LoraSettings.from_json(adapters))
+    copy_weights(model, saved.model)
 
 
 @torch.no_grad()

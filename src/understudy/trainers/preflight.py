@@ -8,18 +8,25 @@ from __future__ import annotations
 import importlib
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
-from understudy.config import Recipe
+from understudy.config import Recipe, TeacherConfig
 from understudy.config.base import nearest
-from understudy.errors import DataError, UnderstudyError
+from understudy.errors import ConfigError, DataError, UnderstudyError
 from understudy.losses.describe import ObjectiveDescription, describe_objective
+from understudy.observability.loggers import missing_loggers
 from understudy.rollout.dataset import Dataset, load_dataset
+from understudy.rollout.loops import build_loop
+from understudy.trainers.extras import missing_extras
 from understudy.trainers.model_folder import ModelFolder, is_hub_id
+from understudy.trainers.seating import seat
+from understudy.trainers.student_servers import endpoints_of, vllm_python
+from understudy.trainers.teacher_checks import Measure, contexts_fit, mixtures_fit, signals_fit
 
 _SHOWN = 3
 
@@ -36,26 +43,52 @@ def preflight(recipe: Recipe) -> list[str]:
 
     attempt(lambda: describe(recipe))
     student = _open_model(recipe.student.model, "student.model", attempt)
+    attempt(lambda: seat(recipe, None))
+    problems += signals_fit(recipe)
+    for role, model in (("critic", recipe.critic), ("reference", recipe.reference)):
+        beside = _open_model(model.model or "", f"{role}.model", attempt) if model else None
+        if student and beside:
+            problems += teacher_fits(student, beside, role, place=role)
+    folders: dict[str, ModelFolder] = {}
     for name, teacher in recipe.teachers.items():
         problems += _ports(name, teacher.ports)
-        if teacher.placement == "external":
-            continue
-        folder = _open_model(teacher.model, f"teachers.{name}.model", attempt)
+        folder = _open_teacher(teacher, name, attempt)
         if student and folder:
             problems += teacher_fits(student, folder, name)
-        if folder:
+        if folder and teacher.placement != "external":
+            folders[name] = folder
             problems += _fits_vocabulary(recipe, folder, f"teachers.{name}")
     if student:
         problems += _fits_vocabulary(recipe, student, "student")
+    measure = _measured_once(_prompt_length(student)) if student else None
     for key in ("train", "eval"):
         path = getattr(recipe.data, key)
         if path:
             dataset = attempt(lambda path=path: load_dataset(path))  # type: ignore[misc]
             if dataset:
-                problems += _rows_fit(recipe, dataset, f"data.{key}", student)
+                problems += _rows_fit(recipe, dataset, f"data.{key}", student, measure)
+            if dataset and key == "train":
+                problems += mixtures_fit(recipe, dataset.rows)
+                problems += contexts_fit(recipe, dataset.rows, folders, measure)
     if recipe.data.reward:
         attempt(lambda: _importable(str(recipe.data.reward)))
+    attempt(lambda: _rollouts_can_be_made(recipe, student))
+    problems += missing_loggers(recipe.run.loggers)
+    problems += missing_extras(recipe)
     return list(dict.fromkeys(problems))
+
+
+def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:
+    """The engine has what it needs to start, and the agent loop can be made with its options."""
+    rollout = recipe.rollout
+    if rollout.starts_servers:
+        vllm_python(rollout)
+    endpoints_of(rollout)
+    if student and student.context and (rollout.context_length or 0) > student.context:
+        raise ConfigError(
+            f"rollout.context_length = {rollout.context_length}; the student holds {student.context} tokens"
+        )
+    build_loop(rollout.agent, rollout.agent_options.get(rollout.agent))
 
 
 def describe(recipe: Recipe) -> ObjectiveDescription:
@@ -80,11 +113,17 @@ def describe(recipe: Recipe) -> ObjectiveDescription:
         per_token_clamp=loss.per_token_clamp,
         student_temperature=loss.student_temperature,
         teacher_temperature=loss.teacher_temperature,
+        kl_coef=loss.kl_coef if loss.kl_in == "loss" else 0.0,
+        kl_kind=loss.kl_kind,
     )
 
 
-def teacher_fits(student: ModelFolder, teacher: ModelFolder, name: str) -> list[str]:
-    """The token→id maps must agree, special ids too; padded vocabulary rows may differ in number."""
+def teacher_fits(
+    student: ModelFolder, teacher: ModelFolder, name: str, place: str | None = None
+) -> list[str]:
+    """The token→id maps must agree, special ids too; padded vocabulary rows may differ in number. `place` is what the
+    recipe calls it, where that is not a teacher."""
+    place, other = place or f"teachers.{name}", place or "teacher"
     ours, theirs = student.token_ids, teacher.token_ids
     differing = sorted(
         (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
@@ -92,15 +131,15 @@ def teacher_fits(student: ModelFolder, teacher: ModelFolder, name: str) -> list[
     )
     if differing:
         shown = ", ".join(
-            f"{token!r}: student {ours.get(token)} teacher {theirs.get(token)}"
+            f"{token!r}: student {ours.get(token)} {other} {theirs.get(token)}"
             for token in differing[:_SHOWN]
         )
         return [
-            f"teachers.{name}: its tokenizer differs from the student's in {len(differing)} tokens ({shown} …); "
-            "student and teacher must share one token→id map"
+            f"{place}: its tokenizer differs from the student's in {len(differing)} tokens ({shown} …); "
+            "both must share one token→id map"
         ]
     return [
-        f"teachers.{name}: {role} is {teacher.special_ids[role]}, the student's is {value}; special ids must be equal"
+        f"{place}: {role} is {teacher.special_ids[role]}, the student's is {value}; special ids must be equal"
         for role, value in student.special_ids.items()
         if value != teacher.special_ids[role]
     ]
@@ -111,6 +150,20 @@ def _open_model(model: str, role: str, attempt: Callable[[Callable[[], Any]], An
         return None  # fetched and checked at start
     folder = attempt(lambda: ModelFolder.open(model, role))
     return folder if isinstance(folder, ModelFolder) else None
+
+
+def _open_teacher(
+    teacher: TeacherConfig, name: str, attempt: Callable[[Callable[[], Any]], Any]
+) -> ModelFolder | None:
+    """An external teacher's folder need not be here; where its tokenizer is, it can be compared."""
+    if teacher.placement != "external":
+        return _open_model(teacher.model, f"teachers.{name}.model", attempt)
+    path = Path(teacher.model)
+    return (
+        ModelFolder(path)
+        if (path / "tokenizer.json").is_file() and (path / "config.json").is_file()
+        else None
+    )
 
 
 def _fits_vocabulary(recipe: Recipe, folder: ModelFolder, role: str) -> list[str]:
@@ -139,12 +192,13 @@ def _ports(teacher: str, ports: list[int]) -> list[str]:
     return problems
 
 
-def _rows_fit(recipe: Recipe, dataset: Dataset, role: str, student: ModelFolder | None) -> list[str]:
+def _rows_fit(
+    recipe: Recipe, dataset: Dataset, role: str, student: ModelFolder | None, measure: Measure | None
+) -> list[str]:
     problems = _routes(recipe, dataset, role)
-    if student is None:
+    if student is None or measure is None:
         return problems
-    measure = _prompt_length(student)
-    room = student.context
+    room = recipe.rollout.context_length or student.context
     if room is None:
         return problems
     too_long = 0
@@ -174,7 +228,8 @@ def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
     if len(recipe.teachers) < 2 or recipe.data.default_teacher:
         return []
     column, problems = recipe.data.teacher_key, []
-    values = {row.get(column) for row in dataset.rows}
+    mixture = recipe.data.mixture_key
+    values = {row.get(column) for row in dataset.rows if row.get(mixture) is None}
     for value in sorted((value for value in values if value not in keys), key=str):
         guess = nearest(str(value), [str(key) for key in keys])
         hint = f"; did you mean {guess!r}?" if guess else ""
@@ -185,7 +240,19 @@ def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
     return problems[:_SHOWN]
 
 
-def _prompt_length(student: ModelFolder) -> Callable[[Mapping[str, Any]], int | None]:
+def _measured_once(measure: Measure) -> Measure:
+    """Rendering and tokenizing is most of a check's time, and two checks want it."""
+    known: dict[int, tuple[Mapping[str, Any], int | None]] = {}
+
+    def remembered(row: Mapping[str, Any]) -> int | None:
+        if id(row) not in known:
+            known[id(row)] = (row, measure(row))  # the row is kept, so that its id stays its own
+        return known[id(row)][1]
+
+    return remembered
+
+
+def _prompt_length(student: ModelFolder) -> Measure:
     """Tokens of a row's rendered prompt, without importing transformers (which imports torch)."""
     tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

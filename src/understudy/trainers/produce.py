@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 
 from understudy.dataplane.base import GroupPolicy, RowInfo
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.errors import ClusterError, DataPlaneError, EngineError
+from understudy.errors import ClusterError, DataError, DataPlaneError, EngineError, LeaseLost
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.seeds import derive_seed
+from understudy.teacher.score import score_mixture
 from understudy.trainers.gather import Arrivals, Cohort, Gather
 from understudy.trainers.system import PARTITION, System
 from understudy.types.batch import BatchMeta
@@ -33,15 +35,22 @@ logger = logging.getLogger(__name__)
 
 SCORED = "teacher"
 """The column that is there once a row's scores are."""
+CANDIDATES = "candidate_ids"
+"""The column of the student's own best ids, where the teacher is asked about them."""
 _INFRASTRUCTURE = (ClusterError, DataPlaneError, EngineError)
 """Not one sample's fault: these end the run."""
 
 
-async def produce_step(system: System, prompts: Sequence[Prompt], step: int) -> None:
-    """Produce every session of these prompts; whatever the journal already holds is reused as it is."""
+async def produce_step(
+    system: System, prompts: Sequence[Prompt], step: int, gather: Gather | None = None
+) -> None:
+    """Produce every session of these prompts; whatever the journal already holds is reused as it is.
+
+    `gather` joins their calls with those of prompts produced elsewhere; without one they are joined among themselves.
+    """
     samples = [(prompt, session) for prompt in prompts for session in range(system.recipe.rollout.n)]
     keys = [row_key(prompt.key, session) for prompt, session in samples]
-    group = GroupPolicy.TRAIN_REST if system.recipe.rollout.n > 1 else None
+    group = GroupPolicy(system.recipe.rollout.group_failure) if system.recipe.rollout.n > 1 else None
     tags = {key: _tags(prompt, step) for key, (prompt, _) in zip(keys, samples, strict=True)}
     issued = await system.plane.issue(PARTITION, keys, step=step, group=group, tags=tags)
     system.tally.issued += len(issued)
@@ -53,9 +62,9 @@ async def produce_step(system: System, prompts: Sequence[Prompt], step: int) -> 
     ]
     async with asyncio.TaskGroup() as tasks:
         for members in _cohorts(system, waiting):
-            gather: Gather = Cohort(len(members)) if system.deterministic else Arrivals()
+            own: Gather = gather or (Cohort(len(members)) if system.deterministic else Arrivals())
             for prompt, session, row in members:
-                tasks.create_task(_produce(system, prompt, session, step, row, gather))
+                tasks.create_task(_produce(system, prompt, session, step, row, own))
 
 
 def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
@@ -73,8 +82,7 @@ async def _produce(
         try:
             if held is None or "tokens" not in held.columns:
                 trajectories = await _roll_out(system, prompt, session, gather)
-                rows = {one.key: rollout_columns(one) for one in trajectories}
-                await system.plane.put(PARTITION, rows, dict.fromkeys(rows, _tags(prompt, step)))
+                await _journal(system, prompt, trajectories, step)
             elif SCORED not in held.columns:
                 trajectories = [await _stored(system, key)]
             else:
@@ -88,6 +96,21 @@ async def _produce(
             raise
         except Exception as error:
             await _bury(system, key, error)
+
+
+async def _journal(system: System, prompt: Prompt, trajectories: Sequence[Trajectory], step: int) -> None:
+    """Make a sample's rollouts durable.
+
+    Where its group was taken out meanwhile (a sibling failed, or there was no signal), the rollouts are dropped. The sample
+    still goes on to its teacher: whether it was quicker than its sibling must not decide what else is scored with it.
+    """
+    tags = {one.key: _tags(prompt, step) for one in trajectories}
+    if system.recipe.rollout.filter_groups:
+        for one in trajectories:
+            if one.reward is not None:
+                tags[one.key]["reward"] = one.reward
+    with suppress(LeaseLost):
+        await system.plane.put(PARTITION, {one.key: rollout_columns(one) for one in trajectories}, tags)
 
 
 async def _roll_out(system: System, prompt: Prompt, session: int, gather: Gather) -> list[Trajectory]:
@@ -108,13 +131,21 @@ async def _roll_out(system: System, prompt: Prompt, session: int, gather: Gather
         sampling=system.sampling,
         prompt_key=prompt.key,
         session=session,
-        context=system.policy.context_length,
+        context=system.renderer.context,
+        max_generated=system.recipe.rollout.max_trajectory_tokens,
     )
-    async with clock:
+    gate = system.turnstile.rollout() if system.turnstile else nullcontext()
+    async with gate, clock:
         with system.spans.span("rollout", key=key):
             trajectories = await system.loops.of(prompt).run(prompt, context)
-        with system.spans.span("reward", key=key):
-            return [await system.rewards.judge(prompt, trajectory) for trajectory in trajectories]
+        for one in trajectories:
+            system.timings.add(one.key, one.extra.get("seconds", {}))
+        with system.spans.span("reward", key=key), system.timings.during(key, "reward"):
+            judged = [await system.rewards.judge(prompt, trajectory) for trajectory in trajectories]
+    for one in judged:
+        if one.reward is not None and not math.isfinite(one.reward):
+            raise DataError(f"row {one.key} came with reward {one.reward}; expected a finite number")
+    return judged
 
 
 @contextmanager
@@ -133,20 +164,36 @@ def _stopped(clock: asyncio.Timeout) -> Iterator[None]:
 
 
 async def _score(system: System, prompt: Prompt, trajectory: Trajectory, gather: Gather) -> None:
-    """Ask the row's teacher as soon as this rollout is there, and journal the answer."""
+    """Ask the row's teacher, or its mixture of them, as soon as this rollout is there, and journal the answer."""
     assert system.router is not None
     loss = system.recipe.loss
-    teacher = system.router.route(_routing_value(system, prompt))
+    if loss.signal == "at_ids" and trajectory.candidate_ids is None:
+        raise DataError(
+            f"row {trajectory.key} came without candidate_ids, which loss.signal = 'at_ids' needs; build trajectories with "
+            "understudy.rollout.transcript.Transcript, or use loss.signal = 'topk'"
+        )
     item = ScoreItem(
         trajectory.key,
         trajectory.tokens,
         trajectory.positions,
         Signal(loss.signal),
         k=loss.topk if loss.signal == "topk" else 0,
+        ids=trajectory.candidate_ids,
     )
-    with system.spans.span("score", key=trajectory.key, teacher=teacher):
-        scores: TeacherScores = await gather.call(system.teacher_lanes[teacher], trajectory.key, item)
-    await system.plane.put(PARTITION, {trajectory.key: score_columns(scores)})
+
+    async def ask(teacher: str, wanted: ScoreItem) -> TeacherScores:
+        with system.spans.span("score", key=trajectory.key, teacher=teacher):
+            scores: TeacherScores = await gather.call(system.teacher_lanes[teacher], trajectory.key, wanted)
+        return scores
+
+    weights = prompt.columns.get(system.recipe.data.mixture_key)
+    with system.timings.during(trajectory.key, "score"):
+        if weights is None:
+            scores = await ask(system.router.route(_routing_value(system, prompt)), item)
+        else:
+            scores = await score_mixture(system.router, item, weights, ask)
+    with suppress(LeaseLost):  # its group was taken out meanwhile
+        await system.plane.put(PARTITION, {trajectory.key: score_columns(scores)})
 
 
 def _routing_value(system: System, prompt: Prompt) -> Any:
@@ -162,8 +209,13 @@ async def _bury(system: System, key: str, error: Exception) -> None:
         else "rollout.deadline_seconds ran out"
     )
     logger.warning("dead letter %s: %s", key, reason)
+    try:
+        await system.plane.dead_letter(
+            PARTITION, key, reason, {"trace": traceback.format_exception(error)[-6:]}
+        )
+    except LeaseLost:
+        return  # its group was taken out already, and this row with it
     system.tally.dead_letters += 1
-    await system.plane.dead_letter(PARTITION, key, reason, {"trace": traceback.format_exception(error)[-6:]})
     allowed = max(
         system.recipe.trainer.max_dead_letters
         * system.recipe.trainer.steps
@@ -183,13 +235,23 @@ async def _bury(system: System, key: str, error: Exception) -> None:
 async def _stored(system: System, key: str) -> Trajectory:
     """A rollout that an earlier launch journalled and did not get scored."""
     streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
-    columns = await system.plane.get(BatchMeta(PARTITION, (key,)), (*streams, "stop_reason"))
+    own = (CANDIDATES,) if system.sampling.candidates else ()
+    columns = await system.plane.get(BatchMeta(PARTITION, (key,)), (*streams, *own, "stop_reason"))
     tokens, mask, logprobs, versions = (np.asarray(columns[name][0]) for name in streams)
-    return Trajectory(key, tokens, mask, logprobs, versions, StopReason(str(columns["stop_reason"][0])))
+    return Trajectory(
+        key,
+        tokens,
+        mask,
+        logprobs,
+        versions,
+        StopReason(str(columns["stop_reason"][0])),
+        candidate_ids=np.asarray(columns[CANDIDATES][0]) if own else None,
+    )
 
 
 def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
-    return {
+    own = {} if trajectory.candidate_ids is None else {CANDIDATES: trajectory.candidate_ids}
+    return own | {
         "tokens": trajectory.tokens,
         "loss_mask": trajectory.loss_mask,
         "behaviour_logprobs": trajectory.behaviour_logprobs,

@@ -1,5 +1,9 @@
 """Where a run stands, saved and taken up again.
 
+Saving runs beside training (`trainer.async_save`): the state is copied, the copy is written while the next step runs. Only
+when a checkpoint is final are the journal's rows let go of, so a kill at any moment finds the last final checkpoint and
+everything after it.
+
 A checkpoint of step s holds the policy after s steps and the cursor after s batches. The journal's ledger and
 metrics.jsonl hold at least everything up to s (both are made durable before the checkpoint gets its name) and maybe
 more; on resume that more is forgotten, under `determinism = "fast"` only as far as it was trained.
@@ -9,17 +13,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
-from understudy.errors import CheckpointError
+import msgspec
+
+from understudy.errors import CheckpointError, TeacherError
 from understudy.observability.faults import point
 from understudy.observability.metrics import cut_back
 from understudy.observability.rundir import RunDir
 from understudy.policy.checkpoint import Checkpoint, CheckpointStore
+from understudy.policy.follow import LeadingPolicy
+from understudy.teacher.integrity import check_manifest_unchanged, check_scores_unchanged
+from understudy.teacher.manifest import Manifest
+from understudy.trainers.critic import restore_critic, training_state
 from understudy.trainers.system import System
 
 
+def checkpoint_due(system: System, step: int, line: Mapping[str, Any]) -> bool:
+    """Whether the step just taken, whose metrics are `line`, is to be saved: by the count, as the last, or as the best."""
+    trainer = system.recipe.trainer
+    best = trainer.keep_best and system.best.consider(step, line)
+    return best or step % trainer.checkpoint_every == 0 or step == trainer.steps
+
+
 async def save_checkpoint(system: System, step: int) -> None:
+    """Returns when training may go on; `finish_saving` waits for the disk as well."""
+    await finish_saving(system)
     with system.spans.span("checkpoint", step=step):
         await system.plane.sync()
         system.metrics.sync()
@@ -29,10 +51,38 @@ async def save_checkpoint(system: System, step: int) -> None:
             "teachers": system.manifests,
             "rows_trained": system.tally.rows_trained,
         }
-        await asyncio.to_thread(system.checkpoints.save, step, system.policy.state(), extra)
-        point("sync.after_checkpoint")
-        # No checkpoint older than the oldest one kept can be returned to.
-        await system.plane.settle(min(system.checkpoints.steps()))
+        state = await asyncio.to_thread(training_state, system)
+        if system.recipe.trainer.async_save:
+            written = await asyncio.to_thread(system.saver.save, step, state, extra)
+            system.saving.add(system.background.create_task(_when_final(system, written), name="checkpoint"))
+        else:
+            await asyncio.to_thread(system.checkpoints.save, step, state, extra)
+            await _let_go(system)
+
+
+async def finish_saving(system: System) -> None:
+    """Returns when every checkpoint under way is final and the journal has let go of what it need not keep."""
+    while system.saving:
+        task = system.saving.pop()
+        with (
+            system.view.work("waiting for the checkpoint to be written") if not task.done() else nullcontext()
+        ):
+            await task
+
+
+async def _when_final(system: System, written: Future[Path]) -> None:
+    await asyncio.wrap_future(written)
+    await _let_go(system)
+
+
+async def _let_go(system: System) -> None:
+    """Once a checkpoint is final: mark it if it is the best, and free what no resume can need."""
+    point("sync.after_checkpoint")
+    if system.recipe.trainer.keep_best:
+        await asyncio.to_thread(system.best.mark, system.checkpoints)
+    resumable = system.checkpoints.resumable()
+    if resumable:
+        await system.plane.settle(resumable[0])
 
 
 def last_checkpoint(run: RunDir, keep: int) -> Checkpoint | None:
@@ -49,18 +99,25 @@ def forget_after(run: RunDir, step: int | None) -> None:
 async def restore(system: System, checkpoint: Checkpoint) -> None:
     """Put a freshly built system where the checkpoint stands."""
     verify_teachers(checkpoint.extra["teachers"], system.manifests)
-    system.policy.load_state(checkpoint.policy)
+    if isinstance(system.policy, LeadingPolicy):
+        await asyncio.to_thread(system.policy.load_checkpoint, checkpoint)
+    else:
+        system.policy.load_state(checkpoint.policy)
+    restore_critic(system, checkpoint.policy)
     system.cursor.restore(checkpoint.extra["cursor"])
     system.tally.rows_trained = int(checkpoint.extra["rows_trained"])
+    # The launch before may have been killed between the checkpoint and what follows it.
+    await _let_go(system)
 
 
 def verify_teachers(saved: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> None:
-    """A resumed run must be judged by the same teachers; the weights' hash tells."""
-    for name, manifest in saved.items():
-        current = now.get(name, {})
-        for key in ("weights_sha256", "vocab_fingerprint", "dtype"):
-            if manifest.get(key) != current.get(key):
-                raise CheckpointError(
-                    f"teacher {name} is not the one this run was started with: {key} was {manifest.get(key)}, is {current.get(key)}; "
-                    "put the old teacher back, or start a new run"
-                )
+    """A resumed run must be judged by the same teachers: manifests and scores of the fixed tokens tell."""
+    for name, before in saved.items():
+        if name not in now:
+            raise CheckpointError(f"teacher {name} of this run is gone; put it back, or start a new run")
+        stored, found = (msgspec.convert(one, Manifest) for one in (before, now[name]))
+        try:
+            check_manifest_unchanged(stored, found)
+            check_scores_unchanged(found, before.get("fixed_scores", ()), now[name].get("fixed_scores", ()))
+        except TeacherError as error:
+            raise CheckpointError(str(error)) from None

@@ -16,17 +16,19 @@ from typing import Any
 
 from understudy.observability.faults import point
 from understudy.trainers.evaluate import evaluate
+from understudy.trainers.filters import fill_step, install_filters
 from understudy.trainers.interrupts import Interrupts
-from understudy.trainers.produce import produce_step
-from understudy.trainers.resume import save_checkpoint
+from understudy.trainers.resume import checkpoint_due, save_checkpoint
 from understudy.trainers.system import System
 from understudy.trainers.teachers import teacher_metrics
 from understudy.trainers.update import claim_batch, step_metrics, update
+from understudy.trainers.usage import usage_metrics
 
 
 async def train_sync(system: System, stop: Interrupts) -> int:
     """Run until the recipe's last step, or until somebody asks to stop; returns the last step taken."""
     trainer = system.recipe.trainer
+    install_filters(system)
     step = system.policy.step
     if step == 0:
         line = await evaluate(system, step=0, teachers=True)
@@ -40,7 +42,7 @@ async def train_sync(system: System, stop: Interrupts) -> int:
             line |= await evaluate(system, step)
         system.view.step(system.metrics.write(step, line))
         point("sync.after_metrics")
-        if step % trainer.checkpoint_every == 0 or step == trainer.steps or stop.requested:
+        if checkpoint_due(system, step, line) or stop.requested:
             await save_checkpoint(system, step)
             saved = step
     if saved != step:
@@ -53,7 +55,7 @@ async def take_step(system: System, step: int) -> dict[str, Any]:
     started = time.monotonic()
     spans = system.spans
     with spans.span("produce", step=step):
-        await produce_step(system, system.cursor.take(system.recipe.trainer.batch_size), step)
+        filtered = await fill_step(system, step)
     point("sync.after_produce")
     with spans.span("claim", step=step):
         lease, batch, metrics = await claim_batch(system, step)
@@ -68,6 +70,7 @@ async def take_step(system: System, step: int) -> dict[str, Any]:
     system.tally.rows_trained += len(batch)
     seconds = time.monotonic() - started
     spans.flush()
+    metrics |= filtered
     metrics |= step_metrics(result, batch)
     metrics |= {f"time/{name}": total for name, total in spans.take_totals().items()}
     metrics |= {f"time/update/{name}": value for name, value in result.seconds.items()}
@@ -76,4 +79,5 @@ async def take_step(system: System, step: int) -> dict[str, Any]:
         "perf/tokens_per_second": result.tokens / seconds,
         "perf/queue_depth": float(queue_depth),
     }
-    return metrics | teacher_metrics(system)
+    metrics |= usage_metrics(system, result, seconds)
+    return metrics | teacher_metrics(system) | system.timings.take()

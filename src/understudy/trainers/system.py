@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from understudy.observability.live import LiveView
 from understudy.observability.metrics import MetricsWriter
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
+from understudy.rollout.timing import BatchTimings
 from understudy.trainers.gather import Lane
 
 if TYPE_CHECKING:
@@ -19,14 +21,21 @@ if TYPE_CHECKING:
     from understudy.dataplane.base import DataPlane
     from understudy.engines.base import Engine, Sampling
     from understudy.losses.objective import Objective
+    from understudy.policy.background import BackgroundSaver
     from understudy.policy.checkpoint import CheckpointStore
+    from understudy.policy.follow import LeadingPolicy
     from understudy.policy.policy import Policy
+    from understudy.policy.reference import FrozenModel
     from understudy.rollout.cursor import PromptCursor
-    from understudy.rollout.loops import LoopChoice
+    from understudy.rollout.loops import Loops
     from understudy.rollout.render import Renderer
     from understudy.rollout.rewards import Rewards
     from understudy.teacher.pool import TeacherPool
     from understudy.teacher.route import TeacherRouter
+    from understudy.trainers.best import BestSoFar
+    from understudy.trainers.critic import Critic
+    from understudy.trainers.turnstile import Turnstile
+    from understudy.trainers.window_cursor import WindowCursor
     from understudy.types.loss import TeacherHead
     from understudy.types.prompt import Prompt
     from understudy.weights.base import WeightPublisher
@@ -52,7 +61,7 @@ class System:
     sampling: Sampling
     engine: Engine
     engine_lane: Lane
-    policy: Policy
+    policy: Policy | LeadingPolicy
     objective: Objective
     publisher: WeightPublisher
     pools: Mapping[str, TeacherPool]
@@ -62,8 +71,8 @@ class System:
     teacher_heads: Mapping[str, TeacherHead]
     """By teacher, where rows carry hidden states."""
     plane: DataPlane
-    cursor: PromptCursor
-    loops: LoopChoice
+    cursor: PromptCursor | WindowCursor
+    loops: Loops
     rewards: Rewards
     checkpoints: CheckpointStore
     eval_prompts: Sequence[Prompt]
@@ -73,4 +82,18 @@ class System:
     deterministic: bool
     manifests: Mapping[str, Mapping[str, Any]]
     """What each teacher said it is, stored with checkpoints and compared on resume."""
+    saver: BackgroundSaver
+    background: asyncio.TaskGroup
+    """Work beside the steps; what fails there ends the run."""
+    best: BestSoFar
+    critic: Critic | None = None
+    """The value model of a run whose advantages need one."""
+    reference: FrozenModel | None = None
+    """The frozen model of a run that keeps its student near one."""
+    turnstile: Turnstile | None = None
+    """Rollouts pass it, where a publish has to wait for them."""
     tally: Tally = field(default_factory=Tally)
+    timings: BatchTimings = field(default_factory=BatchTimings)
+    """Where the time of the rows made since the last step went."""
+    saving: set[asyncio.Task[None]] = field(default_factory=set)
+    """Checkpoints under way."""

@@ -1,118 +1,157 @@
-"""Teachers put on their feet: processes from `cluster`, pools and routing from `teacher`. Only here do the two meet."""
+"""Teachers put on their feet: processes from `cluster`, pools and routing from `teacher`. Only here do the two meet.
+
+recipe ─> seats ─> replicas start ─> each proves itself ─> fit for this recipe? ─> router, lanes
+                                     (manifest, scores)     signals, K, context, vocabulary
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from understudy.cluster.devices import visible_gpus
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe, TeacherConfig
-from understudy.errors import ConfigError
+from understudy.errors import ConfigError, TeacherError
 from understudy.observability.live import LiveView
 from understudy.teacher.client import ReplicaClient
+from understudy.teacher.discover import Backend, connect_external
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.integrity import check_signals, check_vocabulary
+from understudy.teacher.keeper import connect_native
 from understudy.teacher.launch import Endpoint, ReplicaSpec
+from understudy.teacher.manifest import Batching, Manifest
+from understudy.teacher.mixture import needed_signals
 from understudy.teacher.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool_events import EventKind, PoolEvent, log_event
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.gather import Lane
-from understudy.trainers.loading import resolve_device
+from understudy.trainers.ray_seating import beside_the_trainer
+from understudy.trainers.seating import Seating, Seats, seat
 from understudy.trainers.system import System
+from understudy.trainers.teacher_processes import LocalTeachers
 from understudy.types.loss import TeacherHead
 from understudy.types.scores import Signal
 
-_TOLD = (EventKind.PAUSED, EventKind.RESUMED, EventKind.EJECTED, EventKind.RESTARTED, EventKind.READMITTED)
+logger = logging.getLogger(__name__)
+
+_TOLD = (
+    EventKind.PAUSED,
+    EventKind.RESUMED,
+    EventKind.EJECTED,
+    EventKind.RESTARTED,
+    EventKind.READMITTED,
+    EventKind.ADDED,
+    EventKind.REMOVED,
+)
 _SCORE_CHUNK = 32
 """Sequences of one scoring request under full determinism: a constant, so that scores do not depend on replica counts."""
 
 
-class LocalTeachers:
-    """Starts and restarts the replicas of one teacher as local processes (a `teacher.pool.Launcher`)."""
+@dataclass(frozen=True, slots=True)
+class StudentFacts:
+    """What a teacher must fit."""
 
-    def __init__(
-        self, processes: LocalProcesses, name: str, teacher: TeacherConfig, batching: str, token: str
-    ) -> None:
-        self._processes = processes
-        self._name = name
-        self._teacher = teacher
-        self._batching = batching
-        self._token = token
-        self.endpoints: dict[str, Endpoint] = {}
-
-    def _process(self, replica: str) -> str:
-        return f"teacher-{self._name}-{replica}"
-
-    async def start(self, replica: str) -> Endpoint:
-        await self.stop(replica)
-        teacher = self._teacher
-        port = teacher.ports[int(replica)] if teacher.ports else 0
-        arguments = [
-            "--model", teacher.model,
-            "--name", self._name,
-            "--bind", f"127.0.0.1:{port}",
-            "--dtype", teacher.dtype,
-            "--device", str(resolve_device(teacher.device)),
-            "--threads", str(teacher.threads),
-            "--batching", self._batching,
-            "--max-batch-tokens", str(teacher.max_batch_tokens),
-        ]  # fmt: skip
-        # The token goes through the environment: command lines are readable by every user of the machine.
-        env = {"UNDERSTUDY_TOKEN": self._token, "OMP_NUM_THREADS": str(teacher.threads)}
-        child = await self._processes.start(
-            self._process(replica), "understudy.teacher.server", arguments, env
-        )
-        self.endpoints[replica] = Endpoint(child.ready["url"], self._token)
-        return self.endpoints[replica]
-
-    async def stop(self, replica: str) -> None:
-        await self._processes.stop(self._process(replica))
-
-    def alive(self, replica: str) -> bool:
-        child = self._processes.children.get(self._process(replica))
-        return child is not None and child.alive
+    vocabulary: Vocabulary
+    head_rows: int
+    """Ids the student's head knows; some may belong to no token, and a teacher's candidates may name them all the same."""
+    device: torch.device
+    context: int
+    longest_prompt: Callable[[], int]
+    """Tokens; only asked where a teacher holds less than the student does."""
+    mixed: Collection[str] = ()
+    """Teachers that rows name in a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teachers:
     pools: dict[str, TeacherPool]
-    heads: dict[str, TeacherHead]
+    heads: dict[str, TeacherHead] = field(default_factory=dict)
     """By teacher, where rows carry hidden states; a head travels once."""
+    launchers: dict[str, LocalTeachers] = field(default_factory=dict)
+    """By teacher; external ones have none."""
+    tokens: dict[str, str | None] = field(default_factory=dict)
+    """By external teacher: the bearer token of its servers."""
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+
+    async def add(self, teacher: str, url: str | None = None) -> str:
+        """One more replica while the run goes on: a process of our own, or the server at `url`. Returns its name."""
+        pool = self._pool(teacher)
+        name = str(max((int(replica) for replica in pool.replicas), default=-1) + 1)
+        if url is None and teacher not in self.launchers:
+            raise TeacherError(f"teacher {teacher} is external: say where its new replica answers (--url)")
+        if url is not None and teacher in self.launchers:
+            raise TeacherError(f"teacher {teacher} runs processes of this machine; leave the address out")
+        endpoint = None if url is None else Endpoint(url, self.tokens.get(teacher))
+        try:
+            await pool.add(ReplicaSpec(name, endpoint))
+        except BaseException:
+            if teacher in self.launchers:
+                self.launchers[teacher].forget(name)
+            raise
+        return name
+
+    async def remove(self, teacher: str, replica: str) -> None:
+        """One replica fewer; what it is working on is finished, or scored elsewhere."""
+        await self._pool(teacher).remove(replica)
+        if teacher in self.launchers:
+            self.launchers[teacher].forget(replica)
+
+    def _pool(self, teacher: str) -> TeacherPool:
+        if teacher not in self.pools:
+            raise TeacherError(
+                f"no teacher {teacher!r} in this run; teachers are {', '.join(self.pools) or 'none'}"
+            )
+        return self.pools[teacher]
+
+
+def gpu_names() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each GPU that torch can use here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = visible_gpus()
+    return names[:count] if len(names) >= count else [str(index) for index in range(count)]
+
+
+def seat_here(recipe: Recipe) -> Seating:
+    """Who sits where on this very machine."""
+    return seat(beside_the_trainer(recipe) if recipe.cluster.backend == "ray" else recipe, len(gpu_names()))
 
 
 async def start_teachers(
     recipe: Recipe,
     processes: LocalProcesses,
-    student: Vocabulary,
+    seating: Seating,
+    student: StudentFacts,
     view: LiveView,
     token: str,
     deterministic: bool,
 ) -> Teachers:
     """Every teacher's pool, started at once and checked against the student; nothing is left running when one fails."""
-    batching = "by_request" if deterministic else "by_arrival"
-    launchers = {
-        name: LocalTeachers(processes, name, teacher, batching, token)
-        for name, teacher in recipe.teachers.items()
-    }
-    pools = {name: _pool(name, teacher, launchers[name], view) for name, teacher in recipe.teachers.items()}
+    batching = Batching.BY_REQUEST if deterministic else Batching.BY_ARRIVAL
+    seats, teachers = Seats(seating, gpu_names()), Teachers({})
+    for name, teacher in recipe.teachers.items():
+        if teacher.placement == "external":
+            teachers.tokens[name] = _token(name, teacher)
+        else:
+            teachers.launchers[name] = LocalTeachers(processes, name, teacher, batching, token, seats)
+        teachers.pools[name] = _pool(name, teacher, teachers, student, view)
     replicas = sum(len(teacher.urls) or teacher.replicas for teacher in recipe.teachers.values())
-    view.phase(f"starting {len(pools)} teacher(s), {replicas} replica process(es)")
-    teachers = Teachers(pools, {})
+    view.phase(f"starting {len(teachers.pools)} teacher(s), {replicas} replica(s)")
     try:
         async with asyncio.TaskGroup() as tasks:
-            for name in pools:
-                tasks.create_task(_start(teachers, name, recipe, student, launchers[name]))
+            for name in teachers.pools:
+                tasks.create_task(_start(teachers, name, recipe, student, deterministic))
     except BaseException:
         await teachers.close()
         raise
@@ -120,29 +159,90 @@ async def start_teachers(
     return teachers
 
 
+def _pool(
+    name: str, teacher: TeacherConfig, teachers: Teachers, student: StudentFacts, view: LiveView
+) -> TeacherPool:
+    def tell(event: PoolEvent) -> None:
+        log_event(event)
+        if event.kind in _TOLD:
+            view.note(f"teacher {event.teacher}: {event.message}")
+
+    options = PoolOptions(
+        deadline_base=teacher.deadline_seconds,
+        hedge_after=teacher.hedge_after_seconds,
+        cache_bytes=teacher.cache_bytes,
+    )
+    if teacher.placement != "external":
+        specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
+        launcher = teachers.launchers[name]
+        return TeacherPool(name, specs, launcher, options=options, connect=connect_native, on_event=tell)
+    connect = connect_external(
+        student.head_rows, student.vocabulary.fingerprint, teacher.model, Backend(teacher.backend)
+    )
+    specs = [ReplicaSpec(str(i), Endpoint(url, teachers.tokens[name])) for i, url in enumerate(teacher.urls)]
+    return TeacherPool(name, specs, options=options, connect=connect, on_event=tell)
+
+
+def _token(name: str, teacher: TeacherConfig) -> str | None:
+    token = os.environ.get(teacher.token_env) if teacher.token_env else None
+    if teacher.token_env and not token:
+        raise ConfigError(
+            f"teachers.{name}.token_env = {teacher.token_env!r}: that environment variable is empty; export the token"
+        )
+    return token
+
+
 async def _start(
-    teachers: Teachers, name: str, recipe: Recipe, student: Vocabulary, launcher: LocalTeachers
+    teachers: Teachers, name: str, recipe: Recipe, student: StudentFacts, deterministic: bool
 ) -> None:
     """Up, and fit for this recipe: it can give the signal, holds a whole rollout, and shares the student's vocabulary."""
-    pool = teachers.pools[name]
+    pool, loss = teachers.pools[name], recipe.loss
     await pool.start()
-    loss = recipe.loss
+    manifest = pool.manifest
+    signals = [Signal(loss.signal)]
+    if name in student.mixed:
+        signals = list(dict.fromkeys([*signals, *needed_signals(Signal(loss.signal))]))
     k = loss.topk if loss.signal in ("topk", "at_ids") else 0
-    check_signals(pool.manifest, [Signal(loss.signal)], k, recipe.rollout.max_new_tokens + 1)
-    endpoint = launcher.endpoints.get("0") or _external_endpoints(name, recipe.teachers[name])[0]
+    check_signals(manifest, signals, k, _length(recipe, student, manifest))
+    if deterministic and manifest.batching is Batching.BY_ARRIVAL:
+        logger.warning(
+            "teacher %s batches by arrival: its scores, and so this run, may differ in the last bits from time to time; "
+            "serve it with --batching by_request for determinism = 'full'",
+            name,
+        )
+    if manifest.backend != "native":
+        logger.warning(
+            "teacher %s is served by %s: it shows neither its token→id map nor its weights, so these were not compared; "
+            "its signals (%s), largest K (%d), context (%d) and scores of the fixed tokens were",
+            name,
+            manifest.backend,
+            ", ".join(manifest.signals),
+            manifest.limits.max_k,
+            manifest.limits.max_length,
+        )
+        return
+    teacher = recipe.teachers[name]
+    launcher = teachers.launchers.get(name)
+    endpoint = launcher.endpoints["0"] if launcher else Endpoint(teacher.urls[0], teachers.tokens[name])
     async with ReplicaClient(endpoint.url, endpoint.token, teacher=name) as client:
-        if pool.manifest.vocab_fingerprint != student.fingerprint:
-            check_vocabulary(student, await client.vocabulary(), name)
+        if manifest.vocab_fingerprint != student.vocabulary.fingerprint:
+            check_vocabulary(student.vocabulary, await client.vocabulary(), name)
         if loss.signal == "hidden":
-            teachers.heads[name] = _head(await client.head(), loss.teacher_temperature)
+            teachers.heads[name] = _head(await client.head(), loss.teacher_temperature, student.device)
 
 
-def _head(wire: WireHead, temperature: float) -> TeacherHead:
-    """The teacher's projection; bfloat16 arrives as its bits, because numpy has no bfloat16."""
+def _length(recipe: Recipe, student: StudentFacts, manifest: Manifest) -> int:
+    """prompt + response + 1. Prompts are only measured where this teacher holds less than the student."""
+    holds_all = manifest.limits.max_length > student.context
+    return (0 if holds_all else student.longest_prompt()) + recipe.rollout.max_new_tokens + 1
+
+
+def _head(wire: WireHead, temperature: float, device: torch.device) -> TeacherHead:
+    """The teacher's projection, beside the student; bfloat16 arrives as its bits, because numpy has no bfloat16."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         found = torch.from_numpy(np.array(array))
-        return found.view(torch.bfloat16) if found.dtype == torch.uint16 else found
+        return (found.view(torch.bfloat16) if found.dtype == torch.uint16 else found).to(device)
 
     return TeacherHead(
         weight_VH=tensor(wire.weight_VH),
@@ -151,29 +251,6 @@ def _head(wire: WireHead, temperature: float) -> TeacherHead:
         logit_scale=wire.scale,
         temperature=temperature,
     )
-
-
-def _pool(name: str, teacher: TeacherConfig, launcher: LocalTeachers, view: LiveView) -> TeacherPool:
-    def tell(event: PoolEvent) -> None:
-        log_event(event)
-        if event.kind in _TOLD:
-            view.note(f"teacher {event.teacher}: {event.message}")
-
-    options = PoolOptions(deadline_base=teacher.deadline_seconds)
-    if teacher.placement != "external":
-        specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
-        return TeacherPool(name, specs, launcher, options=options, on_event=tell)
-    specs = [ReplicaSpec(str(i), endpoint) for i, endpoint in enumerate(_external_endpoints(name, teacher))]
-    return TeacherPool(name, specs, options=options, on_event=tell)
-
-
-def _external_endpoints(name: str, teacher: TeacherConfig) -> list[Endpoint]:
-    token = os.environ.get(teacher.token_env) if teacher.token_env else None
-    if teacher.token_env and not token:
-        raise ConfigError(
-            f"teachers.{name}.token_env = {teacher.token_env!r}: that environment variable is empty; export the token"
-        )
-    return [Endpoint(url, token) for url in teacher.urls]
 
 
 def router_of(recipe: Recipe, pools: Mapping[str, TeacherPool]) -> TeacherRouter | None:
@@ -190,11 +267,15 @@ def teacher_lanes(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict
 
 
 def manifests_of(pools: Mapping[str, TeacherPool]) -> dict[str, dict[str, Any]]:
-    return {name: msgspec.to_builtins(pool.manifest) for name, pool in pools.items()}
+    """What each teacher said it is, and what it gave the fixed tokens, for checkpoints."""
+    return {
+        name: {**msgspec.to_builtins(pool.manifest), "fixed_scores": pool.fixed_scores}
+        for name, pool in pools.items()
+    }
 
 
 def teacher_metrics(system: System) -> dict[str, float]:
-    """Per replica: its share of the tokens its teacher scored; per teacher: latency, retries, queue."""
+    """Per teacher: latency, queue, retries, ejections; per replica: its share of the tokens, and the same."""
     return {
         f"perf/{name}": value
         for pool in system.pools.values()

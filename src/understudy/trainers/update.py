@@ -1,9 +1,11 @@
-"""The second verb: rows become one optimizer step.
+"""The second verb: rows become one step of the student (and of its critic).
 
-    lease ──columns──> Batch ──advantages, reduction weights──> policy.update(objective) ──> metrics
+    lease ──columns──> Batch ──prepare──> old logprobs, values, advantages
+                                              │
+                 epochs × mini-batches ───────┴──reduction weights──> policy.update(objective) ──> metrics
 
-Reduction weights and advantages are computed here once for the whole batch, so that nothing below depends on how
-the batch is split.
+What a step needs to know of the weights before it is computed once for the whole batch (`prepare.py`); reduction weights
+once for each mini-batch. So nothing below depends on how a mini-batch is split.
 """
 
 from __future__ import annotations
@@ -16,52 +18,135 @@ from typing import Any
 import numpy as np
 import torch
 
-from understudy.dataplane.base import Lease, Order, split_key
+from understudy.config import Recipe
+from understudy.dataplane.base import Lease, Order
 from understudy.errors import DataError
-from understudy.losses.advantages import SEQUENCE_ADVANTAGES, reinforce_plus_plus, reward_at_end, to_tokens
-from understudy.losses.reduce import token_weights
+from understudy.losses.reduce import Reduction, token_weights
 from understudy.policy.policy import StepResult
+from understudy.trainers.critic import Critic, critic_metrics
+from understudy.trainers.minibatches import combine, split_rows
+from understudy.trainers.prepare import Prepared, prepare, rows_to_train, with_advantages
 from understudy.trainers.produce import SCORED
 from understudy.trainers.system import PARTITION, System
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
-from understudy.types.loss_metrics import metric_results
+from understudy.types.loss_metrics import Metric, MetricTotal, metric_results
 
-_STREAMS = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions", "reward", "stop_reason")
+__all__ = ["assemble", "claim_batch", "learn", "step_metrics", "update", "with_advantages"]
+
+_STREAMS = (
+    "tokens", "loss_mask", "behaviour_logprobs", "weight_versions", "reward", "stop_reason", "turns", "metrics",
+)  # fmt: skip
 
 
 async def claim_batch(system: System, step: int) -> tuple[Lease, Batch, dict[str, float]]:
     """Lease every row made for this step, in order of key, and lay its columns out for training."""
-    fields, mine = _fields(system), {"step": step}
+    fields, mine = training_fields(system), {"step": step}
     ready = (await system.plane.depth(PARTITION, fields=fields, where=mine)).ready
     if ready == 0:
         raise DataError(f"every row of step {step} failed; the reasons are in {system.run.dead_letters}")
     lease = await system.plane.claim(
         PARTITION, ready, fields=fields, where=mine, order=Order.KEY, lease_seconds=None
     )
-    columns = await system.plane.get(lease.meta, fields)
+    batch, metrics = await batch_of(system, lease)
+    return lease, batch, metrics
+
+
+async def batch_of(system: System, lease: Lease) -> tuple[Batch, dict[str, float]]:
+    """The columns of leased rows, laid out for training."""
+    columns = await system.plane.get(lease.meta, training_fields(system))
     batch = assemble(lease.meta.keys, columns)
     if batch.teacher_hidden is not None:
         # Hidden states travel as bfloat16; they meet the head in the head's own precision.
         dtype = next(iter(system.teacher_heads.values())).weight_VH.dtype
         batch = replace(batch, teacher_hidden=_cast(batch.teacher_hidden, dtype))
-    return lease, batch, rollout_metrics(columns)
+    return batch, rollout_metrics(columns)
 
 
 async def update(system: System, batch: Batch) -> StepResult:
-    """One optimizer step, on a worker thread so that health checks and the display go on meanwhile."""
-    recipe = system.recipe
-    batch = with_advantages(batch, recipe.loss.advantage) if recipe.loss.task_coef > 0 else batch
-    lengths = [int(mask.sum()) for mask in batch.loss_mask]
+    """One trainer step, on a worker thread so that health checks and the display go on meanwhile."""
+    return await asyncio.to_thread(learn, system, batch)
+
+
+def learn(system: System, batch: Batch) -> StepResult:
+    """Every optimizer step of one batch: `trainer.epochs` times its mini-batches, the critic's first, then the student's."""
+    recipe, policy, critic = system.recipe, system.policy, system.critic
+    parts = split_rows(
+        batch.keys,
+        rows_to_train(batch, recipe.rollout.overlong),
+        recipe.trainer.mini_batch_size,
+        recipe.trainer.epochs,
+        recipe.run.seed,
+        policy.step,
+    )
+    if not parts:
+        if critic is not None:
+            critic.policy.skip_step()
+        return _nothing_to_learn(system, batch)
+    ready = prepare(system, batch, len(parts))
+    extra: dict[str, Metric] = {name: MetricTotal(value) for name, value in ready.metrics.items()}
+    alone = critic is not None and critic.alone
+    if critic is not None:
+        with ready.timed("critic"):
+            extra |= critic_metrics(ready.batch, _teach_critic(critic, recipe, ready.batch, parts))
+    result = _nothing_to_learn(system, batch) if alone else _teach_student(system, ready, parts)
+    return replace(result, metrics={**result.metrics, **extra}, seconds={**result.seconds, **ready.seconds})
+
+
+def _teach_critic(critic: Critic, recipe: Recipe, batch: Batch, parts: Sequence[list[int]]) -> StepResult:
+    results = []
+    for number, rows in enumerate(parts, start=1):
+        part, weights = _cut(batch, rows, recipe.loss.reduction)
+        results.append(
+            critic.update(part, weights, recipe.trainer.micro_batch_tokens, ends_step=number == len(parts))
+        )
+    return combine(list(zip(parts, results, strict=True)), len(batch))
+
+
+def _teach_student(system: System, ready: Prepared, parts: Sequence[list[int]]) -> StepResult:
+    recipe, every = system.recipe, len(ready.batch)
+    results = []
+    for number, rows in enumerate(parts, start=1):
+        part, weights = _cut(ready.batch, rows, recipe.loss.reduction)
+        old = ready.old_logprobs
+        results.append(
+            system.policy.update(
+                part,
+                system.objective,
+                weights,
+                recipe.trainer.micro_batch_tokens,
+                old_logprobs=old if old is None or len(rows) == every else old.select(rows),
+                teacher_heads=system.teacher_heads,
+                ends_step=number == len(parts),
+            )
+        )
+    return combine(list(zip(parts, results, strict=True)), every)
+
+
+def _cut(batch: Batch, rows: list[int], reduction: Reduction) -> tuple[Batch, Jagged]:
+    """Some rows of a batch with their reduction weights, whose denominators are those of all of these rows."""
+    part = batch if len(rows) == len(batch) else batch.select(rows)
+    lengths = [int(mask.sum()) for mask in part.loss_mask]
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    weights = Jagged(token_weights(lengths, recipe.loss.reduction), offsets)
-    return await asyncio.to_thread(
-        system.policy.update,
-        batch,
-        system.objective,
-        weights,
-        recipe.trainer.micro_batch_tokens,
-        teacher_heads=system.teacher_heads,
+    return part, Jagged(token_weights(lengths, reduction), offsets)
+
+
+def _nothing_to_learn(system: System, batch: Batch) -> StepResult:
+    """A step that leaves the student as it is."""
+    system.policy.skip_step()
+    return StepResult(
+        step=system.policy.step - 1,
+        loss=0.0,
+        grad_norm=0.0,
+        learning_rate=0.0,
+        metrics={},
+        tokens=0,
+        loss_tokens=0,
+        micro_batches=0,
+        row_losses=(0.0,) * len(batch),
+        row_tokens=(0,) * len(batch),
+        seconds={},
+        updates=0,
     )
 
 
@@ -75,6 +160,7 @@ def assemble(keys: Sequence[str], columns: Mapping[str, Any]) -> Batch:
         loss_mask=columns["loss_mask"],
         behaviour_logprobs=columns["behaviour_logprobs"],
         rewards=tuple(float("nan") if reward is None else float(reward) for reward in columns["reward"]),
+        stop_reasons=tuple(columns.get("stop_reason", ())),
         teachers=tuple(columns.get(SCORED, ())),
         teacher_logprobs=columns.get("teacher_logprobs"),
         teacher_ids=None if ids is None else _cast(ids, torch.int64),
@@ -82,19 +168,6 @@ def assemble(keys: Sequence[str], columns: Mapping[str, Any]) -> Batch:
         # bfloat16 travels as its bits, because numpy has no bfloat16.
         teacher_hidden=None if hidden is None else Jagged(hidden.values.view(torch.bfloat16), hidden.offsets),
     )
-
-
-def with_advantages(batch: Batch, kind: str) -> Batch:
-    """Task rewards as one advantage per loss-bearing token, normalised within each prompt's group."""
-    rewards_B = torch.tensor(batch.rewards)
-    lengths_B = [int(mask.sum()) for mask in batch.loss_mask]
-    if kind == "reinforce++":
-        advantages_N = reinforce_plus_plus(reward_at_end(rewards_B, lengths_B), lengths_B)
-    else:
-        groups_B = [split_key(key)[0] for key in batch.keys]
-        advantages_N = to_tokens(SEQUENCE_ADVANTAGES[kind](rewards_B, groups_B), lengths_B)
-    offsets = torch.tensor([0, *lengths_B], dtype=torch.int64).cumsum(0)
-    return replace(batch, advantages=Jagged(advantages_N, offsets))
 
 
 def rollout_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
@@ -112,25 +185,37 @@ def rollout_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
     rewards = [reward for reward in columns["reward"] if reward is not None]
     if rewards:
         metrics["critic/score/mean"] = float(np.mean(rewards))
+    turns = [int(count) for count in columns["turns"]]
+    if max(turns) > 1:
+        metrics |= {"num_turns/min": float(min(turns)), "num_turns/mean": float(np.mean(turns))}
+        metrics["num_turns/max"] = float(max(turns))
+    own = [dict(row) for row in columns["metrics"]]
+    # What loops and rewards counted: tool calls, parts of a reward.
+    for name in sorted({name for row in own for name in row}):
+        metrics[f"rollout/{name}"] = float(np.mean([row[name] for row in own if name in row]))
     return metrics
 
 
 def step_metrics(result: StepResult, batch: Batch) -> dict[str, float]:
     metrics = metric_results(dict(result.metrics))
-    metrics |= {
-        "actor/loss": result.loss,
-        "actor/grad_norm": result.grad_norm,
-        "actor/lr": result.learning_rate,
-    }
+    if result.updates:
+        metrics |= {
+            "actor/loss": result.loss,
+            "actor/grad_norm": result.grad_norm,
+            "actor/lr": result.learning_rate,
+        }
+    if result.updates != 1:
+        metrics["actor/updates"] = float(result.updates)
     for teacher in sorted(set(batch.teachers)):
         rows = [i for i, name in enumerate(batch.teachers) if name == teacher]
         tokens = sum(result.row_tokens[i] for i in rows)
         metrics[f"teacher/{teacher}/rows"] = float(len(rows))
+        metrics[f"teacher/{teacher}/share"] = len(rows) / len(batch)
         metrics[f"teacher/{teacher}/kl"] = sum(result.row_losses[i] for i in rows) / max(tokens, 1)
     return metrics
 
 
-def _fields(system: System) -> tuple[str, ...]:
+def training_fields(system: System) -> tuple[str, ...]:
     if system.router is None:
         return _STREAMS
     scored = (*_STREAMS, SCORED, "teacher_logprobs")

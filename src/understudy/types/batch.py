@@ -107,6 +107,8 @@ class Batch:
     """float32 [T]; NaN where nothing was sampled."""
     rewards: tuple[float, ...] = ()
     """NaN where a row has none."""
+    stop_reasons: tuple[str, ...] = ()
+    """Why each row ended (`StopReason`); empty where nobody asks."""
     teachers: tuple[str, ...] = ()
     """Which teacher judged each row; empty when none did."""
     teacher_logprobs: Jagged | None = None
@@ -119,6 +121,14 @@ class Batch:
     """bfloat16 [P, H]."""
     advantages: Jagged | None = None
     """float32 [P]: of the task reward, already normalised."""
+    importance: Jagged | None = None
+    """float32 [P]: what a policy loss is multiplied with to make up for the engine's own probabilities; 0 drops the token."""
+    reference_logprobs: Jagged | None = None
+    """float32 [P]: of the written tokens under the frozen reference."""
+    values: Jagged | None = None
+    """float32 [P]: the critic's, before the step."""
+    returns: Jagged | None = None
+    """float32 [P]: what the critic learns to predict."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -137,10 +147,15 @@ class Batch:
             loss_mask=loss_mask,
             behaviour_logprobs=behaviour,
             rewards=tuple(self.rewards[i] for i in indexes) if self.rewards else (),
+            stop_reasons=tuple(self.stop_reasons[i] for i in indexes) if self.stop_reasons else (),
             teachers=tuple(self.teachers[i] for i in indexes) if self.teachers else (),
             teacher_logprobs=pick(self.teacher_logprobs),
             teacher_ids=pick(self.teacher_ids),
             teacher_topk_logprobs=pick(self.teacher_topk_logprobs),
             teacher_hidden=pick(self.teacher_hidden),
             advantages=pick(self.advantages),
+            importance=pick(self.importance),
+            reference_logprobs=pick(self.reference_logprobs),
+            values=pick(self.values),
+            returns=pick(self.returns),
         )

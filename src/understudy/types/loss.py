@@ -65,6 +65,10 @@ _FLOAT_N = (
     "old_logprobs_N",
     "advantages_N",
     "distill_advantages_N",
+    "importance_N",
+    "reference_logprobs_N",
+    "old_values_N",
+    "returns_N",
 )
 
 MASS_SLACK = 1e-2
@@ -165,6 +169,14 @@ class LossInputs:
     """float32: task advantage of the token, normalised before the distillation term is added."""
     distill_advantages_N: Tensor | None = None
     """float32: per-token distillation advantage computed beforehand; replaces −k1 where present."""
+    importance_N: Tensor | None = None
+    """float32, ≥ 0: policy losses are multiplied with it (old policy over behaviour, truncated); 0 drops the token."""
+    reference_logprobs_N: Tensor | None = None
+    """float32: log-probability under the frozen reference."""
+    old_values_N: Tensor | None = None
+    """float32: the critic's value of the token before the step."""
+    returns_N: Tensor | None = None
+    """float32: the critic's target."""
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -265,7 +277,15 @@ class LossInputs:
             raise LossInputError(
                 "weights_N must not be negative; they are reduction weights, not a mask of signs."
             )
-        for name in ("teacher_logprobs_N", "behaviour_logprobs_N", "old_logprobs_N", "teacher_logprobs_NK"):
+        if self.importance_N is not None and bool((self.importance_N < 0).any()):
+            raise LossInputError("importance_N must not be negative; it is a ratio of probabilities, or 0.")
+        for name in (
+            "teacher_logprobs_N",
+            "behaviour_logprobs_N",
+            "old_logprobs_N",
+            "reference_logprobs_N",
+            "teacher_logprobs_NK",
+        ):
             tensor = getattr(self, name)
             if tensor is not None and tensor.numel() and float(tensor.max()) > MASS_SLACK:
                 raise LossInputError(

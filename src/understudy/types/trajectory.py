@@ -50,6 +50,8 @@ class Trajectory:
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    candidate_ids: np.ndarray | None = None
+    """int32 [P, K]: the student's own K best ids at each loss-bearing token, where they were asked for."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -58,6 +60,11 @@ class Trajectory:
                 raise ValueError(
                     f"trajectory {self.key}: {name} has {len(getattr(self, name))} entries for {length} tokens"
                 )
+        if self.candidate_ids is not None and len(self.candidate_ids) != int(self.loss_mask.sum()):
+            raise ValueError(
+                f"trajectory {self.key}: candidate_ids has {len(self.candidate_ids)} rows for "
+                f"{int(self.loss_mask.sum())} loss-bearing tokens"
+            )
 
     @property
     def positions(self) -> np.ndarray:

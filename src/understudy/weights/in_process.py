@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from torch import nn
 
 from understudy.weights.base import SharingReceiver, WeightReceiver, WeightSource
@@ -41,5 +43,8 @@ class CopiedWeights:
         return self._version
 
     async def publish(self, version: int) -> None:
-        await self._engine.update_weights(version, self._source.named_weights())
+        tensors = await asyncio.to_thread(
+            self._source.named_weights
+        )  # sharded weights are gathered, which takes a while
+        await self._engine.update_weights(version, tensors)
         self._version = version

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
 from understudy.dataplane.base import DataPlane
 from understudy.dataplane.embedded import EmbeddedDataPlane
@@ -29,8 +32,10 @@ class HandClock:
 class Rig:
     """One implementation, opened on one folder as often as a test likes."""
 
-    def __init__(self, open_plane: Callable[..., DataPlane], folder: Path) -> None:
+    def __init__(self, open_plane: Callable[..., DataPlane], folder: Path, reloads: bool = True) -> None:
+        """`reloads`: columns of an earlier life come back into memory, as far as it goes."""
         self._open = open_plane
+        self.reloads = reloads
         self.folder = folder
         self.clock = HandClock()
 
@@ -50,7 +55,43 @@ class Rig:
         return asyncio.run(whole())
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., DataPlane]] = {"embedded": EmbeddedDataPlane.open}
+_links: list[Any] = []
+
+
+@contextmanager
+def start_queue() -> Iterator[None]:
+    """Ray on one machine, a queue with two storage units on it, and the link the planes below use."""
+    pytest.importorskip("ray")
+    pytest.importorskip("transfer_queue")
+    connecting = import_module("understudy.cluster.ray_cluster")
+    cluster = connecting.RayCluster(connecting.RaySettings(cpus=3))
+    try:
+        _links.append(import_module("understudy.dataplane.transfer_queue_link").QueueLink.start(units=2))
+        yield
+    finally:
+        for one in _links:
+            one.close()
+        _links.clear()
+        cluster.close()
+
+
+def _open_on_queue(path: Path, **settings: Any) -> DataPlane:
+    plane = import_module("understudy.dataplane.transfer_queue").TransferQueueDataPlane
+    opened: DataPlane = plane.open_on(_links[0], path, **settings)
+    return opened
+
+
+def _everything_on_queue(path: Path, **settings: Any) -> DataPlane:
+    """Small cells too, so that every read goes through the queue."""
+    return _open_on_queue(path, inline_bytes=1, **settings)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., DataPlane]] = {
+    "embedded": EmbeddedDataPlane.open,
+    "transfer_queue": _open_on_queue,
+    "transfer_queue_all": _everything_on_queue,
+}
+ON_THE_QUEUE = ("transfer_queue", "transfer_queue_all")
 
 
 def tokens(*values: int) -> dict[str, Any]:

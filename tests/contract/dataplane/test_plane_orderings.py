@@ -26,12 +26,14 @@ FIELDS = st.sampled_from([set(), {"tokens"}, {"tokens", "score"}])
 
 
 class PlaneMachine(RuleBasedStateMachine):
-    @initialize(implementation=st.sampled_from(sorted(IMPLEMENTATIONS)), tight=st.booleans())
-    def start(self, implementation: str, tight: bool) -> None:
+    implementation = "embedded"
+
+    @initialize(tight=st.booleans())
+    def start(self, tight: bool) -> None:
         """In a tight plane most columns are spilled; rows are issued first there, since others would wait for room."""
         self.tight = tight
         self.folder = Path(tempfile.mkdtemp(prefix="plane-machine-"))
-        self.open_plane = IMPLEMENTATIONS[implementation]
+        self.open_plane = IMPLEMENTATIONS[self.implementation]
         self.loop = asyncio.new_event_loop()
         self.clock = HandClock()
         self.model = Model(now=self.clock.now)
@@ -222,6 +224,18 @@ PlaneMachine.TestCase.settings = settings(
     max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestOrderings = PlaneMachine.TestCase
+
+
+class QueuePlaneMachine(PlaneMachine):
+    implementation = "transfer_queue_all"
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("queue")
+class TestQueueOrderings(QueuePlaneMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(
+        max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 
 
 @pytest.mark.faults

@@ -67,6 +67,19 @@ async def a_seed_repeats_its_tokens(engine: Engine, model: Any) -> None:
     assert [g.tokens.tolist() for g in first] != [g.tokens.tolist() for g in await engine.generate(again)]
 
 
+async def candidates_are_the_model_s_own_best(engine: Engine, model: Any) -> None:
+    """Hot sampling writes tokens far down the ranks: the candidates must not be those written."""
+    asked = requests(6, Sampling(10, temperature=2.0, candidates=5))
+    for request, generation in zip(asked, await engine.generate(asked), strict=True):
+        ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(request.tokens) - 1 : -1].float()
+        assert generation.candidate_ids is not None and generation.candidate_ids.dtype == np.int32
+        assert generation.candidate_ids.tolist() == logits.topk(5).indices.tolist()
+    (without,) = await engine.generate(requests(1, Sampling(3)))
+    assert without.candidate_ids is None
+
+
 async def greedy_is_greedy(engine: Engine, model: Any) -> None:
     asked = requests(4, Sampling(8, temperature=0.0))
     for request, generation in zip(asked, await engine.generate(asked), strict=True):
@@ -131,7 +144,7 @@ async def abort_keeps_what_was_written(engine: Engine, model: Any) -> None:
 
 async def a_live_update_splits_generations_by_version(engine: Engine, model: Any, new: Any) -> None:
     """`model` must be a copy that the engine does not own: its weights are the old ones."""
-    asked = requests(4, Sampling(120))
+    asked = requests(4, Sampling(120, candidates=3))
     start = time.perf_counter()
     await engine.generate(asked)
     whole = time.perf_counter() - start
@@ -151,6 +164,7 @@ async def a_live_update_splits_generations_by_version(engine: Engine, model: Any
         np.testing.assert_allclose(
             generation.logprobs[old:], forced(new, request, generation)[old:], atol=2e-4
         )
+        assert generation.candidate_ids is not None and generation.candidate_ids.shape == (120, 3)
     assert split, "the update came too late to interrupt anything; make the generations longer"
     (fresh,) = await engine.generate(asked[:1])
     assert set(fresh.weight_versions.tolist()) == {1}
@@ -167,4 +181,5 @@ CHECKS = [
     too_long_requests_name_themselves,
     an_empty_batch_is_answered,
 ]
+CANDIDATE_CHECKS = [candidates_are_the_model_s_own_best]
 CONTROL_CHECKS = [pause_holds_and_resume_goes_on, abort_keeps_what_was_written]

@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_contract import CHECKS, CONTROL_CHECKS, a_live_update_splits_generations_by_version
+from engine_contract import (
+    CANDIDATE_CHECKS,
+    CHECKS,
+    CONTROL_CHECKS,
+    a_live_update_splits_generations_by_version,
+    requests,
+)
 from engines_under_contract import ENGINES, make_model
 
+from understudy.engines.base import Sampling
 from understudy.errors import EngineError
 
 
@@ -28,6 +35,25 @@ def test_live_update(name: str, tmp_path: Path) -> None:
             await a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1))
 
     asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize("check", CANDIDATE_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "openai-wire"])
+def test_candidates(name: str, check: Any, tmp_path: Path) -> None:
+    test_contract(name, check, tmp_path)
+
+
+def test_candidates_of_a_changed_distribution_are_refused(tmp_path: Path) -> None:
+    async def body() -> None:
+        for name, sampling in (
+            ("openai-wire", Sampling(4, candidates=3)),
+            ("vllm-wire", Sampling(4, candidates=3, top_p=0.9)),
+        ):
+            async with ENGINES[name](make_model(), tmp_path) as engine:
+                with pytest.raises(EngineError, match="cannot report the model's own candidates"):
+                    await engine.generate(requests(1, sampling))
+
+    asyncio.run(body())
 
 
 def test_a_server_that_cannot_take_weights_says_so(tmp_path: Path) -> None:

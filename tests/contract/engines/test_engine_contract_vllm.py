@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_contract import (
+    CANDIDATE_CHECKS,
     CHECKS,
     CONTROL_CHECKS,
     a_live_update_splits_generations_by_version,
@@ -29,7 +30,7 @@ from understudy.engines.vllm import VLLMEngine
 def test_vllm_keeps_the_contract(tmp_path: Path) -> None:
     async def body() -> None:
         async with real_vllm(make_model(), tmp_path) as engine:
-            for check in (*CHECKS, *CONTROL_CHECKS):
+            for check in (*CHECKS, *CANDIDATE_CHECKS, *CONTROL_CHECKS):
                 await asyncio.wait_for(check(engine, make_model()), 120)
             new = make_model(seed=1)
             await a_live_update_splits_generations_by_version(engine, make_model(), new)

@@ -100,7 +100,7 @@ class WireServer:
             self._running -= 1
         return generation
 
-    def _sampling(self, params: dict[str, Any], max_tokens: int) -> Sampling:
+    def _sampling(self, params: dict[str, Any], max_tokens: int, candidates: int = 0) -> Sampling:
         assert params["ignore_eos"] is True
         return Sampling(
             max_tokens,
@@ -110,6 +110,7 @@ class WireServer:
             top_k=max(params["top_k"], 0),
             min_p=params["min_p"],
             repetition_penalty=params["repetition_penalty"],
+            candidates=candidates,
         )
 
     async def _body(self, request: Request) -> dict[str, Any] | Response:
@@ -124,10 +125,9 @@ class WireServer:
         if isinstance(body, Response):
             return body
         params = body["sampling_params"]
-        assert params["logprobs"] == 0 and body["cache_salt"]
-        generation = await self._generate(
-            body["token_ids"], self._sampling(params, params["max_tokens"]), params["seed"]
-        )
+        assert body["cache_salt"]
+        sampling = self._sampling(params, params["max_tokens"], params["logprobs"])
+        generation = await self._generate(body["token_ids"], sampling, params["seed"])
         ids, logprobs = generation.tokens.tolist(), generation.logprobs.tolist()
         finish = {StopReason.EOS: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}[
             generation.stop_reason
@@ -137,9 +137,12 @@ class WireServer:
                 "token_id": i,
                 "logprob": x,
                 "rank": 1,
-                "top_logprobs": [{"token_id": i, "logprob": x, "rank": 1}],
+                "top_logprobs": [
+                    {"token_id": j, "logprob": y, "rank": 1}
+                    for y, j in _top(i, x, best)[: max(params["logprobs"], 1)]
+                ],
             }
-            for i, x in zip(ids, logprobs, strict=True)
+            for i, x, best in zip(ids, logprobs, _best_of(generation), strict=True)
         ]
         choice = {
             "index": 0,
@@ -168,9 +171,8 @@ class WireServer:
             return body
         params = body["sampling_params"]
         assert body["return_logprob"] is True
-        generation = await self._generate(
-            body["input_ids"], self._sampling(params, params["max_new_tokens"]), params["sampling_seed"]
-        )
+        sampling = self._sampling(params, params["max_new_tokens"], body["top_logprobs_num"])
+        generation = await self._generate(body["input_ids"], sampling, params["sampling_seed"])
         ids, logprobs = generation.tokens.tolist(), generation.logprobs.tolist()
         finish: dict[str, Any] = {"type": "abort", "message": "Aborted"}
         if generation.stop_reason is StopReason.EOS:
@@ -181,6 +183,10 @@ class WireServer:
             "finish_reason": finish,
             "output_token_logprobs": [[x, i, None] for x, i in zip(logprobs, ids, strict=True)],
         }
+        if body["top_logprobs_num"]:
+            meta["output_top_logprobs"] = [
+                [[-float(rank), i, None] for rank, i in enumerate(best, 1)] for best in _best_of(generation)
+            ]
         return JSONResponse({"text": "", "output_ids": ids, "meta_info": meta})
 
     async def sglang_load(self, request: Request) -> Response:
@@ -209,6 +215,20 @@ class WireServer:
         weights = load_file(path)
         await self.engine.update_weights(version, weights.items())
         return len(weights)
+
+
+def _best_of(generation: Generation) -> list[list[int]]:
+    if generation.candidate_ids is None:
+        return [[] for _ in generation.tokens]
+    return [list(map(int, best)) for best in generation.candidate_ids]
+
+
+def _top(token: int, logprob: float, best: list[int]) -> list[tuple[float, int]]:
+    """As vLLM orders them: the written token first, then the others by rank."""
+    ranked = [(-float(rank), i) for rank, i in enumerate(best, 1)]
+    if token in best:
+        return [(-float(best.index(token) + 1), token), *(one for one in ranked if one[1] != token)]
+    return [(-1e3, token), *ranked]
 
 
 @asynccontextmanager

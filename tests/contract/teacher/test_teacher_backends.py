@@ -15,7 +15,7 @@ from understudy.errors import TeacherError, TeacherReplyError
 from understudy.teacher.channel import RequestRefused
 from understudy.teacher.client import ReplicaClient, ScoringClient
 from understudy.teacher.completions import CompletionsClient, Route
-from understudy.teacher.discover import connect_external
+from understudy.teacher.discover import Backend, connect_external
 from understudy.teacher.integrity import check_signals, identify
 from understudy.teacher.launch import Endpoint, ReplicaSpec
 from understudy.teacher.pool import TeacherPool
@@ -123,6 +123,30 @@ def test_the_kind_of_a_server_is_found_out(
     assert (native.backend, other.backend) == ("native", "openai")  # type: ignore[attr-defined]
     with pytest.raises(RequestRefused, match="401"):  # a wrong token is not another kind of server
         using(connect("math", "a", Endpoint(server, "wrong")), lambda c: c.manifest())
+
+
+def test_a_named_backend_is_taken_at_its_word(
+    server: str, fakes: dict[str, tuple[FakeCompletions, str]]
+) -> None:
+    def manifest(backend: Backend, url: str, token: str | None = None) -> object:
+        connect = connect_external(VOCAB, "f", backend=backend)
+        return using(connect("math", "a", Endpoint(f"{url}/v1/", token)), lambda c: c.manifest())
+
+    for backend, flavour in ((Backend.VLLM, "vllm"), (Backend.OPENAI, "echo with ids")):
+        assert manifest(backend, fakes[flavour][1]).backend == backend.value  # type: ignore[attr-defined]
+    assert manifest(Backend.NATIVE, server, TOKEN).backend == "native"  # type: ignore[attr-defined]
+    with pytest.raises(TeacherError, match="gives no prompt logprobs"):
+        manifest(Backend.VLLM, fakes["echo with ids"][1])
+    with pytest.raises(TeacherError, match="404"):
+        manifest(Backend.NATIVE, fakes["vllm"][1])
+
+
+def test_a_served_model_answers_to_its_name_and_to_where_it_came_from(
+    model: Path, fakes: dict[str, tuple[FakeCompletions, str]]
+) -> None:
+    for name in ("served", str(model), f"/elsewhere/{model.name}"):
+        found = using(completions(fakes["vllm"][1], model=name), lambda c: c.manifest())
+        assert found.model == str(model)  # type: ignore[attr-defined]
 
 
 def test_the_probe_finds_out_what_each_server_can_do(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:

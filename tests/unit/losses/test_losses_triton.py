@@ -44,8 +44,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         from understudy.losses.fused import triton_rows
 
-        for settings in (triton_rows.EXPONENTIATE, triton_rows.FULL_SUMMARY, triton_rows.FULL_GRADIENT):
+        for settings in (
+            triton_rows.EXPONENTIATE,
+            triton_rows.FULL_SUMMARY,
+            triton_rows.FULL_SUMMARY_TWICE,
+            triton_rows.FULL_GRADIENT,
+        ):
             monkeypatch.setitem(settings, "BLOCK", 32)
+            if "WIDTH" in settings:
+                monkeypatch.setitem(settings, "WIDTH", 16)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 import io
 
+import pytest
 from rich.console import Console
 
 from understudy.observability.live import LiveView
@@ -42,10 +43,33 @@ def test_the_terminal_shows_every_figure_and_each_replicas_share() -> None:
         assert expected in text
 
 
+def test_work_that_takes_a_while_has_a_bar() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True)
+    view = LiveView(0, console=console)
+    with view.work("evaluating", total=4) as advance:
+        advance(3)
+        console.print(view._render())
+    assert "evaluating" in out.getvalue() and "━" in out.getvalue() and "step" not in out.getvalue()
+    before = len(out.getvalue())
+    console.print(view._render())
+    assert "evaluating" not in out.getvalue()[before:]
+
+
+def test_work_is_a_line_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("understudy.observability.live._PLAIN_SECONDS", 0.0)
+    out = io.StringIO()
+    with LiveView(3, console=Console(file=out)) as view, view.work("evaluating", total=4) as advance:
+        advance(1)
+    assert out.getvalue().splitlines() == ["evaluating", "evaluating: 1/4"]
+
+
 def test_silence() -> None:
     out = io.StringIO()
     with LiveView(3, enabled=False, console=Console(file=out)) as view:
         view.phase("starting")
         view.step(LINE)
         view.note("hello")
+        with view.work("loading"):
+            pass
     assert out.getvalue() == ""

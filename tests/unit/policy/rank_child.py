@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -12,7 +14,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 from small_student import batch_of, cross_entropy, poisoned, qwen3, settings, token_mean, varied_batch
 
-from understudy.errors import PolicyError
+from understudy.errors import LossInputError, PolicyError, UnderstudyError
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.follow import LeadingPolicy, follow
 from understudy.policy.lora import LoraSettings
@@ -25,6 +27,8 @@ def run_rank(rank: int, size: int, folder: str, job: str, options: dict[str, Any
     ranks = join(rank, size, f"file://{folder}/rendezvous")
     try:
         pipe.send(JOBS[job](ranks, folder, **options))
+        if job == "fail_alone":
+            os._exit(0)  # the group is broken on purpose; leaving it would wait for the other
     finally:
         leave()
 
@@ -97,9 +101,59 @@ def lead_and_follow(ranks: Any, folder: str, steps: int) -> Any:
             CheckpointStore(folder + "/checkpoints").save(1, state)
         if step == 1:
             leader.load_state(state)
-            leader.load_from(CheckpointStore(folder + "/checkpoints"), 1)
+            leader.load_checkpoint(CheckpointStore(folder + "/checkpoints").load(1))
+    # A step of two updates, the second left out: one step more, on every rank.
+    leader.update(batch, cross_entropy, token_mean(batch), 40, ends_step=False)
+    leader.skip_step()
     leader.close()
     return losses
 
 
-JOBS = {"lead_and_follow": lead_and_follow, "train": train, "break_a_step": break_a_step}
+class NotesInAFolder:
+    """A lookout that reads what followers wrote into a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def lost(self) -> Exception | None:
+        return None
+
+    def refused(self, number: int) -> dict[int, str]:
+        note = self.folder / f"refused-{number}"
+        return {1: note.read_text()} if note.exists() else {}
+
+
+def fail_alone(ranks: Any, folder: str, who: int) -> Any:
+    """One rank refuses a batch that the other one computes: what the leader says, how long it took, and what it says next."""
+
+    def picky(*arguments: Any) -> Any:
+        raise LossInputError(f"rank {ranks.rank} cannot use this")
+
+    policy = Policy(qwen3(), settings(), ranks=ranks)
+    objective = picky if ranks.rank == who else cross_entropy
+    if ranks.rank != 0:
+
+        def refuse(number: int, reason: str) -> None:
+            (Path(folder) / "part").write_text(reason)
+            (Path(folder) / "part").rename(Path(folder) / f"refused-{number}")
+
+        with suppress(RuntimeError):  # the leader leaves without a word
+            follow(policy, objective, ranks, refuse)
+        return None
+    leader = LeadingPolicy(policy, ranks, lookout=NotesInAFolder(folder))
+    batch, said = varied_batch(), []
+    started = time.monotonic()
+    for _ in range(2):
+        try:
+            leader.update(batch, objective, token_mean(batch), 40)
+        except UnderstudyError as error:
+            said.append(str(error))
+    return said, time.monotonic() - started
+
+
+JOBS = {
+    "fail_alone": fail_alone,
+    "lead_and_follow": lead_and_follow,
+    "train": train,
+    "break_a_step": break_a_step,
+}

@@ -127,7 +127,16 @@ def test_one_rank_leads_and_the_others_follow(tmp_path: Path) -> None:
     straight = [line[0] for line in train(None, str(tmp_path / "alone"), steps=2)]
     losses, followed = on_ranks(2, tmp_path, "lead_and_follow", steps=3)
     assert losses[:2] == pytest.approx(straight, abs=1e-5)
-    assert followed == 2
+    assert followed == 3
+
+
+@pytest.mark.parametrize("who", [1, 0])
+def test_a_rank_that_fails_alone_is_told_within_seconds(tmp_path: Path, who: int) -> None:
+    """The other ranks sit in a collective that never ends; the leader must not."""
+    (said, seconds), _ = on_ranks(2, tmp_path, "fail_alone", who=who)
+    assert said[0].startswith(f"rank {who} cannot use this") and seconds < 25
+    assert ("on rank 1 of 2" in said[0]) == (who == 1)
+    assert said[1] == said[0] if who == 1 else "failed alone" in said[1], "a broken group is not used again"
 
 
 def test_a_batch_travels_unchanged() -> None:

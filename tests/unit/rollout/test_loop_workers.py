@@ -20,7 +20,7 @@ from understudy.rollout.agent import LoopContext
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.seeds import derive_seed
-from understudy.rollout.timing import timing_summary
+from understudy.rollout.timing import BatchTimings
 from understudy.rollout.workers import LoopWorkers
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
@@ -80,12 +80,20 @@ def test_rows_are_the_same_with_and_without_workers(tmp_path: Path) -> None:
             (local,) = await here.of(prompt).run(prompt, context(prompt))
             assert same(remote, local)
             assert remote.extra["row"] == dict(prompt.columns) and remote.metrics == {"a": 1.0}
-            assert remote.extra["seconds"].keys() == {"generate", "total"}
+            assert remote.extra["seconds"].keys() == {"generate", "loop"}
             np.testing.assert_array_equal(np.isnan(remote.behaviour_logprobs), ~remote.loss_mask)
         assert len({remote.extra["pid"] for (remote,) in there}) == 2, "the work is spread"
-        summary = timing_summary([remote for (remote,) in there])
-        assert summary["timing/rollout/total/max"] >= summary["timing/rollout/total/mean"]
-        assert summary["timing/rollout/slowest"] in {remote.key for (remote,) in there}
+        timings = BatchTimings()
+        for (remote,) in there:
+            timings.add(remote.key, remote.extra["seconds"])
+        timings.add("slow", {"loop": 0.5, "score": 1e6})
+        timings.add("slow", {"loop": 0.25})
+        summary = timings.take()
+        assert summary["time/rollout/loop/max"] >= summary["time/rollout/loop/mean"]
+        assert summary["time/rollout/slowest/key"] == "slow"
+        assert summary["time/rollout/slowest/loop"] == 0.75
+        assert summary["time/rollout/score/min"] == 1e6, "rows without an activity do not count in it"
+        assert timings.take() == {}
 
     with_workers(tmp_path, use)
 

@@ -99,6 +99,7 @@ def play(
     stop: StopReason = StopReason.EOS,
     columns: dict[str, Any] | None = None,
     question: str = "What?",
+    max_generated: int | None = None,
     **options: Any,
 ) -> tuple[Trajectory, Script]:
     tokenizer = chat_tokenizer(family)
@@ -109,7 +110,13 @@ def play(
         "00000-0000000", 0, 0, "", messages=({"role": "user", "content": question},), columns=columns or {}
     )
     loop_context = LoopContext(
-        script.generate, Renderer(tokenizer, context=context), Sampling(500), prompt.key, 0, context
+        script.generate,
+        Renderer(tokenizer, context=context),
+        Sampling(500),
+        prompt.key,
+        0,
+        context,
+        max_generated,
     )
     (trajectory,) = asyncio.run(loop.run(prompt, loop_context))
     return trajectory, script

@@ -125,6 +125,20 @@ def test_a_straggler_is_overtaken_by_another_replica() -> None:
     running(test, Rig(options=HEDGING))
 
 
+def test_a_fixed_patience_needs_no_experience() -> None:
+    async def test(rig: Rig) -> None:
+        rig.replicas["a"].now = never
+        rig.replicas["b"].now = answered
+        calls = [asyncio.create_task(rig.pool.score(random_items(1, seed))) for seed in range(2)]
+        await rig.clock.advance(2.9)
+        assert sum(call.done() for call in calls) == 1 and rig.pool.metrics().hedges == 0
+        await rig.clock.advance(0.2)
+        assert {call.result()[0].teacher for call in calls} == {"b"}
+        assert rig.pool.metrics().hedges == 1 and rig.pool.metrics().retries == 0
+
+    running(test, Rig(options=replace(OPTIONS, hedge_after=3.0)))
+
+
 def test_a_punctual_answer_is_not_hedged() -> None:
     async def test(rig: Rig) -> None:
         await accustomed(rig)

@@ -21,7 +21,7 @@ from understudy.teacher.integrity import (
 )
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.route import TeacherRouter
-from understudy.teacher.score import score, score_mixture
+from understudy.teacher.score import score
 from understudy.teacher.vocabulary import Vocabulary, differences
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
@@ -105,17 +105,6 @@ def test_items_travel_by_teacher_and_return_in_order() -> None:
     pools: Any = r.pools
     assert pools["code"].asked == [[items[0].key, items[2].key, items[3].key]]
     assert pools["maths"].asked == [[items[1].key, items[4].key]]
-
-
-def test_a_mixture_asks_each_teacher_and_weighs_them() -> None:
-    opinions = asyncio.run(score_mixture(router(), random_items(1)[0], {"maths": 1.0, "code": 3.0}))
-    assert [(o.scores.teacher, o.weight) for o in opinions] == [("code", 0.75), ("maths", 0.25)]
-    with pytest.raises(TeacherError, match="names 'physics'; teachers are 'maths', 'code'"):
-        router().mixture({"physics": 1.0})
-    with pytest.raises(TeacherError, match="positive sum"):
-        router().mixture({"maths": 0.0})
-    with pytest.raises(TeacherError, match="≥ 0"):
-        router().mixture({"maths": -1.0, "code": 3.0})
 
 
 def vocabulary(folder: Path, tokens: dict[str, int], **special: str) -> Vocabulary:

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from understudy.errors import TeacherError
+from understudy.teacher import packing
 from understudy.teacher.body import Layout
 from understudy.teacher.head import Head, from_wire, head_of, score_rows, to_wire
 from understudy.teacher.head_frame import decode_head, encode_head
@@ -33,7 +34,7 @@ from understudy.teacher.model import load_frozen, weights_sha256
 from understudy.teacher.packing import pack, padded_plan
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scorer import Scorer, ScorerOptions
-from understudy.teacher.sharing import common_prefix, families, saved_tokens, split_to_budget
+from understudy.teacher.sharing import Family, common_prefix, families, saved_tokens, split_to_budget
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 
@@ -323,3 +324,46 @@ def test_the_weight_digest_follows_the_weights_not_the_files(qwen3: Path, tmp_pa
 def test_a_missing_folder_says_so(tmp_path: Path) -> None:
     with pytest.raises(TeacherError, match=r"no model at .*config\.json"):
         load_frozen(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("budget", [16384, 300])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_sequences_rounded_up_in_groups_score_the_same(
+    family: str, budget: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a Hopper GPU's attention is given: equal lengths side by side, a few tokens too many in each."""
+    monkeypatch.setattr(packing, "ROUND", 8)
+    monkeypatch.setattr(packing, "WORTH_ROUNDING", 2.0)
+    folder = request.getfixturevalue(family)
+    scorer = Scorer(
+        "t", load_frozen(str(folder)), ScorerOptions(max_batch_tokens=budget, layout=Layout.PACKED)
+    )
+    scorer.body._groups = True
+    grouped: list[int] = []
+    scorer.frozen.body.register_forward_pre_hook(
+        lambda module, args, kwargs: grouped.append(int((kwargs["groups"][:, 1] > 0).sum())), with_kwargs=True
+    )
+    rng = np.random.default_rng(4)
+    items = [
+        ScoreItem(str(i), tokens, np.arange(1, len(tokens), dtype=np.int32), Signal.TOPK, 4)
+        for i, tokens in enumerate(
+            rng.integers(0, VOCAB, n).astype(np.int32) for n in (9, 40, 13, 38, 9, 24, 39)
+        )
+    ]
+    assert_same_as_plain(folder, items, scorer.score(request_of(items)).split())
+    assert grouped and max(grouped) > 1
+
+
+def test_groups_are_powers_of_two_of_equal_lengths() -> None:
+    tokens, lengths = np.arange(7 * 200, dtype=np.int32), np.array([190, 130, 190, 128, 190, 60])
+    starts = np.arange(6) * 200
+    packed = packing.pack_in_groups(tokens, starts, lengths, [Family((i,), 0) for i in range(6)])
+    assert packed is None  # 60 → 64, 190 → 192, 130 → 192: too much of it padding
+    lengths[1] = 192
+    packed = packing.pack_in_groups(tokens, starts, lengths, [Family((i,), 0) for i in range(6)])
+    assert packed is not None and packed.groups_G3 is not None
+    assert packed.groups_G3[:4].tolist() == [[0, 4, 192], [768, 1, 128], [896, 1, 64], [0, 0, 0]]
+    for i, length in enumerate(lengths):
+        places = packed.places(np.arange(length), np.eye(6, dtype=int)[i] * length)
+        assert packed.tokens_T[places].tolist() == tokens[starts[i] : starts[i] + length].tolist()
+        assert packed.positions_T[places].tolist() == list(range(length))

@@ -85,26 +85,30 @@ def test_a_member_that_fails_between_calls_does_not_hold_the_others() -> None:
     assert results[0] == 0 and isinstance(results[1], RuntimeError) and results[2] == 2
 
 
-def test_arrivals_serve_an_early_caller_without_waiting_for_a_late_one() -> None:
-    async def scenario() -> list[tuple[int, ...]]:
-        batches: list[tuple[int, ...]] = []
+def test_arrivals_hold_nobody_back() -> None:
+    """A call made while an earlier one is being served is served beside it."""
+
+    async def scenario() -> list[int]:
+        finished: list[int] = []
+        first_may_end = asyncio.Event()
 
         async def serve(items: Sequence[int]) -> list[int]:
-            batches.append(tuple(items))
+            if items[0] == 0:
+                await first_may_end.wait()
             return list(items)
 
         lane, gather = Lane("engine", serve, 2), Arrivals()
 
-        async def member(number: int, pause: float) -> None:
+        async def member(number: int) -> None:
             async with gather.member():
-                await asyncio.sleep(pause)
-                await gather.call(lane, str(number), number)
+                finished.append(await gather.call(lane, str(number), number))
+                if len(finished) == 3:
+                    first_may_end.set()
 
-        await asyncio.gather(member(0, 0), member(1, 0), member(2, 0), member(3, 0.05))
-        return batches
+        await asyncio.wait_for(asyncio.gather(*map(member, range(4))), 5)
+        return finished
 
-    batches = asyncio.run(scenario())
-    assert batches == [(0, 1), (2,), (3,)]
+    assert asyncio.run(scenario()) == [1, 2, 3, 0]
 
 
 def test_a_lane_that_loses_results_is_an_error() -> None:

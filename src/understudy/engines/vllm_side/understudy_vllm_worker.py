@@ -1,18 +1,27 @@
-"""What we add to a vLLM worker: new weights from a file, in place, without a restart.
+"""What we add to a vLLM worker: new weights in place, without a restart, from a file or from the trainer's own GPU memory.
 
 Imported by vLLM's own interpreter, in an environment that does not have understudy: nothing here may import it. The
 folder of this file is put on that interpreter's path, and the class is named by `--worker-extension-cls`.
 """
 
+import base64
+import json
 from typing import Any
 
+import torch
 from safetensors import safe_open
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from understudy_copy_plan import CopyPlan, record_copies  # type: ignore[import-not-found]
+
+_BYTES_FIELDS = ("storage_handle", "ref_counter_handle", "event_handle")
 
 
 class UnderstudyWorker:
     """Mixed into vLLM's worker class; methods are called through `/collective_rpc`, with text arguments only."""
 
     model_runner: Any
+    device: Any
+    parallel_config: Any
 
     def understudy_load_weights(self, path: str, version: str) -> dict[str, Any]:
         """Loads every tensor of a safetensors file by its Hugging Face name. Answers with what it loaded."""
@@ -26,9 +35,78 @@ class UnderstudyWorker:
                     yield name, file.get_tensor(name)
 
         self.model_runner.reload_weights(weights_iterator=tensors())
+        _pack_again(self._understudy_model())
         self.understudy_version = version
         return {"version": version, "tensors": count}
+
+    def understudy_attach(self, gpu: str, tensors: str) -> dict[str, Any]:
+        """Maps the trainer's tensors into this process: a JSON list of (name, what CUDA needs to open it).
+
+        The trainer keeps them where they are, so that every later update is a copy on the GPU and nothing else. Declined
+        where this worker is on another GPU than the trainer, or is one of several that share the model.
+        """
+        same = self.device.type == "cuda" and gpu == str(torch.cuda.get_device_properties(self.device).uuid)
+        if not same or self.parallel_config.world_size > 1:
+            return {"attached": 0}
+        self.understudy_attached = [
+            (name, _opened(fields, self.device)) for name, fields in json.loads(tensors)
+        ]
+        self.understudy_plan: CopyPlan | None = None
+        return {"attached": len(self.understudy_attached)}
+
+    def understudy_copy(self, version: str) -> dict[str, Any]:
+        """Takes the attached tensors over. The first time the model's own loader does it and is watched; what it copied from
+        where to where is then all there is to do, in a few launches."""
+        if self.understudy_plan is None:
+            with torch.no_grad():
+                self.understudy_plan = record_copies(self._understudy_model(), self.understudy_attached)
+        else:
+            self.understudy_plan.run()
+        torch.accelerator.synchronize()
+        self.understudy_version = version
+        return {
+            "version": version,
+            "tensors": len(self.understudy_attached),
+            "planned": self.understudy_plan.complete,
+        }
+
+    def _understudy_model(self) -> Any:
+        get_model = getattr(self.model_runner, "get_model", None)
+        return get_model() if get_model else self.model_runner.model
 
     def understudy_weight_version(self) -> dict[str, Any]:
         """The version last loaded; a process that was restarted has none."""
         return {"version": getattr(self, "understudy_version", None)}
+
+
+def _pack_again(model: Any) -> None:
+    """On a CPU vLLM multiplies with packed copies of matrices. A head tied to the embedding is not reloaded itself, so its
+    copy would stay that of the old weights."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and method is not None and module.weight.numel():
+            method.process_weights_after_loading(module)
+
+
+def _opened(fields: dict[str, Any], device: Any) -> torch.Tensor:
+    """The other process's tensor. Handles come as base64 text; the device is ours, whatever number the trainer gave it."""
+    fields = {
+        name: base64.b64decode(value) if name in _BYTES_FIELDS else value for name, value in fields.items()
+    }
+    return rebuild_cuda_tensor(
+        torch.Tensor,
+        torch.Size(fields["size"]),
+        tuple(fields["stride"]),
+        fields["offset"],
+        torch.UntypedStorage,
+        getattr(torch, fields["dtype"]),
+        device.index or 0,
+        fields["storage_handle"],
+        fields["storage_size"],
+        fields["storage_offset"],
+        False,
+        fields["ref_counter_handle"],
+        fields["ref_counter_offset"],
+        fields["event_handle"],
+        fields["event_sync"],
+    )

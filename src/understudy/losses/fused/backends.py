@@ -43,6 +43,15 @@ class RowReader(Protocol):
         """Working memory per token, the chunk's own logits included."""
         ...
 
+    @property
+    def readings(self) -> int:
+        """Into how many parts a chunk is cut for reading. Above 1 the gradient is written over the chunk, unscaled."""
+        ...
+
+    def scaled_rows(self, x_CH: Tensor, scale_C: Tensor, out_CH: Tensor) -> Tensor:
+        """scale_C · x_CH into `out_CH`, which may be x_CH."""
+        ...
+
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """gradient *= factor, in place; free where the factor is 1."""
         ...
@@ -112,6 +121,13 @@ class TorchReader:
         buffers = 5 if self.objective.uses_full_vocabulary else 1
         return vocab * (element_size * own_copies + working * buffers)
 
+    @property
+    def readings(self) -> int:
+        return 1
+
+    def scaled_rows(self, x_CH: Tensor, scale_C: Tensor, out_CH: Tensor) -> Tensor:
+        return out_CH.copy_(x_CH * scale_C.unsqueeze(-1))
+
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         if gradient.is_cuda or float(factor) != 1.0:
             gradient.mul_(factor)
@@ -151,7 +167,17 @@ class TritonReader:
         )
 
     def bytes_per_row(self, vocab: int, element_size: int) -> int:
-        return vocab * element_size * (2 if self.objective.uses_full_vocabulary else 1)
+        own = vocab * element_size
+        return own + own // self.readings if self.objective.uses_full_vocabulary else own
+
+    @property
+    def readings(self) -> int:
+        """A teacher's logits are made for half a chunk at a time: the student's own then fit a chunk large enough to fill
+        the device in the GEMM for ∂hidden, whose output is small."""
+        return 2 if self.objective.uses_full_vocabulary else 1
+
+    def scaled_rows(self, x_CH: Tensor, scale_C: Tensor, out_CH: Tensor) -> Tensor:
+        return triton_rows.scaled_rows(x_CH, scale_C, out_CH)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         triton_rows.scale_unless_one_(gradient, factor)

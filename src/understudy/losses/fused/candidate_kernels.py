@@ -24,6 +24,7 @@ from understudy.losses.fused.kernel_maths import (
     SMALLEST_SHARE,
     STUDENT_LOG_TAIL_FLOOR,
     TEACHER_TAIL_FLOOR,
+    block_lanes,
     cap_slope,
     divergence_terms,
     exp2_fast,
@@ -36,7 +37,11 @@ def take_candidates_kernel(
     x_ptr, ids_ptr, token_ptr, z_ids_ptr, z_token_ptr, reference_ptr, stride, count, factor, cap,
     TRANSFORM: tl.constexpr, HAS_IDS: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gather the logits at the candidates and at the written token; their maximum is the row's first reference."""
+    """Gather the logits at the candidates and at the written token; their maximum is the row's first reference.
+
+    The candidates are then hidden in the row, so that its sum is that of all other ids. One warp per program: its loads
+    are served before its stores, so a written token that is a candidate as well is read in time.
+    """
     row = tl.program_id(0).to(tl.int64)
     base = x_ptr + row * stride
     token = tl.load(token_ptr + row)
@@ -50,6 +55,8 @@ def take_candidates_kernel(
         x = tl.load(base + ids, mask=valid, other=HIDDEN).to(tl.float32)
         z = transformed(x, factor, cap, TRANSFORM)
         tl.store(z_ids_ptr + row * count + lanes, z, mask=valid)
+        hidden = tl.full([K_BLOCK], HIDDEN, tl.float32)
+        tl.store(base + ids, hidden.to(x_ptr.dtype.element_ty), mask=valid)
         reference = tl.maximum(reference, tl.max(z, 0))
     tl.store(reference_ptr + row, reference)
 
@@ -57,7 +64,7 @@ def take_candidates_kernel(
 @triton.jit
 def exponentiate_rows_kernel(
     x_ptr, reference_ptr, peak_ptr, rest_ptr, moment_ptr, vocab, stride, factor, cap,
-    TRANSFORM: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
+    TRANSFORM: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One pass over a row: x becomes exp(z − peak), while Σ exp(z − peak) and Σ exp(z − peak)·(z − peak) add up.
 
@@ -70,9 +77,9 @@ def exponentiate_rows_kernel(
     )  # the GEMM before it wrote the last rows last
     base = x_ptr + row * stride
     peak = tl.load(reference_ptr + row)
-    rest = tl.zeros([BLOCK], tl.float32)
-    moment = tl.zeros([BLOCK], tl.float32)
-    lanes = tl.arange(0, BLOCK)
+    rest = tl.zeros([WIDTH], tl.float32)
+    moment = tl.zeros([WIDTH], tl.float32)
+    lanes = block_lanes(BLOCK, WIDTH)
     ahead = tl.load(base + lanes, mask=lanes < vocab, other=HIDDEN)
     for start in range(0, vocab, BLOCK):
         at = start + lanes
@@ -81,7 +88,7 @@ def exponentiate_rows_kernel(
             base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN
         )  # under way while this block is done
         shifted = z - peak
-        rise = tl.max(shifted, 0)
+        rise = tl.max(tl.max(shifted, 0), 0)
         if rise > HEADROOM:
             shrink = tl.exp(-rise)
             moment = (moment - rest * rise) * shrink
@@ -93,8 +100,8 @@ def exponentiate_rows_kernel(
             peak = peak + rise
             shifted = shifted - rise
         e = exp2_fast(shifted * LOG2E)
-        rest += e
-        moment += e * shifted
+        rest += tl.sum(e, 0)
+        moment += tl.sum(e * shifted, 0)
         if WRITE:
             out = e
             if TRANSFORM == CAPPED:

@@ -23,6 +23,7 @@ from understudy.losses.fused.kernel_maths import (
     LOG2E,
     MIXTURE,
     REVERSE_KL,
+    block_lanes,
     cap_slope,
     exp2_fast,
     row_densities,
@@ -36,6 +37,7 @@ def full_summary_kernel(
     x_ptr, t_ptr, token_ptr, peaks_ptr, log_totals_ptr, logp_ptr, entropy_ptr, loss_ptr, slope_sum_ptr,
     vocab, stride, teacher_stride, shape, factor, cap, teacher_factor, teacher_cap,
     KIND: tl.constexpr, TRANSFORM: tl.constexpr, TEACHER_TRANSFORM: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Numbers per token for a full-vocabulary divergence. KLs and their mixture need one reading of both rows; the others
     need both normalisers first and read the rows a second time."""
@@ -44,7 +46,7 @@ def full_summary_kernel(
     )  # the GEMM before it wrote the last rows last
     x_base = x_ptr + row * stride
     t_base = t_ptr + row * teacher_stride
-    lanes = tl.arange(0, BLOCK)
+    lanes = block_lanes(BLOCK, WIDTH)
     token = tl.load(token_ptr + row)
     z_token = transformed(tl.load(x_base + token).to(tl.float32), factor, cap, TRANSFORM)
     t_token = transformed(
@@ -52,11 +54,11 @@ def full_summary_kernel(
     )
     q_peak = z_token
     p_peak = t_token
-    q_sum = tl.zeros([BLOCK], tl.float32)
-    p_sum = tl.zeros([BLOCK], tl.float32)
-    moment = tl.zeros([BLOCK], tl.float32)
-    forward = tl.zeros([BLOCK], tl.float32)
-    reverse = tl.zeros([BLOCK], tl.float32)
+    q_sum = tl.zeros([WIDTH], tl.float32)
+    p_sum = tl.zeros([WIDTH], tl.float32)
+    moment = tl.zeros([WIDTH], tl.float32)
+    forward = tl.zeros([WIDTH], tl.float32)
+    reverse = tl.zeros([WIDTH], tl.float32)
     x = tl.load(x_base + lanes, mask=lanes < vocab, other=HIDDEN)
     y = tl.load(t_base + lanes, mask=lanes < vocab, other=HIDDEN)
     for start in range(0, vocab, BLOCK):
@@ -69,8 +71,8 @@ def full_summary_kernel(
         y = tl.load(t_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN)
         zs = z - q_peak
         ts = t - p_peak
-        if tl.max(tl.maximum(zs, ts), 0) > HEADROOM:
-            lower = -tl.maximum(tl.max(zs, 0), 0.0)
+        if tl.max(tl.max(tl.maximum(zs, ts), 0), 0) > HEADROOM:
+            lower = -tl.maximum(tl.max(tl.max(zs, 0), 0), 0.0)
             shrink = tl.exp(lower)
             moment = (moment + q_sum * lower) * shrink
             reverse = (reverse + q_sum * lower) * shrink
@@ -78,7 +80,7 @@ def full_summary_kernel(
             q_sum = q_sum * shrink
             q_peak = q_peak - lower
             zs = zs + lower
-            lower = -tl.maximum(tl.max(ts, 0), 0.0)
+            lower = -tl.maximum(tl.max(tl.max(ts, 0), 0), 0.0)
             shrink = tl.exp(lower)
             forward = (forward + p_sum * lower) * shrink
             reverse = reverse - q_sum * lower
@@ -87,13 +89,13 @@ def full_summary_kernel(
             ts = ts + lower
         eq = exp2_fast(zs * LOG2E)
         ep = exp2_fast(ts * LOG2E)
-        q_sum += eq
-        p_sum += ep
-        moment += eq * zs
+        q_sum += tl.sum(eq, 0)
+        p_sum += tl.sum(ep, 0)
+        moment += tl.sum(eq * zs, 0)
         if KIND == FORWARD_KL or KIND == MIXTURE:  # noqa: SIM109
-            forward += ep * (ts - zs)
+            forward += tl.sum(ep * (ts - zs), 0)
         if KIND == REVERSE_KL or KIND == MIXTURE:  # noqa: SIM109
-            reverse += eq * (zs - ts)
+            reverse += tl.sum(eq * (zs - ts), 0)
     q_total = tl.sum(q_sum, 0)
     p_total = tl.sum(p_sum, 0)
     log_q_total = tl.log(q_total)
@@ -116,23 +118,24 @@ def full_summary_kernel(
         loss = shape * forward_kl + (1.0 - shape) * reverse_kl
         slope_sum = (1.0 - shape) * reverse_kl - shape
     else:
-        us = tl.zeros([BLOCK], tl.float32)
-        slopes = tl.zeros([BLOCK], tl.float32)
-        x = tl.load(x_base + lanes, mask=lanes < vocab, other=HIDDEN)
-        y = tl.load(t_base + lanes, mask=lanes < vocab, other=HIDDEN)
-        for start in range(0, vocab, BLOCK):
-            at = start + lanes
+        us = tl.zeros([WIDTH], tl.float32)
+        slopes = tl.zeros([WIDTH], tl.float32)
+        at = (
+            tl.cdiv(vocab, BLOCK) - 1
+        ) * BLOCK + lanes  # backwards: what was read last is still in the cache
+        x = tl.load(x_base + at, mask=at < vocab, other=HIDDEN)
+        y = tl.load(t_base + at, mask=at < vocab, other=HIDDEN)
+        for _start in range(0, vocab, BLOCK):
             z = transformed(x.to(tl.float32), factor, cap, TRANSFORM)
             t = transformed(y.to(tl.float32), teacher_factor, teacher_cap, TEACHER_TRANSFORM)
-            x = tl.load(
-                x_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN
-            )  # under way while this block is done
-            y = tl.load(t_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN)
+            at -= BLOCK
+            x = tl.load(x_base + at, mask=at >= 0, other=HIDDEN)  # under way while this block is done
+            y = tl.load(t_base + at, mask=at >= 0, other=HIDDEN)
             lp2 = (t - p_peak) * LOG2E - log_p_total * LOG2E
             lq2 = (z - q_peak) * LOG2E - log_q_total * LOG2E
             _q, u, s = row_densities(lp2, lq2, shape, KIND, x_ptr.dtype.element_ty == tl.float32)
-            us += u
-            slopes += s
+            us += tl.sum(u, 0)
+            slopes += tl.sum(s, 0)
         unit_u, unit_s, also = row_units(shape, KIND)
         loss = unit_u * tl.sum(us, 0) + also * tl.sum(slopes, 0)
         slope_sum = unit_s * tl.sum(slopes, 0)

@@ -57,6 +57,13 @@ APPROXIMATE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.v
 
 
 @triton.jit
+def block_lanes(BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """0 … BLOCK − 1 as [BLOCK / WIDTH, WIDTH]: with WIDTH = 256 per warp the first axis lies within a thread, so that sums
+    over it need no other thread and leave 8 registers per running total instead of BLOCK / threads."""
+    return tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
 def exp2_fast(x):
     if APPROXIMATE:
         return tl.inline_asm_elementwise(
@@ -195,3 +202,13 @@ def scale_unless_one_kernel(x_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
         valid = at < numel
         x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
         tl.store(x_ptr + at, (x * factor).to(x_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def scale_rows_kernel(x_ptr, scale_ptr, out_ptr, width, stride, out_stride, BLOCK: tl.constexpr):
+    """out = scale of the row · x, rounded once."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+    scaled = x * tl.load(scale_ptr + row)
+    tl.store(out_ptr + row * out_stride + at, scaled.to(out_ptr.dtype.element_ty), mask=at < width)

@@ -29,10 +29,10 @@ from understudy.losses.fused.candidate_kernels import (
 )
 from understudy.losses.fused.full_kernels import full_gradient_kernel, full_summary_kernel
 from understudy.losses.fused.kernel_maths import (
-    HIDDEN_LOGIT,
     KIND_CODES,
     TAIL_CODES,
     TRANSFORM_CODES,
+    scale_rows_kernel,
     scale_unless_one_kernel,
 )
 from understudy.losses.fused.rows import ViewGradients
@@ -40,11 +40,17 @@ from understudy.losses.fused.transform import LogitTransform
 from understudy.losses.per_token import StudentView
 from understudy.losses.plain import overlap_with_best
 
-EXPONENTIATE = {"BLOCK": 1024, "num_warps": 2}
-FULL_SUMMARY = {"BLOCK": 1024, "num_warps": 2}
+EXPONENTIATE = {"BLOCK": 1024, "WIDTH": 256, "num_warps": 1}
+FULL_SUMMARY = {"BLOCK": 1024, "WIDTH": 256, "num_warps": 1}
+FULL_SUMMARY_TWICE = {"BLOCK": 2048, "WIDTH": 2048, "num_warps": 8}
 FULL_GRADIENT = {"BLOCK": 8192, "num_warps": 16}
 SCALE_BLOCK = 8192
-"""Launch settings, measured on an H200 (benchmarks/losses.py --tune)."""
+SCALE_ROW_BLOCK = 1024
+"""Launch settings, measured on an H200 (benchmarks/losses.py --tune). A summary that reads its rows twice wants few
+rows under way at a time, so that the second reading finds some of the first in the cache."""
+
+READ_ONCE = {KIND_CODES[kind] for kind in ("forward_kl", "reverse_kl", "mixture")}
+"""Divergences whose summary needs no normaliser first."""
 
 
 class KernelTransform(NamedTuple):
@@ -117,8 +123,6 @@ class TritonCandidateRows:
             raw_CV.stride(0), self._count, self._transform.factor, self._transform.cap,
             TRANSFORM=self._transform.code, HAS_IDS=self._has_ids, K_BLOCK=self._k_block, num_warps=1,
         )  # fmt: skip
-        if ids_CK is not None:
-            raw_CV.scatter_(-1, self._ids_CK, HIDDEN_LOGIT)
         exponentiate_rows_kernel[(rows,)](
             raw_CV, reference_C, peak_C, rest_C, moment_C, vocab, raw_CV.stride(0),
             self._transform.factor, self._transform.cap,
@@ -187,7 +191,7 @@ class TritonFullRows:
         logp_C, entropy_C, loss_C, self._slope_sum_C = _numbers_like(raw_CV, 4, rows).unbind(0)
         full_summary_kernel[(rows,)](
             raw_CV, teacher_CV, self._token_ids_C, self._peaks_C2, self._log_totals_C2, logp_C, entropy_C, loss_C, self._slope_sum_C,
-            *self._arguments, **self._codes, **FULL_SUMMARY,
+            *self._arguments, **self._codes, **(FULL_SUMMARY if code in READ_ONCE else FULL_SUMMARY_TWICE),
         )  # fmt: skip
         self.view = StudentView(logp_N=logp_C, divergence_N=loss_C, entropy_N=entropy_C)
 
@@ -209,6 +213,17 @@ def scale_unless_one_(gradient: Tensor, factor: Tensor) -> None:
         scale_unless_one_kernel[(blocks,)](
             gradient, factor.float(), gradient.numel(), BLOCK=SCALE_BLOCK, num_warps=8
         )
+
+
+def scaled_rows(x_CH: Tensor, scale_C: Tensor, out_CH: Tensor) -> Tensor:
+    """scale_C · x_CH into `out_CH` (which may be x_CH), for matrices whose rows are contiguous."""
+    if x_CH.stride(1) != 1:
+        x_CH = x_CH.contiguous()
+    rows, width = x_CH.shape
+    scale_rows_kernel[(rows, triton.cdiv(width, SCALE_ROW_BLOCK))](
+        x_CH, scale_C, out_CH, width, x_CH.stride(0), out_CH.stride(0), BLOCK=SCALE_ROW_BLOCK, num_warps=4
+    )
+    return out_CH
 
 
 def _numbers_like(raw_CV: Tensor, *shape: int) -> Tensor:

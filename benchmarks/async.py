@@ -1,0 +1,174 @@
+"""Sync beside fully async on the same work, in one run: rows/s, idle ratios, held-out accuracy and KL.
+
+    python benchmarks/async.py                   # CPU: the quickstart's models, rollouts of long-tailed length
+    python benchmarks/async.py --steps 10 --seeds 1 --staleness 1
+
+Every configuration trains on the same prompts with the same number of updates. The pace is taken over the steps between the
+first and the last tenth, so that starting up and running dry count for neither side. Accuracy is compared over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTHONPATH", str(Path(__file__).parent))
+
+import understudy
+from understudy.dataplane.ledger import audit
+
+ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
+RESULTS = Path(__file__).parent / "results"
+GOAL = 1.5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    rows_per_second: float
+    trainer_idle: float
+    rollout_idle: float
+    teacher_idle: float
+    accuracy: float
+    kl: float
+    staleness: float
+    oldest: float
+
+
+def recipe(folder: Path, staleness: float | None, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "student": {"model": str(ASSETS / "models" / "student")},
+        "teachers": {
+            key: {"model": str(ASSETS / "models" / f"teacher-{key}"), "key": key} for key in ("add", "sort")
+        },
+        "loss": {"topk": 8},
+        "rollout": {"max_new_tokens": 8, "max_batch": 128, "agent": "long_tail:LongTail"},
+        "data": {
+            "train": str(ASSETS / "data" / "train.jsonl"),
+            "eval": str(ASSETS / "data" / "valid.jsonl"),
+            "reward": "understudy.rollout.reward:exact_match",
+        },
+        "trainer": {
+            "steps": arguments.steps, "batch_size": arguments.batch_size, "learning_rate": 3e-3, "schedule": "linear",
+            "warmup_steps": max(1, arguments.steps // 10), "checkpoint_every": arguments.steps, "eval_samples": 400,
+        },
+        # Both sides batch by arrival: composing batches by key would only slow the sync side down.
+        "run": {"dir": str(folder), "seed": seed, "determinism": "fast"},
+    }  # fmt: skip
+    if staleness is not None:
+        table["trainer"] |= {"mode": "fully_async", "max_staleness": staleness}
+    return table
+
+
+def measure(staleness: float | None, seed: int, arguments: argparse.Namespace) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        run = understudy.train(recipe(Path(folder) / "run", staleness, seed, arguments), progress=False)
+        report = audit(run.dir)
+        assert report.balanced, "the ledger does not add up"
+        steps = [line for line in run.metrics if line["step"] > 0]
+    cut = max(1, len(steps) // 10)
+    steady = steps[cut:-cut]
+    seconds = sum(line["time/step"] for line in steady)
+    rows = sum(line["rollout/rows"] for line in steady)
+
+    def mean(key: str) -> float:
+        return statistics.fmean(line.get(key, float("nan")) for line in steady)
+
+    waiting = statistics.fmean(line.get("time/produce", 0.0) / line["time/step"] for line in steady)
+    return Outcome(
+        rows_per_second=rows / seconds,
+        trainer_idle=mean("perf/async/trainer_idle") if staleness is not None else waiting,
+        rollout_idle=mean("perf/async/rollout_idle"),
+        teacher_idle=mean("perf/async/teacher_idle"),
+        accuracy=steps[-1]["val/accuracy"],
+        kl=statistics.fmean(line["actor/loss"] for line in steps[-cut:]),
+        staleness=mean("async/staleness/mean") if staleness is not None else 0.0,
+        oldest=max(line.get("async/staleness/max", 0.0) for line in steps),
+    )
+
+
+def name_of(staleness: float | None) -> str:
+    return "sync" if staleness is None else f"fully async, staleness {staleness:g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--staleness", type=float, nargs="*", default=[0.0, 0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    outcomes: dict[float | None, list[Outcome]] = {}
+    print(
+        f"{'':<28}{'rows/s':>8}{'trainer':>9}{'rollout':>9}{'teacher':>9}{'accuracy':>10}{'KL':>8}{'age':>6}{'max':>5}"
+    )
+    for seed in range(arguments.seeds):
+        # Other degrees of staleness are looked at once; the goal's pair with every seed, one beside the other.
+        chosen = [None, *arguments.staleness] if seed == 0 else [None, 1.0]
+        for staleness in chosen:
+            outcome = measure(staleness, seed, arguments)
+            outcomes.setdefault(staleness, []).append(outcome)
+            print(
+                f"{name_of(staleness):<28}{outcome.rows_per_second:>8.1f}{outcome.trainer_idle:>9.0%}"
+                f"{outcome.rollout_idle:>9.0%}{outcome.teacher_idle:>9.0%}{outcome.accuracy:>10.1%}{outcome.kl:>8.4f}"
+                f"{outcome.staleness:>6.2f}{outcome.oldest:>5.0f}   seed {seed}",
+                flush=True,
+            )
+    write(outcomes, arguments)
+
+
+def write(outcomes: dict[float | None, list[Outcome]], arguments: argparse.Namespace) -> None:
+    sync = outcomes[None]
+    pace = statistics.fmean(outcome.rows_per_second for outcome in sync)
+    rows: list[dict[str, Any]] = []
+    for staleness, own in outcomes.items():
+        value = statistics.fmean(outcome.rows_per_second for outcome in own)
+        ratio = statistics.fmean(
+            one.rows_per_second / other.rows_per_second for one, other in zip(own, sync, strict=False)
+        )
+        goal = GOAL if staleness == 1.0 else None
+        rows.append(
+            {
+                "name": f"{name_of(staleness)}: rows/s", "value": round(value, 2), "unit": "rows/s", "peer": "sync, same run",
+                "peer_value": round(pace, 2), "ratio": round(ratio, 3), "goal": goal,
+                "met": None if goal is None else ratio >= goal,
+                "accuracy": [round(outcome.accuracy, 4) for outcome in own], "kl": [round(outcome.kl, 5) for outcome in own],
+                "idle": {side: round(statistics.fmean(getattr(o, f"{side}_idle") for o in own), 3) for side in ("trainer", "rollout", "teacher")},
+                "oldest_row": max(outcome.oldest for outcome in own),
+            }
+        )  # fmt: skip
+    if 1.0 in outcomes and len(sync) > 1:
+        differences = [one.accuracy - other.accuracy for one, other in zip(outcomes[1.0], sync, strict=False)]
+        spread = max(statistics.stdev(o.accuracy for o in side) for side in (sync, outcomes[1.0]))
+        rows.append(
+            {
+                "name": "staleness 1: accuracy beside sync over seeds", "value": round(statistics.fmean(differences), 4),
+                "unit": "difference", "peer": "spread over seeds", "peer_value": round(spread, 4), "ratio": None,
+                "goal": "within two spreads", "met": abs(statistics.fmean(differences)) <= 2 * max(spread, 0.005),
+            }
+        )  # fmt: skip
+    path = (
+        arguments.out
+        or RESULTS / f"async-{platform.machine()}-{os.cpu_count()}cpu-{time.strftime('%Y-%m-%d')}.json"
+    )
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+    for row in rows:
+        print(
+            f"{row['name']:<48} {row['value']:>9} {row['unit']:<10} ratio {row['ratio']}  goal {row['goal']}  met {row['met']}"
+        )
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

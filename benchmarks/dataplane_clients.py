@@ -1,0 +1,144 @@
+"""Large rows through both data planes, by 1 to 16 clients: rows per second and GB/s, in one run on one machine.
+
+    python benchmarks/dataplane_clients.py            both planes (TransferQueue needs the ray extra), about two minutes
+    python benchmarks/dataplane_clients.py --rows 16
+
+A row has 16,384 tokens with the teacher's 64 best: ids and logprobs, two jagged columns of 4.2 MB. Writers are tasks of the
+plane's process, as rollouts are. Readers are tasks there for the embedded plane; for TransferQueue each is a connection
+of its own (`QueueReader`), as a rank elsewhere would have. `put` returns when the row would survive kill -9, on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataplane import hardware
+from understudy.cluster.ray_cluster import RayCluster, RaySettings
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.dataplane.transfer_queue import QueueReader, TransferQueueDataPlane
+from understudy.dataplane.transfer_queue_link import QueueLink
+from understudy.types.batch import BatchMeta
+
+CLIENTS = (1, 4, 16)
+TOKENS, BEST = 16_384, 64
+SMALL_ROWS = 1024
+LOGPROBS = np.random.default_rng(0).standard_normal((TOKENS, BEST)).astype(np.float32)
+FIELDS = ("teacher_topk_logprobs", "teacher_ids")
+ROW = {FIELDS[0]: LOGPROBS, FIELDS[1]: LOGPROBS.view(np.int32)}
+ROOM = {"max_rows": 10_000, "max_bytes": 8 * 2**30}
+Read = Callable[[int, BatchMeta], Awaitable[Any]]
+
+
+async def through(plane: Any, rows: int, clients: int, read: Read) -> dict[str, float]:
+    """Write `rows` rows by `clients` writers, read them by as many readers, take them out."""
+    keys = [f"{i:05d}_0_0" for i in range(rows)]
+
+    async def write(mine: Sequence[str]) -> None:
+        for key in mine:
+            await plane.put("bench", {key: ROW})
+
+    began = time.perf_counter()
+    await asyncio.gather(*(write(keys[client::clients]) for client in range(clients)))
+    put = time.perf_counter() - began
+    lease = await plane.claim("bench", rows)
+    began = time.perf_counter()
+    await asyncio.gather(
+        *(read(client, part) for client, part in enumerate(lease.meta.chunk(clients)) if part.keys)
+    )
+    got = time.perf_counter() - began
+    await plane.ack(lease, step=1)
+    size = rows * sum(cell.nbytes for cell in ROW.values()) / 1e9
+    return {
+        "put rows/s": rows / put, "put GB/s": size / put, "get rows/s": rows / got, "get GB/s": size / got
+    }  # fmt: skip
+
+
+async def small_rows(plane: Any, rows: int, clients: int) -> float:
+    """Rows of a few hundred bytes per second through put, claim and ack."""
+    cells = {"tokens": np.arange(64, dtype=np.int32), "reward": 1.0}
+
+    async def client(number: int) -> None:
+        for at in range(number, rows, clients):
+            await plane.put("small", {f"{at}_0_0": cells})
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    await plane.ack(await plane.claim("small", rows), step=2)
+    return rows / (time.perf_counter() - began)
+
+
+async def embedded(folder: Path, rows: int, clients: int) -> dict[str, float]:
+    plane = EmbeddedDataPlane.open(folder, spill_bytes=2**20, **ROOM)
+    try:
+        found = await through(plane, rows, clients, lambda _, meta: plane.get(meta, FIELDS))
+        return found | {"small rows/s": await small_rows(plane, SMALL_ROWS, clients)}
+    finally:
+        await plane.close()
+
+
+async def queued(folder: Path, rows: int, clients: int, link: QueueLink) -> dict[str, float]:
+    plane = TransferQueueDataPlane.open_on(link, folder, **ROOM)
+    readers = [QueueReader(link.address) for _ in range(clients)]
+    try:
+        found = await through(plane, rows, clients, lambda client, meta: readers[client].get(meta, FIELDS))
+        return found | {"small rows/s": await small_rows(plane, SMALL_ROWS, clients)}
+    finally:
+        for reader in readers:
+            reader.close()
+        await plane.close()
+
+
+def measure(rows: int, units: int) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    cluster = RayCluster(RaySettings(cpus=units + 1))
+    link = QueueLink.start(units)
+    try:
+        for clients in CLIENTS:
+            for name in ("embedded", "transfer_queue"):
+                with tempfile.TemporaryDirectory(prefix="dataplane-clients-") as folder:
+                    work = (
+                        embedded(Path(folder), rows, clients)
+                        if name == "embedded"
+                        else queued(Path(folder), rows, clients, link)
+                    )
+                    found = asyncio.run(work)
+                out.append(
+                    {
+                        "plane": name,
+                        "clients": clients,
+                        "rows": rows,
+                        **{k: round(v, 3) for k, v in found.items()},
+                    }
+                )
+                print("  ".join(f"{key} {value}" for key, value in out[-1].items()), flush=True)
+    finally:
+        link.close()
+        cluster.close()
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", type=int, default=48)
+    parser.add_argument("--units", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    found = measure(options.rows, options.units)
+    options.results.mkdir(exist_ok=True)
+    file = options.results / f"dataplane-clients-{hardware()}-{date.today().isoformat()}.json"
+    file.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"written to {file}")
+
+
+if __name__ == "__main__":
+    main()

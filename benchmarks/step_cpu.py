@@ -1,0 +1,126 @@
+"""A whole sync step on a CPU beside TRL's DistillationTrainer: same weights, prompts, batch, budget, forward KL.
+
+    python benchmarks/step_cpu.py --trl-python /path/to/an/environment/with/trl/bin/python     about 3 minutes on two cores
+
+    quickstart    the quickstart's student and its addition teacher (0.4 M and 1 M parameters), 128 prompts, 8 new tokens
+    long          the same sizes with random weights, 32 prompts, up to 96 new tokens
+
+TRL takes the full vocabulary from a teacher in its own process; ours sends the best 8 of 44 tokens and the mass of the rest
+from a teacher process. The systems run alternately, several rounds each, and the better half of each counts: other work
+on the machine can only slow a round down.
+
+Results go to benchmarks/results/step_cpu-<hardware>-<date>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from importlib import resources
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from step_problem import Shape, Timing, compare, cpu_name, has_trl, run_ours, run_trl, save
+
+ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
+SHAPES = {
+    "quickstart": Shape(
+        "quickstart", 128, 8, 128, 8192, 8, 128, steps=12, skip=4, learning_rate=1e-3, threads=1
+    ),
+    "long": Shape("long", 32, 96, 32, 8192, 8, 128, steps=6, skip=2, threads=1),
+}
+GOAL = 1.5
+TIMEOUT = 300.0
+
+
+def main() -> None:
+    options = _options()
+    why_not = has_trl(options.trl_python, vllm=False)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="understudy-step-") as name:
+        for shape in [SHAPES[shape] for shape in options.shapes]:
+            folder = Path(name) / shape.name
+            folder.mkdir()
+            student, teacher, prompts = _problem(shape, folder)
+            ours: list[Timing | str] = []
+            theirs: list[Timing | str] = []
+            for turn in range(options.rounds):
+                place = folder / str(turn)
+                place.mkdir()
+                ours.append(
+                    run_ours(
+                        shape, place, student, teacher, prompts, TIMEOUT, {"max_batch": shape.batch // 2}
+                    )
+                )
+                theirs.append(
+                    why_not
+                    or run_trl(shape, place, student, teacher, prompts, TIMEOUT, options.trl_python, False)
+                )
+                print(
+                    f"{shape.name}, round {turn + 1}: ours {_speed(ours[-1])}, TRL {_speed(theirs[-1])}",
+                    flush=True,
+                )
+            rows += compare(shape, _better(ours), _better(theirs), "TRL 1.16 DistillationTrainer", GOAL)
+    if rows:
+        save("step_cpu", cpu_name(), rows)
+
+
+def _problem(shape: Shape, folder: Path) -> tuple[str, str, Path]:
+    """Model folders and a prompt file with enough prompts for every step."""
+    lines = (ASSETS / "data" / "train.jsonl").read_text().splitlines()
+    prompts = [line for line in lines if json.loads(line)["data_source"] == "add"]
+    needed = shape.batch * shape.steps
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join((prompts * (needed // len(prompts) + 1))[:needed]) + "\n")
+    student, teacher = ASSETS / "models" / "student", ASSETS / "models" / "teacher-add"
+    if shape.name == "long":
+        student, teacher = (
+            _random_twin(student, folder / "student", 1),
+            _random_twin(teacher, folder / "teacher", 2),
+        )
+    return str(student), str(teacher), path
+
+
+def _random_twin(model: Path, out: Path, seed: int) -> Path:
+    """The same architecture and tokenizer with fresh weights, which seldom end a sequence early."""
+    shutil.copytree(model, out)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(out)
+    return out
+
+
+def _speed(timing: Timing | str) -> str:
+    return timing if isinstance(timing, str) else f"{timing.tokens_per_second:,.0f} tokens/s"
+
+
+def _better(timings: list[Timing | str]) -> Timing | str:
+    """The fastest half of the rounds, as one."""
+    good = sorted((t for t in timings if isinstance(t, Timing)), key=lambda t: -t.tokens_per_second)
+    if not good:
+        return next(t for t in timings if isinstance(t, str))
+    best = good[: (len(good) + 1) // 2]
+    seconds, tokens = [s for t in best for s in t.seconds], [n for t in best for n in t.tokens]
+    return Timing(seconds, tokens, best[0].parts, best[0].cpu_seconds)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trl-python", default=sys.executable, help="an interpreter that can import trl 1.16"
+    )
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=2)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

@@ -1,0 +1,181 @@
+"""`understudy plan RECIPE --simulate [RUN]`: what a run would do on paper, and which split of devices it should get."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from understudy.config import Recipe
+from understudy.errors import ConfigError
+from understudy.trainers.phase_times import MeasuredRun, batching_of, combined, measure, windows_of
+from understudy.trainers.recommend import Devices, recommend
+from understudy.trainers.simulate import simulate
+from understudy.trainers.simulation_inputs import (
+    Batching,
+    Costs,
+    Prediction,
+    Split,
+    StepTime,
+    Work,
+    quantile_lengths,
+)
+from understudy.trainers.windows import Windows
+
+_STALENESS = (0.0, 0.5, 1.0, 2.0, 4.0)
+_COST_FLAGS = ("prefill_token", "host_row", "score_token", "update_fixed", "update_token", "publish")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "simulation", "predict rows per second and idle shares, and recommend a split of devices"
+    )
+    group.add_argument(
+        "--simulate",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="phase times come from this finished run, or from the flags below",
+    )
+    group.add_argument(
+        "--also", action="append", default=[], metavar="RUN", help="one more run to take phase times from"
+    )
+    group.add_argument("--devices", type=int, help="GPUs to share out among rollout, trainer and teachers")
+    group.add_argument("--engine-devices", type=int, default=1, help="GPUs of one rollout engine")
+    group.add_argument("--replica-devices", type=int, default=1, help="GPUs of one teacher replica")
+    group.add_argument(
+        "--trainer-devices", type=int, default=1, help="the trainer takes a multiple of this many GPUs"
+    )
+    group.add_argument(
+        "--decode",
+        metavar="ROWS:SECONDS,…",
+        help="one decode step of one engine, for example 1:0.008,256:0.013",
+    )
+    for flag in _COST_FLAGS:
+        group.add_argument(
+            f"--{flag.replace('_', '-')}", type=float, metavar="SECONDS", help="in place of what was measured"
+        )
+    group.add_argument(
+        "--lengths",
+        metavar="Q0,…,Q1",
+        help="new tokens of a row: quantiles at even steps, for example 50,300,900,4000",
+    )
+    group.add_argument("--prompt-tokens", type=int)
+    group.add_argument(
+        "--batching", choices=[kind.value for kind in Batching], help="how an engine takes rows in"
+    )
+
+
+def show(recipe: Recipe, options: argparse.Namespace, console: Console) -> None:
+    runs = [measure(Path(run)) for run in (options.simulate, *options.also) if run]
+    costs, work = _costs(options, runs), _work(options, recipe, runs)
+    windows, partial = windows_of(recipe), recipe.trainer.partial_rollouts
+    for run in runs:
+        own, name = run.predicted(), run.recipe.run.dir
+        console.print(
+            f"{name}: measured {run.rows_per_second:,.2f} rows/s, its own phase times give {own.rows_per_second:,.2f} "
+            f"({own.rows_per_second / run.rows_per_second - 1:+.0%})",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    table = Table(title="simulation", title_justify="left")
+    for column in ("schedule", "split", "rows/s", "step", "trainer idle", "rollout idle", "teacher idle"):
+        table.add_column(
+            column,
+            justify="left" if column in ("schedule", "split") else "right",
+            no_wrap=column in ("schedule", "split"),
+        )
+    if options.devices is None:
+        split = runs[0].split if runs else _one_of_each(costs)
+        for name, schedule in _schedules(windows):
+            _add(table, name, split, simulate(costs, work, schedule, split, partial_rollouts=partial))
+        console.print(table)
+        return
+    devices = Devices(
+        options.devices, options.engine_devices, options.replica_devices, options.trainer_devices
+    )
+    best = recommend(devices, costs, work, windows, partial_rollouts=partial)
+    for name, schedule in _schedules(windows):
+        found = simulate(costs, work, schedule, best.split, partial_rollouts=partial)
+        _add(table, name, best.split, found)
+    console.print(table)
+    console.print(
+        f"recommended for {options.devices} devices with this recipe's schedule: {best.split} "
+        f"({best.devices} in use), {best.prediction.rows_per_second:,.2f} rows/s",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _schedules(own: Windows) -> list[tuple[str, Windows]]:
+    """The recipe's own first, then the same work at other bounds of staleness."""
+    label = "sync" if own.max_staleness == 0 and own.sync_every == 1 else f"staleness {own.max_staleness:g}"
+    others = []
+    for staleness in _STALENESS:
+        steps = (12 + 3 * math.ceil(staleness)) * own.sync_every
+        schedule = replace(own, max_staleness=staleness, steps=steps)
+        if staleness != own.max_staleness:
+            others.append(("on-policy" if staleness == 0 else f"staleness {staleness:g}", schedule))
+    return [(f"{label} (the recipe)", own), *others]
+
+
+def _add(table: Table, name: str, split: Split, found: Prediction) -> None:
+    table.add_row(
+        name,
+        f"{split.engines} + {split.trainer} + {split.replicas}",
+        f"{found.rows_per_second:,.2f}",
+        f"{found.step_seconds:,.2f} s",
+        *(f"{max(0.0, share):.0%}" for share in (found.trainer_idle, found.rollout_idle, found.teacher_idle)),
+    )
+
+
+def _costs(options: argparse.Namespace, runs: list[MeasuredRun]) -> Costs:
+    given = {flag: getattr(options, flag) for flag in _COST_FLAGS if getattr(options, flag) is not None}
+    if options.decode is not None:
+        given["decode"] = _step_time(options.decode)
+    if runs:
+        return replace(combined(runs), **given)
+    missing = [f"--{name.replace('_', '-')}" for name in ("decode", "update_token") if name not in given]
+    if missing:
+        raise ConfigError(
+            f"--simulate without a run to measure needs {' and '.join(missing)}; or give a finished run: --simulate runs/NAME"
+        )
+    return Costs(**given)
+
+
+def _work(options: argparse.Namespace, recipe: Recipe, runs: list[MeasuredRun]) -> Work:
+    if runs:
+        work = runs[0].work
+    else:
+        lengths = (recipe.rollout.max_new_tokens,)
+        work = Work(lengths, batching=batching_of(recipe))
+    work = replace(work, n=recipe.rollout.n, max_batch=recipe.rollout.max_batch)
+    if options.lengths is not None:
+        work = replace(work, lengths=quantile_lengths(_numbers("--lengths", options.lengths, ",")))
+    if options.batching is not None:
+        work = replace(work, batching=Batching(options.batching))
+    if options.prompt_tokens is not None:
+        work = replace(work, prompt_tokens=options.prompt_tokens)
+    return work
+
+
+def _step_time(text: str) -> StepTime:
+    points = sorted(tuple(_numbers("--decode", point, ":")) for point in text.split(","))
+    if any(len(point) != 2 or min(point) <= 0 for point in points):
+        raise ConfigError(
+            f"--decode {text!r}: expected ROWS:SECONDS,… above 0, for example 1:0.008,256:0.013"
+        )
+    return StepTime(tuple(point[0] for point in points), tuple(point[1] for point in points))
+
+
+def _numbers(flag: str, text: str, separator: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(separator)]
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r}: expected numbers separated by {separator!r}") from None
+
+
+def _one_of_each(costs: Costs) -> Split:
+    return Split(1, 1, 1 if costs.score_token or costs.score_row else 0)

@@ -1,0 +1,237 @@
+"""Who sits where: pools of machines cut into seats, before anything is started. Arithmetic only.
+
+    pools    train: 1 node × 4 GPUs        teachers: 2 nodes × 4 GPUs
+    claims   student, 4 units of 1         teacher-math, 3 units of 2
+    seats    teacher-math/2, rank 1 ─> pool teachers, node 1, GPU 1
+
+A claim is a role's wish: so many units (ranks of a student or critic, engines, replicas, workers) of so many devices
+each. The devices of one unit talk to each other all the time, so a unit stays within a node, or takes whole nodes. Every
+backend seats its processes by the answer: local processes by device index, Ray by bundles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import groupby
+
+from understudy.errors import ClusterError
+
+
+class DeviceKind(StrEnum):
+    GPU = "GPU"
+    CPU = "CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    name: str
+    nodes: int
+    gpus_per_node: int = 0
+    cpus_per_node: int = 0
+
+    def per_node(self, kind: DeviceKind) -> int:
+        return self.gpus_per_node if kind is DeviceKind.GPU else self.cpus_per_node
+
+    def shape(self, kind: DeviceKind) -> str:
+        """In words, for people: `2 nodes × 4 GPUs`."""
+        count = self.per_node(kind)
+        return f"{_many(self.nodes, 'node')} × {_many(count, kind.value)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a role wants of a pool."""
+
+    role: str
+    """`student`, `rollout`, `critic`, `workers`, `teacher-NAME`."""
+    pool: str
+    units: int
+    """Ranks, engines, replicas or workers."""
+    world_size: int = 1
+    """Devices of one unit, which sit together."""
+    kind: DeviceKind = DeviceKind.GPU
+    leads: bool = False
+    """Seated before all others, on the first devices: where the launching process itself is one of the units."""
+
+    @property
+    def devices(self) -> int:
+        return self.units * self.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    role: str
+    unit: int
+    rank: int
+    """Within its unit."""
+    pool: str
+    kind: DeviceKind
+    node: int
+    """Within its pool."""
+    device: int
+    """Within its node, counted over the pool's devices of this kind."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    pools: Mapping[str, Pool]
+    seats: tuple[Seat, ...] = ()
+
+    def of(self, role: str, unit: int) -> list[Seat]:
+        """One unit's seats, by rank."""
+        mine = [seat for seat in self.seats if seat.role == role and seat.unit == unit]
+        return sorted(mine, key=lambda seat: seat.rank)
+
+    def free(self, pool: str, kind: DeviceKind, node: int) -> list[int]:
+        taken = {
+            seat.device for seat in self.seats if (seat.pool, seat.kind, seat.node) == (pool, kind, node)
+        }
+        return [device for device in range(self.pools[pool].per_node(kind)) if device not in taken]
+
+    def with_unit(self, claim: Claim, unit: int) -> Placement:
+        """One more unit of a role, while others sit: for a replica that joins later. Raises when nothing is free."""
+        seats = _seats_for(self, claim, unit)
+        if seats is None:
+            raise ClusterError(
+                f"no room for {claim.role}/{unit}: it wants {_many(claim.world_size, claim.kind.value)} of one node "
+                f"of pool {claim.pool}\n{self.draw(claim.pool, claim.kind)}"
+            )
+        return replace(self, seats=(*self.seats, *seats))
+
+    def without_unit(self, role: str, unit: int) -> Placement:
+        left = tuple(seat for seat in self.seats if (seat.role, seat.unit) != (role, unit))
+        return replace(self, seats=left)
+
+    def draw(self, pool: str, kind: DeviceKind) -> str:
+        """One line per node, neighbours of one unit drawn together."""
+        taken: dict[tuple[int, int], str] = {}
+        for seat in self.seats:
+            if (seat.pool, seat.kind) == (pool, kind):
+                place, label = (seat.node, seat.device), f"{seat.role}/{seat.unit}"
+                taken[place] = f"{taken[place]} + {label}" if place in taken else label
+        found = self.pools[pool]
+        lines = [f"pool {pool}: {found.shape(kind)}"]
+        for node in range(found.nodes):
+            who = [(device, taken.get((node, device), "free")) for device in range(found.per_node(kind))]
+            cells = []
+            for label, run in groupby(who, key=lambda pair: pair[1]):
+                devices = [device for device, _ in run]
+                span = str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}"
+                cells.append(f"{span} {label}")
+            lines.append(f"  node {node} │ {' │ '.join(cells)} │")
+        return "\n".join(lines)
+
+    def drawing(self) -> str:
+        """Every pool, every kind of device it has."""
+        return "\n".join(
+            self.draw(pool.name, kind)
+            for pool in self.pools.values()
+            for kind in DeviceKind
+            if pool.per_node(kind)
+        )
+
+
+def place(pools: Iterable[Pool], claims: Sequence[Claim], seated: Iterable[Seat] = ()) -> Placement:
+    """Seats for every claim, leaders first, then wide units; raises `ClusterError` with every problem and what it looks like.
+
+    `seated` are seats that were chosen by hand; several of them may share a device, a claim's seats never do.
+    """
+    placement = Placement({pool.name: pool for pool in pools}, tuple(seated))
+    problems = _misfits(placement.pools, claims)
+    if problems:
+        raise ClusterError("\n".join(problems))
+    for claim in sorted(claims, key=lambda claim: (not claim.leads, -claim.world_size)):
+        for unit in range(claim.units):
+            seats = _seats_for(placement, claim, unit)
+            if seats is None:
+                raise ClusterError(
+                    f"{claim.role}/{unit} wants {_many(claim.world_size, claim.kind.value)} of one node, and no node of pool "
+                    f"{claim.pool} has them left, though the sum would fit: units may not cross nodes\n"
+                    f"{placement.draw(claim.pool, claim.kind)}\nchange the world size, or give the pool another node"
+                )
+            placement = replace(placement, seats=(*placement.seats, *seats))
+    return placement
+
+
+def _misfits(pools: Mapping[str, Pool], claims: Sequence[Claim]) -> list[str]:
+    """What no seating could mend: no such pool, no units, widths that break nodes, sums that do not fit."""
+    problems = []
+    for claim in claims:
+        if claim.pool not in pools:
+            problems.append(
+                f"{claim.role} is to sit in pool {claim.pool!r}; pools are {', '.join(pools) or 'none'}"
+            )
+        elif claim.units < 1 or claim.world_size < 1:
+            problems.append(
+                f"{claim.role}: {claim.units} units of {claim.world_size} devices; both must be at least 1"
+            )
+        else:
+            problems += _width(pools[claim.pool], claim)
+    if problems:
+        return problems
+    for pool in pools.values():
+        for kind in DeviceKind:
+            problems += _sum(pool, kind, [c for c in claims if (c.pool, c.kind) == (pool.name, kind)])
+    return problems
+
+
+def _width(pool: Pool, claim: Claim) -> list[str]:
+    width, per_node = claim.world_size, pool.per_node(claim.kind)
+    if not per_node:
+        return [f"{claim.role} wants {claim.kind}s, and pool {pool.name} has none"]
+    if width <= per_node or width % per_node == 0:
+        return []
+    drawn = " │ ".join(
+        f"node {node}: {min(per_node, width - node * per_node)} of {per_node}"
+        for node in range(-(-width // per_node))
+    )
+    return [
+        f"{claim.role}: a unit of {width} {claim.kind}s would end inside a node of pool {pool.name} ({drawn}); "
+        f"use at most {per_node}, or a multiple of it"
+    ]
+
+
+def _sum(pool: Pool, kind: DeviceKind, claims: Sequence[Claim]) -> list[str]:
+    have, wanted = pool.nodes * pool.per_node(kind), sum(claim.devices for claim in claims)
+    if wanted <= have:
+        return []
+    parts = " + ".join(f"{claim.role} {claim.units} × {claim.world_size}" for claim in claims)
+    return [
+        f"pool {pool.name} has {pool.shape(kind)} = {have}; {parts} = {wanted}: {wanted - have} too many. "
+        "Use fewer replicas, a smaller world size, or a larger pool"
+    ]
+
+
+def _seats_for(placement: Placement, claim: Claim, unit: int) -> list[Seat] | None:
+    """The first room for one unit: within a node, or over whole free nodes that follow each other."""
+    pool = placement.pools[claim.pool]
+    per_node = pool.per_node(claim.kind)
+    free = [placement.free(claim.pool, claim.kind, node) for node in range(pool.nodes)]
+    if claim.world_size <= per_node:
+        places = next(
+            (
+                [(node, d) for d in free[node][: claim.world_size]]
+                for node in range(pool.nodes)
+                if len(free[node]) >= claim.world_size
+            ),
+            None,
+        )
+    else:
+        span = claim.world_size // per_node
+        starts = range(pool.nodes - span + 1)
+        first = next(
+            (s for s in starts if all(len(free[node]) == per_node for node in range(s, s + span))), None
+        )
+        places = None if first is None else [(n, d) for n in range(first, first + span) for d in free[n]]
+    if places is None:
+        return None
+    return [
+        Seat(claim.role, unit, rank, claim.pool, claim.kind, node, device)
+        for rank, (node, device) in enumerate(places)
+    ]
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

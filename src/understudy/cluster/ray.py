@@ -1,0 +1,252 @@
+"""Processes on the machines of a Ray cluster, with the interface of `LocalProcesses`.
+
+    trainer's machine                                    another machine
+    RayProcesses.start("teacher-math-0", …) ──actor──>  Supervisor ──pipe──> python -m understudy.teacher.server …
+      .ready["url"]  <──────────────────────────────────── its address, with the run's token
+      logs/teacher-math-0.log  <─────────────────────────── what it says, as it says it
+
+Who sits where was decided before (`RayLayout`); a process without a home there is started on this machine. Who is started
+again is decided by whoever asked for it:
+
+    teacher replica      by its pool, with a back-off, on whatever machine has its bundle then; rows wait or go elsewhere
+    rank, engine         not at all: the run ends with the process's own words, and `understudy resume` goes on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from understudy.cluster.local import Child, LocalProcesses
+from understudy.cluster.ray_cluster import RayCluster, RaySettings
+from understudy.cluster.ray_layout import Home, NodeFacts, RayLayout, draw, unit_of
+from understudy.cluster.ray_supervisor import News, supervisor_of
+from understudy.errors import ChildDied, ClusterError
+
+logger = logging.getLogger(__name__)
+
+_FOLLOW_SECONDS = 5.0
+_SEAT_SECONDS = 60.0
+"""How long an actor may take to appear in a bundle that is ours already."""
+_GOODBYE_SECONDS = 15.0
+_LOST = -9
+"""The exit code of a process whose machine or supervisor is gone."""
+
+
+class RemoteProcess:
+    """What is known here of a process elsewhere; the part of `subprocess.Popen` that a `Child` needs."""
+
+    def __init__(self, pid: int, node: str) -> None:
+        self.pid = pid
+        self.node = node
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+class RayProcesses(LocalProcesses):
+    def __init__(
+        self,
+        logs: Path,
+        start_timeout: float,
+        settings: RaySettings,
+        layout: Callable[[Sequence[NodeFacts]], RayLayout],
+    ) -> None:
+        """`layout` says where processes sit, given the machines of the cluster."""
+        super().__init__(logs, start_timeout)
+        self._settings = settings
+        self._lay_out = layout
+        self.layout = RayLayout()
+        self.cluster: RayCluster | None = None
+        self._supervisors: dict[str, Any] = {}
+        self._remote: dict[str, Child] = {}
+        self._followers: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def address(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+    def is_elsewhere(self, name: str) -> bool:
+        return self.layout.home(name) is not None
+
+    async def ready(self) -> None:
+        """Connect to Ray and take what the layout asks for; `ClusterError` within seconds when it does not fit."""
+        if self.cluster is None:
+            # Off the main thread: there Ray would put its own handler in the place of ours for SIGTERM.
+            await asyncio.to_thread(self._connect)
+
+    def _connect(self) -> None:
+        cluster = RayCluster(self._settings)
+        try:
+            layout = self._lay_out(cluster.nodes())
+            cluster.take(list(layout.groups.values()), self._start_timeout)
+        except BaseException:
+            cluster.close()
+            raise
+        self.cluster, self.layout = cluster, layout
+
+    @property
+    def children(self) -> Mapping[str, Child]:
+        return {**super().children, **self._remote}
+
+    async def start(
+        self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> Child:
+        await self.ready()
+        home = self.layout.home(name)
+        if home is None:
+            return await super().start(name, module, arguments, env)
+        if name in self._remote and self._remote[name].alive:
+            raise ClusterError(f"process {name} runs already")
+        log = self._logs / f"{name}.log"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        supervisor = await self._supervisor(unit_of(name), home)
+        try:
+            told = await supervisor.start.remote(
+                name, module, _with_device(arguments, name, home), dict(env or {})
+            )
+        except ray.exceptions.RayActorError as error:
+            self._supervisors.pop(unit_of(name), None)
+            raise ChildDied(
+                f"the machine that process {name} was to start on went away ({_reason(error)})"
+            ) from None
+        except asyncio.CancelledError:
+            await self._dismiss(unit_of(name))
+            raise
+        if "error" in told:
+            await self._copy_log(supervisor, name, log)
+            await self._dismiss(unit_of(name))
+            kind = ChildDied if told["kind"] == "ChildDied" else ClusterError
+            raise kind(f"{told['error']}\n(on machine {told['node']}; its log is copied to {log})")
+        process = RemoteProcess(told["pid"], told["node"])
+        child = Child(name, cast("subprocess.Popen[bytes]", process), log, dict(told["ready"]))
+        self._remote[name] = child
+        self._followers[name] = asyncio.create_task(
+            self._follow(supervisor, name, process, log), name=f"follow-{name}"
+        )
+        logger.info("process %s runs on %s (pid %d)", name, process.node, process.pid)
+        return child
+
+    async def _supervisor(self, unit: str, home: Home) -> Any:
+        """The unit's actor; a new one where there is none, or the old one is gone with its machine."""
+        if unit in self._supervisors:
+            return self._supervisors[unit]
+        assert self.cluster is not None
+        strategy = PlacementGroupSchedulingStrategy(
+            self.cluster.group(home.group), placement_group_bundle_index=home.bundle
+        )
+        actor = supervisor_of(
+            self._start_timeout,
+            num_cpus=home.share.cpus,
+            num_gpus=home.share.gpus,
+            scheduling_strategy=strategy,
+        )
+        self._supervisors[unit] = actor
+        try:
+            async with asyncio.timeout(_SEAT_SECONDS):
+                await actor.where.remote()
+        except TimeoutError:
+            self._kill(unit)
+            raise ClusterError(
+                f"{unit}: no machine has its bundle ({home.share}) now\n{draw(self.cluster.nodes())}"
+            ) from None
+        except ray.exceptions.RayError as error:
+            self._kill(unit)
+            raise ClusterError(f"{unit}: its supervisor did not start ({_reason(error)})") from None
+        except asyncio.CancelledError:
+            self._kill(unit)
+            raise
+        return actor
+
+    async def _follow(self, supervisor: Any, name: str, process: RemoteProcess, log: Path) -> None:
+        """Copy what the process says into the run directory until it ends; a supervisor that is gone ended it."""
+        with log.open("ab") as sink:
+            offset = 0
+            while process.returncode is None:
+                try:
+                    news: News = await supervisor.follow.remote(name, offset, _FOLLOW_SECONDS)
+                except ray.exceptions.RayError as error:
+                    sink.write(f"(its supervisor is gone: {_reason(error)})\n".encode())
+                    process.returncode = _LOST
+                    if self._supervisors.get(unit_of(name)) is supervisor:
+                        del self._supervisors[unit_of(name)]
+                    return
+                sink.write(news.said)
+                sink.flush()
+                offset += len(news.said)
+                if not news.said:
+                    process.returncode = news.code
+
+    async def _copy_log(self, supervisor: Any, name: str, log: Path) -> None:
+        with contextlib.suppress(ray.exceptions.RayError), log.open("ab") as sink:
+            offset = 0
+            while said := (await supervisor.follow.remote(name, offset, 0.0)).said:
+                sink.write(said)
+                offset += len(said)
+
+    async def stop(self, name: str) -> None:
+        if name not in self._remote:
+            await super().stop(name)
+            return
+        del self._remote[name]
+        follower, supervisor = self._followers.pop(name), self._supervisors.get(unit_of(name))
+        if supervisor is not None:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_SECONDS):
+                    await supervisor.stop.remote(name)
+                    await asyncio.wait([follower])
+        follower.cancel()
+        if not any(unit_of(other) == unit_of(name) for other in self._remote):
+            await self._dismiss(unit_of(name))
+
+    async def _dismiss(self, unit: str) -> None:
+        """End a unit's supervisor, with whatever it still has."""
+        supervisor = self._supervisors.get(unit)
+        if supervisor is None:
+            return
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await supervisor.close.remote()
+        self._kill(unit)
+
+    def _kill(self, unit: str) -> None:
+        supervisor = self._supervisors.pop(unit, None)
+        if supervisor is not None:
+            with contextlib.suppress(Exception):
+                ray.kill(supervisor, no_restart=True)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.stop(name) for name in list(self._remote)))
+        await asyncio.gather(*(self._dismiss(unit) for unit in list(self._supervisors)))
+        await super().close()
+        if self.cluster is not None:
+            await asyncio.to_thread(self.cluster.close)
+
+    def kill_now(self) -> None:
+        for unit in list(self._supervisors):
+            self._kill(unit)
+        super().kill_now()
+
+
+def _with_device(arguments: Sequence[str], name: str, home: Home) -> list[str]:
+    """`--device` as it is called where the process sits: a unit sees its own GPUs alone, one for each rank."""
+    given = list(arguments)
+    if "--device" in given:
+        rank = name.removeprefix(unit_of(name)).removeprefix("-rank") or "0"
+        given[given.index("--device") + 1] = f"cuda:{rank}" if home.share.gpus else "cpu"
+    return given
+
+
+def _reason(error: BaseException) -> str:
+    """The line that says something; Ray's messages go on for many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

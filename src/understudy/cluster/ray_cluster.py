@@ -1,0 +1,170 @@
+"""The Ray cluster itself: connecting to it with a token, seeing what it has, taking parts of it.
+
+Without an address a Ray of our own is started on this machine and ended with the run. Either way its token authentication
+is on, because whoever may talk to Ray may run anything on every machine of the cluster, and its dashboard is off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from understudy.cluster.ray_layout import Bundle, GroupWish, NodeFacts, draw, misfit
+from understudy.errors import ClusterError
+
+_LOCAL_OBJECT_STORE = 100 * 2**20
+"""Nothing of ours passes through Ray's object store; its smallest will do."""
+_SETTLE_SECONDS = 5.0
+"""How long what others gave back may take to show as free."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaySettings:
+    address: str | None = None
+    """`auto` or HOST:PORT of a cluster that runs; None starts one on this machine."""
+    token: bool = True
+    """Whether Ray's token authentication must be on."""
+    cpus: int | None = None
+    """Of a cluster that is started here."""
+
+
+class RayCluster:
+    """One connection of this process to Ray."""
+
+    def __init__(self, settings: RaySettings) -> None:
+        self._groups: dict[str, PlacementGroup] = {}
+        if ray.is_initialized():
+            self._ours = self._made_token = False
+            return
+        self._ours = True
+        self._made_token = _require_token(settings)
+        options: dict[str, Any] = {} if settings.address else _local_options(settings)
+        try:
+            ray.init(
+                address=settings.address or "local",  # None would join any Ray that runs on this machine
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+                namespace=f"understudy-{secrets.token_hex(4)}",
+                **options,
+            )
+        except Exception as error:
+            where = settings.address or "on this machine"
+            raise ClusterError(f"Ray ({where}) cannot be used: {_first_line(error)}") from error
+
+    def nodes(self) -> list[NodeFacts]:
+        """Machines that are alive, with what is free on each."""
+        free = ray._private.state.available_resources_per_node()
+        own = ray.get_runtime_context().get_node_id()
+        found = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                name = f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}"
+                found.append(
+                    NodeFacts(
+                        name,
+                        _bundle(node["Resources"]),
+                        _bundle(free.get(node["NodeID"], {})),
+                        is_trainers=node["NodeID"] == own,
+                    )
+                )
+        return found
+
+    def take(self, wishes: Sequence[GroupWish], timeout: float) -> None:
+        """Get these groups, or say within seconds why they cannot be had."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while (problem := misfit(wishes, self.nodes())) is not None:
+            if time.monotonic() > deadline:
+                raise ClusterError(problem)
+            time.sleep(0.2)
+        for wish in wishes:
+            group = placement_group(
+                [bundle.resources() for bundle in wish.bundles], strategy=wish.spread.value
+            )
+            self._groups[wish.name] = group
+            if not group.wait(timeout):
+                self.give_back(wish.name)
+                raise ClusterError(
+                    f"{wish.name}: Ray did not find room for {len(wish.bundles)} bundles within {timeout:.0f} s\n"
+                    f"{draw(self.nodes())}"
+                )
+
+    def group(self, name: str) -> PlacementGroup:
+        return self._groups[name]
+
+    def give_back(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    def close(self) -> None:
+        if not ray.is_initialized():
+            return
+        for name in list(self._groups):
+            self.give_back(name)
+        if self._ours:
+            ray.shutdown()
+        if self._made_token:
+            os.environ.pop("RAY_AUTH_TOKEN", None)
+
+
+def _pinned(wish: GroupWish) -> list[dict[str, str]] | None:
+    """What Ray calls `leads`: the first bundle on the node this process is on."""
+    if not wish.leads:
+        return None
+    own = ray.get_runtime_context().get_node_id()
+    return [{"ray.io/node-id": own}, *({} for _ in wish.bundles[1:])]
+
+
+def _local_options(settings: RaySettings) -> dict[str, Any]:
+    return {
+        "num_cpus": settings.cpus,
+        "include_dashboard": False,
+        "object_store_memory": _LOCAL_OBJECT_STORE,
+    }
+
+
+def use_token(token: str | None = None) -> None:
+    """Turn Ray's token authentication on for this process and those it starts; None: with the token it has already."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if token is not None:
+        os.environ["RAY_AUTH_TOKEN"] = token
+    # Ray read its settings when it was imported.
+    raylet: Any = ray._raylet
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _require_token(settings: RaySettings) -> bool:
+    """A Ray of our own gets a token of its own; a cluster's must be known to this process. Whether one was made."""
+    if not settings.token:
+        return False
+    known = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if settings.address is None:
+        use_token(None if known else secrets.token_urlsafe(32))
+        return not known
+    if known or (Path.home() / ".ray" / "auth_token").exists():
+        use_token()
+        return False
+    raise ClusterError(
+        f"cluster.address = {settings.address!r}: no token for that cluster. Make one with `ray get-auth-token "
+        "--generate`, start every node with RAY_AUTH_MODE=token, and set RAY_AUTH_TOKEN here (docs/cluster.md); or set "
+        "cluster.ray_auth = 'off' if the cluster has no authentication and its network is your own"
+    )
+
+
+def _bundle(resources: Mapping[str, float]) -> Bundle:
+    return Bundle(float(resources.get("CPU", 0.0)), float(resources.get("GPU", 0.0)))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,37 @@
+"""`[critic]` and `[reference]`: two more models a policy gradient may want."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from understudy.config.base import Section
+from understudy.config.models import DType
+
+
+class CriticConfig(Section):
+    """A value model for `loss.advantage = "gae"`: the body of a language model with one number in place of its head."""
+
+    model: str | None = None
+    """Hub id or folder whose body it starts from; the student's when not set. The new head starts at 0."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which its own learning rate rises."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    value_clip: Annotated[float, Field(gt=0)] = 0.5
+    """How far a value may move from the one before the step until its loss stops pulling."""
+    only_steps: Annotated[int, Field(ge=0)] = 0
+    """So many first steps train the critic alone; the student waits until its advantages mean something."""
+    dtype: DType = "float32"
+    gradient_checkpointing: bool = False
+
+
+class ReferenceConfig(Section):
+    """A frozen model the student is kept near (`loss.kl_coef`)."""
+
+    model: str | None = None
+    """Hub id or folder; the student as it starts when not set. It must share the student's tokens."""
+    dtype: DType = "float32"

@@ -1,0 +1,101 @@
+"""What `[loss]`, `[rollout]`, `[critic]` and `[reference]` must agree on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from understudy.config.recipe import Recipe
+
+
+def objective_problems(recipe: Recipe) -> list[str]:
+    return [*_roles(recipe), *_correction(recipe), *_filters(recipe), *_optimizer(recipe)]
+
+
+def _optimizer(recipe: Recipe) -> list[str]:
+    trainer, problems = recipe.trainer, []
+    if trainer.ranks > 1:
+        if trainer.optimizer == "adamw_8bit":
+            problems.append(
+                f"trainer.optimizer = 'adamw_8bit' packs whole tensors, and {trainer.ranks} ranks hold pieces of them; the "
+                "moments are spread already: use 'adamw'"
+            )
+        if trainer.offload_optimizer:
+            problems.append(
+                f"trainer.offload_optimizer is for one rank; {trainer.ranks} ranks spread the optimizer already"
+            )
+    if recipe.student.lora is not None and trainer.ema_decay is not None:
+        problems.append(
+            "trainer.ema_decay with [student.lora] would average adapters, which no engine can load by themselves; use one"
+        )
+    return problems
+
+
+def _roles(recipe: Recipe) -> list[str]:
+    loss, problems = recipe.loss, []
+    if loss.advantage == "gae" and loss.task_coef == 0:
+        problems.append("loss.advantage = 'gae' judges task rewards: set loss.task_coef above 0")
+    if recipe.critic is not None and loss.advantage != "gae":
+        problems.append(
+            f"[critic] is only used by loss.advantage = 'gae', and it is {loss.advantage!r}; change it, or leave [critic] out"
+        )
+    if recipe.reference is not None and loss.kl_coef == 0:
+        problems.append(
+            "[reference] is only used with loss.kl_coef above 0; set it, or leave [reference] out"
+        )
+    if loss.kl_in == "reward" and loss.kl_coef > 0 and loss.task_coef == 0:
+        problems.append(
+            "loss.kl_in = 'reward' takes the penalty off task rewards, and loss.task_coef is 0; use kl_in = 'loss'"
+        )
+    return problems
+
+
+def _correction(recipe: Recipe) -> list[str]:
+    loss, correction, problems = recipe.loss, recipe.loss.correction, []
+    if correction.weigh == correction.drop == "off":
+        return []
+    if loss.task_coef == 0 and not loss.policy_gradient:
+        problems.append(
+            "loss.correction weighs policy gradients, and this loss has none: a divergence is right on any token, whoever wrote "
+            "it. Leave it out, or set loss.task_coef or loss.policy_gradient"
+        )
+    if loss.tis_cap is not None:
+        problems.append(
+            "loss.tis_cap and loss.correction both make up for the engine; use loss.correction.weigh = 'token' and "
+            f"loss.correction.cap = {loss.tis_cap:g} instead of loss.tis_cap"
+        )
+    if recipe.rollout.temperature == 0:
+        problems.append(
+            "loss.correction needs sampled tokens: at rollout.temperature = 0 every ratio is 0 or 1"
+        )
+    if correction.low >= correction.high:
+        problems.append(
+            f"loss.correction.low = {correction.low:g} must lie below loss.correction.high = {correction.high:g}"
+        )
+    return problems
+
+
+def _filters(recipe: Recipe) -> list[str]:
+    rollout, problems = recipe.rollout, []
+    if rollout.filter_groups and recipe.trainer.mode != "sync":
+        problems.append(
+            f"rollout.filter_groups takes new prompts in place of filtered ones within a step; in mode {recipe.trainer.mode!r} "
+            "a window's prompts are settled when it opens. Use trainer.mode = 'sync'"
+        )
+    if rollout.filter_groups and rollout.n == 1:
+        problems.append("rollout.filter_groups compares the sessions of a prompt: set rollout.n above 1")
+    if rollout.filter_groups and recipe.data.reward is None:
+        problems.append("rollout.filter_groups looks at rewards: set data.reward")
+    if rollout.filter_groups and recipe.loss.task_coef == 0:
+        problems.append(
+            "rollout.filter_groups throws away prompts without a reward signal, and loss.task_coef = 0 uses none"
+        )
+    if rollout.overlong_buffer is not None:
+        if rollout.overlong_buffer > rollout.max_new_tokens:
+            problems.append(
+                f"rollout.overlong_buffer = {rollout.overlong_buffer} is longer than rollout.max_new_tokens = "
+                f"{rollout.max_new_tokens}; it is the last stretch of it"
+            )
+        if recipe.loss.task_coef == 0:
+            problems.append("rollout.overlong_buffer lowers task rewards, and loss.task_coef = 0 uses none")
+    return problems

@@ -1,0 +1,172 @@
+"""The data plane of a cluster: the ledger with its journal here, the columns in TransferQueue's memory.
+
+    this process                         the cluster                          any process
+    ┌───────────────────────────┐        ┌──────────────────────────┐        ┌──────────────────────────┐
+    │ ledger: keys, statuses,   │ names  │ TransferQueue            │ bytes  │ QueueReader.get(meta)    │
+    │ leases, acks, groups      │───────>│ controller, storage units│───────>│ a rank fetches its rows  │
+    │ journal, spill files      │        └──────────────────────────┘        └──────────────────────────┘
+    └───────────────────────────┘
+
+TransferQueue alone hands rows out at most once: a consumer that dies takes them along, a full queue raises, and its
+contents die with it. So who may claim, write and ack what is decided by the same ledger as in the embedded plane, and
+every column is in the run directory before `put` returns. The queue is the way columns travel: what it holds is a copy,
+counted against `max_bytes`, and a reader finds what it lacks on disk.
+
+Waiting is by events throughout: claims wait at the ledger, never in TransferQueue, whose own `fetch` can only be asked
+again and again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import transfer_queue
+
+from understudy.dataplane.base import Retain
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.dataplane.folder import FolderLock
+from understudy.dataplane.store import Store
+from understudy.dataplane.transfer_queue_link import QueueAddress, QueueLink
+from understudy.dataplane.transfer_queue_shelf import Shelf
+from understudy.dataplane.transfer_queue_store import INLINE_BYTES, QueueIntake, QueueStore
+from understudy.errors import DataPlaneError
+from understudy.types.batch import BatchMeta
+from understudy.types.jagged import Jagged
+
+
+class TransferQueueDataPlane(EmbeddedDataPlane):
+    store_kind: ClassVar[type[Store]] = QueueStore
+    _store: QueueStore
+
+    def __init__(self, store: Store, lock: FolderLock) -> None:
+        super().__init__(store, lock)
+        assert isinstance(store, QueueStore)
+        self._intake = QueueIntake(store, self._check)
+
+    @classmethod
+    def open_on(
+        cls,
+        link: QueueLink,
+        path: Path,
+        *,
+        max_rows: int,
+        max_bytes: int,
+        spill_bytes: int | None = None,
+        inline_bytes: int = INLINE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        retain: Retain = Retain.UNTIL_SETTLED,
+    ) -> Self:
+        """Open or create the plane in folder `path`; columns travel by `link`, which the caller closes.
+
+        `max_bytes` bounds what the queue and the ledger hold together; columns beyond it, those of `spill_bytes` or
+        more, and those of an earlier life are read from the folder. Cells below `inline_bytes` stay with the ledger.
+        """
+        plane = cls.open(
+            path, max_rows=max_rows, max_bytes=max_bytes, spill_bytes=inline_bytes, clock=clock, retain=retain
+        )
+        plane._store.inline_bytes = inline_bytes
+        plane._store.disk_bytes = math.inf if spill_bytes is None else spill_bytes
+        plane._store.shelf = Shelf(link)
+        return plane
+
+    @property
+    def shelf(self) -> Shelf:
+        assert self._store.shelf is not None
+        return self._store.shelf
+
+    async def get(
+        self, meta: BatchMeta, fields: Sequence[str] | None = None
+    ) -> dict[str, Jagged | list[Any]]:
+        rows, names = self._wanted(meta, fields)
+        store = self._store
+        in_queue = [
+            name for name in names if rows and all(store.is_best_read_there(row, name) for row in rows)
+        ]
+        found = await self.shelf.get(meta.partition, meta.keys, in_queue) if in_queue else None
+        if not found:
+            return await super().get(meta, names)
+        rest = [name for name in names if name not in found]
+        others = await super().get(meta, rest) if rest else {}
+        return {name: found[name] if name in found else others[name] for name in names}
+
+    async def hand_over(self, meta: BatchMeta, fields: Sequence[str]) -> BatchMeta:
+        """The names of these rows for a `QueueReader` elsewhere: whatever the queue lacks of them is uploaded first."""
+        rows, _ = self._wanted(meta, fields)
+        store, home = self._store, self._home(meta.partition)
+        frames: dict[str, dict[str, bytes]] = {row.key: {} for row in rows}
+        for name in fields:
+            lacking = [row for row in rows if not store.is_shelved(row, name)]
+            for row, frame in zip(lacking, await store.frames(lacking, name), strict=True):
+                frames[row.key][name] = frame
+        frames = {key: columns for key, columns in frames.items() if columns}
+        if frames:
+            store.uploading(home, frames)
+            try:
+                arrived = await self.shelf.put(meta.partition, frames)
+            finally:
+                store.uploaded(home, frames)
+            if not arrived:
+                raise DataPlaneError(
+                    f"TransferQueue is lost ({self.shelf.lost}); read rows from the plane itself"
+                )
+            for key, columns in frames.items():
+                if key in home.rows:
+                    store.shelve(home, home.rows[key], dict.fromkeys(columns, 0))
+        return BatchMeta(meta.partition, meta.keys, tuple(fields), meta.tags, meta.extra)
+
+    # ---- TransferQueue's own names for rows (transfer_queue_meta.py)
+
+    def partition_of(self, partition_id: str) -> str:
+        return self.shelf.link.partition_of(partition_id)
+
+    async def keys_of(self, global_indexes: Sequence[int], partition_id: str) -> tuple[str, ...]:
+        return await self.shelf.link.keys_of(global_indexes, partition_id)
+
+    async def columnar(self, meta: BatchMeta) -> transfer_queue.BatchMeta:
+        return await self.shelf.link.columnar(meta.partition, meta.keys)
+
+    def keyed(self, meta: BatchMeta) -> transfer_queue.KVBatchMeta:
+        """These rows for code that speaks TransferQueue: `tq.kv_batch_get_by_meta(plane.keyed(lease.meta))`."""
+        return transfer_queue.KVBatchMeta(
+            keys=list(meta.keys),
+            tags=[dict(tags) for tags in meta.tags] or [{} for _ in meta.keys],
+            partition_id=self.shelf.link.partition_id(meta.partition),
+            fields=list(meta.fields),
+            extra_info=dict(meta.extra),
+        )
+
+    async def close(self) -> None:
+        """Lets go of the folder, and of the queue's memory."""
+        self._store.forget_all()
+        await self.shelf.drain()
+        await super().close()
+
+
+class QueueReader:
+    """Columns of rows for a process that is not the plane's: it needs the names, the address, and no Ray."""
+
+    def __init__(self, address: QueueAddress, *, prefix: str = "") -> None:
+        self._link = QueueLink.connect(address, prefix=prefix)
+        self.bytes_got = 0
+
+    async def get(
+        self, meta: BatchMeta, fields: Sequence[str] | None = None
+    ) -> dict[str, Jagged | list[Any]]:
+        names = tuple(fields or meta.fields)
+        if not meta.keys or not names:
+            return {}
+        found = await self._link.get(meta.partition, meta.keys, names)
+        if found is None:
+            raise DataPlaneError(
+                f"TransferQueue lacks columns {', '.join(names)} of rows {meta.keys[0]} …: `hand_over` uploads them, and "
+                "they stay until the rows are acked"
+            )
+        self.bytes_got += sum(column.values.nbytes for column in found.values() if isinstance(column, Jagged))
+        return found
+
+    def close(self) -> None:
+        self._link.close()

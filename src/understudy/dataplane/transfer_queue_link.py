@@ -1,0 +1,226 @@
+"""A connection to TransferQueue: columns of rows in the memory of the cluster, by key.
+
+    link = QueueLink.start(units=2)              in the process that owns the queue; Ray is connected
+    link = QueueLink.connect(link.address)       in any other process of the cluster; it needs no Ray
+    await link.put("train", keys, {"tokens": [tensor, …]})
+    await link.get("train", keys, ("tokens",))
+
+Array columns lie there as plain jagged tensors, so whoever else speaks TransferQueue reads them (`tq.kv_batch_get`).
+A cell that is not an array lies there as one of our frames, in uint8, a dtype no array column has.
+
+TransferQueue's own client is not used for `put` and `get`: it sets the number of threads of torch for the whole process
+around each call and then "restores" what it saw when it was imported, and sums depend on that number. Its storage manager,
+one level below, leaves it alone. All calls run on an event loop of the link's own, so the caller's never waits for
+serialisation. Nothing here polls, and nothing waits for rows: who may claim what is decided by our ledger.
+
+TransferQueue's wire is pickle in parts and knows no passwords: its ports belong inside the cluster (docs/cluster.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import transfer_queue
+from tensordict import TensorDict
+from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.utils.enum_utils import Role
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
+
+from understudy.dataplane.frame import decode
+from understudy.errors import DataPlaneError
+from understudy.types.jagged import Jagged
+
+Result = TypeVar("Result")
+FRAME_DTYPE = torch.uint8
+_IO_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class QueueAddress:
+    """Where a queue's processes listen; plain data that may be handed to a child process."""
+
+    controller: Mapping[str, Any]
+    units: tuple[Mapping[str, Any], ...]
+
+    def dump(self) -> str:
+        return json.dumps({"controller": dict(self.controller), "units": [dict(unit) for unit in self.units]})
+
+    @staticmethod
+    def load(text: str) -> QueueAddress:
+        told = json.loads(text)
+        return QueueAddress(told["controller"], tuple(told["units"]))
+
+
+class QueueLink:
+    def __init__(self, address: QueueAddress, *, owner: bool, prefix: str = "") -> None:
+        """`prefix` keeps the partitions of several runs on one queue apart."""
+        self.address = address
+        self._owner = owner
+        self._prefix = prefix
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="transfer-queue", daemon=True).start()
+        self._client = AsyncTransferQueueClient(
+            f"understudy-{os.getpid()}-{id(self):x}", _info(address.controller), zmq_io_threads=_IO_THREADS
+        )
+        units = {unit["id"]: _info(unit) for unit in address.units}
+        self._client.initialize_storage_manager("SimpleStorage", {"zmq_info": units})
+        self._closed = False
+
+    @classmethod
+    def start(cls, units: int, *, prefix: str = "", timeout: float = 60.0) -> QueueLink:
+        """Start a queue on the Ray cluster this process is connected to, or join the one that runs there.
+
+        The controller and each storage unit take a CPU; where the cluster has none left they would wait for ever
+        without a word, so the wait ends after `timeout` seconds.
+        """
+        wish = {
+            "controller": {"polling_mode": True},
+            # Units go round the machines; one that was started without CPUs (a head, often) could never hold one.
+            "backend": {"SimpleStorage": {"num_data_storage_units": units, "required_node_resource": "CPU"}},
+        }
+        answer: list[Any] = []
+
+        def begin() -> None:
+            try:
+                answer.append(transfer_queue.init(wish) is not wish)
+            except BaseException as error:
+                answer.append(error)
+
+        thread = threading.Thread(target=begin, name="transfer-queue-start", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if not answer:
+            raise DataPlaneError(
+                f"TransferQueue did not start within {timeout:.0f} s: its controller and {units} storage units take a CPU "
+                "each; give the cluster more CPUs, or lower dataplane.storage_units"
+            )
+        if isinstance(answer[0], BaseException):
+            raise DataPlaneError(f"TransferQueue did not start: {answer[0]}") from answer[0]
+        client = transfer_queue.get_client()
+        address = QueueAddress(
+            _plain(client._controller),
+            tuple(_plain(unit) for unit in client.storage_manager.get_zmq_server_info().values()),
+        )
+        return cls(address, owner=answer[0], prefix=prefix)
+
+    @classmethod
+    def connect(cls, address: QueueAddress, *, prefix: str = "") -> QueueLink:
+        return cls(address, owner=False, prefix=prefix)
+
+    def partition_id(self, partition: str) -> str:
+        """What TransferQueue calls a partition of ours."""
+        return self._prefix + partition
+
+    def partition_of(self, partition_id: str) -> str:
+        if not partition_id.startswith(self._prefix):
+            raise DataPlaneError(
+                f"partition {partition_id!r} of TransferQueue is not this run's ({self._prefix}…)"
+            )
+        return partition_id.removeprefix(self._prefix)
+
+    async def put(
+        self, partition: str, keys: Sequence[str], columns: Mapping[str, Sequence[torch.Tensor]]
+    ) -> None:
+        """Write columns; every column has one tensor per key, all of one dtype and width."""
+
+        async def work() -> None:
+            names = self.partition_id(partition)
+            meta = await self._client.async_kv_retrieve_meta(list(keys), names, create=True)
+            if meta.size != len(keys):
+                raise DataPlaneError(f"TransferQueue made room for {meta.size} of {len(keys)} rows")
+            nested = {name: _nest(cells) for name, cells in columns.items()}
+            await self._client.storage_manager.put_data(TensorDict(nested, batch_size=[len(keys)]), meta)
+
+        await self._run(work())
+
+    async def get(
+        self, partition: str, keys: Sequence[str], names: Sequence[str]
+    ) -> dict[str, Jagged | list[Any]] | None:
+        """Columns of these rows, in this order; None when the queue lacks a row or a column."""
+
+        async def work() -> dict[str, Jagged | list[Any]] | None:
+            meta = await self._client.async_kv_retrieve_meta(
+                list(keys), self.partition_id(partition), create=False
+            )
+            # A key it does not know is left out without a word.
+            if meta.size != len(keys) or not set(names) <= set(meta.field_names):
+                return None
+            try:
+                found = await self._client.storage_manager.get_data(meta.select_fields(list(names)))
+            except transfer_queue.StorageKeyNotFoundError:
+                return None
+            columns = {name: _column(found.get(name)) for name in names}
+            return None if any(column is None for column in columns.values()) else columns  # type: ignore[return-value]
+
+        return await self._run(work())
+
+    async def clear(self, partition: str, keys: Sequence[str]) -> None:
+        """Rows it does not have are no error."""
+
+        async def work() -> None:
+            meta = await self._client.async_kv_retrieve_meta(
+                list(keys), self.partition_id(partition), create=False
+            )
+            if meta.size:
+                await self._client.async_clear_samples(meta)
+
+        await self._run(work())
+
+    async def keys_of(self, global_indexes: Sequence[int], partition_id: str) -> tuple[str, ...]:
+        """The keys of rows that a columnar `BatchMeta` names by number."""
+        return tuple(await self._run(self._client.async_kv_retrieve_keys(list(global_indexes), partition_id)))
+
+    async def columnar(self, partition: str, keys: Sequence[str]) -> transfer_queue.BatchMeta:
+        """TransferQueue's own columnar meta of these rows, as it is now."""
+        return await self._run(
+            self._client.async_kv_retrieve_meta(list(keys), self.partition_id(partition), create=False)
+        )
+
+    async def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        if self._closed:
+            work.close()
+            raise DataPlaneError("the link to TransferQueue is closed")
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def close(self) -> None:
+        """Whoever started the queue ends it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._owner:
+            transfer_queue.close()
+
+
+def _plain(info: ZMQServerInfo) -> dict[str, Any]:
+    return {"role": info.role.value, "id": info.id, "ip": info.ip, "ports": dict(info.ports)}
+
+
+def _info(told: Mapping[str, Any]) -> ZMQServerInfo:
+    return ZMQServerInfo(Role(told["role"]), told["id"], told["ip"], dict(told["ports"]))
+
+
+def _nest(cells: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(cells), layout=torch.jagged)
+
+
+def _column(found: Any) -> Jagged | list[Any] | None:
+    """A column as our plane hands it out; None for a mixture of dtypes or widths, which the ledger's own copy explains."""
+    if not isinstance(found, torch.Tensor) or not found.is_nested or found.layout != torch.jagged:
+        return None
+    nested: Any = found
+    offsets = nested.offsets().to(torch.int64)
+    if found.dtype == FRAME_DTYPE:
+        body = nested.values().numpy().tobytes()
+        bounds = offsets.tolist()
+        return [decode(body[start:end]) for start, end in pairwise(bounds)]
+    return Jagged(nested.values(), offsets)

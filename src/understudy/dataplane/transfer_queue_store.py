@@ -1,0 +1,197 @@
+"""The ledger's rows, and which of their columns also lie in TransferQueue.
+
+A column that is large lies in the run directory (a spill file, as in the embedded plane) and, while memory allows, in
+TransferQueue; `shelved` says which do, and counts them against `max_bytes`. Small cells stay with the ledger. A column is
+read from the queue only while it is shelved, so whatever happens to the queue, or to an upload that was refused after
+all, the copy in the run directory is what counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from understudy.dataplane.base import Columns, Lease, RowStatus
+from understudy.dataplane.intake import Frames, Intake, Tags, checked_tags, framed, shared_columns
+from understudy.dataplane.loading import Loaded
+from understudy.dataplane.partition import Partition
+from understudy.dataplane.rows import Row
+from understudy.dataplane.store import Store
+from understudy.dataplane.transfer_queue_shelf import Shelf
+from understudy.errors import DataPlaneError
+from understudy.types.batch import BatchMeta
+
+INLINE_BYTES = 512
+"""Cells below this stay with the ledger, unless told otherwise."""
+Held = dict[str, dict[str, int]]
+"""By key and column to be uploaded: bytes of memory taken."""
+
+
+class QueueStore(Store):
+    """A `Store` that knows what is on the shelf; without a shelf it keeps everything itself."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.shelf: Shelf | None = None
+        self.inline_bytes = INLINE_BYTES
+        self.disk_bytes: float = math.inf
+        """Columns of this size or more are on disk alone."""
+        self._shelved: dict[int, dict[str, int]] = {}
+        """By row: columns that can be read from the queue, with the bytes they are counted for."""
+        self._uploaded: dict[str, set[str]] = {}
+        """By partition: every key the queue may know, whatever became of the upload."""
+        self._on_the_way: Counter[tuple[str, str, str]] = Counter()
+        """By partition, key and column: uploads that have not arrived yet."""
+
+    def is_shelved(self, row: Row, name: str) -> bool:
+        return name in self._shelved.get(row.id, ())
+
+    def is_best_read_there(self, row: Row, name: str) -> bool:
+        """On the shelf, and not here as well."""
+        return self._shelved.get(row.id, {}).get(name, 0) > 0
+
+    def overwriting(self, home: Partition, frames: Frames) -> None:
+        """These columns are about to change: whatever the queue holds in them, now or soon, is not read."""
+        for key, columns in frames.items():
+            row = home.rows.get(key)
+            if row is not None and row.id in self._shelved:
+                size = sum(self._shelved[row.id].pop(name, 0) for name in columns)
+                row.resident -= size
+                self.admission.leave(0, size)
+
+    def uploading(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
+        """From now on the queue may know these rows, and hold anything in these columns."""
+        self._uploaded.setdefault(home.name, set()).update(frames)
+        self._on_the_way.update((home.name, key, name) for key, names in frames.items() for name in names)
+
+    def uploaded(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
+        """This upload is over, whatever came of it."""
+        for key, names in frames.items():
+            for name in names:
+                place = (home.name, key, name)
+                self._on_the_way[place] -= 1
+                if not self._on_the_way[place]:
+                    del self._on_the_way[place]
+
+    def shelve(self, home: Partition, row: Row, sizes: Mapping[str, int]) -> None:
+        """These columns arrived, and memory was taken for them; not where another upload is about to replace them."""
+        shelf = self._shelved.setdefault(row.id, {})
+        for name, size in sizes.items():
+            if (home.name, row.key, name) in self._on_the_way:
+                self.admission.leave(0, size)
+            else:
+                shelf[name] = size
+                row.resident += size
+
+    def forget(self, partition: str, keys: Iterable[str]) -> None:
+        """The queue need not hold these rows any more."""
+        known = self._uploaded.get(partition, set())
+        gone = [key for key in keys if key in known]
+        known.difference_update(gone)
+        if self.shelf is not None:
+            self.shelf.clear(partition, gone)
+
+    def forget_all(self) -> None:
+        for partition, keys in self._uploaded.items():
+            self.forget(partition, list(keys))
+        self._shelved.clear()
+
+    def _remove(self, home: Partition, rows: list[Row]) -> None:
+        super()._remove(home, rows)
+        for row in rows:
+            self._shelved.pop(row.id, None)
+        self.forget(home.name, [row.key for row in rows])
+
+    def install(self, state: Loaded) -> None:
+        self.forget_all()
+        super().install(state)
+
+
+class QueueIntake(Intake):
+    """Rows are let in first, then uploaded, then written into the ledger if they are still wanted."""
+
+    def __init__(self, store: QueueStore, check: Callable[[], None]) -> None:
+        """`check` raises where the plane does not take work any more."""
+        super().__init__(store)
+        self._queue = store
+        self._check = check
+
+    async def put(
+        self,
+        partition: str,
+        rows: Mapping[str, Columns],
+        tags: Tags | None,
+        lease: Lease | None,
+        status: RowStatus,
+    ) -> BatchMeta:
+        store = self._queue
+        frames, given = framed(rows), checked_tags(tags)
+        home, room = await self._admit(partition, frames, lease)
+        store.overwriting(home, frames)
+        epoch, held = store.leases.epoch, self._hold(frames)
+        try:
+            arrived = await self._upload(home, frames, held)
+            self._check()
+            if store.leases.epoch != epoch:
+                raise DataPlaneError("the plane was rewound while these rows were on their way")
+            self._look(home, frames, lease)
+        except BaseException:
+            if store.leases.epoch == epoch and self._takes_work():
+                self._undo(home, frames, held, room)
+            raise
+        self._write(home, frames, given, status, room)
+        for key, sizes in held.items():
+            if arrived and key in home.rows:
+                store.shelve(home, home.rows[key], sizes)
+            else:
+                store.admission.leave(0, sum(sizes.values()))
+        await store.journal.durable()
+        return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
+
+    def _takes_work(self) -> bool:
+        """Otherwise the plane is closed, or being rewound, and what was taken of its memory is counted anew."""
+        try:
+            self._check()
+        except DataPlaneError:
+            return False
+        return True
+
+    def _hold(self, frames: Frames) -> Held:
+        """What to upload, and memory for it; large columns it has no room for go to disk alone.
+
+        Small cells, which the ledger keeps, go along for readers that see the queue alone.
+        """
+        shelf, admission = self._queue.shelf, self._queue.admission
+        if shelf is None or shelf.lost is not None:
+            return {}
+        held: Held = {key: {} for key in frames}
+        for key, columns in frames.items():
+            for name, frame in columns.items():
+                if len(frame) < self._queue.inline_bytes:
+                    held[key][name] = 0
+                elif len(frame) < self._queue.disk_bytes and admission.hold(len(frame)):
+                    held[key][name] = len(frame)
+        return held
+
+    async def _upload(self, home: Partition, frames: Frames, held: Held) -> bool:
+        shelf = self._queue.shelf
+        if shelf is None or not any(held.values()):
+            return False
+        self._queue.uploading(home, held)
+        try:
+            return await shelf.put(
+                home.name,
+                {key: {name: frames[key][name] for name in names} for key, names in held.items() if names},
+            )
+        finally:
+            self._queue.uploaded(home, held)
+
+    def _undo(self, home: Partition, frames: Frames, held: Held, room: int) -> None:
+        """The rows were refused after all; what arrived of them in the queue is never read."""
+        admission = self._queue.admission
+        self._queue.overwriting(home, frames)
+        admission.leave(room, sum(sum(sizes.values()) for sizes in held.values()))
+        self._queue.forget(home.name, [key for key in frames if key not in home.rows])
+        admission.serve()

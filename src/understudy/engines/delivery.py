@@ -1,0 +1,148 @@
+"""How new weights get to servers: over the GPU they share with the trainer, or as a snapshot they load in place.
+
+A snapshot is one safetensors file in a folder that servers see, in memory where nothing else is asked for. The newest is
+kept, because a server that is started anew needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from understudy.engines.dialects import Dialect, Json
+from understudy.engines.gpu_handover import GpuHandover
+from understudy.engines.replicas import Replica
+from understudy.errors import EngineError
+
+Post = Callable[[Replica, str, Json], Awaitable[Json]]
+
+
+class RefusedError(EngineError):
+    """The server understood the request and will not have it: asking again or elsewhere is no use."""
+
+
+class UnreachableError(EngineError):
+    """Nobody answers there any more: the server has died, or its machine has."""
+
+
+class WeightDelivery:
+    """The weights of one engine's servers. Calls must not overlap; whoever calls has stopped generation.
+
+    `give_up` is asked about a server that cannot be reached: True means that somebody brings it back and catches it up.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        post: Post,
+        give_up: Callable[[Replica], bool],
+        snapshots: Path | None,
+        handover: GpuHandover | None,
+    ) -> None:
+        self._dialect, self._post, self._snapshots, self._handover = dialect, post, snapshots, handover
+        self._give_up = give_up
+        self._folder: Path | None = None
+        self._newest: tuple[Path, int] | None = None
+        self._live: tuple[Sequence[tuple[str, Tensor]], int] | None = None
+        """The trained tensors themselves and their version, where servers read them in place."""
+
+    async def bring(
+        self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """New weights to these servers, each the fastest way it can take them. No tensors: they have them already."""
+        if not tensors:
+            return
+        if self._handover is not None:
+            taken = await asyncio.gather(*(self._hand_over(one, version, tensors) for one in replicas))
+            replicas = [one for one, done in zip(replicas, taken, strict=True) if not done]
+            self._live, self._newest = (tensors, version), None
+        if replicas:
+            snapshot = await asyncio.to_thread(self._write, version, tensors)
+            self._newest = (snapshot, version)
+            await asyncio.gather(*(self._load_if_there(one, snapshot, version) for one in replicas))
+
+    async def catch_up(self, replica: Replica) -> None:
+        """A server that was started anew gets what the others have."""
+        replica.label = ""
+        if self._handover is not None:
+            self._handover.forget(replica.name)
+        if self._newest is not None:
+            await self._load(replica, *self._newest)
+        elif self._live is not None:
+            tensors, version = self._live
+            await self.bring([replica], version, tensors)
+
+    async def _hand_over(self, replica: Replica, version: int, tensors: Sequence[tuple[str, Tensor]]) -> bool:
+        """Whether there is nothing more to do for this server now."""
+        assert self._handover is not None
+
+        async def call(method: str, arguments: list[str]) -> Json:
+            return await self._post(replica, "/collective_rpc", {"method": method, "args": arguments})
+
+        try:
+            if not await self._handover.give(replica.name, call, tensors, version):
+                return False
+            await self._renew(replica, version)
+        except UnreachableError:
+            if not self._give_up(replica):
+                raise
+        return True
+
+    async def _load_if_there(self, replica: Replica, snapshot: Path, version: int) -> None:
+        try:
+            await self._load(replica, snapshot, version)
+        except UnreachableError:
+            if not self._give_up(replica):
+                raise
+
+    def _write(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> Path:
+        if self._dialect.load is None:
+            raise EngineError(
+                f"a server that speaks {self._dialect.name} cannot take new weights; use vllm or sglang to train"
+            )
+        named = {name: tensor.detach().to("cpu", copy=False).contiguous() for name, tensor in tensors}
+        if self._folder is None:
+            memory = Path("/dev/shm")
+            parent = self._snapshots or (memory if memory.is_dir() else None)
+            self._folder = Path(tempfile.mkdtemp(prefix="understudy-weights-", dir=parent))
+        folder = self._folder / f"v{version}"
+        folder.mkdir(exist_ok=True)
+        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+        for old in self._folder.iterdir():
+            if old != folder:
+                shutil.rmtree(old)
+        return folder / "model.safetensors"
+
+    async def _load(self, replica: Replica, snapshot: Path, version: int) -> None:
+        assert self._dialect.load is not None
+        reply = await self._post(replica, *self._dialect.load(str(snapshot), version))
+        if not self._dialect.loaded(reply, version):
+            raise EngineError(f"{replica.name} did not load weights version {version}: {str(reply)[:300]}")
+        await self._renew(replica, version)
+
+    async def _renew(self, replica: Replica, version: int) -> None:
+        """The server forgets what old weights computed, and learns what to call the new ones."""
+        await asyncio.gather(self._forget(replica), self._label(replica, version))
+
+    async def _forget(self, replica: Replica) -> None:
+        if self._dialect.forget is not None:
+            await self._post(replica, *self._dialect.forget)
+
+    async def _label(self, replica: Replica, version: int) -> None:
+        if self._dialect.label is None or replica.label is None:
+            return
+        try:
+            await self._post(replica, *self._dialect.label(version))
+            replica.label = str(version)
+        except RefusedError:
+            replica.label = None  # an older server, which is not asked again
+
+    def close(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,86 @@
+"""New weights for vLLM servers on the trainer's own GPU: mapped once, then copied on the device.
+
+The server opens the trained tensors by their CUDA handles, which travel as text, not as pickles, and keeps them open. An
+optimizer step changes them in place, so a publication is one small request and a copy at the speed of memory. Servers on
+other GPUs decline, and get a snapshot instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from understudy.errors import EngineError
+
+Call = Callable[[str, list[str]], Awaitable[dict[str, Any]]]
+"""(method, arguments) → the answer of a server's `/collective_rpc`."""
+
+
+class GpuHandover:
+    """What one engine's servers have mapped."""
+
+    def __init__(self) -> None:
+        self._attached: dict[str, tuple[int, ...]] = {}
+        """By replica: the addresses of the tensors it has open."""
+        self._declined: set[str] = set()
+
+    def forget(self, replica: str) -> None:
+        """It was started anew and has nothing open."""
+        self._attached.pop(replica, None)
+
+    async def give(
+        self, replica: str, call: Call, tensors: Sequence[tuple[str, Tensor]], version: int
+    ) -> bool:
+        """Whether the replica has taken the weights over; False where it must get them another way."""
+        if replica in self._declined or not tensors or any(not tensor.is_cuda for _, tensor in tensors):
+            return False
+        addresses = tuple(tensor.data_ptr() for _, tensor in tensors)
+        device = tensors[0][1].device
+        torch.cuda.current_stream(
+            device
+        ).synchronize()  # the optimizer's writes are done before anybody reads them
+        if self._attached.get(replica) != addresses:
+            self._attached.pop(replica, None)
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+            listed = json.dumps([(name, shared_fields(tensor)) for name, tensor in tensors])
+            if _results(await call("understudy_attach", [gpu, listed]))[0].get("attached") != len(tensors):
+                self._declined.add(replica)
+                return False
+            self._attached[replica] = addresses
+        answers = _results(await call("understudy_copy", [str(version)]))
+        if any(answer.get("version") != str(version) for answer in answers):
+            raise EngineError(f"{replica} did not take over weights version {version}: {str(answers)[:300]}")
+        return True
+
+
+def shared_fields(tensor: Tensor) -> dict[str, Any]:
+    """What another process needs to open a CUDA tensor, as JSON."""
+    _, arguments = reduce_tensor(tensor.detach())
+    (_, size, stride, offset, _, dtype, _, handle, storage_size, storage_offset, _,
+     counter, counter_offset, event, event_sync) = arguments  # fmt: skip
+    return {
+        "size": list(size),
+        "stride": list(stride),
+        "offset": offset,
+        "dtype": str(dtype).removeprefix("torch."),
+        "storage_handle": base64.b64encode(handle).decode(),
+        "storage_size": storage_size,
+        "storage_offset": storage_offset,
+        "ref_counter_handle": base64.b64encode(counter).decode(),
+        "ref_counter_offset": counter_offset,
+        "event_handle": base64.b64encode(event).decode(),
+        "event_sync": event_sync,
+    }
+
+
+def _results(reply: dict[str, Any]) -> list[dict[str, Any]]:
+    results = reply.get("results")
+    if not isinstance(results, list) or not results or not all(isinstance(one, dict) for one in results):
+        raise EngineError(f"a vLLM server answered /collective_rpc with {str(reply)[:300]}")
+    return results

@@ -1,0 +1,72 @@
+"""HTTP to one engine process: what it says, or that it is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+
+from understudy.engines.host_wire import CONTENT_TYPE
+from understudy.engines.replicas import Endpoint
+from understudy.errors import EngineError
+
+
+class HostLost(EngineError):
+    """The process does not answer any more; what it was asked may be asked again elsewhere."""
+
+
+class HostChannel:
+    """Kept-alive connections to one process, from its start to its end."""
+
+    def __init__(self, name: str, endpoint: Endpoint) -> None:
+        self.name = name
+        self._http = httpx.AsyncClient(
+            base_url=endpoint.url,
+            headers={"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {},
+            # No deadline on work: a batch takes as long as it takes. Whether the process lives is asked apart.
+            timeout=httpx.Timeout(None, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
+            trust_env=False,
+        )
+
+    async def ask(self, path: str, frame: bytes) -> bytes:
+        """A frame for a frame."""
+        return await self._post(path, frame, CONTENT_TYPE)
+
+    async def order(self, path: str, order: msgspec.Struct | None = None) -> None:
+        body = b"" if order is None else msgspec.json.encode(order)
+        await self._post(path, body, "application/json")
+
+    async def _post(self, path: str, body: bytes, kind: str) -> bytes:
+        try:
+            response = await self._http.post(path, content=body, headers={"Content-Type": kind})
+        except (
+            httpx.HTTPError,
+            OSError,
+            RuntimeError,
+        ) as error:  # RuntimeError: the client was closed meanwhile
+            raise HostLost(f"{self.name} at {path}: {type(error).__name__} {error}".rstrip()) from error
+        if response.status_code >= 400:
+            reason = _reason(response)
+            if reason is None:  # not in our words: the server is being ended, and its last requests with it
+                raise HostLost(f"{self.name} at {path}: status {response.status_code} {response.text[:100]}")
+            raise EngineError(f"{self.name}: {reason}")
+        return response.content
+
+    async def alive(self, within: float) -> bool:
+        try:
+            return (await self._http.get("/health", timeout=within)).status_code == 200
+        except (httpx.HTTPError, OSError, RuntimeError):
+            return False
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _reason(response: httpx.Response) -> str | None:
+    try:
+        told: Any = response.json()
+        return str(told["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,73 @@
+"""New weights for engine processes on this machine: one safetensors file in memory, read by all of them.
+
+    trainer ──write v7.safetensors──> /dev/shm/understudy-engine-…/ ──mapped──> engine 0, engine 1, …
+
+A file gets its name by a rename after its last byte, so nobody reads half of one. The newest stays: an engine that was
+started again needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from understudy.errors import EngineError
+
+_MEMORY = Path("/dev/shm")
+_MARGIN = 64 << 20
+
+
+class Snapshots:
+    """A folder of our own for snapshots; `need_bytes` is what one of them takes."""
+
+    def __init__(self, need_bytes: int, parent: Path | None = None) -> None:
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="understudy-engine-", dir=parent or _memory_for(2 * need_bytes))
+        )
+
+    def write(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+        """The file's name; None where there were no tensors to write."""
+        named = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
+        if not named:
+            return None
+        name = f"v{version}.safetensors"
+        temporary = self.folder / f".{name}"
+        try:
+            save_file(named, temporary)
+            temporary.replace(self.folder / name)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise EngineError(
+                f"weights of version {version} could not be written to {self.folder}: {error}"
+            ) from error
+        return name
+
+    def forget_all_but(self, name: str) -> None:
+        for path in self.folder.glob("v*.safetensors"):
+            if path.name != name:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        remove_snapshots(self.folder)
+
+
+def remove_snapshots(folder: Path) -> None:
+    """Our own files, and the folder once it is empty: never anything else."""
+    with contextlib.suppress(OSError):
+        for path in (*folder.glob("v*.safetensors"), *folder.glob(".v*.safetensors")):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _memory_for(size: int) -> Path | None:
+    """Shared memory where it has the room (containers often give it 64 MiB); otherwise the temporary folder."""
+    if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > size + _MARGIN:
+        return _MEMORY
+    return None

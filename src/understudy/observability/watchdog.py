@@ -1,0 +1,129 @@
+"""Who waits for what, written down while a run lives; and said aloud when nothing has moved for long.
+
+Everything a run does is a span, so what it waits for is what has begun and not ended:
+
+    the trainer waits for rows of step 7 ──> rollout 00000-0000031_0 (engine) ──> …
+                                          ╰─> score 00000-0000030_1 (teacher math)
+
+A watchdog never ends a run: a teacher that is away is waited for on purpose. It ends the guessing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from understudy.observability.rundir import write_atomically
+from understudy.observability.spans import OpenSpan, Spans
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Spans of one name that are under way."""
+
+    name: str
+    count: int
+    seconds: float
+    """Age of the oldest."""
+    about: dict[str, Any]
+    """Of the oldest."""
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{key} {value}" for key, value in self.about.items())
+        many = f"{self.count} × " if self.count > 1 else ""
+        return (
+            f"{many}{self.name}"
+            + (f" ({'oldest: ' if many else ''}{what})" if what else "")
+            + f", {self.seconds:.0f} s"
+        )
+
+
+def waiting_for(spans: Sequence[OpenSpan], now: float) -> list[Wait]:
+    """One entry per name, the one that has waited longest first."""
+    by_name: dict[str, list[OpenSpan]] = {}
+    for span in spans:
+        by_name.setdefault(span.name, []).append(span)
+    waits = []
+    for name, members in by_name.items():
+        oldest = min(members, key=lambda span: span.start)
+        waits.append(Wait(name, len(members), now - oldest.start, dict(oldest.about)))
+    return sorted(waits, key=lambda wait: -wait.seconds)
+
+
+@asynccontextmanager
+async def watched(
+    spans: Spans,
+    path: Path,
+    stall_seconds: float,
+    tell: Callable[[str], None],
+    facts: Callable[[], dict[str, Any]],
+) -> AsyncIterator[None]:
+    """Keep `path` up to date while the body runs; `facts` are figures of the moment worth knowing beside the waits."""
+    dog = asyncio.create_task(_watch(spans, path, stall_seconds, tell, facts), name="watchdog")
+    try:
+        yield
+    finally:
+        dog.cancel()
+        await asyncio.gather(dog, return_exceptions=True)
+        _write(path, "ended", [], 0.0, facts())
+
+
+async def _watch(
+    spans: Spans,
+    path: Path,
+    stall_seconds: float,
+    tell: Callable[[str], None],
+    facts: Callable[[], dict[str, Any]],
+) -> None:
+    told_at = 0.0
+    while True:
+        now = time.monotonic()
+        still, waits = now - spans.last_end, waiting_for(spans.under_way(), now)
+        await asyncio.to_thread(_write, path, "running", waits, still, facts())
+        if still > stall_seconds and now - told_at > stall_seconds:
+            told_at = now
+            text = "; ".join(map(str, waits[:4])) or "nothing that left a trace"
+            tell(f"nothing has moved for {still:.0f} s; under way: {text}")
+            logger.warning("stalled for %.0f s\n%s", still, "\n".join([*map(str, waits), *_task_lines()]))
+        await asyncio.sleep(min(_REFRESH_SECONDS, stall_seconds))
+
+
+def _task_lines() -> list[str]:
+    """Where every task stands: the last thing to look at when no span explains a stall."""
+    lines = []
+    for task in asyncio.all_tasks():
+        frames = task.get_stack(limit=1)
+        where = f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else "not started"
+        lines.append(f"task {task.get_name()}: {where}")
+    return sorted(lines)
+
+
+def _write(path: Path, status: str, waits: Sequence[Wait], still: float, facts: dict[str, Any]) -> None:
+    entry = {
+        "status": status,
+        "written": time.time(),
+        "seconds_without_progress": round(still, 1),
+        "waiting": [
+            {"name": wait.name, "count": wait.count, "seconds": round(wait.seconds, 1), "about": wait.about}
+            for wait in waits
+        ],
+        "facts": facts,
+    }
+    write_atomically(path, json.dumps(entry, indent=1) + "\n")
+
+
+def read_waits(path: Path) -> tuple[dict[str, Any], list[Wait]]:
+    """What `watched` wrote last."""
+    entry = json.loads(path.read_text())
+    return entry, [Wait(**wait) for wait in entry["waiting"]]

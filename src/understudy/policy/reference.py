@@ -1,0 +1,56 @@
+"""A frozen model beside the student: log-probabilities of what was written, no gradient, no optimizer."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from understudy.errors import PolicyError
+from understudy.policy.assemble import Assembler
+from understudy.policy.forward import StudentForward, attention_for, choose_layout, sampled_logprobs
+from understudy.policy.head import verify_head
+from understudy.policy.load import switch_off_dropout
+from understudy.policy.plan import plan_step
+from understudy.types.batch import Batch
+from understudy.types.jagged import Jagged
+
+
+class FrozenModel:
+    """Micro-batches are composed as the student's are, so equal weights give equal bits."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        switch_off_dropout(model)
+        verify_head(model)
+        model.requires_grad_(False)
+        model.train()
+        self.model = model
+        self.layout = choose_layout(model)
+        self.forward = StudentForward(model)
+
+    @torch.no_grad()
+    def logprobs(
+        self, batch: Batch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
+    ) -> Jagged:
+        """float32 [P] per row."""
+        assembler = Assembler(batch, [torch.zeros(int(mask.sum())) for mask in batch.loss_mask])
+        found = torch.zeros(int(assembler.loss_offsets[-1]))
+        rows = assembler.rows_with_loss()
+        if not rows:
+            return Jagged(found, assembler.loss_offsets)
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        if int(batch.tokens.values.max()) >= vocabulary:
+            raise PolicyError(
+                f"token id {int(batch.tokens.values.max())} is beyond the reference's vocabulary of {vocabulary}; reference "
+                "and student must share one token → id map"
+            )
+        lengths = assembler.token_lengths.tolist()
+        plan = plan_step(
+            rows, lengths, batch.keys, assembler.groups(), max_tokens_per_microbatch, self.layout
+        )
+        device = next(self.model.parameters()).device
+        with attention_for(self.model, self.layout):
+            for group, _ in plan.passes():
+                micro = assembler.cut(group, self.layout).to(device)
+                _, values = self.forward(micro, sampled_logprobs, temperature=temperature)
+                found[assembler.loss_places(group)] = values.float().cpu()
+        return Jagged(found, assembler.loss_offsets)

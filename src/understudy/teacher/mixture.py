@@ -1,0 +1,115 @@
+"""Several teachers' opinions on one row as one: the mixture p = Σ w_i · p_i of their distributions.
+
+    sampled   log p(y) from each teacher's log p_i(y): exact
+    at_ids    the same at every named id: exact
+    topk      first each teacher's K best, then every teacher at the others' ids; of all of these the K best by p. Their
+              probabilities are exact; an id that is in no teacher's K best cannot be among them
+    hidden    refused: a mixture is not the softmax of one head over one state
+
+For forward KL this is the weighted sum of the KLs to each teacher, up to a constant that has no gradient.
+
+Legend: M teachers, P judged positions, K candidates of each teacher, C = M·K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from understudy.errors import TeacherError
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+Ask = Callable[[str, ScoreItem], Awaitable[TeacherScores]]
+"""(teacher, item) → its scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """One teacher's scores and how much they weigh; weights of a mixture sum to 1."""
+
+    weight: float
+    scores: TeacherScores
+
+
+def needed_signals(signal: Signal) -> list[Signal]:
+    """What each teacher of a mixture must be able to give for a row that asks for `signal`."""
+    if signal is Signal.HIDDEN:
+        raise TeacherError(
+            "rows with a mixture of teachers cannot be scored by 'hidden': a mixture is not the softmax of one head over "
+            "one hidden state; set loss.signal to 'topk' or 'sampled'"
+        )
+    return [Signal.TOPK, Signal.AT_IDS] if signal is Signal.TOPK else [signal]
+
+
+async def opinions_of(item: ScoreItem, shares: Mapping[str, float], ask: Ask) -> list[Opinion]:
+    """Every teacher's scores, heaviest first, one teacher after another; for `topk` all of them at the same C ids."""
+    needed_signals(item.signal)
+    names = sorted(shares, key=lambda name: (-shares[name], name))
+    found = [await ask(name, item) for name in names]
+    if item.signal is Signal.TOPK and len(names) > 1:
+        found = [await _at_all_ids(i, found, names, item, ask) for i in range(len(names))]
+    return [Opinion(shares[name], scores) for name, scores in zip(names, found, strict=True)]
+
+
+async def _at_all_ids(
+    own: int, best: Sequence[TeacherScores], names: Sequence[str], item: ScoreItem, ask: Ask
+) -> TeacherScores:
+    """One teacher at its own K best, which it has told, and at the others', which it is asked for now."""
+    ids_PK = [_candidates(scores)[0] for scores in best]
+    others_PC = np.concatenate([ids for i, ids in enumerate(ids_PK) if i != own], axis=1)
+    answer = await ask(names[own], replace(item, signal=Signal.AT_IDS, k=0, ids=others_PC))
+    rest = np.split(_candidates(answer)[1], len(names) - 1, axis=1)
+    rest.insert(own, _candidates(best[own])[1])
+    return replace(best[own], ids=np.concatenate(ids_PK, axis=1), logprobs=np.concatenate(rest, axis=1))
+
+
+def mix(opinions: Sequence[Opinion], item: ScoreItem) -> TeacherScores:
+    """One verdict out of several, in the shape that `item` asked for."""
+    if len(opinions) == 1:
+        return opinions[0].scores
+    log_weights_M = np.log([opinion.weight for opinion in opinions])
+    sampled_P = _log_mean([opinion.scores.sampled_logprobs for opinion in opinions], log_weights_M)
+    ids = logprobs = None
+    if item.signal in (Signal.TOPK, Signal.AT_IDS):
+        ids, _ = _candidates(opinions[0].scores)
+        logprobs = _log_mean([_candidates(opinion.scores)[1] for opinion in opinions], log_weights_M)
+        if item.signal is Signal.TOPK:
+            ids, logprobs = _best(ids, logprobs, item.k)
+    return TeacherScores(
+        key=item.key,
+        teacher="+".join(sorted(opinion.scores.teacher for opinion in opinions)),
+        signal=item.signal,
+        sampled_logprobs=sampled_P.astype(np.float32),
+        ids=ids,
+        logprobs=None if logprobs is None else logprobs.astype(np.float32),
+    )
+
+
+def _log_mean(logprobs_M: Sequence[np.ndarray], log_weights_M: np.ndarray) -> np.ndarray:
+    """float64: log Σ w_i · p_i."""
+    parts = [part.astype(np.float64) + weight for part, weight in zip(logprobs_M, log_weights_M, strict=True)]
+    return np.logaddexp.reduce(parts, axis=0)
+
+
+def _best(ids_PC: np.ndarray, logprobs_PC: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The K best different ids of each position, best first; of equal ones the smaller id."""
+    order_PC = np.lexsort((ids_PC, -logprobs_PC), axis=1)
+    ids_PC = np.take_along_axis(ids_PC, order_PC, 1)
+    logprobs_PC = np.take_along_axis(logprobs_PC, order_PC, 1)
+    # The same id comes from several teachers with one and the same value up to rounding; the first of its kind counts.
+    repeated_PC = np.array([~_first_of_its_kind(ids_C) for ids_C in ids_PC], bool).reshape(ids_PC.shape)
+    kept_PK = np.argsort(repeated_PC, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(ids_PC, kept_PK, 1), np.take_along_axis(logprobs_PC, kept_PK, 1)
+
+
+def _first_of_its_kind(ids_C: np.ndarray) -> np.ndarray:
+    first_C = np.zeros(len(ids_C), bool)
+    first_C[np.unique(ids_C, return_index=True)[1]] = True
+    return first_C
+
+
+def _candidates(scores: TeacherScores) -> tuple[np.ndarray, np.ndarray]:
+    assert scores.ids is not None and scores.logprobs is not None
+    return scores.ids, scores.logprobs

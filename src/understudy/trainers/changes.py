@@ -1,0 +1,154 @@
+"""A run taken up again with another recipe: what may change, what may not, and why.
+
+A checkpoint is the outcome of the recipe it was trained under. What only says how far to go, what to measure, what to keep
+or who computes may change at any time. What decides what is learnt may not: the run's curves would be of two experiments.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from understudy.config import Recipe, parse_recipe
+from understudy.config.recipe import apply_overrides
+from understudy.errors import ConfigError
+from understudy.observability.redact import HIDDEN
+from understudy.observability.rundir import RunDir, read_json
+
+_ROUNDING = "the same up to rounding"
+_SCORED_ALIKE = "who scores, not what: a teacher's weights are compared with those the run began with"
+_MEASURED = "what is measured, not what is learnt"
+_KEPT = "what is kept on disk"
+
+ACCEPTED: Mapping[str, str] = {
+    "trainer.steps": "how far the run goes; a schedule that decays does so over the new length from here on",
+    "trainer.checkpoint_every": _KEPT,
+    "trainer.keep_checkpoints": _KEPT,
+    "trainer.keep_best": _KEPT,
+    "trainer.async_save": "when the disk is waited for",
+    "trainer.eval_every": _MEASURED,
+    "trainer.eval_samples": _MEASURED,
+    "trainer.eval_k": _MEASURED,
+    "trainer.eval_teachers": _MEASURED,
+    "trainer.solved_at": _MEASURED,
+    "trainer.max_dead_letters": "how many bad rows are put up with",
+    "trainer.stall_seconds": "when the run says that it is stuck",
+    "trainer.ranks": _ROUNDING,
+    "trainer.micro_batch_tokens": _ROUNDING,
+    "trainer.offload_optimizer": "where the optimizer's state lives",
+    "student.device": _ROUNDING,
+    "student.gradient_checkpointing": _ROUNDING,
+    "loss.backend": _ROUNDING,
+    "rollout.max_batch": _ROUNDING,
+    "rollout.replicas": "who generates, not what",
+    "rollout.deadline_seconds": "how long one sample is waited for",
+    "teachers.*.replicas": _SCORED_ALIKE,
+    "teachers.*.placement": _SCORED_ALIKE,
+    "teachers.*.pool": _SCORED_ALIKE,
+    "teachers.*.urls": _SCORED_ALIKE,
+    "teachers.*.backend": _SCORED_ALIKE,
+    "teachers.*.ports": _SCORED_ALIKE,
+    "teachers.*.token_env": _SCORED_ALIKE,
+    "teachers.*.tensor_parallel": _SCORED_ALIKE,
+    "teachers.*.compile": _ROUNDING,
+    "teachers.*.device": _ROUNDING,
+    "teachers.*.threads": _ROUNDING,
+    "teachers.*.max_batch_tokens": _ROUNDING,
+    "teachers.*.deadline_seconds": "how long a replica is waited for",
+    "teachers.*.hedge_after_seconds": "how long a replica is waited for",
+    "teachers.*.cache_bytes": "how much memory scores take",
+    "dataplane.*": "how much memory rows take",
+    "cluster.*": "where processes sit",
+    "run.threads": _ROUNDING,
+    "run.loggers": "who else is told",
+    "run.name": "a name",
+}
+"""Keys that may change, each with the reason; `*` stands for any name."""
+
+REFUSED: Mapping[str, str] = {
+    "run.seed": "every sample's randomness derives from it",
+    "run.determinism": "the rows in the journal were composed under the old rule",
+    "run.dir": "a run stays in its folder; move the folder and resume it there",
+    "student": "a run trains one model",
+    "teachers": "the rows trained so far were judged by the old teachers",
+    "loss": "the steps taken so far learnt from another objective",
+    "critic": "the critic in the checkpoint was trained under the old value",
+    "reference": "the steps taken so far were kept near another model",
+    "rollout": "the rows trained so far were written under other rules",
+    "data.eval": "accuracies before and after could not be compared",
+    "data.reward": "rewards before and after could not be compared",
+    "data": "the place in the data is counted in the old data",
+    "trainer.batch_size": "the place in the data is counted in batches of the old size",
+    "trainer.mode": "the two schedules hold different rows in the journal",
+    "trainer": "the optimizer's state and the curves so far belong to the old value",
+}
+"""Why everything else may not, by the longest prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    key: str
+    before: Any
+    after: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.before)} → {_shown(self.after)} ({self.reason})"
+
+
+def changed_recipe(run: RunDir, overrides: Sequence[str]) -> tuple[Recipe, list[Change]]:
+    """The run's recipe with `key=value` overrides, and the differences; `ConfigError` for those that change its meaning."""
+    table = read_json(run.recipe)
+    before = parse_recipe(table)
+    if not overrides:
+        return before, []
+    apply_overrides(table, overrides)
+    after = parse_recipe(table)
+    return after, compare(before, after)
+
+
+def compare(before: Recipe, after: Recipe) -> list[Change]:
+    """Every difference that is accepted; raises with every one that is not."""
+    old, new = flatten(before.model_dump()), flatten(after.model_dump())
+    accepted, problems = [], []
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) == new.get(key):
+            continue
+        reason = _accepted(key)
+        if reason is not None:
+            accepted.append(Change(key, old.get(key), new.get(key), reason))
+        else:
+            problems.append(
+                f"cannot resume with {key} = {_shown(new.get(key))}, the run has {_shown(old.get(key))}: {_refused(key)}; "
+                "start a new run with `understudy train`"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return accepted
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _accepted(key: str) -> str | None:
+    return next((reason for pattern, reason in ACCEPTED.items() if fnmatchcase(key, pattern)), None)
+
+
+def _refused(key: str) -> str:
+    fitting = [prefix for prefix in REFUSED if key == prefix or key.startswith(f"{prefix}.")]
+    return REFUSED[max(fitting, key=len)] if fitting else "it would change what the run means"
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else HIDDEN if value == HIDDEN else repr(value)

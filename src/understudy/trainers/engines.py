@@ -1,0 +1,171 @@
+"""The student's engine as a recipe asks for it, and how new weights reach it.
+
+    engine    who generates                        new weights
+    hf        this process                         none to move: engine and policy share their tensors
+    hf        `processes` of its own               a snapshot in memory that each process copies in between two tokens
+    vllm      servers we start, watch, restart     a snapshot in memory that each server loads in place
+    vllm      running servers at `urls`            the same, through `rollout.snapshots`
+    sglang    running servers at `urls`            the same, by SGLang's own route
+    openai    running servers at `urls`            cannot: `live_weights = false`
+
+Only here do the recipe, the process launcher and the engines meet.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from understudy.config import Recipe
+from understudy.engines.base import Engine, Sampling
+from understudy.engines.dialects import DIALECTS
+from understudy.engines.gpu_handover import GpuHandover
+from understudy.engines.hf import HFEngine
+from understudy.engines.remote import RemoteEngine
+from understudy.engines.schedule import Batching
+from understudy.engines.vllm import ChildLauncher, VLLMSettings, start_vllm
+from understudy.errors import ConfigError
+from understudy.trainers.hosts import hosts_of
+from understudy.trainers.loading import LoadedModel
+from understudy.trainers.student_servers import endpoints_of, vllm_python
+from understudy.weights.base import WeightPublisher, WeightSource
+from understudy.weights.in_process import CopiedWeights, SharedWeights
+
+_CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""vLLM on a CPU would take 4 GiB and bind itself to cores that the trainer uses."""
+
+
+class Notes(Protocol):
+    """Where a wait is explained to the user."""
+
+    def phase(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class TrainedPolicy(WeightSource, Protocol):
+    @property
+    def model(self) -> nn.Module: ...
+
+
+def context_of(recipe: Recipe, student: LoadedModel) -> int:
+    """The longest sequence of a rollout."""
+    wanted = recipe.rollout.context_length
+    if wanted is not None and wanted > student.context:
+        raise ConfigError(
+            f"rollout.context_length = {wanted}; {recipe.student.model} holds {student.context} tokens"
+        )
+    return wanted or student.context
+
+
+def sampling_of(recipe: Recipe, student: LoadedModel) -> Sampling:
+    rollout, loss = recipe.rollout, recipe.loss
+    own_candidates = loss.signal == "at_ids" and loss.distill_coef > 0
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        stop_ids=student.stop_ids,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop_strings=tuple(rollout.stop),
+        candidates=loss.topk if own_candidates else 0,
+    )
+
+
+async def open_engine(
+    recipe: Recipe,
+    student: LoadedModel,
+    launcher: ChildLauncher,
+    notes: Notes,
+    *,
+    shared: bool,
+    deterministic: bool,
+) -> Engine:
+    """`shared`: nobody generates while the optimizer writes, so an engine in this process may use the trained tensors."""
+    if recipe.rollout.engine != "hf":
+        return await _remote(recipe, student, launcher, notes, shared)
+    if recipe.rollout.processes:
+        notes.phase(f"starting {recipe.rollout.processes} engine process(es)")
+        length = context_of(recipe, student)
+        return await hosts_of(
+            recipe, student, launcher, max_length=length, deterministic=deterministic, notify=notes.note
+        )
+    batching = Batching.COMPOSED if deterministic else Batching.CONTINUOUS
+    own = student if shared else student.twin()
+    return own.engine(recipe.rollout.max_batch, batching, context_of(recipe, student))
+
+
+def publisher_of(recipe: Recipe, policy: TrainedPolicy, engine: Engine, *, shared: bool) -> WeightPublisher:
+    """How the policy's weights reach this engine; `shared` as in `open_engine`."""
+    if isinstance(engine, HFEngine):
+        return SharedWeights(policy.model, engine) if shared else CopiedWeights(policy, engine)
+    return CopiedWeights(policy, engine) if recipe.rollout.live_weights else FixedWeights(engine)
+
+
+async def _remote(
+    recipe: Recipe, student: LoadedModel, launcher: ChildLauncher, notes: Notes, at_rest: bool
+) -> RemoteEngine:
+    """Over servers: ours, started here, or running ones. `at_rest`: nobody trains while they generate, so a server on our own
+    GPU may read the trained tensors at any time it comes back."""
+    rollout = recipe.rollout
+    snapshots = Path(rollout.snapshots) if rollout.snapshots else None
+    if snapshots is not None:
+        snapshots.mkdir(parents=True, exist_ok=True)
+    if rollout.starts_servers:
+        notes.phase(f"starting {rollout.replicas} vLLM server(s)")
+        handover = GpuHandover() if at_rest and student.device.type == "cuda" else None
+        settings = vllm_settings(recipe, student)
+        return await start_vllm(settings, launcher, snapshots=snapshots, handover=handover)
+    return RemoteEngine(
+        DIALECTS[rollout.engine],
+        endpoints_of(rollout),
+        model=rollout.served_model,
+        max_length=context_of(recipe, student),
+        snapshots=snapshots,
+    )
+
+
+def vllm_settings(recipe: Recipe, student: LoadedModel) -> VLLMSettings:
+    rollout = recipe.rollout
+    base: dict[str, str] = {}
+    options = list(rollout.engine_args)
+    if student.device.type == "cpu" and not torch.cuda.is_available():
+        base = {key: value for key, value in _CPU_DEFAULTS.items() if key not in os.environ}
+        if "--enforce-eager" not in options:
+            options.append("--enforce-eager")
+    candidates = sampling_of(recipe, student).candidates
+    if candidates and not any(option.startswith("--max-logprobs") for option in options):
+        options.append(f"--max-logprobs={candidates + 1}")
+    if recipe.student.revision:
+        options.append(f"--revision={recipe.student.revision}")
+    devices = rollout.devices or [""] * rollout.replicas
+    return VLLMSettings(
+        python=vllm_python(rollout),
+        model=recipe.student.model,
+        max_length=context_of(recipe, student),
+        max_batch=rollout.max_batch,
+        dtype=recipe.student.dtype,
+        options=tuple(options),
+        env=tuple({**base, **({"CUDA_VISIBLE_DEVICES": one} if one else {})} for one in devices),
+    )
+
+
+class FixedWeights:
+    """For servers that keep what they serve: tokens carry version 0 for ever, and the run is off-policy by choice."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def publish(self, version: int) -> None:
+        if self._engine.version < 0:
+            await self._engine.update_weights(0, ())

@@ -1,0 +1,54 @@
+"""A step's rows, with prompts that teach nothing replaced: DAPO's dynamic sampling.
+
+    cursor ──prompts──> produce ──> the plane evicts groups without a signal ──> as many new prompts as are missing
+                           ▲                                                              │
+                           └──────────────────────────────────────────────────────────────┘
+
+A prompt whose sessions all got one reward has no advantage anywhere. The plane looks at a group when its last session is
+rolled out and evicts it in the same transaction; evicted rows are counted apart from dead letters. New prompts come from
+the cursor in its order and how many are asked for follows from rewards alone, so a run repeats to the bit.
+"""
+
+from __future__ import annotations
+
+from understudy.dataplane.base import split_key
+from understudy.dataplane.groups import GroupFilter, no_signal
+from understudy.errors import DataError
+from understudy.trainers.produce import produce_step
+from understudy.trainers.system import PARTITION, System
+
+
+def install_filters(system: System) -> None:
+    """Tell the plane what to look for; it forgets when the process ends."""
+    if system.recipe.rollout.filter_groups:
+        system.plane.filter_groups(PARTITION, GroupFilter(no_signal))
+
+
+async def fill_step(system: System, step: int) -> dict[str, float]:
+    """Produce `batch_size` prompts for this step, again and again where groups are filtered; returns what it took."""
+    wanted, rollout = system.recipe.trainer.batch_size, system.recipe.rollout
+    await produce_step(system, system.cursor.take(wanted), step)
+    if not rollout.filter_groups:
+        return {}
+    taken, refills = wanted, 0
+    while (missing := wanted - await _prompts_held(system, step)) and refills < rollout.max_refills:
+        system.view.phase(f"step {step}: {missing} prompts had no signal, taking others")
+        await produce_step(system, system.cursor.take(missing), step)
+        taken += missing
+        refills += 1
+    if missing == wanted:
+        raise DataError(
+            f"step {step} has nothing to learn from: all sessions of each of {taken} prompts got the same reward. Raise "
+            "rollout.n or rollout.temperature, choose other prompts, or set rollout.filter_groups = false"
+        )
+    if refills:
+        system.view.phase("")
+    return {
+        "rollout/filtered_prompts": float(taken - (wanted - missing)),
+        "rollout/refills": float(refills),
+    }
+
+
+async def _prompts_held(system: System, step: int) -> int:
+    rows = await system.plane.list(PARTITION)
+    return len({split_key(key)[0] for key, row in rows.items() if row.tags.get("step") == step})

@@ -1,0 +1,298 @@
+"""The fully async trainer: producers run all the time, the trainer is the one finite clock.
+
+    cursor ──> admit ──prompts──> produce ──rows──> plane ──batch──> update ──> publish
+                 ▲   waits for      many at once:      rows of a      the trainer     │ every `sync_every`
+                 │   a free slot    rollout, journal,  window, as     waits for       │ updates
+                 │                  teacher, journal   they finish    enough rows     │
+                 └──────────── a whole window's slots are free again ─────────────────┘
+
+Three tasks. **admit** consumes slots and prompts, starts producers, and waits for a slot. A **producer** is the sync
+trainer's `produce` for a few prompts; it waits for the engine and the teachers. **train** consumes rows and frees slots;
+it waits for rows. Nobody waits for anybody in a circle: rows of the oldest window never need a slot, so the trainer's
+wait always ends, and with it the admission's.
+
+Why no trained row is older than ⌈max_staleness⌉ publishes is proved at the top of `windows.py`: slots are charged at
+admission and freed by publishes, and windows are trained in order. With `max_staleness = 0` there is one window of slots,
+so each prompt is rolled out by the weights it is trained under: the sync trainer, bit for bit.
+
+A crash is harmless as in sync: windows are cut from the cursor's order, so after a resume the same prompts belong to the
+same windows; rows the journal holds are used as they are, the rest is made again under the same keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from understudy.dataplane.base import Count, Lease, Order
+from understudy.errors import DataError
+from understudy.observability.faults import point
+from understudy.policy.policy import StepResult
+from understudy.trainers.admission import AdmissionController
+from understudy.trainers.evaluate import evaluate
+from understudy.trainers.gather import Arrivals, Gather
+from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.meters import BusyMeter, metered
+from understudy.trainers.produce import produce_step
+from understudy.trainers.resume import checkpoint_due, save_checkpoint
+from understudy.trainers.slots import Slots
+from understudy.trainers.staleness import RowAges
+from understudy.trainers.system import PARTITION, System
+from understudy.trainers.teachers import teacher_metrics
+from understudy.trainers.turnstile import Turnstile
+from understudy.trainers.update import batch_of, claim_batch, step_metrics, training_fields, update
+from understudy.trainers.usage import usage_metrics
+from understudy.trainers.window_cursor import WindowCursor
+from understudy.trainers.windows import Windows
+from understudy.types.batch import Batch
+from understudy.types.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+async def train_fully_async(system: System, stop: Interrupts) -> int:
+    """Run until the recipe's last step, or until somebody asks to stop; returns the last step taken."""
+    run = _AsyncRun.of(system)
+    step = run.first_step
+    if step == 0:
+        line = await evaluate(run.system, step=0, teachers=True)
+        if line:
+            system.view.step(system.metrics.write(0, line))
+    async with asyncio.TaskGroup() as tasks:
+        admission = tasks.create_task(run.admit(tasks), name="admit")
+        try:
+            return await run.train(stop)
+        finally:
+            # What is still being made is in the journal as far as it got; a resume takes it up from there.
+            admission.cancel()
+            run.abandon_producers()
+
+
+@dataclass(slots=True)
+class _Production:
+    """The rows of one window in the making."""
+
+    unfinished: int
+    """Prompts not yet admitted, or not yet through."""
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def finish(self, prompts: int) -> None:
+        self.unfinished -= prompts
+        if self.unfinished == 0:
+            self.complete.set()
+
+
+@dataclass(slots=True)
+class _AsyncRun:
+    system: System
+    windows: Windows
+    slots: Slots
+    cursor: WindowCursor
+    first_step: int
+    turnstile: Turnstile | None
+    """None where a publish does not wait for rollouts."""
+    controller: AdmissionController | None
+    rollout_meter: BusyMeter
+    teacher_meter: BusyMeter
+    gather: Gather | None
+    """One for the whole run, so that calls of prompts admitted at different times share batches; None: composed by key."""
+    productions: dict[int, _Production] = field(default_factory=dict)
+    producers: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @staticmethod
+    def of(system: System) -> _AsyncRun:
+        trainer = system.recipe.trainer
+        windows = Windows(trainer.batch_size, trainer.sync_every, trainer.max_staleness, trainer.steps)
+        step = system.policy.step
+        trained = step // windows.sync_every
+        cursor = WindowCursor(system.cursor, windows, trained)
+        rollout_meter, teacher_meter = BusyMeter(), BusyMeter()
+        turnstile = None if trainer.partial_rollouts else Turnstile()
+        watched = replace(
+            system,
+            cursor=cursor,
+            turnstile=turnstile,
+            engine_lane=metered(system.engine_lane, rollout_meter),
+            teacher_lanes={name: metered(lane, teacher_meter) for name, lane in system.teacher_lanes.items()},
+        )
+        return _AsyncRun(
+            system=watched,
+            windows=windows,
+            slots=Slots(windows, admitted=trained * windows.size, published=trained),
+            cursor=cursor,
+            first_step=step,
+            turnstile=turnstile,
+            controller=AdmissionController(windows) if trainer.adapt_admission else None,
+            rollout_meter=rollout_meter,
+            teacher_meter=teacher_meter,
+            gather=None if system.deterministic else Arrivals(),
+        )
+
+    # --- admit ------------------------------------------------------------------------------------------------
+
+    async def admit(self, tasks: asyncio.TaskGroup) -> None:
+        """Start producers for as many prompts as there are slots, window after window."""
+        while not self.slots.exhausted:
+            with self.system.spans.span("wait for a slot"):
+                room = await self.slots.wait_for_room()
+            first = self.slots.admitted
+            window = self.windows.of_prompt(first)
+            count = min(room, self.windows.prompts_of(window).stop - first)
+            self.slots.charge(count)
+            prompts = self.cursor.take(count)
+            producer = tasks.create_task(self._produce(window, prompts), name=f"produce window {window}")
+            self.producers.add(producer)
+            producer.add_done_callback(self.producers.discard)
+
+    async def _produce(self, window: int, prompts: Sequence[Prompt]) -> None:
+        await produce_step(self.system, prompts, self.windows.first_step(window), gather=self.gather)
+        self.production(window).finish(len(prompts))
+
+    def production(self, window: int) -> _Production:
+        if window not in self.productions:
+            self.productions[window] = _Production(len(self.windows.prompts_of(window)))
+        return self.productions[window]
+
+    def abandon_producers(self) -> None:
+        for producer in self.producers:
+            producer.cancel()
+
+    # --- train ------------------------------------------------------------------------------------------------
+
+    async def train(self, stop: Interrupts) -> int:
+        trainer, step, system = self.system.recipe.trainer, self.first_step, self.system
+        saved, evaluation_due = step, False
+        while step < trainer.steps and not stop.requested:
+            step += 1
+            line = await self.take_step(step)
+            evaluation_due |= bool(trainer.eval_every) and step % trainer.eval_every == 0
+            if self._publishes_after(step) and (evaluation_due or step == trainer.steps):
+                line |= await evaluate(system, step)
+                evaluation_due = False
+            system.view.step(system.metrics.write(step, line))
+            point("async.after_metrics")
+            if checkpoint_due(system, step, line) or stop.requested:
+                await save_checkpoint(system, step)
+                saved = step
+        if saved != step:
+            await save_checkpoint(system, step)
+        return step
+
+    async def take_step(self, step: int) -> dict[str, Any]:
+        """One turn of the trainer; returns the step's metrics."""
+        started, spans, system = time.monotonic(), self.system.spans, self.system
+        with spans.span("wait for rows", step=step):
+            lease, batch, metrics = await self._claim(step)
+        waited = time.monotonic() - started
+        point("async.after_claim")
+        depth = await system.plane.depth(PARTITION, fields=training_fields(system))
+        ages = await RowAges.of(system.plane, lease, self.windows, step)
+        ages.check(self.windows.oldest)
+        with spans.span("update", step=step):
+            result = await update(system, batch)
+        point("async.after_update")
+        await system.plane.ack(lease, step)
+        point("async.after_ack")
+        system.tally.rows_trained += len(batch)
+        if self._publishes_after(step):
+            await self._publish(step, waited / (time.monotonic() - started), depth.ready)
+        seconds = time.monotonic() - started
+        spans.flush()
+        metrics |= step_metrics(result, batch) | ages.metrics(result.row_losses, result.row_tokens)
+        metrics |= {f"time/{name}": total for name, total in spans.take_totals().items()}
+        metrics |= {f"time/update/{name}": value for name, value in result.seconds.items()}
+        metrics |= self._pace(result, seconds, waited, depth.rows, depth.ready)
+        metrics |= usage_metrics(system, result, seconds)
+        return metrics | teacher_metrics(system) | system.timings.take()
+
+    async def _claim(self, step: int) -> tuple[Lease, Batch, dict[str, float]]:
+        """The rows of this update: the next ones of its window to be finished; all that is left for the window's last."""
+        window = self.windows.of_step(step)
+        first, production = self.windows.first_step(window), self.production(window)
+        if step == self.windows.last_step(window):
+            await production.complete.wait()
+            del self.productions[window]
+            return await claim_batch(self.system, first)
+        lease = await self._claim_next(first, step, production)
+        batch, metrics = await batch_of(self.system, lease)
+        return lease, batch, metrics
+
+    async def _claim_next(self, first: int, step: int, production: _Production) -> Lease:
+        """A batch of whole prompts in order of arrival, or a fair share where too many of the window's rows failed."""
+        system, mine = self.system, {"step": first}
+        fields = training_fields(system)
+
+        async def claim(prompts: int) -> Lease:
+            return await system.plane.claim(
+                PARTITION, prompts, fields=fields, where=mine, order=Order.ARRIVAL, count=Count.GROUPS,
+                lease_seconds=None,
+            )  # fmt: skip
+
+        whole = asyncio.create_task(claim(self.windows.batch_size))
+        complete = asyncio.create_task(production.complete.wait())
+        try:
+            await asyncio.wait({whole, complete}, return_when=asyncio.FIRST_COMPLETED)
+            # Rows that finished last may be on their way to the claim.
+            await asyncio.sleep(0)
+        finally:
+            complete.cancel()
+            if not whole.done():
+                whole.cancel()
+        try:
+            return await whole
+        except asyncio.CancelledError:
+            if not production.complete.is_set():
+                raise
+        left = await system.plane.depth(PARTITION, fields=fields, where=mine)
+        updates = self.windows.last_step(self.windows.of_step(step)) - step + 1
+        prompts = -(-left.ready // (system.recipe.rollout.n * updates))
+        if prompts == 0:
+            raise DataError(f"every row of step {step} failed; the reasons are in {system.run.dead_letters}")
+        return await claim(prompts)
+
+    def _publishes_after(self, step: int) -> bool:
+        return step == self.windows.last_step(self.windows.of_step(step))
+
+    async def _publish(self, step: int, trainer_idle: float, rows_ready: int) -> None:
+        """New weights to the engines. Running generations go on under them, or are waited for (`partial_rollouts`)."""
+        spans = self.system.spans
+        if self.turnstile is None:
+            with spans.span("publish", step=step):
+                await self.system.publisher.publish(step)
+        else:
+            with spans.span("drain", step=step):
+                await self.turnstile.close()
+            try:
+                with spans.span("publish", step=step):
+                    await self.system.publisher.publish(step)
+            finally:
+                self.turnstile.open()
+        point("async.after_publish")
+        self.cursor.window_trained()
+        self.slots.publish()
+        if self.controller is not None:
+            ahead = rows_ready / (self.system.recipe.rollout.n * self.windows.size)
+            decision = self.controller.observe(trainer_idle, ahead)
+            if decision:
+                logger.info("step %d: %s", step, decision)
+                self.system.view.note(f"step {step}: {decision}")
+                self.slots.set_ceiling(self.controller.ceiling)
+
+    def _pace(
+        self, result: StepResult, seconds: float, waited: float, rows: int, ready: int
+    ) -> dict[str, float]:
+        return {
+            "time/step": seconds,
+            "perf/tokens_per_second": result.tokens / seconds,
+            "perf/queue_depth": float(rows),
+            "perf/async/rows_ready": float(ready),
+            "perf/async/slots_in_use": float(self.slots.in_use),
+            "perf/async/slots": float(self.slots.ceiling),
+            "perf/async/trainer_idle": waited / seconds,
+            "perf/async/rollout_idle": self.rollout_meter.take_idle(),
+            "perf/async/teacher_idle": self.teacher_meter.take_idle(),
+        }

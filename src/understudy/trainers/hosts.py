@@ -1,0 +1,139 @@
+"""Engine processes put on their feet: processes from `cluster`, the client from `engines`. Only here do the two meet."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from understudy.config import Recipe
+from understudy.engines.hosted import HostedEngine
+from understudy.engines.hosted_weights import Snapshots
+from understudy.engines.replicas import Endpoint
+from understudy.engines.schedule import Batching
+from understudy.engines.vllm import ChildLauncher
+from understudy.trainers.loading import LoadedModel
+
+HOST_MODULE = "understudy.engines.host"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What every engine process is started with."""
+
+    model: str
+    """The student's folder; weights published later replace what is in it."""
+    dtype: str
+    device: str
+    threads: int
+    max_batch: int
+    max_length: int
+    pad_id: int
+    batching: Batching
+    """Composed: a batch goes whole to one process, and every bit equals the in-process engine's with as many threads.
+    Continuous: requests are merged as they arrive and spread by outstanding tokens."""
+    deterministic: bool
+    trust_remote_code: bool = False
+    revision: str | None = None
+
+    def arguments(self, weights: str) -> list[str]:
+        words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
+        words += ["--threads", str(self.threads), "--max-batch", str(self.max_batch)]
+        words += ["--max-length", str(self.max_length), "--pad-id", str(self.pad_id)]
+        words += ["--batching", self.batching.value, "--bind", "127.0.0.1:0"]
+        words += ["--deterministic"] if self.deterministic else []
+        words += ["--trust-remote-code"] if self.trust_remote_code else []
+        return words + (["--revision", self.revision] if self.revision else [])
+
+
+class LocalHosts:
+    """Starts and restarts engine processes on this machine (an `engines.hosted.HostKeeper`)."""
+
+    def __init__(
+        self, launcher: ChildLauncher, arguments: Sequence[str], env: Sequence[Mapping[str, str]]
+    ) -> None:
+        self._launcher, self._arguments = launcher, arguments
+        # The token goes through the environment: command lines are readable by every user of the machine.
+        self._token = secrets.token_urlsafe(24)
+        self._env = [{**one, "UNDERSTUDY_TOKEN": self._token} for one in env]
+
+    @property
+    def names(self) -> list[str]:
+        return [f"replica-{i}" for i in range(len(self._env))]
+
+    async def restart(self, name: str) -> Endpoint:
+        await self.stop(name)
+        env = self._env[self.names.index(name)]
+        child = await self._launcher.start(process_name(name), HOST_MODULE, self._arguments, env)
+        return Endpoint(child.ready["url"], key=self._token)
+
+    async def stop(self, name: str) -> None:
+        await self._launcher.stop(process_name(name))
+
+
+def process_name(host: str) -> str:
+    """replica-0 of the rollout engine is the process rollout-0, with its log under that name."""
+    return f"rollout-{host.rpartition('-')[2]}"
+
+
+async def start_hosts(
+    launcher: ChildLauncher,
+    settings: HostSettings,
+    env: Sequence[Mapping[str, str]],
+    *,
+    weight_bytes: int,
+    notify: Callable[[str], None] | None = None,
+) -> HostedEngine:
+    """One engine process per entry of `env` (its environment), all started at once, and the engine that speaks to them.
+
+    `weight_bytes` is what one set of weights takes: weights are published through shared memory where two of them fit.
+    """
+    snapshots = await asyncio.to_thread(Snapshots, weight_bytes)
+    threads = {"OMP_NUM_THREADS": str(settings.threads)}
+    arguments = settings.arguments(str(snapshots.folder))
+    keeper = LocalHosts(launcher, arguments, [{**threads, **one} for one in env])
+    starting = [asyncio.ensure_future(keeper.restart(name)) for name in keeper.names]
+    try:
+        endpoints = await asyncio.gather(*starting)
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        await asyncio.gather(*(keeper.stop(name) for name in keeper.names))
+        snapshots.close()
+        raise
+    return HostedEngine(endpoints, keeper, snapshots, batching=settings.batching, notify=notify)
+
+
+async def hosts_of(
+    recipe: Recipe,
+    student: LoadedModel,
+    launcher: ChildLauncher,
+    *,
+    max_length: int,
+    deterministic: bool,
+    notify: Callable[[str], None] | None = None,
+) -> HostedEngine:
+    """The engine processes a recipe asks for (`rollout.processes`), on the student's device unless `rollout.devices` says else."""
+    rollout = recipe.rollout
+    settings = HostSettings(
+        model=recipe.student.model,
+        dtype=recipe.student.dtype,
+        device="cuda" if rollout.devices else str(student.device),
+        threads=recipe.run.threads or torch.get_num_threads(),
+        max_batch=rollout.max_batch,
+        max_length=max_length,
+        pad_id=student.pad_id,
+        batching=Batching.COMPOSED if deterministic else Batching.CONTINUOUS,
+        deterministic=deterministic,
+        trust_remote_code=recipe.student.trust_remote_code,
+        revision=recipe.student.revision,
+    )
+    env: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": one} for one in rollout.devices]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters())
+    return await start_hosts(
+        launcher, settings, env or [{}] * rollout.processes, weight_bytes=size, notify=notify
+    )

@@ -1,0 +1,96 @@
+"""Rank 1 … n−1 of a run: `python -m understudy.trainers.rank_process --run RUN --rank 1 --size 2 --meeting FOLDER …`.
+
+    read the run's recipe ─> load the student ─> join the group ─> write the ready file ─> follow rank 0
+
+It ends when rank 0 says so, and at once when the pipe given by `--watch-fd` closes: whoever launched it is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from understudy.config import parse_recipe
+from understudy.errors import UnderstudyError
+from understudy.observability.rundir import RunDir, read_json, write_atomically
+from understudy.policy.follow import follow
+from understudy.policy.policy import Policy
+from understudy.policy.shard import leave
+from understudy.trainers.build import load_student_of, objective_of, policy_settings, steady_torch
+from understudy.trainers.ranks import FAILED, LOST_COMPANY, join_at, refusal_file
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if options.watch_fd is not None:
+        _end_with_the_launcher(options.watch_fd)
+    joined = False
+    try:
+        recipe = parse_recipe(read_json(RunDir.open(options.run).recipe))
+        steady_torch(recipe, share_of=options.size)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(options.rank % torch.cuda.device_count())
+        student = load_student_of(recipe)
+        group = join_at(options.rank, options.size, options.rendezvous, student.device)
+        joined = True
+        policy = Policy(student.model, policy_settings(recipe), ranks=group)
+        write_atomically(options.ready_file, json.dumps({"rank": options.rank, "pid": os.getpid()}))
+
+        def refuse(number: int, reason: str) -> None:
+            write_atomically(refusal_file(options.meeting, number, options.rank), reason)
+
+        follow(policy, objective_of(recipe), group, refuse)
+        leave()
+    except UnderstudyError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    except Exception as error:
+        traceback.print_exc()
+        # A broken connection is what a rank sees of another one's end; the other's words matter more.
+        return LOST_COMPANY if joined and _is_about_a_connection(error) else FAILED
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m understudy.trainers.rank_process", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="the run directory")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True, help="ranks in all, the trainer's own included")
+    parser.add_argument("--meeting", type=Path, required=True, help="the folder where ranks leave notes")
+    parser.add_argument(
+        "--rendezvous", required=True, help="where they meet: tcp://HOST:PORT or file:///PATH"
+    )
+    parser.add_argument("--ready-file", type=Path, required=True)
+    parser.add_argument("--watch-fd", type=int)
+    return parser.parse_args(arguments)
+
+
+def _is_about_a_connection(error: Exception) -> bool:
+    if isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistBackendError):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "Connection" in str(error))
+
+
+def _end_with_the_launcher(descriptor: int) -> None:
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(descriptor, 4096):
+                pass
+        os._exit(LOST_COMPANY)
+
+    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

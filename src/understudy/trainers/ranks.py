@@ -1,0 +1,243 @@
+"""One student trained by several ranks, from the recipe alone (`trainer.ranks`): on this machine, or over those of a cluster.
+
+    trainer process                       child processes (rank_process.py), started and watched like teachers
+    ┌──────────────────────────┐   gloo   ┌──────────────────────┐  ┌──────────────────────┐
+    │ rank 0: LeadingPolicy    │<── or ──>│ rank 1: follow()     │  │ rank 2: follow()     │  …
+    │ engine: a whole model    │   nccl   └──────────────────────┘  └──────────────────────┘
+    └──────────────────────────┘
+
+A rank that dies is told by its own last words within seconds: `Followers` sees its process end, whatever the group is
+waiting for. A rank that only refuses a command leaves a note in the meeting folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import psutil
+import torch
+
+from understudy.cluster.local import Child, LocalProcesses
+from understudy.config import Recipe
+from understudy.errors import ChildDied, ConfigError
+from understudy.observability.live import LiveView
+from understudy.observability.rundir import RunDir
+from understudy.policy.follow import LeadingPolicy
+from understudy.policy.policy import BadRows, Policy, PolicySettings
+from understudy.policy.rank_thread import RankThread
+from understudy.policy.shard import Group, join, leave
+from understudy.trainers.loading import LoadedModel
+
+FAILED, LOST_COMPANY = 1, 4
+"""Exit codes of a rank: by its own fault, or because another rank or the trainer went away."""
+_LOOK_SECONDS = 0.5
+_LEAVE_SECONDS = 10.0
+_LAST_WORDS_BYTES = 8192
+Result = TypeVar("Result")
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def join_at(rank: int, size: int, rendezvous: str, device: torch.device) -> Group:
+    """Joins the ranks. On one machine they meet on its loopback; gloo would otherwise look for an address by the host's name,
+    which may have none. On several, by the interface that reaches the others."""
+    if rendezvous.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    else:
+        interface = interface_towards(rendezvous)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return join(rank, size, rendezvous, device.type)
+
+
+def interface_towards(rendezvous: str) -> str | None:
+    """The network interface this machine would use to reach `tcp://HOST:PORT`."""
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        own = probe.getsockname()[0]
+    found = [name for name, all_ in psutil.net_if_addrs().items() if any(one.address == own for one in all_)]
+    return found[0] if found else None
+
+
+def refusal_file(meeting: Path, number: int, rank: int) -> Path:
+    """Where rank `rank` says that it could not carry out command `number`."""
+    return meeting / f"refused-{number}-{rank}"
+
+
+class Followers:
+    """Ranks 1 … size−1, and the leader's `Lookout` on them."""
+
+    def __init__(self, processes: LocalProcesses, run: RunDir, size: int) -> None:
+        self._processes = processes
+        self._run = run
+        self._size = size
+        self._children: dict[int, Child] = {}
+        self._said_before: dict[int, int] = {}
+        self._sent_home = False
+        self._patience = _LEAVE_SECONDS
+        self.here = [rank for rank in range(size) if not rank or not processes.is_elsewhere(f"rank-{rank}")]
+        """Ranks of the trainer's own machine."""
+        apart = len(self.here) < size
+        # Ranks of other machines see the run directory, and nothing else of this one.
+        self.meeting = Path(tempfile.mkdtemp(prefix="understudy-ranks-", dir=run.path if apart else None))
+        self.rendezvous = (
+            f"tcp://{processes.address}:{_free_port(processes.address)}"
+            if apart
+            else f"file://{self.meeting / 'rendezvous'}"
+        )
+
+    async def start(self, rank: int) -> None:
+        name = f"rank-{rank}"
+        log = self._run.logs / f"{name}.log"
+        self._said_before[rank] = log.stat().st_size if log.exists() else 0
+        arguments = ["--run", str(self._run.path), "--rank", str(rank), "--size", str(self._size)]
+        arguments += ["--meeting", str(self.meeting), "--rendezvous", self.rendezvous]
+        self._children[rank] = await self._processes.start(
+            name, "understudy.trainers.rank_process", arguments
+        )
+
+    def lost(self) -> ChildDied | None:
+        """The error of the first rank that ended by its own fault; of one that lost company only if there is no other."""
+        if self._sent_home:
+            return None
+        gone = {rank: child for rank, child in self._children.items() if not child.alive}
+        ordered = sorted(gone, key=lambda rank: (gone[rank].process.returncode == LOST_COMPANY, rank))
+        return self._obituary(ordered[0]) if ordered else None
+
+    def refused(self, number: int) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for rank in self._children:
+            with suppress(OSError):
+                found[rank] = refusal_file(self.meeting, number, rank).read_text()
+        return found
+
+    async def watch(self) -> None:
+        """Returns never; raises once a rank is lost, also while nobody waits for it."""
+        while (gone := self.lost()) is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+        raise gone
+
+    def send_home(self) -> None:
+        """From now on a rank that ends is no loss."""
+        self._sent_home = True
+
+    def end_at_once(self) -> None:
+        self._patience = 0.0
+
+    async def close(self) -> None:
+        """After a stop command they end by themselves; whoever does not is ended."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience
+        while any(child.alive for child in self._children.values()) and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*(self._processes.stop(child.name) for child in self._children.values()))
+        shutil.rmtree(self.meeting, ignore_errors=True)
+
+    def _obituary(self, rank: int) -> ChildDied:
+        child = self._children[rank]
+        code = child.process.returncode
+        where = f"rank {rank} of {self._size}"
+        if code < 0:
+            name = signal.Signals(-code).name
+            return ChildDied(
+                f"{where} was killed by {name} (out of memory, or by somebody); resume the run; log: {child.log}"
+            )
+        with child.log.open("rb") as handle:
+            handle.seek(max(self._said_before[rank], child.log.stat().st_size - _LAST_WORDS_BYTES))
+            lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
+        words = lines[-1].strip() if lines else "it said nothing"
+        return ChildDied(f"{words} ({where} ended with code {code}; log: {child.log})")
+
+
+async def start_ranks(
+    recipe: Recipe,
+    run: RunDir,
+    processes: LocalProcesses,
+    student: LoadedModel,
+    settings: PolicySettings,
+    on_bad_rows: BadRows,
+    stack: AsyncExitStack,
+    view: LiveView,
+) -> LeadingPolicy:
+    """Rank 0 here and the others as children, joined and sharded; everything is undone by `stack`.
+
+    The task that calls this is cancelled when a rank is lost later on, and the stack raises what the rank said.
+    """
+    size = recipe.trainer.ranks
+    followers, thread = Followers(processes, run, size), RankThread()
+    _one_device_each(len(followers.here), student.device)
+    stack.push_async_callback(_leave, thread)
+    stack.push_async_callback(followers.close)
+
+    def lead() -> tuple[Group, Policy]:
+        group = join_at(0, size, followers.rendezvous, student.device)
+        return group, Policy(student.model, settings, on_bad_rows=on_bad_rows, ranks=group)
+
+    with view.work(f"starting {size - 1} more rank(s)"):
+        async with asyncio.TaskGroup() as tasks:
+            for rank in range(1, size):
+                tasks.create_task(followers.start(rank))
+            mine = tasks.create_task(_on(thread, lead))
+    group, policy = mine.result()
+    leading = LeadingPolicy(policy, group, thread, followers)
+    stack.push_async_exit(partial(_go_home, leading, followers, thread))
+    watchers = await stack.enter_async_context(asyncio.TaskGroup())
+    watcher = watchers.create_task(followers.watch())
+    stack.callback(watcher.cancel)
+    return leading
+
+
+async def _on(thread: RankThread, job: Callable[[], Result]) -> Result:
+    return await asyncio.wrap_future(thread.submit(job))
+
+
+async def _go_home(
+    leading: LeadingPolicy,
+    followers: Followers,
+    thread: RankThread,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """After a run that went well the ranks leave together. Otherwise one may be waiting for something that never comes,
+    and would not hear a command: they are ended as they are."""
+    followers.send_home()
+    if error is None:
+        await asyncio.to_thread(leading.close)
+        await _leave(thread)
+    else:
+        followers.end_at_once()
+
+
+async def _leave(thread: RankThread) -> None:
+    with suppress(Exception):
+        async with asyncio.timeout(_LEAVE_SECONDS):
+            await asyncio.wrap_future(thread.submit(leave))
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _one_device_each(size: int, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"trainer.ranks = {size} needs {size} GPUs, this machine shows {torch.cuda.device_count()}; "
+            "lower trainer.ranks, or set student.device = 'cpu'"
+        )

@@ -1,0 +1,79 @@
+"""A recipe's roles as homes on a Ray cluster.
+
+[cluster.pools.NAME]     a bundle per node, each on a machine of its own; teachers of the pool sit where `seat` put them
+`standalone` teachers    a bundle per replica, on different machines where there are enough
+everybody else           beside the trainer, on its own machine: the student, its ranks, its engines
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from understudy.cluster.placement import DeviceKind, Seat
+from understudy.cluster.ray_layout import Bundle, GroupWish, Home, NodeFacts, RayLayout, Spread
+from understudy.config import Recipe, TeacherConfig
+from understudy.errors import ClusterError
+from understudy.trainers.seating import STUDENT, seat, teacher_role
+
+
+def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
+    """Where the recipe's processes sit on a cluster of these machines; `ClusterError` with the layout when they cannot."""
+    groups: dict[str, GroupWish] = {}
+    homes: dict[str, Home] = {}
+    placement = seat(recipe, None).placement
+    has_gpus = any(node.total.gpus for node in nodes)
+    students = recipe.cluster.roles.get(STUDENT)
+    used = {teacher.pool for teacher in recipe.teachers.values() if teacher.placement == "pool"} | {students}
+    for name, pool in recipe.cluster.pools.items():
+        if name in used:
+            bundle = Bundle(pool.cpus_per_node, pool.gpus_per_node)
+            groups[f"pool {name}"] = GroupWish(
+                f"pool {name}", (bundle,) * pool.nodes, Spread.STRICT, leads=name == students
+            )
+    if students is not None:
+        for rank in range(1, recipe.trainer.ranks):
+            seats = placement.of(STUDENT, rank)
+            if seats[0].node > 0:
+                homes[f"rank-{rank}"] = Home(f"pool {students}", seats[0].node, _share(seats))
+    for name, teacher in recipe.teachers.items():
+        role = teacher_role(name)
+        if teacher.placement == "pool":
+            for unit in range(teacher.replicas):
+                seats = placement.of(role, unit)
+                if len({one.node for one in seats}) > 1:
+                    raise ClusterError(
+                        f"{role}/{unit} sits on several machines; on Ray the ranks of a replica share one: lower "
+                        f"teachers.{name}.tensor_parallel\n{placement.draw(seats[0].pool, seats[0].kind)}"
+                    )
+                homes[f"{role}-{unit}"] = Home(f"pool {teacher.pool}", seats[0].node, _share(seats))
+        elif teacher.placement == "standalone":
+            share = _standalone(teacher, has_gpus)
+            groups[role] = GroupWish(role, (share,) * teacher.replicas, Spread.LOOSE)
+            homes |= {f"{role}-{unit}": Home(role, unit, share) for unit in range(teacher.replicas)}
+    return RayLayout(groups, homes)
+
+
+def beside_the_trainer(recipe: Recipe) -> Recipe:
+    """The recipe without those who sit elsewhere: what the trainer's own machine must have room for."""
+    placement = seat(recipe, None).placement
+    elsewhere = sum(
+        any(one.node for one in placement.of(STUDENT, rank)) for rank in range(1, recipe.trainer.ranks)
+    )
+    return recipe.model_copy(
+        update={
+            "teachers": {},
+            "trainer": recipe.trainer.model_copy(update={"ranks": recipe.trainer.ranks - elsewhere}),
+            "cluster": recipe.cluster.model_copy(update={"pools": {}, "roles": {}}),
+        }
+    )
+
+
+def _share(seats: Sequence[Seat]) -> Bundle:
+    return Bundle(0, len(seats)) if seats[0].kind is DeviceKind.GPU else Bundle(len(seats))
+
+
+def _standalone(teacher: TeacherConfig, has_gpus: bool) -> Bundle:
+    """A GPU per rank where the cluster has any and the recipe does not say otherwise; else a CPU per thread."""
+    if teacher.device == "cpu" or (teacher.device == "auto" and not has_gpus):
+        return Bundle(teacher.threads * teacher.tensor_parallel)
+    return Bundle(1, teacher.tensor_parallel)

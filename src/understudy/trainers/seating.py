@@ -1,0 +1,195 @@
+"""A recipe's roles as claims on pools, and the seats they get on this machine.
+
+    [cluster.pools]        a slice each of the machine's GPUs, in the order written
+    machine                what no pool took: the student and `standalone` teachers, each on a GPU of its own
+
+Three ways not to be counted: `external` teachers sit elsewhere; `device = "cuda:N"` is a seat chosen by hand, whoever else
+sits there; and on a machine with a single GPU everybody shares it, resident, because there is no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+from understudy.cluster.placement import Claim, DeviceKind, Placement, Pool, Seat, place
+from understudy.config import Recipe, TeacherConfig
+from understudy.errors import ClusterError
+
+MACHINE = "machine"
+"""The pool of what the recipe's own pools left."""
+STUDENT: Final = "student"
+ROLLOUT: Final = "rollout"
+
+
+def teacher_role(name: str) -> str:
+    return f"teacher-{name}"
+
+
+@dataclass(frozen=True)
+class Seating:
+    placement: Placement
+    claims: Mapping[str, Claim]
+    """By role; roles seated by hand have none."""
+    first_gpu: Mapping[str, int]
+    """Where a pool's GPUs begin on this machine."""
+
+    def gpus(self, role: str, unit: int) -> list[int]:
+        """This machine's GPU indexes for one unit, by rank; empty when it sits on no GPU."""
+        return [
+            self.first_gpu[seat.pool] + seat.device
+            for seat in self.placement.of(role, unit)
+            if seat.kind is DeviceKind.GPU
+        ]
+
+
+class Seats:
+    """Seats of a run that goes on: replicas come and leave."""
+
+    def __init__(self, seating: Seating, gpu_names: Sequence[str]) -> None:
+        self.seating = seating
+        self._gpu_names = gpu_names
+        """What CUDA_VISIBLE_DEVICES calls each GPU."""
+
+    def take(self, role: str, unit: int) -> list[str]:
+        """Names of the GPUs of one unit, by rank; a unit that is new gets a free seat, or `ClusterError`."""
+        claim = self.seating.claims.get(role)
+        if claim is not None and not self.seating.placement.of(role, unit):
+            self.seating = replace(self.seating, placement=self.seating.placement.with_unit(claim, unit))
+        return [self._gpu_names[index] for index in self.seating.gpus(role, unit)]
+
+    def leave(self, role: str, unit: int) -> None:
+        self.seating = replace(self.seating, placement=self.seating.placement.without_unit(role, unit))
+
+
+def seat(recipe: Recipe, gpus: int | None) -> Seating:
+    """Who sits where on a machine with this many GPUs; None looks at the recipe's own pools alone.
+
+    Raises `ClusterError` with the layout when somebody has no seat.
+    """
+    pools = [
+        Pool(name, pool.nodes, pool.gpus_per_node, pool.cpus_per_node)
+        for name, pool in recipe.cluster.pools.items()
+    ]
+    used = sum(pool.nodes * pool.gpus_per_node for pool in pools)
+    if gpus is not None:
+        if used > gpus:
+            parts = " + ".join(f"{pool.name} {pool.gpus_per_node}" for pool in pools if pool.gpus_per_node)
+            raise ClusterError(f"cluster.pools ask for {used} GPUs ({parts}); this machine has {gpus}")
+        if gpus:
+            pools.append(Pool(MACHINE, 1, gpus - used))
+    # The trainer's own process is on the machine's first GPUs, so the student's pool comes first.
+    pools.sort(key=lambda pool: pool.name != recipe.cluster.roles.get(STUDENT, MACHINE))
+    first_gpu, total = {}, 0
+    for pool in pools:
+        first_gpu[pool.name] = total
+        total += pool.nodes * pool.gpus_per_node
+    claims = _pool_claims(recipe)
+    seated: list[Seat] = []
+    if gpus:
+        own, seated = _machine(recipe, range(first_gpu[MACHINE], first_gpu[MACHINE] + gpus - used), gpus)
+        claims += own
+    try:
+        placement = place(pools, claims, seated)
+    except ClusterError as error:
+        if not any(claim.pool == MACHINE for claim in claims):
+            raise
+        raise ClusterError(
+            f"{error}\n(pool {MACHINE} is what cluster.pools left of this machine. The student and each replica of a "
+            "standalone teacher have GPUs of their own; to share one on purpose, set `device` to 'cuda:N')"
+        ) from None
+    return Seating(placement, {claim.role: claim for claim in claims}, first_gpu)
+
+
+def with_rollout_devices(recipe: Recipe, seating: Seating, gpu_names: Sequence[str]) -> Recipe:
+    """The same recipe with the GPUs of its rollout servers filled in, where the seating chose them."""
+    rollout = recipe.rollout
+    if not rollout.starts_servers or rollout.devices or ROLLOUT not in seating.claims:
+        return recipe
+    chosen = [
+        ",".join(gpu_names[index] for index in seating.gpus(ROLLOUT, unit))
+        for unit in range(rollout.replicas)
+    ]
+    return recipe.model_copy(update={"rollout": rollout.model_copy(update={"devices": chosen})})
+
+
+def _pool_claims(recipe: Recipe) -> list[Claim]:
+    """Roles that the recipe puts into a pool by name."""
+    pools, claims = recipe.cluster.pools, []
+    for role, pool in recipe.cluster.roles.items():
+        on_gpu = pools[pool].gpus_per_node > 0
+        if role == "student":
+            on_gpu = on_gpu and recipe.student.device != "cpu"
+            width = 1 if on_gpu else recipe.run.threads or 1
+            claims.append(Claim(STUDENT, pool, recipe.trainer.ranks, width, _kind(on_gpu), leads=True))
+        elif role == "rollout" and recipe.rollout.starts_servers:
+            claims.append(_rollout_claim(recipe, pool, on_gpu))
+        elif role == "workers" and recipe.rollout.workers:
+            claims.append(Claim("workers", pool, recipe.rollout.workers, 1, DeviceKind.CPU))
+        else:
+            raise ClusterError(
+                f"cluster.roles.{role} = {pool!r}: in this recipe `{role}` has no processes of its own, it lives in the "
+                "trainer's and on the student's devices; take it out"
+            )
+    for name, teacher in recipe.teachers.items():
+        if teacher.placement == "pool" and teacher.pool:
+            on_gpu = teacher.device != "cpu" and pools[teacher.pool].gpus_per_node > 0
+            claims.append(_teacher_claim(name, teacher, teacher.pool, on_gpu))
+    return claims
+
+
+def _kind(on_gpu: bool) -> DeviceKind:
+    return DeviceKind.GPU if on_gpu else DeviceKind.CPU
+
+
+def _rollout_claim(recipe: Recipe, pool: str, on_gpu: bool = True) -> Claim:
+    """Each server holds the whole student, on as many GPUs as vLLM is told to cut it over."""
+    width = 1
+    words = [part for word in recipe.rollout.engine_args for part in word.split("=", 1)]
+    for word, value in pairwise(words):
+        if word in ("--tensor-parallel-size", "-tp") and value.isdigit():
+            width = int(value)
+    return Claim(ROLLOUT, pool, recipe.rollout.replicas, width, _kind(on_gpu))
+
+
+def _teacher_claim(name: str, teacher: TeacherConfig, pool: str, on_gpu: bool) -> Claim:
+    """On CPUs a rank takes as many as it has threads."""
+    width = teacher.tensor_parallel * (1 if on_gpu else teacher.threads)
+    return Claim(teacher_role(name), pool, teacher.replicas, width, _kind(on_gpu))
+
+
+def _machine(recipe: Recipe, left: range, gpus: int) -> tuple[list[Claim], list[Seat]]:
+    """Claims and hand-chosen seats of those that sit in no pool; `left` are the GPUs that no pool took."""
+    claims: list[Claim] = []
+    seated: list[Seat] = []
+
+    def at(role: str, unit: int, device: str) -> None:
+        index = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else 0
+        if not 0 <= index < gpus:
+            raise ClusterError(f"{role}: device = {device!r}; this machine has {gpus} GPUs")
+        if index in left:  # otherwise a pool's own GPU, whose drawing shows its rightful owner
+            seated.append(Seat(role, unit, 0, MACHINE, DeviceKind.GPU, 0, index - left.start))
+
+    if STUDENT not in recipe.cluster.roles and recipe.student.device != "cpu":
+        if gpus == 1 or recipe.student.device.startswith("cuda:"):
+            at(STUDENT, 0, recipe.student.device)
+        else:
+            claims.append(Claim(STUDENT, MACHINE, recipe.trainer.ranks, leads=True))
+    if ROLLOUT not in recipe.cluster.roles and recipe.rollout.starts_servers:
+        if recipe.rollout.devices:
+            for unit, devices in enumerate(recipe.rollout.devices):
+                for index in filter(str.isdigit, devices.split(",")):
+                    at(ROLLOUT, unit, f"cuda:{index}")
+        elif gpus > 1:
+            claims.append(_rollout_claim(recipe, MACHINE))
+    for name, teacher in recipe.teachers.items():
+        if teacher.placement != "standalone" or teacher.device == "cpu":
+            continue
+        if (gpus == 1 and teacher.tensor_parallel == 1) or teacher.device.startswith("cuda:"):
+            for unit in range(teacher.replicas):
+                at(teacher_role(name), unit, teacher.device)
+        else:
+            claims.append(_teacher_claim(name, teacher, MACHINE, True))
+    return claims, seated

@@ -1,0 +1,56 @@
+"""How old trained rows are, in publishes: checked against the bound, and measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from understudy.dataplane.base import DataPlane, Lease
+from understudy.errors import DataPlaneError
+from understudy.trainers.windows import Windows
+
+
+@dataclass(frozen=True, slots=True)
+class RowAges:
+    keys: tuple[str, ...]
+    ages: tuple[int, ...]
+    """Publishes between the oldest weights that wrote a token of the row and those it is trained under."""
+    spans: tuple[int, ...]
+    """Publishes between the oldest and the newest weights that wrote the row: above 0 for a partial rollout."""
+
+    @staticmethod
+    async def of(plane: DataPlane, lease: Lease, windows: Windows, step: int) -> RowAges:
+        column = (await plane.get(lease.meta, ("weight_versions",)))["weight_versions"]
+        ages, spans = [], []
+        for versions in column:
+            written = versions[versions >= 0]
+            oldest, newest = int(written.min()), int(written.max())
+            ages.append(max(0, windows.age(oldest, step)))
+            spans.append(windows.published_at(newest) - windows.published_at(oldest))
+        return RowAges(tuple(lease.meta.keys), tuple(ages), tuple(spans))
+
+    def check(self, bound: int) -> None:
+        """The bound holds by construction; a row beyond it means the construction is broken, and must not be trained."""
+        for key, age in zip(self.keys, self.ages, strict=True):
+            if age > bound:
+                raise DataPlaneError(
+                    f"row {key} was written {age} publishes ago, more than the {bound} that trainer.max_staleness allows; "
+                    "this is a fault of the trainer, please report it with the run directory"
+                )
+
+    def metrics(self, row_losses: Sequence[float], row_tokens: Sequence[int]) -> dict[str, float]:
+        """A histogram of ages, the loss per age, and how many rows were written by several versions."""
+        count = Counter(self.ages)
+        metrics = {
+            "async/staleness/mean": sum(self.ages) / len(self.ages),
+            "async/staleness/max": float(max(self.ages)),
+            "async/partial_rollouts": float(sum(span > 0 for span in self.spans)),
+            "async/partial_span/max": float(max(self.spans)),
+        }
+        for age in sorted(count):
+            rows = [i for i, own in enumerate(self.ages) if own == age]
+            tokens = sum(row_tokens[i] for i in rows)
+            metrics[f"async/staleness/rows/{age}"] = float(len(rows))
+            metrics[f"async/loss/age/{age}"] = sum(row_losses[i] for i in rows) / max(tokens, 1)
+        return metrics

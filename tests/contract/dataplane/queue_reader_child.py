@@ -1,0 +1,27 @@
+"""A process that knows the address of a queue and the names of rows, and has no Ray: it reads them and says what it got."""
+
+import asyncio
+import json
+import sys
+
+from understudy.dataplane.transfer_queue import QueueReader
+from understudy.dataplane.transfer_queue_link import QueueAddress
+from understudy.types.batch import BatchMeta
+
+
+async def main() -> None:
+    told = json.loads(sys.stdin.read())
+    reader = QueueReader(QueueAddress.load(told["address"]))
+    columns = await reader.get(BatchMeta("train", tuple(told["keys"]), tuple(told["fields"])))
+    answer = {
+        "rows": [row.tolist() for row in columns["topk"]],
+        "reward": columns["reward"],
+        "dtype": str(columns["topk"].values.dtype),
+        "bytes": reader.bytes_got,
+        "ray": "ray" in sys.modules and sys.modules["ray"].is_initialized(),
+    }
+    print(json.dumps(answer), flush=True)
+    reader.close()
+
+
+asyncio.run(main())

@@ -1,0 +1,296 @@
+"""The same contract over engine processes, and what only processes can do: die, stop answering, be lied to."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from engine_contract import (
+    CANDIDATE_CHECKS,
+    CHECKS,
+    CONTROL_CHECKS,
+    a_live_update_splits_generations_by_version,
+    forced,
+    requests,
+)
+from engines_under_contract import CONTEXT, VOCAB, hf_composed, make_model
+from hosted_rig import hosted
+
+from understudy.cluster.local import LocalProcesses
+from understudy.engines import host
+from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.engines.host_wire import MAGIC, PREFIX, encode_call
+from understudy.engines.hosted import HostedEngine
+from understudy.errors import EngineError
+from understudy.types.trajectory import StopReason
+
+
+def assert_same_bits(found: list[Generation], expected: list[Generation]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens.tobytes() == other.tokens.tobytes()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert one.weight_versions.tobytes() == other.weight_versions.tobytes()
+        assert one.stop_reason is other.stop_reason
+        assert (one.candidate_ids is None) == (other.candidate_ids is None)
+        if one.candidate_ids is not None and other.candidate_ids is not None:
+            assert one.candidate_ids.tobytes() == other.candidate_ids.tobytes()
+
+
+def mixed_batch(seed: int) -> list[GenerateRequest]:
+    """Every kind of sampling in one batch, more rows than places."""
+    kinds = [
+        Sampling(9, (2,)),
+        Sampling(12, temperature=0.6, top_p=0.8),
+        Sampling(5, temperature=0.0),
+        Sampling(7, top_k=5, min_p=0.02, repetition_penalty=1.3, candidates=4),
+    ]
+    rng = np.random.default_rng(seed)
+    return [
+        GenerateRequest(
+            f"row-{seed}-{i}",
+            rng.integers(3, VOCAB, rng.integers(1, 30)).astype(np.int32),
+            kinds[i % 4],
+            int(rng.integers(0, 1 << 62)),
+        )
+        for i in range(13)
+    ]
+
+
+Opened = tuple[asyncio.Runner, HostedEngine, LocalProcesses]
+
+
+def opened(folder: Path, **settings: Any) -> Iterator[Opened]:
+    """One engine for many tests: a process takes seconds to start."""
+    with asyncio.Runner() as runner:
+        context = hosted(make_model(), folder, **settings)
+        engine, processes = runner.run(context.__aenter__())
+        yield runner, engine, processes
+        runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    yield from opened(tmp_path_factory.mktemp("composed"))
+
+
+@pytest.fixture(scope="module")
+def continuous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    yield from opened(tmp_path_factory.mktemp("continuous"), hosts=2, deterministic=False)
+
+
+@pytest.mark.parametrize(
+    "check", [*CHECKS, *CONTROL_CHECKS, *CANDIDATE_CHECKS], ids=lambda check: check.__name__
+)
+@pytest.mark.parametrize("kind", ["composed", "continuous"])
+def test_contract(kind: str, check: Any, request: pytest.FixtureRequest) -> None:
+    runner, engine, _ = request.getfixturevalue(kind)
+    runner.run(asyncio.wait_for(check(engine, make_model()), 60))
+
+
+def test_whatever_it_is_sent_it_stays_up(composed: Opened) -> None:
+    runner, engine, _ = composed
+    good = encode_call(1, requests(1, Sampling(3)))
+    rng = np.random.default_rng(0)
+    bad = [b"", b"x", good[:20], good[:-1], good + b"\0", MAGIC + b"\xff" * 40, b"ABCD" + good[4:]]
+    bad += [PREFIX.pack(MAGIC, 1 << 31) + good[8:], good.replace(b"row-0", b"\xff\xfe\xfd\xfc\xfb")]
+    bad += [rng.bytes(int(size)) for size in rng.integers(1, 400, 20)]
+
+    async def body() -> None:
+        http = engine._channels["replica-0"]._http
+        token = http.headers["Authorization"]
+        for frame in bad:
+            reply = await http.post("/v1/generate", content=frame)
+            assert reply.status_code == 400 and reply.json()["error"]["message"], frame
+        for order in (b"", b"[]", b'{"version": "x"}', b'{"version": 1, "file": "../../etc/passwd"}'):
+            assert (await http.post("/v1/weights", content=order)).status_code == 400
+        missing = {"version": 1, "file": "v9.safetensors"}
+        assert (await http.post("/v1/weights", json=missing)).status_code == 422
+        for wrong in ({}, {"Authorization": "Bearer no"}, {"Authorization": token + "x"}):
+            async with httpx.AsyncClient(base_url=str(http.base_url), headers=wrong) as stranger:
+                for path in ("/v1/generate", "/v1/weights", "/v1/pause", "/v1/resume", "/v1/abort"):
+                    assert (await stranger.post(path, content=good)).status_code == 401
+                assert (await stranger.get("/health")).json() == {"status": "ok", "version": 0}
+        assert len((await engine.generate(requests(1, Sampling(3))))[0].tokens) == 3
+
+    runner.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_caller_that_gives_up_frees_the_engine(composed: Opened) -> None:
+    runner, engine, _ = composed
+
+    async def body() -> None:
+        long = asyncio.create_task(engine.generate(requests(8, Sampling(CONTEXT - 20))))
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(engine.generate(requests(1, Sampling(2))))
+        await asyncio.sleep(0.05)
+        long.cancel()
+        await waiting
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        assert set(engine.outstanding_tokens.values()) == {0}
+
+    runner.run(asyncio.wait_for(body(), 60))
+
+
+def test_continuous_hosts_share_the_load_and_sessions_stay(continuous: Opened) -> None:
+    runner, engine, _ = continuous
+
+    async def body() -> None:
+        asked = [
+            GenerateRequest(r.key, r.tokens, r.sampling, r.seed, session=f"session-{i}")
+            for i, r in enumerate(requests(16, Sampling(40)))
+        ]
+        task = asyncio.create_task(engine.generate(asked))
+        await asyncio.sleep(0.05)
+        loads = engine.outstanding_tokens
+        assert min(loads.values()) > 0.4 * sum(loads.values())
+        first = await task
+        assert set(engine.outstanding_tokens.values()) == {0}
+        homes = {name: host.name for name, host in engine._replicas._homes.items()}
+        again = await engine.generate(asked)
+        assert homes == {name: host.name for name, host in engine._replicas._homes.items()}
+        assert [g.tokens.tolist() for g in first] == [g.tokens.tolist() for g in again]
+
+    runner.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize("kind", ["composed", "continuous"])
+def test_live_update(kind: str, request: pytest.FixtureRequest) -> None:
+    runner, engine, _ = request.getfixturevalue(kind)
+    runner.run(a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1)))
+
+
+def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Opened) -> None:
+    """After `test_live_update`: the weights are version 1."""
+    runner, engine, processes = composed
+    one, two = make_model(seed=1), make_model(seed=2)
+
+    def kill() -> int:
+        pid = int(processes.children["rollout-0"].ready["pid"])
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    async def mid_batch() -> None:
+        asked = requests(4, Sampling(CONTEXT - 20))
+        task = asyncio.create_task(engine.generate(asked))
+        await asyncio.sleep(0.2)
+        old = kill()
+        for request, generation in zip(asked, await task, strict=True):
+            assert set(generation.weight_versions.tolist()) == {1} and len(generation.tokens) == CONTEXT - 20
+            np.testing.assert_allclose(generation.logprobs, forced(one, request, generation), atol=2e-4)
+        assert processes.children["rollout-0"].ready["pid"] != old
+
+    async def paused() -> None:
+        await engine.pause()
+        kill()
+        await engine.update_weights(2, [(name, tensor.detach()) for name, tensor in two.named_parameters()])
+        assert engine.version == 2, "a dead host does not hold a publish up"
+        asked = requests(2, Sampling(10))
+        waiting = asyncio.create_task(engine.generate(asked))
+        while engine._reviving:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        assert not waiting.done(), "the new process is paused, as the old one was"
+        await engine.resume()
+        for request, generation in zip(asked, await waiting, strict=True):
+            assert set(generation.weight_versions.tolist()) == {2}
+            np.testing.assert_allclose(generation.logprobs, forced(two, request, generation), atol=2e-4)
+
+    async def given_up_and_closed() -> None:
+        kill()
+        asked = requests(2, Sampling(CONTEXT - 20))
+        lost = asyncio.create_task(engine.generate(asked))
+        while not engine._reviving:
+            await asyncio.sleep(0.01)
+        await engine.abort()
+        assert [g.stop_reason for g in await asyncio.wait_for(lost, 5)] == [StopReason.ABORTED] * 2
+        running = asyncio.create_task(engine.generate(asked))
+        while engine._reviving:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await running
+        assert not processes.children and not engine._snapshots.folder.exists()
+
+    for part in (mid_batch, paused, given_up_and_closed):
+        runner.run(asyncio.wait_for(part(), 90))
+
+
+def test_bits_equal_the_in_process_engine_s_also_after_an_update_and_a_kill(tmp_path: Path) -> None:
+    new = [(name, tensor.detach()) for name, tensor in make_model(seed=1).named_parameters()]
+
+    async def body() -> None:
+        async with (
+            hf_composed(make_model(), tmp_path) as inside,
+            hosted(make_model(), tmp_path, hosts=2) as (outside, processes),
+        ):
+            torch.set_num_threads(1)
+            batches = [mixed_batch(seed) for seed in range(6)]
+            answers = await asyncio.gather(*(outside.generate(batch) for batch in batches))
+            for batch, answer in zip(batches, answers, strict=True):
+                assert_same_bits(answer, await inside.generate(batch))
+            for engine in (inside, outside):
+                await engine.update_weights(7, new)
+            tasks = [asyncio.create_task(outside.generate(batch)) for batch in batches]
+            await asyncio.sleep(0.02)
+            os.kill(processes.children["rollout-0"].ready["pid"], signal.SIGKILL)
+            for batch, task in zip(batches, tasks, strict=True):
+                assert_same_bits(await task, await inside.generate(batch))
+
+    asyncio.run(asyncio.wait_for(body(), 120))
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_found_by_its_silence(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosted(make_model(), tmp_path) as (engine, processes):
+            engine._silence_s = 1.0
+            os.kill(processes.children["rollout-0"].ready["pid"], signal.SIGSTOP)
+            (generation,) = await engine.generate(requests(1, Sampling(4)))
+            assert len(generation.tokens) == 4
+
+    asyncio.run(asyncio.wait_for(body(), 120))
+
+
+def test_a_host_that_cannot_load_its_model_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert host.main(["--model", str(tmp_path), "--max-length", "8"]) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert told[-1].startswith(f"error: the model {tmp_path} cannot be loaded")
+    assert host.main(["--model", str(tmp_path), "--max-length", "8", "--bind", "0.0.0.0:0"]) == 2
+    assert "loopback" in capsys.readouterr().err
+
+
+def test_it_ends_with_its_launcher_and_takes_the_snapshots_along(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "student")
+    weights, ready = tmp_path / "weights", tmp_path / "ready"
+    weights.mkdir()
+    for name in ("v3.safetensors", ".v4.safetensors"):
+        (weights / name).write_bytes(b"x")
+    read, write = os.pipe()
+    words = ["--model", str(tmp_path / "student"), "--max-length", "32", "--threads", "1"]
+    words += ["--weights", str(weights), "--ready-file", str(ready), "--watch-fd", str(read)]
+    process = subprocess.Popen([sys.executable, "-m", "understudy.engines.host", *words], pass_fds=[read])
+    try:
+        os.close(read)
+        while not ready.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.close(write)
+        assert process.wait(timeout=30) == 3 and not weights.exists()
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,59 @@
+"""A disk that fills up during a save: a clear error, the checkpoint before it intact, and a resume that finishes."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import run_cli, write_toml
+
+from understudy.dataplane.ledger import audit
+from understudy.observability.rundir import read_json
+from understudy.policy.checkpoint import CheckpointStore, verify
+
+Make = Callable[..., dict[str, Any]]
+
+
+def run_in_a_small_room(*arguments: str, room: int) -> tuple[int, str]:
+    """The command in a process whose files cannot grow beyond `room` bytes: writes fail as on a full disk."""
+
+    def narrow() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+
+    command = [sys.executable, "-m", "understudy.cli.main", *arguments]
+    finished = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=narrow,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+    )
+    return finished.returncode, finished.stdout
+
+
+@pytest.mark.parametrize("beside", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_save_that_fails_costs_nothing_that_was_saved(recipe: Make, tmp_path: Path, beside: bool) -> None:
+    table = recipe("full", trainer__async_save=beside, trainer__checkpoint_every=1)
+    path, run = write_toml(tmp_path / "r.toml", table), Path(table["run"]["dir"])
+    code, output = run_cli("train", str(path), "--quiet", fault="sync.after_checkpoint:2")
+    assert code != 0, output
+    whole = CheckpointStore(run / "checkpoints").steps()
+    weights = (run / "checkpoints" / "step-000002" / "model.safetensors").stat().st_size
+    code, output = run_in_a_small_room("resume", str(run), "--quiet", room=weights + weights // 2)
+    assert code == 2 and "could not save the checkpoint of step 3" in output, output
+    assert "the previous checkpoints are intact" in output and "Traceback" not in output
+    assert read_json(run / "state.json")["status"] == "failed"
+    store = CheckpointStore(run / "checkpoints")
+    assert store.steps() == whole and store.load().step == 2
+    for step in whole:
+        verify(run / "checkpoints" / f"step-{step:06d}")
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    report = audit(run)
+    assert report.balanced and report.trained == 4 * 16 and report.in_flight == 0

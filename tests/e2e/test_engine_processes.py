@@ -1,0 +1,73 @@
+"""The engine in a process of its own: the same run to the bit, also when that process is killed on the way."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+from small_runs import start_cli, write_toml
+
+import understudy
+from understudy.dataplane.ledger import audit
+from understudy.observability.metrics import read_metrics, without_clock
+
+Make = Callable[..., dict[str, Any]]
+SMALL = {"trainer__steps": 3, "trainer__checkpoint_every": 3, "rollout__n": 2}
+
+
+def state_of(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    weights = load_file(run / "checkpoints" / "step-000003" / "model.safetensors")
+    return (
+        [without_clock(line) for line in read_metrics(run / "metrics.jsonl")],
+        {name: tensor.tobytes() for name, tensor in weights.items()},
+    )
+
+
+def engines_of(launcher: int) -> list[int]:
+    return [
+        child.pid
+        for child in psutil.Process(launcher).children()
+        if "understudy.engines.host" in child.cmdline()
+    ]
+
+
+@pytest.mark.timeout(400)
+def test_a_run_with_an_engine_process_is_the_same_run_even_when_it_is_killed(
+    recipe: Make, tmp_path: Path
+) -> None:
+    inside = understudy.train(recipe("inside", **SMALL), progress=False)
+    table = recipe("outside", **SMALL, rollout__processes=1)
+    run = Path(table["run"]["dir"])
+    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+    while len(read_metrics(run / "metrics.jsonl")) < 1:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    (engine,) = engines_of(process.pid)
+    words = psutil.Process(engine).cmdline()
+    weights = Path(words[words.index("--weights") + 1])
+    assert weights.exists()
+    os.kill(engine, signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert state_of(run) == state_of(inside.dir)
+    assert audit(run).balanced and audit(run).trained == 96
+    log = (run / "logs" / "trainer.log").read_text()
+    assert "engine process lost" in log and "is back, with weights of version" in log
+    assert not weights.exists(), "snapshots are removed with the run"
+
+
+def test_two_engine_processes_in_fast_mode_train_every_row_once(recipe: Make) -> None:
+    run = understudy.train(
+        recipe(rollout__processes=2, run__determinism="fast", trainer__steps=2), progress=False
+    )
+    report = audit(run.dir)
+    assert report.balanced and report.trained == 32
+    assert {path.name for path in (run.dir / "logs").glob("rollout-*.log")} == {
+        "rollout-0.log",
+        "rollout-1.log",
+    }

@@ -1,0 +1,101 @@
+"""Evaluation inside a run: sampled measures, the best checkpoint, and the commands that use it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+from small_runs import run_cli, write_toml
+
+from understudy.observability.metrics import read_metrics, without_clock
+from understudy.policy.checkpoint import CheckpointStore
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("evaluated")
+
+
+def evaluated(place: Path, recipe: Make) -> Path:
+    """A run that forgets: after two steps the learning rate has wrecked it, so the best is not the last. Made once."""
+    run = place / "run"
+    if not (run / "report.html").exists():
+        data = place / "eval.jsonl"
+        lines = Path(recipe()["data"]["train"]).read_text().splitlines()
+        data.write_text("\n".join(lines[:24]) + "\n")
+        table = recipe(
+            data__eval=str(data),
+            trainer__steps=6,
+            trainer__eval_every=1,
+            trainer__eval_k=3,
+            trainer__checkpoint_every=4,
+            trainer__learning_rate=1e-1,
+        )
+        table["run"]["dir"] = str(run)
+        code, output = run_cli("train", str(write_toml(place / "r.toml", table)), "--quiet")
+        assert code == 0, output
+    return run
+
+
+def test_measures_are_there_for_every_source(place: Path, recipe: Make) -> None:
+    lines = read_metrics(evaluated(place, recipe) / "metrics.jsonl")
+    for line in lines:
+        for name in ("accuracy", "avg@3", "pass@1", "pass@2", "pass@3"):
+            assert {f"val/{name}", f"val/{name}/add", f"val/{name}/sort"} <= line.keys()
+        assert line["val/pass@1"] == pytest.approx(line["val/avg@3"])
+        assert line["val/pass@1"] <= line["val/pass@2"] <= line["val/pass@3"]
+    assert lines[0]["val/pass@3"] > lines[0]["val/pass@1"] > 0, "samples of one problem differ"
+
+
+def test_the_best_checkpoint_outlives_the_others(place: Path, recipe: Make) -> None:
+    run = evaluated(place, recipe)
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] >= 1]
+    best = max(lines, key=lambda line: (line["val/accuracy"], -line["step"]))["step"]
+    store = CheckpointStore(run / "checkpoints")
+    assert store.marked("best") == best and best < 4, "the run was made to forget"
+    assert store.steps() == [best, 4, 6]
+
+
+def test_best_is_what_the_commands_give(place: Path, recipe: Make, tmp_path: Path) -> None:
+    run = evaluated(place, recipe)
+    store = CheckpointStore(run / "checkpoints")
+    out = tmp_path / "model"
+    code, output = run_cli("export", str(run), str(out), "--best")
+    assert code == 0, output
+    exported, stored = load_file(out / "model.safetensors"), store.load(store.marked("best")).policy.model
+    name = next(iter(stored))
+    assert (exported[name] == stored[name].numpy()).all()
+    code, output = run_cli("eval", str(run), "--best", "--k", "2")
+    assert code == 0, output
+    line = read_metrics(run / "metrics.jsonl")[store.marked("best") or 0]
+    found = dict(
+        text.rsplit(maxsplit=1) for text in output.splitlines() if text.startswith(("accuracy", "pass@2"))
+    )
+    assert float(found["accuracy"]) == pytest.approx(line["val/accuracy"], abs=1e-4)
+    assert "pass@2" in found
+
+
+def test_a_folder_without_a_best_says_so(place: Path, recipe: Make, tmp_path: Path) -> None:
+    run = evaluated(place, recipe)
+    code, output = run_cli("eval", str(recipe()["student"]["model"]), "--best", "--data", str(place / "eval.jsonl"),
+                           "--reward", "understudy.rollout.reward:exact_match")  # fmt: skip
+    assert code == 2 and "--best chooses among the checkpoints of a run" in output
+    assert run.exists()
+
+
+def test_a_resumed_run_lists_what_changed_and_goes_further(place: Path, recipe: Make) -> None:
+    run = evaluated(place, recipe)
+    before = [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
+    code, output = run_cli("resume", str(run), "loss.topk=4", "run.seed=3")
+    assert code == 2 and output.count("cannot resume with") == 2 and "Traceback" not in output, output
+    code, output = run_cli("resume", str(run), "trainer.steps=7", "trainer.eval_k=0", "--quiet")
+    assert (
+        code == 0 and "changed trainer.steps: 6 → 7" in output and "changed trainer.eval_k: 3 → 0" in output
+    ), output
+    after = [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
+    assert after[: len(before)] == before and after[-1]["step"] == 7 and "val/pass@1" not in after[-1]
+    assert json.loads((run / "recipe.json").read_text())["trainer"]["steps"] == 7

@@ -1,0 +1,156 @@
+"""The fully async trainer: the sync trainer at staleness 0, bounded and exactly-once beyond it, whatever is killed."""
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+from small_runs import run_cli, start_cli, write_toml
+
+import understudy
+from understudy.dataplane.ledger import audit
+from understudy.observability.metrics import read_metrics, without_clock
+
+Make = Callable[..., dict[str, Any]]
+ASYNC = {"trainer__mode": "fully_async"}
+
+
+def weights_of(run: Path, step: int = 4) -> dict[str, Any]:
+    return load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+def test_staleness_0_is_the_sync_trainer_bit_for_bit(recipe: Make) -> None:
+    changes = {"rollout__n": 2, "trainer__eval_every": 2, "trainer__eval_samples": 8}
+    changes["data__eval"] = recipe()["data"]["train"]
+    sync = understudy.train(recipe("sync", **changes), progress=False)
+    asynchronous = understudy.train(
+        recipe("async", trainer__max_staleness=0, **changes, **ASYNC), progress=False
+    )
+    for one, other in zip(sync.metrics, asynchronous.metrics, strict=True):
+        mine = {key: value for key, value in without_clock(other).items() if not key.startswith("async/")}
+        assert mine == without_clock(one)
+        assert other.get("async/staleness/max", 0) == 0
+    left, right = weights_of(sync.dir), weights_of(asynchronous.dir)
+    assert all((left[name] == right[name]).all() for name in left)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "every", "partial"),
+    [(0.5, 1, True), (1.0, 1, False), (2.0, 1, True), (0.0, 2, True), (1.0, 3, False)],
+)
+def test_every_row_is_trained_once_and_none_is_too_old(
+    recipe: Make, staleness: float, every: int, partial: bool
+) -> None:
+    """`steps` = 5 is no multiple of the updates per publish: the last window is short."""
+    run = understudy.train(
+        recipe(
+            trainer__steps=5, trainer__max_staleness=staleness, trainer__sync_every=every,
+            trainer__partial_rollouts=partial, rollout__n=2, trainer__batch_size=6, **ASYNC,
+        ),
+        progress=False,
+    )  # fmt: skip
+    report = audit(run.dir)
+    assert report.balanced and report.trained == 60 and report.per_step == dict.fromkeys(range(1, 6), 12)
+    ages = [line["async/staleness/max"] for line in run.metrics]
+    assert max(ages) <= -(-staleness // 1)
+    if not partial:
+        assert all(line["async/partial_rollouts"] == 0 for line in run.metrics)
+    for line in run.metrics:
+        assert 0 <= line["perf/async/trainer_idle"] <= 1
+        rows = sum(value for key, value in line.items() if key.startswith("async/staleness/rows/"))
+        assert rows == 12
+
+
+def test_rewards_and_distillation_together(recipe: Make) -> None:
+    run = understudy.train(
+        recipe(loss__task_coef=0.5, rollout__n=4, trainer__batch_size=4, trainer__steps=3, **ASYNC),
+        progress=False,
+    )
+    assert run.steps == 3 and audit(run.dir).trained == 48
+
+
+@pytest.mark.parametrize("fault", ["async.after_claim:3", "async.after_ack:3", "async.after_publish:2"])
+def test_kill_9_and_resume_trains_every_prompt_once(recipe: Make, tmp_path: Path, fault: str) -> None:
+    table = recipe(trainer__max_staleness=1.0, rollout__n=2, trainer__steps=6, **ASYNC)
+    path = write_toml(tmp_path / "recipe.toml", table)
+    code, output = run_cli("train", str(path), fault=fault)
+    assert code == -9, output
+    code, output = run_cli("resume", table["run"]["dir"])
+    assert code == 0, output
+    run = Path(table["run"]["dir"])
+    report = audit(run)
+    assert report.balanced and report.trained == 6 * 16 * 2
+    assert report.per_step == dict.fromkeys(range(1, 7), 32)
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert max(line["async/staleness/max"] for line in lines) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_kill_9_of_any_process_at_random_moments(recipe: Make, tmp_path: Path, seed: int) -> None:
+    """Launcher, teachers and the rollout process, again and again: every prompt is trained once, none is too old."""
+    chance = random.Random(seed)
+    table = recipe(
+        trainer__max_staleness=chance.choice([0.5, 1.0, 2.0]), rollout__n=2, rollout__processes=1, trainer__steps=8,
+        trainer__partial_rollouts=chance.random() < 0.5, **ASYNC,
+    )  # fmt: skip
+    for teacher in table["teachers"].values():
+        for key in ("placement", "urls", "token_env"):
+            del teacher[key]
+    run = Path(table["run"]["dir"])
+    arguments = ["train", str(write_toml(tmp_path / "r.toml", table)), "--quiet"]
+    process = start_cli(*arguments)
+    for _ in range(5):
+        deadline = time.monotonic() + chance.uniform(2.0, 15.0)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if process.poll() is not None:
+            break
+        launcher = psutil.Process(process.pid)
+        victim = chance.choice([launcher, *launcher.children()])
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+        if victim == launcher:
+            process.communicate()
+            if (run / "recipe.json").exists():
+                arguments = ["resume", str(run), "--quiet"]
+            process = start_cli(*arguments)
+    output, _ = process.communicate(timeout=240)
+    while process.returncode == 2:
+        # A child killed while the run was starting ends the start with that child's own words; nothing is lost.
+        assert "ended with code -9" in output, output
+        process = start_cli("resume", str(run), "--quiet")
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    report = audit(run)
+    assert report.balanced and report.trained == 8 * 16 * 2
+    assert report.per_step == dict.fromkeys(range(1, 9), 32)
+    bound = -(-table["trainer"]["max_staleness"] // 1)
+    assert max(line["async/staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= bound
+
+
+def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
+    table = recipe(run__determinism="full", trainer__max_staleness=1.0, **ASYNC)
+    for name in table["teachers"]:
+        table["teachers"][name] |= {"placement": "pool", "pool": "p", "urls": []}
+        table["teachers"][name].pop("token_env")
+    table["cluster"] = {"pools": {"p": {"cpus_per_node": 2}}}
+    code, output = run_cli("check", str(write_toml(tmp_path / "a.toml", table)))
+    assert code == 2 and "run.determinism = 'full'" in output and "share no pool" in output
+    code, output = run_cli("check", str(write_toml(tmp_path / "b.toml", recipe(trainer__sync_every=2))))
+    assert code == 2 and "trainer.sync_every belongs to trainer.mode = 'fully_async'" in output
+
+
+def test_doctor_says_what_a_run_waits_for(recipe: Make) -> None:
+    run = understudy.train(recipe(trainer__steps=2, **ASYNC), progress=False)
+    waits = json.loads((run.dir / "waits.json").read_text())
+    assert waits["waiting"] == [] and waits["status"] == "ended"
+    code, output = run_cli("doctor", str(run.dir))
+    assert code == 0 and "ended" in output

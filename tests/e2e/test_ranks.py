@@ -1,0 +1,128 @@
+"""`trainer.ranks`: the same training on several processes, and none of them left behind."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+from small_runs import run_cli, start_cli, write_toml
+
+from understudy.dataplane.ledger import audit
+from understudy.observability.metrics import read_metrics
+
+Make = Callable[..., dict[str, Any]]
+STEPS = 3
+
+
+def losses(run: Path) -> list[float]:
+    return [line["actor/loss"] for line in read_metrics(run / "metrics.jsonl") if "actor/loss" in line]
+
+
+def weights(run: Path, step: int = STEPS) -> dict[str, Any]:
+    return dict(load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors"))
+
+
+def assert_near(one: Path, other: Path) -> None:
+    assert losses(one) == pytest.approx(losses(other), abs=1e-5)
+    theirs = weights(other)
+    for name, tensor in weights(one).items():
+        # Adam divides by a small root: rounding in a gradient near zero is worth up to a step of the learning rate.
+        assert abs(tensor - theirs[name]).mean() < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+def alone(shelf: Path, recipe: Make) -> Path:
+    """The same recipe on one rank, run once."""
+    if not (shelf / "run" / "report.html").exists():
+        table = recipe(trainer__steps=STEPS, trainer__batch_size=13, trainer__checkpoint_every=1)
+        table["run"]["dir"] = str(shelf / "run")
+        code, output = run_cli("train", str(write_toml(shelf / "r.toml", table)), "--quiet")
+        assert code == 0, output
+    return shelf / "run"
+
+
+def on_ranks(recipe: Make, tmp_path: Path, ranks: int, **overrides: Any) -> tuple[Path, Path]:
+    """A recipe of 13 prompts a step, which no number of ranks divides."""
+    settings = {"trainer__steps": STEPS, "trainer__batch_size": 13, "trainer__checkpoint_every": 1}
+    table = recipe("sharded", **{**settings, "trainer__ranks": ranks, **overrides})
+    return write_toml(tmp_path / "r.toml", table), Path(table["run"]["dir"])
+
+
+def test_two_ranks_train_what_one_does(recipe: Make, tmp_path: Path, shelf: Path) -> None:
+    path, run = on_ranks(recipe, tmp_path, 2)
+    code, output = run_cli("train", str(path), "--quiet")
+    assert code == 0, output
+    assert_near(run, alone(shelf, recipe))
+    report = audit(run)
+    assert report.balanced and report.trained == STEPS * 13
+    assert not (run / "logs" / "rank-0.log").exists() and (run / "logs" / "rank-1.log").exists()
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(recipe: Make, tmp_path: Path, shelf: Path) -> None:
+    path, run = on_ranks(recipe, tmp_path, 2)
+    code, output = run_cli("train", str(path), "--quiet", fault="sync.after_ack:2")
+    assert code == -signal.SIGKILL, output
+    code, output = run_cli("resume", str(run), "trainer.ranks=1", "--quiet")
+    assert code == 0, output
+    assert_near(run, alone(shelf, recipe))
+
+
+@pytest.mark.slow
+def test_a_run_of_one_rank_goes_on_with_three(recipe: Make, tmp_path: Path, shelf: Path) -> None:
+    path, run = on_ranks(recipe, tmp_path, 1)
+    code, output = run_cli("train", str(path), "--quiet", fault="sync.after_ack:2")
+    assert code == -signal.SIGKILL, output
+    code, output = run_cli("resume", str(run), "trainer.ranks=3", "--quiet")
+    assert code == 0, output
+    assert_near(run, alone(shelf, recipe))
+
+
+Started = tuple[subprocess.Popen[str], Path, psutil.Process]
+
+
+@pytest.fixture
+def started(recipe: Make, tmp_path: Path) -> Iterator[Started]:
+    """A long run of two ranks that takes steps, its directory, and its follower."""
+    path, run = on_ranks(recipe, tmp_path, 2, trainer__steps=5000)
+    process = start_cli("train", str(path), "--quiet")
+    try:
+        deadline = time.monotonic() + 150
+        while len(losses(run)) < 1:
+            assert process.poll() is None and time.monotonic() < deadline, "no step was taken"
+            time.sleep(0.1)
+        (follower,) = psutil.Process(process.pid).children(recursive=True)
+        yield process, run, follower
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_follower_ends_the_run_with_its_name(started: Started) -> None:
+    process, _, follower = started
+    follower.kill()
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "Traceback" not in output
+    assert "rank 1 of 2 was killed by SIGKILL" in output, output
+    assert time.monotonic() - killed < 15
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_no_rank_is_left_behind(started: Started, how: signal.Signals) -> None:
+    process, run, follower = started
+    os.kill(process.pid, how)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == (130 if how is signal.SIGINT else -how), output
+    psutil.wait_procs([follower], timeout=20)
+    assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
+    assert audit(run).balanced

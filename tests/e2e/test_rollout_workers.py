@@ -1,0 +1,58 @@
+"""Agent loops in worker processes, through the trainer: the same run, its failures set aside, its time accounted for."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import understudy
+from understudy.observability.metrics import without_clock
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_raises_or_hangs_is_a_dead_letter(
+    recipe: Callable[..., dict[str, Any]], workers: int
+) -> None:
+    options = {"troubled_loop:Troubled": {"raises": [1, 5], "hangs": [6]}}
+    table = recipe(
+        rollout__agent="troubled_loop:Troubled",
+        rollout__agent_options=options,
+        rollout__workers=workers,
+        rollout__deadline_seconds=4.0,
+        data__shuffle=False,
+        trainer__steps=1,
+        trainer__batch_size=12,
+        trainer__max_dead_letters=0.5,
+    )
+    run = understudy.train(table, progress=False)
+    letters = [
+        json.loads(line)
+        for path in run.dir.rglob("dead_letters.jsonl")
+        for line in path.open()
+        if line.strip()
+    ]
+    reasons = {letter["key"]: letter["reason"] for letter in letters}
+    assert {key: "the environment broke" in reason for key, reason in reasons.items()} == {
+        "00000-0000001_0_0": True,
+        "00000-0000005_0_0": True,
+        "00000-0000006_0_0": False,
+    }
+    assert "rollout.deadline_seconds ran out" in reasons["00000-0000006_0_0"]
+    assert run.last["rollout/rows"] == 9, "the others are trained"
+
+
+def test_workers_change_nothing_but_the_clock(recipe: Callable[..., dict[str, Any]]) -> None:
+    here = understudy.train(recipe("here", trainer__steps=2), progress=False)
+    there = understudy.train(recipe("there", trainer__steps=2, rollout__workers=2), progress=False)
+    assert [without_clock(line) for line in there.metrics] == [without_clock(line) for line in here.metrics]
+
+
+def test_a_step_says_where_its_rollouts_time_went(recipe: Callable[..., dict[str, Any]]) -> None:
+    line = understudy.train(recipe(trainer__steps=1), progress=False).last
+    for activity in ("generate", "loop", "reward", "score"):
+        low, mean, high = (line[f"time/rollout/{activity}/{name}"] for name in ("min", "mean", "max"))
+        assert 0 < low <= mean <= high
+    assert line["time/rollout/generate/max"] <= line["time/rollout/loop/max"]
+    assert line["time/rollout/slowest/key"].startswith("00000-")
+    assert line["time/rollout/slowest/score"] > 0

@@ -1,0 +1,109 @@
+"""`rollout.engine = "vllm"`: the trainer starts a real vLLM, gives it every new version of the student, and outlives its death."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_runs import ASSETS
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from understudy.cluster.local import LocalProcesses
+from understudy.config import parse_recipe
+from understudy.engines.base import GenerateRequest, Sampling
+from understudy.engines.vllm import VLLMEngine
+from understudy.observability.live import LiveView
+from understudy.observability.rundir import RunDir
+from understudy.trainers.build import build
+from understudy.trainers.student_servers import PYTHON_VARIABLE
+from understudy.trainers.sync import take_step
+from understudy.trainers.system import System
+
+
+def write_student(folder: Path) -> str:
+    """The quickstart's vocabulary on a random model whose head size vLLM's CPU kernels have."""
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "models" / "student")
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ASSETS / "models" / "student" / name, folder / name)
+    return str(folder)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    not os.environ.get(PYTHON_VARIABLE), reason=f"set {PYTHON_VARIABLE} to an interpreter that has vLLM"
+)
+@pytest.mark.parametrize("signal_kind", ["topk", "at_ids"])
+def test_two_steps_with_live_weights(
+    recipe: Callable[..., dict[str, Any]], signal_kind: str, tmp_path: Path
+) -> None:
+    table = recipe(
+        student__model=write_student(tmp_path / "student"),
+        rollout__engine="vllm",
+        rollout__n=2,
+        loss__kind="reverse_kl" if signal_kind == "at_ids" else "forward_kl",
+        loss__signal=signal_kind,
+        loss__topk=4,
+        trainer__batch_size=8,
+        trainer__learning_rate=1e-2,
+        cluster__start_timeout_seconds=400.0,
+    )
+    parsed = parse_recipe(table)
+
+    async def body() -> None:
+        run = RunDir.create(parsed.run.dir, parsed.run.name)
+        processes = LocalProcesses(run.logs, parsed.cluster.start_timeout_seconds)
+        try:
+            async with build(parsed, run, processes, LiveView(2, enabled=False)) as system:
+                assert not system.deterministic and isinstance(system.engine, VLLMEngine)
+                before = [p.detach().clone() for p in system.policy.model.parameters()]
+                first = await take_step(system, 1)
+                assert any(
+                    not torch.equal(old, new)
+                    for old, new in zip(before, system.policy.model.parameters(), strict=True)
+                )
+                await _writes_with_the_trained_weights(system, version=1)
+                if signal_kind == "topk":
+                    (child,) = system.engine.children.values()
+                    os.kill(child.ready["pid"], signal.SIGKILL)
+                second = await take_step(system, 2)
+                assert first["rollout/weight_version/min"] == 0 and second["rollout/weight_version/min"] == 1
+                await _writes_with_the_trained_weights(system, version=2)
+        finally:
+            await processes.close()
+
+    asyncio.run(body())
+    assert not list(Path("/dev/shm").glob("understudy-weights-*")), "snapshots are cleared away"
+
+
+async def _writes_with_the_trained_weights(system: System, version: int) -> None:
+    """The server's logprobs are those of the policy as it is now."""
+    prompt = np.array([1, 4, 7, 8, 42, 9, 10, 43, 5], np.int32)
+    asked = [GenerateRequest(f"probe-{i}", prompt, Sampling(8), seed=i) for i in range(4)]
+    for generation in await asyncio.wait_for(system.engine.generate(asked), 400):
+        ids = torch.tensor([[*prompt.tolist(), *generation.tokens.tolist()]])
+        with torch.no_grad():
+            logprobs = system.policy.model(input_ids=ids).logits[0].float().log_softmax(-1)
+        ours = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+        np.testing.assert_allclose(generation.logprobs, ours, atol=5e-3)
+        assert set(generation.weight_versions.tolist()) == {version}
+
+
+def test_the_environment_is_asked_for_before_anything_starts(recipe: Callable[..., dict[str, Any]]) -> None:
+    from understudy.trainers.preflight import preflight
+
+    parsed = parse_recipe(recipe(rollout__engine="vllm", rollout__vllm_python=str(ASSETS)[:5] + "/no/python"))
+    assert any("is not an interpreter" in problem for problem in preflight(parsed))

@@ -1,0 +1,22 @@
+"""An agent loop some of whose rollouts go wrong: by the prompt's place, not by chance."""
+
+import asyncio
+
+from understudy.rollout.agent import LoopContext
+from understudy.rollout.single_turn import SingleTurn
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import Trajectory
+
+
+class Troubled:
+    """`raises` and `hangs` are ordinals of prompts."""
+
+    def __init__(self, raises: list[int], hangs: list[int]) -> None:
+        self._raises, self._hangs = raises, hangs
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.ordinal in self._raises:
+            raise RuntimeError("the environment broke")
+        if prompt.ordinal in self._hangs:
+            await asyncio.sleep(3600)
+        return await SingleTurn().run(prompt, context)

@@ -1,0 +1,151 @@
+"""Processes on other nodes: started, heard, restarted, and gone when their node, their actor or the run is."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from understudy.cluster.ray import RayProcesses
+from understudy.cluster.ray_cluster import RaySettings
+from understudy.cluster.ray_layout import Bundle, GroupWish, Home, RayLayout, Spread
+from understudy.errors import ChildDied, ClusterError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+STORE = 80 * 2**20
+ONE = Bundle(1)
+
+
+def layout(*units: str, spread: Spread = Spread.LOOSE) -> RayLayout:
+    wish = GroupWish("crew", tuple(ONE for _ in units), spread)
+    return RayLayout({"crew": wish}, {unit: Home("crew", place, ONE) for place, unit in enumerate(units)})
+
+
+async def open_on(cluster: Any, logs: Path, where: RayLayout) -> RayProcesses:
+    processes = RayProcesses(logs, 60.0, RaySettings(address=cluster.address), lambda nodes: where)
+    await processes.ready()
+    return processes
+
+
+def gone(pid: int, within: float = 60.0) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def node_of(cluster: Any, pid: int) -> Any:
+    """The simulated node whose raylet is an ancestor of this process."""
+    ancestors = {parent.pid for parent in psutil.Process(pid).parents()}
+    for node in cluster.worker_nodes:
+        for kind, processes in node.all_processes.items():
+            if kind == "raylet" and processes[0].process.pid in ancestors:
+                return node
+    raise AssertionError(f"no node owns process {pid}")
+
+
+async def until(said: Any, within: float = 90.0) -> None:
+    deadline = time.monotonic() + within
+    while not said():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+def test_children_live_on_nodes_speak_into_the_run_directory_and_die_with_whatever_holds_them(
+    cluster: Any, tmp_path: Path
+) -> None:
+    for _ in range(3):
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+
+    async def body() -> list[int]:
+        processes = await open_on(cluster, tmp_path, layout("crew-0", "crew-1", "crew-2"))
+        env = {"UNDERSTUDY_TOKEN": "x" * 24}
+        children = [
+            await processes.start(f"crew-{i}", "node_child", ["--bind", "127.0.0.1:0"], env) for i in range(3)
+        ]
+        pids = [child.process.pid for child in children]
+        nodes = {id(node_of(cluster, pid)) for pid in pids}
+        assert len(nodes) == 3, "one group's bundles are spread over the nodes"
+        address = ray.util.get_node_ip_address()
+        assert all(child.ready["url"] == f"http://{address}:0" for child in children)
+        log = tmp_path / "crew-0.log"
+        await until(lambda: log.exists() and "token 24 letters" in log.read_text())
+
+        # Its node goes: it ends, it is known to have ended, the others live on.
+        lost = node_of(cluster, pids[0])
+        await asyncio.to_thread(cluster.remove_node, lost, False)
+        await until(lambda: not children[0].alive)
+        assert gone(pids[0]) and children[1].alive and children[2].alive
+        await processes.stop("crew-0")
+
+        # Its supervisor is killed: the pipe closes and it ends itself.
+        os.kill(psutil.Process(pids[1]).parent().pid, 9)
+        await until(lambda: not children[1].alive)
+        assert gone(pids[1])
+        await processes.stop("crew-1")
+
+        # Started again where there is room: on its own node, and on one that came after the first was lost.
+        again = await processes.start("crew-1", "node_child", [], env)
+        assert again.alive and again.process.pid != pids[1]
+        fresh = cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        moved = await processes.start("crew-0", "node_child", [], env)
+        assert node_of(cluster, moved.process.pid) is fresh
+        pids += [again.process.pid, moved.process.pid]
+        await processes.close()
+        return pids
+
+    pids = asyncio.run(body())
+    assert all(gone(pid) for pid in pids), "nothing is left after close"
+
+
+def test_the_childs_own_words_come_first_and_an_end_is_told(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=2, object_store_memory=STORE)
+
+    async def body() -> None:
+        processes = await open_on(cluster, tmp_path, layout("crew-0", "crew-1"))
+        try:
+            with pytest.raises(ChildDied) as caught:
+                await processes.start("crew-0", "node_child", ["--fail", "the model folder is empty"])
+            words = str(caught.value)
+            assert "ValueError: the model folder is empty" in words and "RayTaskError" not in words
+            assert words.index("ValueError") < words.index("ended with code")
+            assert "the model folder is empty" in (tmp_path / "crew-0.log").read_text()
+
+            short = await processes.start("crew-1", "node_child", ["--leave-after", "0.5"])
+            await until(lambda: not short.alive)
+            assert short.process.returncode == 7 and (tmp_path / "crew-1.log").read_text().endswith(
+                "goodbye\n"
+            )
+            with pytest.raises(ChildDied, match="No module named"):
+                await processes.start("crew-0", "no_such_module", [])
+
+            # What has no home here runs beside the trainer; a second name twice is refused.
+            local = await processes.start("neighbour", "node_child", [])
+            assert psutil.Process(local.process.pid).ppid() == os.getpid()
+            with pytest.raises(ClusterError, match="runs already"):
+                await processes.start("neighbour", "node_child", [])
+            ends = await processes.start("crew-0", "node_child", [])
+            processes.kill_now()
+            assert gone(ends.process.pid) and gone(local.process.pid)
+        finally:
+            await processes.close()
+
+    asyncio.run(body())
+
+
+def test_a_wish_that_does_not_fit_is_refused_in_seconds_with_the_cluster_drawn(
+    cluster: Any, tmp_path: Path
+) -> None:
+    cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    began = time.monotonic()
+    with pytest.raises(ClusterError) as caught:
+        asyncio.run(open_on(cluster, tmp_path, layout("a-0", "a-1", spread=Spread.STRICT)))
+    assert time.monotonic() - began < 90
+    assert "room was found for 1" in str(caught.value) and "free 2 CPU" in str(caught.value)
+    assert not ray.is_initialized(), "the connection is given back"

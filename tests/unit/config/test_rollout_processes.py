@@ -1,0 +1,26 @@
+"""`rollout.processes`: what fits together and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from understudy.config.rollout import RolloutConfig
+
+
+def test_the_engine_stays_in_the_trainer_unless_asked() -> None:
+    assert RolloutConfig().processes == 0
+    assert RolloutConfig(processes=2, devices=["0", "1"]).devices == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"processes": 1, "engine": "vllm"}, "`processes` belong to engine = 'hf'.*`replicas`"),
+        ({"processes": 2, "devices": ["0"]}, "1 devices for 2 processes"),
+        ({"devices": ["0"]}, "`devices` belongs to vLLM servers"),
+        ({"processes": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RolloutConfig(**settings)

@@ -1,0 +1,124 @@
+"""A server that dies while weights are published: the run goes on where somebody brings the server back, and says so where not."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_remote import Server, whole
+
+from understudy.engines.base import GenerateRequest, Sampling
+from understudy.engines.dialects import DIALECTS
+from understudy.engines.gpu_handover import GpuHandover
+from understudy.engines.remote import RemoteEngine
+from understudy.engines.replicas import Replica
+from understudy.errors import EngineError
+
+WEIGHTS = [("w", torch.zeros(2))]
+
+
+class Mended(RemoteEngine):
+    """An engine whose servers are started again when they die."""
+
+    def _give_up(self, replica: Replica) -> bool:
+        self.withdraw(replica.name)
+        return True
+
+
+def with_two(
+    kind: type[RemoteEngine],
+    folder: Path,
+    body: Callable[[RemoteEngine, list[Server]], Awaitable[None]],
+    **settings: GpuHandover,
+) -> None:
+    async def inner() -> None:
+        servers = [Server.truthful(), Server.truthful()]
+        endpoints = [await server.start() for server in servers]
+        engine = kind(
+            DIALECTS["vllm"],
+            endpoints,
+            model="student",
+            max_length=64,
+            patience_s=2.0,
+            version=0,
+            snapshots=folder,
+            **settings,
+        )
+        try:
+            await body(engine, servers)
+        finally:
+            await engine.close()
+            for server in servers:
+                await server.stop()
+
+    asyncio.run(asyncio.wait_for(inner(), 60))
+
+
+def test_nobody_brings_it_back(tmp_path: Path) -> None:
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        await servers[1].stop()
+        with pytest.raises(EngineError, match=r"replica-1 \(vllm\) at /collective_rpc"):
+            await engine.update_weights(1, WEIGHTS)
+        assert engine.version == 0
+
+    with_two(RemoteEngine, tmp_path, body)
+
+
+def test_a_new_server_gets_the_newest_weights_before_any_request(tmp_path: Path) -> None:
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        await servers[1].stop()
+        await engine.update_weights(1, WEIGHTS)
+        assert engine.version == 1 and engine.is_withdrawn("replica-1")
+        servers[1] = Server.truthful()
+        await engine.replace("replica-1", await servers[1].start())
+        assert servers[1].calls[0] == "/collective_rpc" and not engine.is_withdrawn("replica-1")
+        tokens = torch.tensor([3, 4]).numpy().astype("int32")
+        await engine.generate([GenerateRequest(str(i), tokens, Sampling(4), i) for i in range(4)])
+        assert all(server.bodies for server in servers), "both serve again"
+        await engine.pause()
+        await engine.resume()
+
+    with_two(Mended, tmp_path, body)
+
+
+def test_a_request_that_failed_during_an_update_is_asked_under_the_new_weights(tmp_path: Path) -> None:
+    """Asked again at once it would be written by the new weights and called the old ones' work."""
+
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        asked, fail = asyncio.Event(), asyncio.Event()
+
+        async def answer(wanted: dict[str, Any]) -> Any:
+            if not asked.is_set():
+                asked.set()
+                await fail.wait()
+                return 500
+            server = next(one for one in servers if wanted in one.bodies)
+            return whole(wanted, label=server.label)
+
+        for server in servers:
+            server.answer = answer
+        tokens = torch.tensor([3, 4]).numpy().astype("int32")
+        writing = asyncio.create_task(engine.generate([GenerateRequest("row", tokens, Sampling(4), 1)]))
+        await asked.wait()
+        updating = asyncio.create_task(engine.update_weights(1, WEIGHTS))
+        await asyncio.sleep(0.05)
+        fail.set()
+        await updating
+        (generation,) = await writing
+        assert generation.weight_versions.tolist() == [1] * 4
+        bodies = [one for server in servers for one in server.bodies]
+        assert sorted(one["cache_salt"] for one in bodies) == ["weights-0", "weights-1"]
+
+    with_two(RemoteEngine, tmp_path, body)
+
+
+def test_tensors_that_are_not_on_a_gpu_go_by_snapshot(tmp_path: Path) -> None:
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        await engine.update_weights(1, WEIGHTS)
+        assert all(server.calls.count("/collective_rpc") == 1 for server in servers)
+        assert list(tmp_path.glob("understudy-weights-*/v1/model.safetensors"))
+
+    with_two(RemoteEngine, tmp_path, body, handover=GpuHandover())
+    assert not list(tmp_path.iterdir()), "closing clears the snapshots away"

@@ -1,0 +1,54 @@
+"""What a run waits for, in words; and that a stall is told."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from understudy.observability.spans import Spans
+from understudy.observability.watchdog import read_waits, waiting_for, watched
+
+
+def test_waits_name_the_oldest_of_each_kind() -> None:
+    spans = Spans(None)
+    with (
+        spans.span("score", key="a", teacher="math"),
+        spans.span("rollout", key="b"),
+        spans.span("rollout", key="c"),
+    ):
+        now = spans.under_way()[0].start + 30
+        first, second = waiting_for(spans.under_way(), now)
+        assert str(first) == "score (key a, teacher math), 30 s"
+        assert str(second).startswith("2 × rollout (oldest: key b), 30 s")
+    assert spans.under_way() == []
+
+
+def test_a_stall_is_told_with_what_is_under_way(tmp_path: Path) -> None:
+    told: list[str] = []
+    spans, path = Spans(None), tmp_path / "waits.json"
+
+    async def stalled() -> None:
+        async with watched(spans, path, 0.05, told.append, lambda: {"rows trained": 3}):
+            with spans.span("wait for rows", step=7):
+                while not told:
+                    await asyncio.sleep(0.01)
+                entry, waits = read_waits(path)
+                assert entry["status"] == "running" and entry["facts"] == {"rows trained": 3}
+                assert [wait.name for wait in waits] == ["wait for rows"]
+
+    asyncio.run(asyncio.wait_for(stalled(), 20))
+    assert "wait for rows (step 7)" in told[0]
+    assert json.loads(path.read_text())["status"] == "ended"
+
+
+def test_progress_is_no_stall(tmp_path: Path) -> None:
+    told: list[str] = []
+    spans = Spans(None)
+
+    async def moving() -> None:
+        async with watched(spans, tmp_path / "waits.json", 30.0, told.append, dict):
+            for _ in range(20):
+                with spans.span("rollout"):
+                    await asyncio.sleep(0.005)
+
+    asyncio.run(moving())
+    assert not told

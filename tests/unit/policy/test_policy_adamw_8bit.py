@@ -1,0 +1,107 @@
+"""Moments of one byte: nearly AdamW's steps, a quarter of its memory, and a state that continues to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
+
+from understudy.errors import CheckpointError
+from understudy.policy.adamw_8bit import BLOCK, AdamW8bit, _book, fresh_state
+from understudy.policy.optimizer import AdamWSettings
+from understudy.policy.policy import Policy
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_book_has_256_values_dense_near_one_and_down_to_small_ones(signed: bool) -> None:
+    book = _book(signed, torch.device("cpu"))
+    assert len(book) == len(book.unique()) == 256 and bool((book.diff() > 0).all())
+    assert float(book.max()) == 1.0 and 0.0 in book.tolist()
+    positive = book[book > 0]
+    assert float(positive.min()) < 1e-6
+    gaps = positive[1:] / positive[:-1]
+    top = positive[1:] > 0.5
+    assert float(gaps[top].max()) < 1.03, "the largest entries of a block keep two digits"
+
+
+def test_steps_follow_adamw() -> None:
+    """A noisy quadratic in 1,000 dimensions whose gradients span four decades: both optimizers arrive together."""
+    generator = torch.Generator().manual_seed(0)
+    slopes = torch.logspace(-2, 2, 1000)
+    target = torch.randn(1000, generator=generator)
+    start = torch.randn(1000, generator=generator)
+    ends = {}
+    for name, make in {
+        "exact": lambda w: torch.optim.AdamW([w], lr=1e-2, weight_decay=0.01),
+        "packed": lambda w: AdamW8bit([{"params": [w], "weight_decay": 0.01}], lr=1e-2),
+    }.items():
+        weight = start.clone().requires_grad_()
+        optimizer = make(weight)
+        noise = torch.Generator().manual_seed(1)
+        for _ in range(300):
+            weight.grad = slopes * (weight.detach() - target + 0.1 * torch.randn(1000, generator=noise))
+            optimizer.step()
+        ends[name] = weight.detach()
+    started = float((start - target).norm())
+    exact, packed = (float((ends[name] - target).norm()) for name in ("exact", "packed"))
+    assert exact < 0.2 * started and packed == pytest.approx(exact, rel=0.1)
+    assert float((ends["exact"] - ends["packed"]).norm()) < 0.05 * started
+
+
+def test_a_small_gradient_beside_a_large_one_makes_no_leap() -> None:
+    """The denominator of the small one must not be rounded away: its step stays within lr."""
+    weight = torch.zeros(BLOCK, requires_grad=True)
+    optimizer = AdamW8bit([weight], lr=1e-3)
+    for _ in range(20):
+        before = weight.detach().clone()
+        weight.grad = torch.full((BLOCK,), 1e-9)
+        weight.grad[0] = 1.0
+        optimizer.step()
+        assert float((weight.detach() - before).abs().max()) < 1.1e-3
+
+
+def measured_bytes(policy: Policy) -> int:
+    states = policy.optimizer.adamw.state.values()
+    return sum(t.numel() * t.element_size() for state in states for t in state.values())
+
+
+def test_moments_take_a_quarter_of_the_memory() -> None:
+    batch = varied_batch()
+    sizes = {}
+    for kind in ("adamw", "adamw_8bit"):
+        policy = Policy(qwen3(), settings(adamw=AdamWSettings(kind=kind)))
+        first = policy.update(batch, cross_entropy, token_mean(batch)).loss
+        assert policy.update(batch, cross_entropy, token_mean(batch)).loss < first
+        sizes[kind] = measured_bytes(policy) / sum(p.numel() for p in policy.model.parameters())
+    assert 8.0 <= sizes["adamw"] < 8.1 and sizes["adamw_8bit"] < 2.2
+    matrix = fresh_state(torch.zeros(1000, 256))
+    per_number = sum(t.numel() * t.element_size() for t in matrix.values()) / 256_000
+    assert per_number == pytest.approx(2.03, abs=0.01)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_saved_state_continues_to_the_bit(offload: bool) -> None:
+    wanted = settings(adamw=AdamWSettings(kind="adamw_8bit", offload=offload))
+    batches = [varied_batch(seed=seed) for seed in range(4)]
+    straight = Policy(qwen3(dtype=torch.bfloat16), wanted)
+    for batch in batches[:2]:
+        straight.update(batch, cross_entropy, token_mean(batch))
+    saved = straight.state().detached()
+    resumed = Policy(qwen3(seed=5, dtype=torch.bfloat16), wanted)
+    resumed.load_state(saved)
+    for batch in batches[2:]:
+        straight.update(batch, cross_entropy, token_mean(batch))
+        resumed.update(batch, cross_entropy, token_mean(batch))
+    one, other = straight.state(), resumed.state()
+    for mine, theirs in ((one.model, other.model), (one.optimizer, other.optimizer)):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_another_optimizers_state_is_refused() -> None:
+    batch = varied_batch()
+    plain = Policy(qwen3(), settings())
+    plain.update(batch, cross_entropy, token_mean(batch))
+    packed = Policy(qwen3(), settings(adamw=AdamWSettings(kind="adamw_8bit")))
+    with pytest.raises(CheckpointError, match="adamw_8bit does not know"):
+        packed.load_state(plain.state())

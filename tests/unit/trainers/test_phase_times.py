@@ -1,0 +1,112 @@
+"""Phase times read back from a run directory that was written with known ones, and the command that uses them."""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from understudy.cli.main import main
+from understudy.config import load_recipe
+from understudy.errors import ConfigError
+from understudy.trainers.phase_times import combined, measure
+
+QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
+STEPS, ROWS, LENGTH, PROMPT = 10, 32, 6, 14
+DECODE, SCORE, UPDATE, OPTIMIZER, PUBLISH = 0.05, 0.24, 0.8, 0.02, 0.04
+"""Seconds: of a decode step; of scoring a batch on two teachers; of forward and backward; of the rest of an update."""
+
+
+def write_run(folder: Path, decode: float = DECODE, max_batch: int = ROWS) -> Path:
+    """A sync run in which every step is the same."""
+    folder.mkdir()
+    overrides = ["teachers.add.replicas=1", "teachers.sort.replicas=1"]
+    overrides += [f"trainer.batch_size={ROWS}", f"rollout.max_batch={max_batch}", f'run.dir="{folder}"']
+    recipe = load_recipe(QUICKSTART, overrides).model_dump()
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    waves = ROWS // max_batch
+    generate, tokens = waves * LENGTH * decode, ROWS * (LENGTH + PROMPT)
+    step = generate + SCORE + UPDATE + OPTIMIZER + PUBLISH
+    lines, spans, now = [], [], 100.0
+    for number in range(1, STEPS + 1):
+        for row in range(ROWS):
+            ends = now + (row // max_batch + 1) * LENGTH * decode
+            spans.append({"name": "rollout", "start": now, "end": ends, "key": f"row-{row}"})
+        last = now + generate
+        for row in range(ROWS):  # each teacher scores half the rows, all in one request
+            teacher = ("add", "sort")[row % 2]
+            spans.append({"name": "score", "start": last, "end": last + SCORE, "teacher": teacher})
+        spans.append({"name": "update", "start": last + SCORE, "end": now + step - PUBLISH, "step": number})
+        spans.append({"name": "publish", "start": now + step - PUBLISH, "end": now + step, "step": number})
+        now += step
+        line = {
+            "step": number, "time/step": step, "time/produce": generate + SCORE, "time/update": UPDATE + OPTIMIZER,
+            "time/update/compute": UPDATE, "time/publish": PUBLISH, "perf/tokens_per_second": tokens / step,
+            "rollout/rows": float(ROWS), "response_length/mean": float(LENGTH), "response_length/max": float(LENGTH),
+        }  # fmt: skip
+        lines.append(line)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
+    return folder
+
+
+def test_what_was_written_is_measured_and_predicted(tmp_path: Path) -> None:
+    run = measure(write_run(tmp_path / "run"))
+    assert run.costs.decode.seconds == pytest.approx((DECODE,)) and run.costs.decode.rows == (ROWS,)
+    assert run.costs.update_token == pytest.approx(UPDATE / (ROWS * (LENGTH + PROMPT)))
+    assert run.costs.update_fixed == pytest.approx(OPTIMIZER) and run.costs.publish == pytest.approx(PUBLISH)
+    assert run.costs.score_token == pytest.approx(2 * SCORE / (ROWS * (LENGTH + PROMPT)))
+    assert run.costs.host_row == pytest.approx(0.0, abs=1e-9)
+    assert set(run.work.lengths) == {LENGTH} and run.work.prompt_tokens == PROMPT
+    assert run.predicted().step_seconds == pytest.approx(run.step_seconds, rel=0.001)
+
+
+def test_batches_of_two_sizes_give_a_decode_time_between_them(tmp_path: Path) -> None:
+    small, large = write_run(tmp_path / "small", 0.02, 8), write_run(tmp_path / "large", 0.05, 32)
+    costs = combined([measure(large), measure(small)])
+    assert costs.decode.rows == (8, 32) and costs.decode(20) == pytest.approx(0.035)
+
+
+def test_a_run_that_is_too_short_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:5]))
+    with pytest.raises(ConfigError, match="2 steps after the first 3"):
+        measure(run)
+
+
+def test_plan_simulates_and_recommends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    assert main(["plan", str(QUICKSTART), "--simulate", str(run), "--devices", "6"]) == 0
+    told = capsys.readouterr().out
+    assert "measured 22.86 rows/s, its own phase times give 22.86" in told and "staleness 1" in told
+    assert "recommended for 6 devices" in told and "(6 in use)" in told
+    flags = [
+        "--decode",
+        "1:0.01,64:0.02",
+        "--update-token",
+        "0.001",
+        "--lengths",
+        "2,4,8",
+        "--score-token",
+        "0.001",
+    ]
+    assert main(["plan", str(QUICKSTART), "trainer.batch_size=16", "--simulate", *flags]) == 0
+    assert "1 + 1 + 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "needs --decode and --update-token"),
+        (["--decode", "64"], "expected ROWS:SECONDS"),
+        (["--decode", "a:b"], "expected numbers"),
+        (["--decode", "1:0.1", "--update-token", "1", "--lengths", "x"], "--lengths 'x'"),
+        (["--decode", "1:0.1", "--update-token", "1", "--devices", "1"], "1 devices cannot hold"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(QUICKSTART), "--simulate", *flags]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,83 @@
+"""A recipe's roles on a cluster's machines."""
+
+from typing import Any
+
+import pytest
+
+from understudy.cluster.ray_layout import Bundle, NodeFacts, Spread
+from understudy.config import Recipe, parse_recipe
+from understudy.errors import ClusterError, ConfigError
+from understudy.trainers.extras import missing_extras
+from understudy.trainers.ray_seating import beside_the_trainer, ray_layout
+
+NODES = [NodeFacts("a", Bundle(8), Bundle(8), True), NodeFacts("b", Bundle(8), Bundle(8))]
+WITH_GPUS = [NodeFacts("a", Bundle(8, 4), Bundle(8, 4), True)]
+
+
+def recipe(**sections: Any) -> Recipe:
+    table: dict[str, Any] = {
+        "student": {"model": "student", "device": "cpu"},
+        "teachers": {"math": {"model": "teacher", "replicas": 2, "threads": 3}},
+        "data": {"train": "rows.jsonl"},
+        "cluster": {"backend": "ray"},
+    }
+    return parse_recipe({**table, **sections})
+
+
+def test_standalone_teachers_get_a_bundle_each() -> None:
+    layout = ray_layout(recipe(), NODES)
+    assert layout.groups["teacher-math"].bundles == (Bundle(3), Bundle(3))
+    assert layout.groups["teacher-math"].spread is Spread.LOOSE
+    assert layout.home("teacher-math-1-rank1") == layout.home("teacher-math-1")
+    assert layout.homes["teacher-math-1"].bundle == 1
+    tensor_parallel = recipe(teachers={"math": {"model": "teacher", "tensor_parallel": 2}})
+    assert ray_layout(tensor_parallel, WITH_GPUS).groups["teacher-math"].bundles == (Bundle(1, 2),)
+    by_hand = recipe(teachers={"math": {"model": "teacher", "device": "cpu"}})
+    assert ray_layout(by_hand, WITH_GPUS).groups["teacher-math"].bundles == (Bundle(1),)
+
+
+def test_pools_are_a_bundle_per_node_and_the_students_first_is_the_trainers() -> None:
+    cluster = {
+        "backend": "ray",
+        "pools": {"t": {"nodes": 2, "cpus_per_node": 2}, "s": {"nodes": 2, "cpus_per_node": 1}},
+        "roles": {"student": "s"},
+    }
+    teachers = {"math": {"model": "m", "placement": "pool", "pool": "t", "replicas": 2, "threads": 2}}
+    whole = recipe(cluster=cluster, teachers=teachers, trainer={"ranks": 2}, run={"threads": 1})
+    layout = ray_layout(whole, NODES)
+    assert {name: (len(g.bundles), g.spread, g.leads) for name, g in layout.groups.items()} == {
+        "pool t": (2, Spread.STRICT, False),
+        "pool s": (2, Spread.STRICT, True),
+    }
+    assert [layout.homes[f"teacher-math-{unit}"].bundle for unit in (0, 1)] == [0, 1]
+    assert layout.homes["rank-1"].bundle == 1 and layout.homes["rank-1"].share == Bundle(1)
+    here = beside_the_trainer(whole)
+    assert here.trainer.ranks == 1 and not here.teachers and not here.cluster.pools
+
+
+def test_a_replica_over_two_machines_is_refused() -> None:
+    cluster = {"backend": "ray", "pools": {"t": {"nodes": 2, "gpus_per_node": 2}}}
+    teachers = {"math": {"model": "m", "placement": "pool", "pool": "t", "tensor_parallel": 4}}
+    with pytest.raises(ClusterError, match="sits on several machines"):
+        ray_layout(recipe(cluster=cluster, teachers=teachers), WITH_GPUS)
+
+
+@pytest.mark.parametrize(
+    ("sections", "word"),
+    [
+        ({"cluster": {"address": "auto"}}, "cluster.backend = 'ray'"),
+        ({"cluster": {}, "dataplane": {"backend": "transfer_queue"}}, "runs on Ray"),
+        ({"cluster": {"backend": "ray", "ray_auth": "off"}}, "has a token"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(sections: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        recipe(**sections)
+
+
+def test_a_missing_extra_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipe(dataplane={"backend": "transfer_queue"})
+    monkeypatch.setattr("understudy.trainers.extras.find_spec", lambda name: None)
+    problems = missing_extras(asked)
+    assert len(problems) == 2 and all("pip install understudy[ray]" in problem for problem in problems)
+    assert missing_extras(recipe(cluster={})) == []

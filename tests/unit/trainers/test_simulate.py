@@ -1,0 +1,219 @@
+"""The simulation against cases that can be worked out by hand."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from understudy.errors import ConfigError
+from understudy.trainers.phase_times import lengths_like
+from understudy.trainers.recommend import Devices, recommend
+from understudy.trainers.simulate import simulate
+from understudy.trainers.simulation_inputs import (
+    Batching,
+    Costs,
+    Split,
+    StepTime,
+    Work,
+    quantile_lengths,
+    sync_windows,
+)
+from understudy.trainers.windows import Windows
+
+CONSTANT = Work((100,), max_batch=32)
+COSTS = Costs(StepTime.affine(0.01, 0.001), score_row=0.02, update_fixed=0.3, update_token=0.001, publish=0.1)
+
+
+@pytest.mark.parametrize("batching", Batching)
+def test_a_sync_step_is_the_sum_of_its_phases(batching: Batching) -> None:
+    work = Work((100,), max_batch=32, batching=batching)
+    found = simulate(COSTS, work, sync_windows(32, 8), Split(1, 1, 4))
+    generate, score, update, publish = 100 * (0.01 + 32 * 0.001), 32 / 4 * 0.02, 0.3 + 0.001 * 3200, 0.1
+    step = generate + score + update + publish
+    assert found.step_seconds == pytest.approx(step)
+    assert found.rows_per_second == pytest.approx(32 / step)
+    assert found.rollout_idle == pytest.approx(1 - generate / step)
+    assert found.trainer_idle == pytest.approx(1 - (update + publish) / step)
+    assert found.teacher_idle == pytest.approx(1 - score / step)
+    assert found.occupancy == pytest.approx(generate / step)
+
+
+def test_a_sync_step_with_prompts_several_devices_and_waves() -> None:
+    """Two engines of 8 places, 32 rows: two waves each; the prompt pass holds everybody on the engine up."""
+    costs = Costs(
+        StepTime.affine(0.02), prefill_token=0.001, host_row=0.0, score_token=0.0001, update_token=0.001
+    )
+    work = Work((50,), prompt_tokens=10, max_batch=8, n=4)
+    found = simulate(costs, work, sync_windows(8, 6), Split(2, 4, 16))
+    wave = 50 * 0.02 + 8 * 10 * 0.001
+    # Scores of the first wave are made while the second is written; 16 replicas take the last 16 rows at once.
+    assert found.step_seconds == pytest.approx(2 * wave + 60 * 0.0001 + 32 * 60 * 0.001 / 4)
+
+
+def test_sync_waits_for_one_straggler_and_staleness_hides_it() -> None:
+    """31 rows of 10 tokens and one of 310 in every batch, at 10 ms a token whatever the batch."""
+    costs = Costs(StepTime.affine(0.01), update_fixed=1.0)
+    work = Work((*[10] * 31, 310), max_batch=32)
+    straggling = simulate(costs, work, sync_windows(32, 64), Split(1, 1, 0))
+    drawn = straggling.step_seconds - 1.0  # a batch may have no straggler, or two
+    assert 0.6 * 3.1 < drawn < 3.1
+    ahead = simulate(costs, work, Windows(32, 1, 4.0, 64), Split(1, 1, 0))
+    assert ahead.step_seconds == pytest.approx(1.0, rel=0.15), "the trainer is the bottleneck again"
+    assert ahead.trainer_idle < 0.15 < straggling.trainer_idle
+
+
+def test_exactly_one_straggler_per_batch_by_hand() -> None:
+    """A batch of two rows, 10 and 110 tokens: the short one does not slow the long one down after its end."""
+    costs = Costs(StepTime.affine(0.01, 0.005), update_fixed=0.5)
+    found = simulate(costs, Work((10, 110), max_batch=2, n=2), sync_windows(1, 6), Split(1, 1, 0))
+    drawn = np.array([10, 110])[np.random.default_rng(0).permutation(12) * 2 // 12]
+    spent = [
+        min(one, two) * 0.02 + abs(one - two) * 0.015 + 0.5
+        for one, two in zip(drawn[::2], drawn[1::2], strict=True)
+    ]
+    assert found.step_seconds == pytest.approx(np.mean(spent[3:6]))
+
+
+def test_few_rows_still_come_from_the_whole_distribution() -> None:
+    """24 rows drawn from 1,000 lengths: their mean is the distribution's, not its lower end's."""
+    costs = Costs(StepTime.affine(0.01), update_token=1.0)
+    found = simulate(costs, Work(tuple(range(1, 1001)), max_batch=4), sync_windows(4, 6), Split(1, 1, 0))
+    assert 1200 < found.step_seconds < 2800
+
+
+def test_a_trainer_that_is_too_slow_is_never_idle() -> None:
+    found = simulate(COSTS, CONSTANT, Windows(32, 1, 1.0, 24), Split(4, 1, 4))
+    assert found.rows_per_second == pytest.approx(32 / (0.3 + 3.2 + 0.1))
+    assert found.trainer_idle == pytest.approx(0.0, abs=1e-9)
+
+
+def test_uneven_updates_leave_the_mean_and_cost_throughput_only_where_queues_are_short() -> None:
+    """Trainer-bound they take as long on average; where both sides are about as fast, each waits for the other at times."""
+    even = Costs(StepTime.affine(0.01), update_fixed=1.0)
+    uneven = Costs(StepTime.affine(0.01), update_fixed=1.0, update_spread=0.5)
+    ahead = Windows(32, 1, 8.0, 600)
+    bound = simulate(uneven, Work((20,), max_batch=32), ahead, Split(1, 1, 0))
+    assert bound.step_seconds == pytest.approx(1.0, rel=0.05)
+    close = Windows(32, 1, 1.0, 300)
+    steady, shaken = (
+        simulate(costs, CONSTANT, close, Split(1, 1, 0)).step_seconds for costs in (even, uneven)
+    )
+    assert steady == pytest.approx(1.0) and 1.05 < shaken < 1.4
+
+
+def test_publishing_less_often_saves_publishes() -> None:
+    costs = Costs(StepTime.affine(0.001), update_fixed=1.0, publish=0.6)
+    found = simulate(costs, CONSTANT, Windows(32, 3, 1.0, 36), Split(8, 1, 0))
+    assert found.step_seconds == pytest.approx((3 * 1.0 + 0.6) / 3)
+
+
+def test_engines_that_are_too_slow_are_never_empty() -> None:
+    found = simulate(COSTS, CONSTANT, Windows(32, 1, 4.0, 40), Split(1, 100, 4))
+    assert found.rows_per_second == pytest.approx(32 / (100 * (0.01 + 0.032)), rel=0.01)
+    assert found.rollout_idle < 0.01 and found.occupancy > 0.99
+
+
+def test_teachers_that_are_too_slow_hold_everybody_up() -> None:
+    costs = Costs(StepTime.affine(0.001), score_row=0.5, update_fixed=0.1)
+    found = simulate(costs, CONSTANT, Windows(32, 1, 2.0, 30), Split(2, 1, 4))
+    assert found.rows_per_second == pytest.approx(4 / 0.5, rel=0.01) and found.teacher_idle < 0.01
+
+
+def test_the_one_host_process_can_be_the_bottleneck() -> None:
+    costs = Costs(StepTime.affine(0.001), host_row=0.05, update_fixed=0.1)
+    found = simulate(costs, CONSTANT, Windows(32, 1, 2.0, 30), Split(2, 1, 0))
+    assert found.rows_per_second == pytest.approx(1 / 0.05, rel=0.01)
+
+
+def test_staleness_zero_is_sync() -> None:
+    work = Work(quantile_lengths([5, 20, 60, 400]), max_batch=32)
+    sync = simulate(COSTS, work, sync_windows(32, 10), Split(1, 1, 4))
+    assert simulate(COSTS, work, Windows(32, 1, 0.0, 10), Split(1, 1, 4)) == sync
+
+
+def test_without_partial_rollouts_a_publish_waits_for_the_rows_that_run() -> None:
+    """Two windows of slots, rows of 1 s, an update of 0.4 s: with the drain, every publish comes after the newest rows."""
+    costs = Costs(StepTime.affine(0.01), update_fixed=0.4, publish=0.1)
+    schedule = Windows(8, 1, 1.0, 40)
+    partial = simulate(costs, CONSTANT, schedule, Split(1, 1, 0))
+    drained = simulate(costs, CONSTANT, schedule, Split(1, 1, 0), partial_rollouts=False)
+    # Drained: rows and update side by side, then the publish alone: 1 s of rows, 0.1 s of publish for each window.
+    assert drained.step_seconds == pytest.approx(1.1)
+    # Partial: a window is rolled out over 1 s, two of them interleave; slots come back every (1 + 0.4 + 0.1) / 2 s.
+    assert partial.step_seconds == pytest.approx(0.75)
+
+
+def test_interrupted_rows_pay_for_a_pass_over_what_they_have() -> None:
+    free = Costs(StepTime.affine(0.01), update_fixed=0.4, publish=0.1)
+    paid = Costs(StepTime.affine(0.01), prefill_token=0.0005, update_fixed=0.4, publish=0.1)
+    schedule, split = Windows(8, 1, 1.0, 40), Split(1, 1, 0)
+    assert (
+        simulate(paid, CONSTANT, schedule, split).rows_per_second
+        < 0.95 * simulate(free, CONSTANT, schedule, split).rows_per_second
+    )
+
+
+def test_one_device_for_everybody_gains_nothing_from_doing_things_at_once() -> None:
+    """All phases on one GPU: however they overlap, a row costs the same device time."""
+    costs = Costs(StepTime.affine(0.01), score_row=0.01, update_fixed=0.5)
+    alone = Split(1, 1, 1, capacity=1.0)
+    sync = simulate(costs, CONSTANT, sync_windows(32, 12), alone)
+    ahead = simulate(costs, CONSTANT, Windows(32, 1, 1.0, 24), alone)
+    apart = simulate(costs, CONSTANT, Windows(32, 1, 1.0, 24), Split(1, 1, 1))
+    assert sync.step_seconds == pytest.approx(1.0 + 0.32 + 0.5)
+    assert ahead.step_seconds == pytest.approx(sync.step_seconds, rel=0.08)
+    assert apart.step_seconds == pytest.approx(1.0, rel=0.08), (
+        "with devices of their own the slowest side decides"
+    )
+
+
+def test_the_best_split_of_a_few_devices_is_found() -> None:
+    costs = Costs(
+        StepTime.affine(0.01, 0.0005), score_token=0.0002, update_fixed=0.1, update_token=0.0004, publish=0.05
+    )
+    work, schedule = Work(quantile_lengths([20, 80, 200]), max_batch=16), Windows(32, 1, 2.0, 16)
+    everything = {
+        (engines, trainer, 8 - engines - trainer): simulate(
+            costs, work, schedule, Split(engines, trainer, 8 - engines - trainer)
+        ).rows_per_second
+        for engines in range(1, 7)
+        for trainer in range(1, 8 - engines)
+    }
+    found = recommend(Devices(8), costs, work, schedule)
+    assert found.devices == 8
+    assert found.prediction.rows_per_second >= 0.99 * max(everything.values())
+
+
+def test_units_of_several_devices_and_teachers_that_cost_nothing() -> None:
+    costs = Costs(StepTime.affine(0.01), update_fixed=0.1, update_token=0.0002)
+    found = recommend(Devices(13, per_engine=2, trainer_step=4), costs, CONSTANT, Windows(32, 1, 1.0, 12))
+    assert found.split.replicas == 0 and found.split.trainer % 4 == 0
+    assert found.devices == 2 * found.split.engines + found.split.trainer <= 13
+    with pytest.raises(ConfigError, match=r"5 devices cannot hold.*engine takes 2.*trainer 4"):
+        recommend(Devices(5, per_engine=2, trainer_step=4), costs, CONSTANT, Windows(32, 1, 1.0, 12))
+
+
+def test_lengths_have_the_mean_and_the_longest_row_that_were_measured() -> None:
+    for mean, longest, cap in (
+        (300.0, 1500.0, 2048),
+        (4.8, 8.0, 8),
+        (100.0, 100.0, 128),
+        (900.0, 2048.0, 2048),
+    ):
+        lengths = lengths_like(mean, longest, cap, rows=256)
+        assert np.mean(lengths) == pytest.approx(mean, rel=0.03) and max(lengths) <= cap
+        drawn = np.random.default_rng(0).choice(lengths, (400, 256)).max(axis=1)
+        assert drawn.mean() == pytest.approx(longest, rel=0.1)
+
+
+def test_decode_time_goes_on_along_its_last_line() -> None:
+    time = StepTime((1, 64, 256), (0.010, 0.012, 0.020))
+    assert time(0) == 0.010 and time(64) == 0.012
+    assert time(160) == pytest.approx(0.016) and time(448) == pytest.approx(0.028)
+    assert StepTime((64.0,), (0.5,))(1) == StepTime((64.0,), (0.5,))(100) == 0.5
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, understudy.trainers.phase_times, understudy.trainers.recommend; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

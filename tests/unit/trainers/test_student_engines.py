@@ -1,0 +1,133 @@
+"""From `[rollout]` to an engine: batching, sampling, servers, and the way new weights take."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from understudy.assets import quickstart_model
+from understudy.config import Recipe, parse_recipe
+from understudy.engines.base import Engine, GenerateRequest, Sampling
+from understudy.engines.hf import HFEngine
+from understudy.engines.remote import RemoteEngine
+from understudy.errors import ConfigError
+from understudy.trainers.engines import (
+    FixedWeights,
+    context_of,
+    open_engine,
+    publisher_of,
+    sampling_of,
+    vllm_settings,
+)
+from understudy.trainers.loading import LoadedModel, load_model
+from understudy.weights.base import ModelWeights
+from understudy.weights.in_process import CopiedWeights, SharedWeights
+
+
+class Silent:
+    def phase(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Trained(ModelWeights):
+    """A policy as publishers see it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.model = model
+
+
+@pytest.fixture(scope="module")
+def student() -> LoadedModel:
+    return load_model(str(quickstart_model("student")), device="cpu")
+
+
+def recipe(loss: dict | None = None, **rollout: Any) -> Recipe:
+    return parse_recipe(
+        {
+            "student": {"model": "s"},
+            "teachers": {"t": {"model": "m"}},
+            "data": {"train": "d.jsonl"},
+            "loss": loss or {},
+            "rollout": rollout,
+        }
+    )
+
+
+def opened(given: Recipe, student: LoadedModel, *, shared: bool, deterministic: bool = True) -> Engine:
+    return asyncio.run(
+        open_engine(given, student, None, Silent(), shared=shared, deterministic=deterministic)  # type: ignore[arg-type]
+    )
+
+
+def test_every_sampling_key_reaches_the_engine(student: LoadedModel) -> None:
+    given = recipe(
+        {"signal": "at_ids", "kind": "reverse_kl", "topk": 5}, max_new_tokens=7, temperature=0.5, top_p=0.9,
+        top_k=3, min_p=0.1, repetition_penalty=1.2, stop=["=", "++"],
+    )  # fmt: skip
+    assert sampling_of(given, student) == Sampling(
+        7, student.stop_ids, 0.5, 0.9, 3, 0.1, 1.2, ("=", "++"), candidates=5
+    )
+    assert sampling_of(recipe(), student).candidates == 0
+
+
+def test_stop_texts_work_in_process(student: LoadedModel) -> None:
+    async def said() -> str:
+        engine = await open_engine(recipe(), student, None, Silent(), shared=True, deterministic=False)  # type: ignore[arg-type]
+        try:
+            prompt = torch.tensor(student.tokenizer.encode("12+34=")).numpy().astype("int32")
+            asked = GenerateRequest("x", prompt, Sampling(40, stop_strings=("7", "a", "5")), seed=3)
+            (generation,) = await engine.generate([asked])
+            assert generation.stop_reason == "stop_string"
+            return str(student.tokenizer.decode(generation.tokens.tolist()))
+        finally:
+            await engine.close()
+
+    text = asyncio.run(said())
+    assert text[-1] in "7a5" and not set(text[:-1]) & set("7a5")
+
+
+def test_an_engine_that_trains_alongside_has_tensors_of_its_own(student: LoadedModel) -> None:
+    policy = Trained(student.model)
+    for shared, kind in ((True, SharedWeights), (False, CopiedWeights)):
+        engine = opened(recipe(), student, shared=shared)
+        assert isinstance(engine, HFEngine)
+        assert isinstance(publisher_of(recipe(), policy, engine, shared=shared), kind)
+        pointers = {parameter.data_ptr() for parameter in student.model.parameters()}
+        own = {parameter.data_ptr() for parameter in engine._model.parameters()}
+        assert bool(pointers & own) is shared
+
+
+def test_servers_that_keep_their_weights_say_version_0_for_ever(student: LoadedModel) -> None:
+    given = recipe(engine="openai", urls=["http://127.0.0.1:1/"], live_weights=False)
+
+    async def body() -> None:
+        engine = await open_engine(given, student, None, Silent(), shared=True, deterministic=False)  # type: ignore[arg-type]
+        publisher = publisher_of(given, Trained(student.model), engine, shared=True)
+        assert isinstance(engine, RemoteEngine) and isinstance(publisher, FixedWeights)
+        for version in (0, 1, 2):
+            await publisher.publish(version)
+        assert engine.version == publisher.version == 0
+        await engine.close()
+
+    asyncio.run(body())
+
+
+def test_a_started_server_gets_what_the_recipe_asks_for(student: LoadedModel, tmp_path: Path) -> None:
+    given = recipe(
+        {"signal": "at_ids", "kind": "reverse_kl", "topk": 30}, engine="vllm", vllm_python=sys.executable,
+        replicas=2, devices=["1", "2,3"], engine_args=["--gpu-memory-utilization=0.4"], context_length=96,
+    )  # fmt: skip
+    settings = vllm_settings(given, student)
+    assert settings.python == sys.executable and settings.max_length == 96 == context_of(given, student)
+    assert {"--gpu-memory-utilization=0.4", "--max-logprobs=31"} <= set(settings.options)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in settings.env] == ["1", "2,3"]
+
+
+def test_a_context_the_student_does_not_have_is_refused(student: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="holds 128 tokens"):
+        context_of(recipe(context_length=4096), student)
