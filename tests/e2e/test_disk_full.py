@@ -37,7 +37,8 @@ def run_in_a_small_room(*arguments: str, room: int) -> tuple[int, str]:
     return finished.returncode, finished.stdout
 
 
-@pytest.mark.parametrize("beside", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [True, False])
 def test_a_save_that_fails_costs_nothing_that_was_saved(recipe: Make, tmp_path: Path, beside: bool) -> None:
     table = recipe("full", trainer__async_save=beside, trainer__checkpoint_every=1)
     path, run = write_toml(tmp_path / "r.toml", table), Path(table["run"]["dir"])

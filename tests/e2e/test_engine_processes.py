@@ -36,6 +36,7 @@ def engines_of(launcher: int) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_with_an_engine_process_is_the_same_run_even_when_it_is_killed(
     recipe: Make, tmp_path: Path

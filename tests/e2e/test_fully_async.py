@@ -19,6 +19,7 @@ from understudy.observability.metrics import read_metrics, without_clock
 
 Make = Callable[..., dict[str, Any]]
 ASYNC = {"trainer__mode": "fully_async"}
+MORE_POINTS = ("after_claim:1", "after_claim:3", "after_update:2", "after_publish:2", "after_metrics:5")
 
 
 def weights_of(run: Path, step: int = 4) -> dict[str, Any]:
@@ -42,7 +43,14 @@ def test_staleness_0_is_the_sync_trainer_bit_for_bit(recipe: Make) -> None:
 
 @pytest.mark.parametrize(
     ("staleness", "every", "partial"),
-    [(0.5, 1, True), (1.0, 1, False), (2.0, 1, True), (0.0, 2, True), (1.0, 3, False)],
+    [
+        (0.5, 1, True),
+        (1.0, 3, False),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [(1.0, 1, False), (2.0, 1, True), (0.0, 2, True)]
+        ),
+    ],
 )
 def test_every_row_is_trained_once_and_none_is_too_old(
     recipe: Make, staleness: float, every: int, partial: bool
@@ -75,7 +83,10 @@ def test_rewards_and_distillation_together(recipe: Make) -> None:
     assert run.steps == 3 and audit(run.dir).trained == 48
 
 
-@pytest.mark.parametrize("fault", ["async.after_claim:3", "async.after_ack:3", "async.after_publish:2"])
+@pytest.mark.parametrize(
+    "fault",
+    ["async.after_ack:3", *(pytest.param(f"async.{point}", marks=pytest.mark.slow) for point in MORE_POINTS)],
+)
 def test_kill_9_and_resume_trains_every_prompt_once(recipe: Make, tmp_path: Path, fault: str) -> None:
     table = recipe(trainer__max_staleness=1.0, rollout__n=2, trainer__steps=6, **ASYNC)
     path = write_toml(tmp_path / "recipe.toml", table)

@@ -60,7 +60,9 @@ def test_once_finishes_the_step_and_saves(local: tuple[Path, Path]) -> None:
     assert report.balanced and report.in_flight == 0 and report.trained == steps[0] * 16
 
 
-@pytest.mark.parametrize("how", ["twice", "kill -9", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["kill -9", *(pytest.param(how, marks=pytest.mark.slow) for how in ("twice", "SIGTERM"))]
+)
 def test_no_orphan_however_it_ends(local: tuple[Path, Path], how: str) -> None:
     path, run = local
     process = start_cli("train", str(path), "--quiet")
@@ -91,6 +93,7 @@ def test_while_starting_there_is_nothing_to_save(local: tuple[Path, Path]) -> No
     assert all_gone(family)
 
 
+@pytest.mark.slow
 def test_two_trainers_never_share_a_run(local: tuple[Path, Path]) -> None:
     path, run = local
     process = start_cli("train", str(path), "--quiet")

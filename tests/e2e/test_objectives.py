@@ -125,6 +125,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_kill_and_resume_in_the_midst_of_it_all_is_bit_identical(recipe: Make, tmp_path: Path) -> None:
     """Critic, epochs of mini-batches, filtered groups, packed moments, an average: all of it continues to the bit."""

@@ -68,6 +68,7 @@ def test_two_ranks_train_what_one_does(recipe: Make, tmp_path: Path, shelf: Path
     assert not (run / "logs" / "rank-0.log").exists() and (run / "logs" / "rank-1.log").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_goes_on_with_one(recipe: Make, tmp_path: Path, shelf: Path) -> None:
     path, run = on_ranks(recipe, tmp_path, 2)
     code, output = run_cli("train", str(path), "--quiet", fault="sync.after_ack:2")

@@ -17,25 +17,29 @@ from understudy.observability.metrics import read_metrics, without_clock
 
 Make = Callable[..., dict[str, Any]]
 STEPS = 4
-POINTS = ["sync.after_ack:3", "checkpoint.before_rename:1", "sync.after_checkpoint:1"]
-MORE_POINTS = [
-    f"{name}:{count}"
-    for name in ("sync.after_produce", "sync.after_update", "sync.after_ack", "sync.after_metrics")
-    for count in (1, 2, 3, 4)
-] + [
-    f"checkpoint.{name}:{count}"
-    for name in (
-        "before_model",
-        "before_optimizer",
-        "before_state",
-        "before_manifest",
-        "before_rename",
-        "before_latest",
-        "before_prune",
-        "saved",
-    )
-    for count in (1, 2)
-]
+POINTS = ["sync.after_ack:3", "checkpoint.before_rename:1"]
+MORE_POINTS = (
+    [
+        f"{name}:{count}"
+        for name in ("sync.after_produce", "sync.after_update", "sync.after_ack", "sync.after_metrics")
+        for count in (1, 2, 3, 4)
+    ]
+    + [f"sync.after_checkpoint:{count}" for count in (1, 2)]
+    + [
+        f"checkpoint.{name}:{count}"
+        for name in (
+            "before_model",
+            "before_optimizer",
+            "before_state",
+            "before_manifest",
+            "before_rename",
+            "before_latest",
+            "before_prune",
+            "saved",
+        )
+        for count in (1, 2)
+    ]
+)
 
 
 def state_of(run: Path) -> tuple[list[dict[str, Any]], dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -158,6 +162,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(reference: dict[str
     assert state_of(run)[0] == before
 
 
+@pytest.mark.slow
 def test_another_dataset_is_refused(recipe: Make, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()

@@ -42,6 +42,7 @@ def test_a_loop_that_raises_or_hangs_is_a_dead_letter(
     assert run.last["rollout/rows"] == 9, "the others are trained"
 
 
+@pytest.mark.slow
 def test_workers_change_nothing_but_the_clock(recipe: Callable[..., dict[str, Any]]) -> None:
     here = understudy.train(recipe("here", trainer__steps=2), progress=False)
     there = understudy.train(recipe("there", trainer__steps=2, rollout__workers=2), progress=False)

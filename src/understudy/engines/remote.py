@@ -120,7 +120,7 @@ class RemoteEngine:
         aborts = self._aborts
         while await self._gate_opens(aborts):
             version = self._version
-            piece = await self._piece_unless_aborted(self._ask(request, tokens, version))
+            piece = await self._piece_unless_aborted(self._ask(request, tokens))
             tokens += piece.tokens
             logprobs += piece.logprobs
             versions += [version] * len(piece.tokens)
@@ -154,14 +154,19 @@ class RemoteEngine:
             raise EngineError("the engine is closed; it takes no more requests")
         return False
 
-    def _ask(self, request: GenerateRequest, written: Sequence[int], version: int) -> Ask:
+    def _ask(self, request: GenerateRequest, written: Sequence[int]) -> Ask:
         seed = request.seed
         if written:  # the server starts a new stream of random numbers: it must not be the old one again
             digest = blake2b(f"{request.seed}/{len(written)}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little") >> 1
         tokens = np.concatenate([request.tokens, np.asarray(written, dtype=np.int32)])
         left = request.sampling.max_new_tokens - len(written)
-        return Ask(request, tokens, left, seed, salt=f"weights-{version}", model=self._model)
+        return Ask(request, tokens, left, seed, salt=self._salt, model=self._model)
+
+    @property
+    def _salt(self) -> str:
+        """Keeps a server from reading what the weights of another version left in its prefix cache."""
+        return f"weights-{self._version}"
 
     async def _piece_unless_aborted(self, ask: Ask) -> Piece:
         """A server that knows no abort is left to finish on its own; what it would have said is lost."""
@@ -185,9 +190,8 @@ class RemoteEngine:
         body = self._dialect.body(ask)
         problem = "all of them are resting after failures"
         while time.monotonic() < deadline:
-            if (
-                not self._open.is_set()
-            ):  # weights began to change while it waited to ask again: it asks for the new ones
+            # While it waited to ask again, weights began to change, or have changed already: it asks for the new ones.
+            if not self._open.is_set() or ask.salt != self._salt:
                 return Piece([], [], StopReason.ABORTED)
             replica = self._replicas.pick(ask.request.session, size)
             if replica is None:

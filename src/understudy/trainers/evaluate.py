@@ -34,6 +34,7 @@ from understudy.trainers.accuracy import mean_by_source, sampled_measures
 from understudy.trainers.best import best_step
 from understudy.trainers.gather import Cohort, Lane
 from understudy.trainers.loading import load_model, put_student
+from understudy.trainers.produce import routing_value
 from understudy.trainers.system import System
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
@@ -233,7 +234,7 @@ async def _teacher_accuracy(system: System) -> dict[str, float]:
     assert system.router is not None
     metrics: dict[str, float] = {}
     for name, teacher in system.recipe.teachers.items():
-        mine = [prompt for prompt in system.eval_prompts if system.router.route(prompt.data_source) == name]
+        mine = [prompt for prompt in system.eval_prompts if _sole_teacher(system, prompt) == name]
         if not mine or teacher.placement == "external":
             continue
         loaded = await asyncio.to_thread(
@@ -254,6 +255,14 @@ async def _teacher_accuracy(system: System) -> dict[str, float]:
             f"val/teacher_accuracy{key}": value for key, value in _accuracy(mine, answers).items() if key
         }
     return metrics
+
+
+def _sole_teacher(system: System, prompt: Prompt) -> str | None:
+    """Who judges this row; None for a row judged by a mixture, which no single teacher answers for."""
+    assert system.router is not None
+    if prompt.columns.get(system.recipe.data.mixture_key) is not None:
+        return None
+    return system.router.route(routing_value(system, prompt))
 
 
 def _keep(system: System, step: int, answers: Sequence[Trajectory]) -> None:

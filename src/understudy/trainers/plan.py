@@ -50,6 +50,11 @@ def _rollouts(recipe: Recipe) -> list[PlannedProcess]:
             PlannedProcess(f"vllm-replica-{i}", "generates (and vLLM's cache)", device, parameters, size)
             for i, device in enumerate(rollout.devices or ["auto"] * rollout.replicas)
         ]
+    planned += [
+        PlannedProcess(f"rollout-{i}", "generates", device, parameters, size)
+        for i, device in enumerate(rollout.devices or [recipe.student.device] * rollout.processes)
+        if rollout.processes
+    ]
     return planned + [
         PlannedProcess(f"rollout-worker-{i}", "agent loops", "cpu", None, _PROCESS_BYTES)
         for i in range(rollout.workers)

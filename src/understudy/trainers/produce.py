@@ -189,14 +189,14 @@ async def _score(system: System, prompt: Prompt, trajectory: Trajectory, gather:
     weights = prompt.columns.get(system.recipe.data.mixture_key)
     with system.timings.during(trajectory.key, "score"):
         if weights is None:
-            scores = await ask(system.router.route(_routing_value(system, prompt)), item)
+            scores = await ask(system.router.route(routing_value(system, prompt)), item)
         else:
             scores = await score_mixture(system.router, item, weights, ask)
     with suppress(LeaseLost):  # its group was taken out meanwhile
         await system.plane.put(PARTITION, {trajectory.key: score_columns(scores)})
 
 
-def _routing_value(system: System, prompt: Prompt) -> Any:
+def routing_value(system: System, prompt: Prompt) -> Any:
     column = system.recipe.data.teacher_key
     return prompt.data_source if column == "data_source" else prompt.columns.get(column)
 

@@ -90,7 +90,7 @@ def continuous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 @pytest.mark.parametrize(
     "check", [*CHECKS, *CONTROL_CHECKS, *CANDIDATE_CHECKS], ids=lambda check: check.__name__
 )
-@pytest.mark.parametrize("kind", ["composed", "continuous"])
+@pytest.mark.parametrize("kind", ["composed", pytest.param("continuous", marks=pytest.mark.slow)])
 def test_contract(kind: str, check: Any, request: pytest.FixtureRequest) -> None:
     runner, engine, _ = request.getfixturevalue(kind)
     runner.run(asyncio.wait_for(check(engine, make_model()), 60))

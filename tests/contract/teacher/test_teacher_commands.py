@@ -55,7 +55,7 @@ def read_scores(items: list[ScoreItem], lines: list[str]) -> list[TeacherScores]
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_teacher_served_by_hand_scores_a_file(ranks: int, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", seed=5)
     log = tmp_path / "log.txt"
@@ -88,6 +88,7 @@ def test_a_teacher_served_by_hand_scores_a_file(ranks: int, tmp_path: Path) -> N
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_replica_that_loses_a_rank_ends(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     process = serve(write_model(tmp_path / "model"), log, "--tensor-parallel", "2")
