@@ -60,6 +60,7 @@ def test_the_best_checkpoint_outlives_the_others(place: Path, recipe: Make) -> N
     assert store.steps() == [best, 4, 6]
 
 
+@pytest.mark.slow
 def test_best_is_what_the_commands_give(place: Path, recipe: Make, tmp_path: Path) -> None:
     run = evaluated(place, recipe)
     store = CheckpointStore(run / "checkpoints")

@@ -133,6 +133,7 @@ def test_kill_at_random_moments_again_and_again(
     assert_same(Path(table["run"]["dir"]), expected)
 
 
+@pytest.mark.slow
 def test_fast_mode_reuses_what_the_journal_holds(recipe: Make, tmp_path: Path) -> None:
     """Rollouts that were journalled before the kill are trained as they are; nothing is lost or trained twice."""
     table = recipe("killed", run__determinism="fast", trainer__checkpoint_every=100)

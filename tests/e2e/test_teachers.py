@@ -95,6 +95,7 @@ def test_a_recipe_that_needs_more_is_refused_with_what_is_possible(
         understudy.train({**table, "teachers": other}, progress=False)
 
 
+@pytest.mark.slow
 def test_hidden_states_meet_a_head_beside_the_student(
     recipe: Make, only_add: str, teacher_urls: dict[str, str]
 ) -> None:
