@@ -65,7 +65,8 @@ def test_refusals_explain_themselves(table: dict, expected: str) -> None:
     ],
 )
 def test_sound_settings_pass(table: dict) -> None:
-    parse_recipe(table)
+    rollout = parse_recipe(table).rollout.model_dump()
+    assert {key: rollout[key] for key in table["rollout"]} == table["rollout"]
 
 
 def test_the_loops_a_recipe_may_name_are_those_that_ship() -> None:

@@ -167,19 +167,23 @@ def set_limits(limits: dict[str, int]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
+_VALUE = "value of the last expression"
+"""Its name among the code's own; no code can say a name with blanks."""
+
+
 def run_python(code: str, paths: list[str]) -> None:
     """Like a notebook cell: the value of a last expression is printed."""
     tree = ast.parse(code, "<code>")
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
-        tree.body.pop()
+        kept = ast.copy_location(ast.Name(_VALUE, ast.Store()), last)
+        tree.body[-1] = ast.copy_location(ast.Assign([kept], last.value), last)
     sys.path[:0] = paths
     names: dict[str, object] = {"__name__": "__main__"}
     exec(compile(tree, "<code>", "exec"), names)
-    if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)  # noqa: S307 - this is the jail
-        if value is not None:
-            print(repr(value))
+    value = names.get(_VALUE) if isinstance(last, ast.Expr) else None
+    if value is not None:
+        print(repr(value))
 
 
 def load_function(name: str, paths: list[str]) -> Callable[..., object]:
