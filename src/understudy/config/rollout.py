@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from understudy.config.base import Section, nearest
 
-AGENTS = ("single_turn", "tool")
+AGENTS = ("single_turn", "tool", "verifiers")
 """The agent loops that ship."""
 
 
@@ -17,7 +17,8 @@ class RolloutConfig(Section):
     """What generates: `hf` runs in this process; `vllm` are servers that the run starts and watches, or running ones at `urls`;
     `sglang` and `openai` (completions over token ids) are running servers."""
     processes: Annotated[int, Field(ge=0)] = 0
-    """Processes that hold the `hf` engine, each with a whole student; 0 keeps it inside the trainer. Results are the same."""
+    """Processes that hold the `hf` engine, each with a whole student; 0 keeps it inside the trainer. Results are the same. On a
+    Ray cluster they may sit on other machines (`cluster.roles.rollout`)."""
     replicas: Annotated[int, Field(ge=1)] = 1
     """vLLM servers to start; each holds the whole student."""
     devices: list[str] = Field(default=[])

@@ -12,11 +12,13 @@ from understudy.rollout.loading import load_object
 from understudy.rollout.single_turn import SingleTurn
 from understudy.rollout.timing import TimedLoop
 from understudy.rollout.tool_loop import ToolLoop
+from understudy.rollout.verifiers_env import VerifiersLoop
 from understudy.types.prompt import Prompt
 
 LOOPS: dict[str, Callable[..., AgentLoop]] = {
     "single_turn": SingleTurn,
     "tool": ToolLoop,
+    "verifiers": VerifiersLoop,
 }
 
 

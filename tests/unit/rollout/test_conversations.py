@@ -1,0 +1,103 @@
+"""Agents that know messages only: by token where they go on, a trajectory of its own where they do not."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_tokenizers import FAMILIES, chat_tokenizer
+from recording_engine import attempt
+
+from understudy.engines.base import Sampling
+from understudy.rollout.agent import LoopContext
+from understudy.rollout.conversations import Conversations, NoRoom
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import Trajectory
+
+USER = {"role": "user", "content": "What is 12 * 3?"}
+PROMPT = Prompt("00000-0000000", 0, 0, "", messages=(USER,))
+
+
+class Agent:
+    """A loop that is nothing but a function over conversations."""
+
+    def __init__(self, body: Callable[[Conversations], Awaitable[Any]]) -> None:
+        self._body = body
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        conversations = Conversations(prompt, context)
+        await self._body(conversations)
+        return conversations.finish(reward=0.5, metrics={"env/turns": 2.0})
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stripped", [False, True])
+def test_a_conversation_that_goes_on_is_one_trajectory_of_the_engines_own_tokens(
+    family: str, stripped: bool
+) -> None:
+    async def body(conversations: Conversations) -> None:
+        first = await conversations.answer([USER])
+        text = first.text.strip() if stripped else first.text
+        more = [USER, said(text), {"role": "user", "content": "Sure?"}]
+        second = await conversations.answer(more)
+        await conversations.answer([*more, said(second.text), {"role": "user", "content": "Really?"}])
+
+    tokenizer = chat_tokenizer(family)
+    (((trajectory,),), engine) = attempt(tokenizer, Agent(body), [PROMPT], context=256)
+    asked = engine.written[PROMPT.key]
+    assert trajectory.turns == len(asked) == 3
+    for request, generation in asked:
+        grown = [*request.tokens.tolist(), *generation.tokens.tolist()]
+        assert trajectory.tokens[: len(grown)].tolist() == grown, "what the model saw is what the row holds"
+    written = [int(i) for _, generation in asked for i in generation.tokens]
+    assert trajectory.tokens[trajectory.loss_mask].tolist() == written
+    assert "Sure?" in tokenizer.decode(trajectory.tokens)
+    assert (trajectory.key, trajectory.reward) == ("00000-0000000_0_0", 0.5)
+    assert trajectory.metrics == {"env/turns": 2.0}
+
+
+def test_a_history_that_was_changed_is_a_trajectory_of_its_own() -> None:
+    async def body(conversations: Conversations) -> None:
+        first = await conversations.answer([USER])
+        await conversations.answer([USER, said(first.text + "!"), {"role": "user", "content": "Go on."}])
+        await conversations.answer([{"role": "system", "content": "Be brief."}, USER])
+
+    ((trajectories,), engine) = attempt(chat_tokenizer("chatml"), Agent(body), [PROMPT], context=256)
+    assert [one.key for one in trajectories] == [f"00000-0000000_0_{index}" for index in range(3)]
+    assert [one.turns for one in trajectories] == [1, 1, 1]
+    for one, (request, generation) in zip(trajectories, engine.written[PROMPT.key], strict=True):
+        assert one.tokens.tolist() == [*request.tokens.tolist(), *generation.tokens.tolist()]
+        assert int(one.loss_mask.sum()) == len(generation.tokens)
+
+
+def test_two_conversations_side_by_side_do_not_mix() -> None:
+    async def body(conversations: Conversations) -> None:
+        other = {"role": "user", "content": "And the letters?"}
+        mine, theirs = await conversations.answer([USER]), await conversations.answer([other])
+        more = {"role": "user", "content": "Sure?"}
+        await conversations.answer([other, said(theirs.text), more])
+        await conversations.answer([USER, said(mine.text), more])
+
+    ((trajectories,), _) = attempt(chat_tokenizer("chatml"), Agent(body), [PROMPT], context=256)
+    texts = [chat_tokenizer("chatml").decode(one.tokens) for one in trajectories]
+    assert ["12 * 3" in text for text in texts] == [True, False]
+    assert [one.turns for one in trajectories] == [2, 2]
+
+
+def test_a_full_context_is_said_and_what_was_written_is_kept() -> None:
+    async def body(conversations: Conversations) -> None:
+        first = await conversations.answer([USER], max_new_tokens=4)
+        assert first.new_tokens <= 4
+        with pytest.raises(NoRoom, match="the context is 60"):
+            await conversations.answer([USER, said(first.text), {"role": "user", "content": "word " * 60}])
+
+    (((trajectory,),), _) = attempt(
+        chat_tokenizer("chatml"), Agent(body), [PROMPT], context=60, sampling=Sampling(8)
+    )
+    assert trajectory.turns == 1
+    assert len(trajectory.tokens) < 60, "what did not fit is not in the row"
+    assert np.count_nonzero(trajectory.loss_mask) <= 4
