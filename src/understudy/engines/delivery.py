@@ -86,9 +86,15 @@ class WeightDelivery:
             return await self._post(replica, "/collective_rpc", {"method": method, "args": arguments})
 
         try:
-            if not await self._handover.give(replica.name, call, tensors, version):
+            if not await self._handover.attach(replica.name, call, tensors):
                 return False
-            await self._renew(replica, version)
+            # All at once: nobody generates meanwhile, so it is all the same which of them the server does first.
+            copied = self._handover.copy(replica.name, call, version)
+            for outcome in await asyncio.gather(
+                copied, self._renew(replica, version), return_exceptions=True
+            ):
+                if outcome is not None:
+                    raise outcome
         except UnreachableError:
             if not self._give_up(replica):
                 raise

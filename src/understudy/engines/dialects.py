@@ -44,7 +44,8 @@ class Ask:
     tokens: np.ndarray
     """Prompt and what was written before."""
     max_new_tokens: int
-    seed: int
+    seed: int | None
+    """None: the server draws as it likes."""
     salt: str
     """Names the weights: servers must not reuse prefixes that other weights computed."""
     model: str
@@ -132,7 +133,7 @@ def _vllm_body(ask: Ask) -> Json:
     params = {
         **_no_filters(sampling),
         "max_tokens": ask.max_new_tokens,
-        "seed": ask.seed,
+        **({} if ask.seed is None else {"seed": ask.seed}),
         # One more than needed: the written token is counted among them, wherever it ranks.
         "logprobs": sampling.candidates and sampling.candidates + 1,
         "detokenize": bool(sampling.stop_strings),
@@ -173,7 +174,7 @@ def _openai_body(ask: Ask) -> Json:
         "model": ask.model,
         "prompt": ask.tokens.tolist(),
         "max_tokens": ask.max_new_tokens,
-        "seed": ask.seed,
+        **({} if ask.seed is None else {"seed": ask.seed}),
         "logprobs": 1,
         "return_token_ids": True,
         "stop": list(sampling.stop_strings) or None,
@@ -203,7 +204,7 @@ def _sglang_body(ask: Ask) -> Json:
     params = {
         **_no_filters(sampling),
         "max_new_tokens": ask.max_new_tokens,
-        "sampling_seed": ask.seed & 0x7FFFFFFF,
+        **({} if ask.seed is None else {"sampling_seed": ask.seed & 0x7FFFFFFF}),
         "stop": list(sampling.stop_strings),
         "no_stop_trim": True,
     }

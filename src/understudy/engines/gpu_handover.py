@@ -29,15 +29,15 @@ class GpuHandover:
         self._attached: dict[str, tuple[int, ...]] = {}
         """By replica: the addresses of the tensors it has open."""
         self._declined: set[str] = set()
+        self.copy_seconds = 0.0
+        """What the last copy took inside a server, without the way there."""
 
     def forget(self, replica: str) -> None:
         """It was started anew and has nothing open."""
         self._attached.pop(replica, None)
 
-    async def give(
-        self, replica: str, call: Call, tensors: Sequence[tuple[str, Tensor]], version: int
-    ) -> bool:
-        """Whether the replica has taken the weights over; False where it must get them another way."""
+    async def attach(self, replica: str, call: Call, tensors: Sequence[tuple[str, Tensor]]) -> bool:
+        """Whether the replica has these tensors open, written to the end; False where it must get them another way."""
         if replica in self._declined or not tensors or any(not tensor.is_cuda for _, tensor in tensors):
             return False
         addresses = tuple(tensor.data_ptr() for _, tensor in tensors)
@@ -53,10 +53,14 @@ class GpuHandover:
                 self._declined.add(replica)
                 return False
             self._attached[replica] = addresses
+        return True
+
+    async def copy(self, replica: str, call: Call, version: int) -> None:
+        """The replica takes over what it has open, as this version."""
         answers = _results(await call("understudy_copy", [str(version)]))
         if any(answer.get("version") != str(version) for answer in answers):
             raise EngineError(f"{replica} did not take over weights version {version}: {str(answers)[:300]}")
-        return True
+        self.copy_seconds = max(float(answer.get("seconds", 0.0)) for answer in answers)
 
 
 def shared_fields(tensor: Tensor) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def make_model(family: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     if family == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+    elif family == "llama-16":
+        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "head_dim": 16}))
     elif family == "gemma3":  # alternating sliding windows
         kinds = ["sliding_attention", "full_attention"]
         model = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=4, layer_types=kinds))

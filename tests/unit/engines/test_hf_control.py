@@ -1,7 +1,8 @@
 """Pausing, aborting, live weight updates and concurrent callers of the in-process engine."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,32 @@ def test_an_update_that_fails_half_way_fails_what_runs() -> None:
                 await engine.update_weights(7, {**weights, "no.such": torch.ones(1)}.items())
             with pytest.raises(EngineError, match="half-way"):
                 await task
+
+    run(body)
+
+
+def test_a_request_that_comes_while_weights_are_copied_waits_for_them() -> None:
+    request, half, go_on = make_requests(1, Sampling(20))[0], threading.Event(), threading.Event()
+    trained = make_model("qwen3", seed=1)
+
+    def one_after_another() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, named in enumerate(trained.named_parameters()):
+            if number == 1:
+                half.set()
+                assert go_on.wait(30)
+            yield named
+
+    async def body() -> None:
+        async with engine_over(make_model("qwen3")) as engine:
+            update = asyncio.create_task(engine.update_weights(7, one_after_another()))
+            await asyncio.to_thread(half.wait, 30)
+            writing = asyncio.create_task(engine.generate([request]))
+            await asyncio.sleep(0.05)
+            go_on.set()
+            await update
+            (generation,) = await writing
+            assert generation.tokens.tolist() == generate_plainly(trained, request)[0]
+            assert set(generation.weight_versions.tolist()) == {7}
 
     run(body)
 

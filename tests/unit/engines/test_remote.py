@@ -213,6 +213,21 @@ def test_requests_carry_ids_seed_salt_and_key(tmp_path: Any) -> None:
     )
 
 
+def test_without_seeds_none_are_sent_not_even_for_the_rest_of_a_generation() -> None:
+    answers = iter([{"token_ids": [7], "finish_reason": "abort"}, {}])
+
+    def in_two_pieces(body: dict[str, Any]) -> dict[str, Any]:
+        changes = next(answers)
+        if changes:
+            changes["logprobs"] = {"content": [{"token_id": 7, "logprob": -0.5}]}
+        return whole(body, **changes)
+
+    server = Server(in_two_pieces)
+    (said,) = run([server], lambda engine: engine.generate([request(new=4)]), seeded=False)
+    assert len(said.tokens) == 4
+    assert [("seed" in body["sampling_params"]) for body in server.bodies] == [False, False]
+
+
 def test_an_interrupted_generation_goes_on_with_what_it_has() -> None:
     """The server hands back two tokens at a time as aborted; the engine asks for the rest, with other randomness."""
 

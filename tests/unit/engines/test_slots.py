@@ -11,12 +11,13 @@ import pytest
 import torch
 from engine_models import EOS, engine_over, make_model, make_requests
 
-from understudy.engines import decode_attention
+from understudy.engines import decode_attention, slots
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.decode_attention import kernel_fits, slot_attention, slot_attention_plain
 from understudy.engines.fused_norm import rms_norm
 from understudy.engines.hf import Layout
-from understudy.engines.slots import MODEL_TYPES
+from understudy.engines.schedule import Batching
+from understudy.engines.slots import MODEL_TYPES, SlotPool
 from understudy.errors import EngineError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -46,6 +47,24 @@ def test_slots_write_what_padding_writes(device: str, max_batch: int) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("batching", list(Batching))
+def test_a_step_queued_ahead_changes_nothing(monkeypatch: pytest.MonkeyPatch, batching: Batching) -> None:
+    """Rows that end by a stop id, by length, and rows that come in while others are written."""
+    requests = [
+        *make_requests(9, Sampling(20, (EOS,))),
+        *make_requests(6, Sampling(7), seed=4),
+        *make_requests(1, Sampling(1), seed=5),
+    ]
+    settings = {"layout": Layout.SLOTS, "max_batch": 5, "batching": batching}
+    plain = run(make_model("qwen3-16"), requests, **settings)
+    monkeypatch.setattr(slots, "RUN_AHEAD", {"cpu"})
+    ahead = run(make_model("qwen3-16"), requests, **settings)
+    for one, other in zip(plain, ahead, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.stop_reason is other.stop_reason
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+
+
+@needs_triton
 def test_slots_are_given_back_and_used_again() -> None:
     model = make_model("qwen3-16")
     requests = make_requests(9, Sampling(6, (EOS,)))
@@ -61,6 +80,23 @@ def test_slots_are_given_back_and_used_again() -> None:
             assert [g.tokens.tolist() for g in await engine.generate(requests)] == first
 
     asyncio.run(body())
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_that_has_filled_its_slot_writes_nowhere_else(device: str) -> None:
+    """A row that ended stays in its batch until dropping it pays: its steps must not run over into other slots."""
+    model = make_model("qwen3-16").to(device)
+    pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device))
+    full, other = torch.tensor([0, 2], device=device), torch.tensor([1], device=device)
+    with torch.inference_mode():
+        step = pool.step_for(2)
+        step.place(full, torch.tensor([6, 7], device=device))
+        for _ in range(5):
+            step.run(torch.tensor([5, 6], device=device))
+    assert step._places.lengths_B[:2].tolist() == [7, 7]
+    for layer in pool._layers:
+        assert not layer.keys[other].any() and not layer.values[other].any()
 
 
 @needs_triton

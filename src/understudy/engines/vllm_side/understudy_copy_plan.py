@@ -1,8 +1,9 @@
 """Watching a model's weight loader once, and doing what it did again without it.
 
 A loader knows where each Hugging Face tensor belongs: which slice of which fused matrix. Running it costs some
-thirty microseconds of Python per tensor and a launch per copy. What it does on the device is only copies, so they are
-written down the first time and repeated as a group. Imports torch alone: vLLM's interpreter has no understudy.
+thirty microseconds of Python per tensor. What it does on the device is only copies, so they are written down the first
+time and repeated: large ones by the driver's own copy, small ones in groups, where a launch each would cost more than
+they do. Imports torch alone: vLLM's interpreter has no understudy.
 """
 
 from bisect import bisect_right
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_LARGE_BYTES = 1 << 20
 
 
 class CopyPlan:
@@ -29,7 +32,12 @@ class CopyPlan:
             if self._pairs is None:
                 self._model.load_weights(iter(self._tensors))
             else:
-                torch._foreach_copy_([to for to, _ in self._pairs], [source for _, source in self._pairs])
+                small = [pair for pair in self._pairs if pair[0].nbytes < _LARGE_BYTES]
+                for to, source in self._pairs:
+                    if to.nbytes >= _LARGE_BYTES:
+                        to.copy_(source)
+                if small:
+                    torch._foreach_copy_([to for to, _ in small], [source for _, source in small])
 
 
 class _Watch(TorchDispatchMode):

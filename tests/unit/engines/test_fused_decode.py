@@ -1,0 +1,97 @@
+"""The decode step's fused kernels: transformers' arithmetic, and tokens drawn by the rule."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_models import make_model
+
+from understudy.engines import fused_decode
+from understudy.engines.base import Sampling
+from understudy.engines.draw_kernel import draw_unfiltered
+from understudy.engines.fused_decode import fuse_decoding, silu_times
+from understudy.engines.sampling import SamplingBatch, draw, shape_logits
+from understudy.engines.slots import SlotPool
+
+needs_triton = pytest.mark.skipif(fused_decode.triton is None, reason="triton is not installed")
+
+
+def check_decoding(kind: str, device: str) -> None:
+    """Two steps over slots, with the kernels and without: the same logits, and the same keys and values in the pool."""
+    model = make_model(kind).to(device)
+    twin = make_model(kind).to(device)
+    twin.load_state_dict(model.state_dict())
+    assert fuse_decoding(twin) == 2 * model.config.num_hidden_layers
+    results = []
+    for one in (model, twin):
+        pool = SlotPool(one, slots=3, max_length=8, device=torch.device(device))
+        places = pool.scratch_places(3)
+        places.slots_B.copy_(torch.tensor([2, 0, 1]))
+        logits = []
+        with torch.inference_mode():
+            for tokens in ([5, 6, 7], [8, 5, 5]):
+                logits.append(pool.forward(torch.tensor(tokens, device=device), places).clone())
+                places.lengths_B += torch.tensor([1, 2, 1], device=device)
+        # Columns nobody wrote are zero in both.
+        results.append((torch.stack(logits), torch.stack([layer.keys for layer in pool._layers])))
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, atol=2e-5, rtol=1e-4)
+
+
+def check_drawing(device: str, vocab: int, dtype: torch.dtype) -> None:
+    """Against the plain rule, greedy and tempered rows among others; u at both ends."""
+    settings = [Sampling(3, (), temperature=t) for t in (1.0, 0.7, 0.0, 1.0, 2.5, 1.0)]
+    generator = torch.Generator().manual_seed(vocab)
+    logits_BV = (3 * torch.randn((len(settings), vocab), generator=generator)).to(dtype)
+    logits_BV[3, : vocab // 2] = -torch.inf  # whole pieces that weigh nothing
+    batch = SamplingBatch.build(settings, list(range(6)), [0] * 6, vocab, torch.device("cpu"))
+    batch.uniforms_NB[2, 0], batch.uniforms_NB[2, 1] = 0.0, np.nextafter(1.0, 0.0)
+    mine = SamplingBatch.build(settings, list(range(6)), [0] * 6, vocab, torch.device(device))
+    mine.uniforms_NB.copy_(batch.uniforms_NB)
+    for step in range(3):
+        tokens_B, logprobs_B = draw(shape_logits(logits_BV, batch, None), batch, step)
+        own_B, own_logprobs_B = draw_unfiltered(logits_BV.to(device), mine, step)
+        assert own_B.tolist() == tokens_B.tolist()
+        # Over 150,000 ids the fp32 sum of the plain rule is itself off by as much.
+        torch.testing.assert_close(own_logprobs_B.cpu(), logprobs_B, atol=5e-5, rtol=5e-5)
+
+
+def check_gate(device: str) -> None:
+    gate, up = torch.randn(3, 5, 700, device=device), torch.randn(3, 5, 700, device=device)
+    torch.testing.assert_close(silu_times(gate, up), torch.nn.functional.silu(gate) * up)
+
+
+CASES = [(100, torch.float32), (5000, torch.float32), (6144, torch.bfloat16)]
+
+
+@needs_triton
+def test_the_kernels_in_triton_s_interpreter() -> None:
+    """In a process of its own: Triton decides when a kernel is defined whether it will be interpreted."""
+    code = """
+from test_fused_decode import CASES, check_decoding, check_drawing, check_gate
+check_decoding("qwen3-16", "cpu")
+check_decoding("llama-16", "cpu")
+check_gate("cpu")
+for vocab, dtype in CASES:
+    check_drawing("cpu", vocab, dtype)
+"""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=170)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["qwen3-16", "llama-16"])
+def test_a_fused_step_on_the_gpu(kind: str) -> None:
+    check_decoding(kind, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("vocab", "dtype"), [*CASES, (151_936, torch.bfloat16)])
+def test_drawing_on_the_gpu(vocab: int, dtype: torch.dtype) -> None:
+    check_drawing("cuda", vocab, dtype)
+    check_gate("cuda")

@@ -1,0 +1,132 @@
+"""Buckets through a group of its own: the same bytes at the other end, or an end within seconds."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from understudy.engines.host_wire import GroupOrder, StreamOrder
+from understudy.engines.weight_broadcast import (
+    MeetingPlace,
+    PackedWeights,
+    Receiver,
+    TransferBroken,
+    notes_of,
+    plan,
+    send,
+)
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def weights(seed: int = 0) -> Named:
+    """Every kind that models hold, sizes that do not divide anything, one tensor larger than a bucket."""
+    made = torch.Generator().manual_seed(seed)
+    shapes = [(7, 3), (), (1000,), (33, 65), (0, 4), (5,)]
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    named: Named = [
+        (f"w{i}", torch.randn(shape, generator=made).to(kinds[i % 4])) for i, shape in enumerate(shapes)
+    ]
+    named.append(("ids", torch.randint(-9, 9, (13,), generator=made)))
+    named.append(("turned", torch.randn(6, 8, generator=made).T))
+    named.append(("nan", torch.tensor([float("nan"), float("inf"), -0.0])))
+    return named
+
+
+def bits(named: Named) -> list[tuple[str, torch.dtype, tuple[int, ...], bytes]]:
+    return [
+        (name, t.dtype, tuple(t.shape), t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        for name, t in named
+    ]
+
+
+def orders(meeting: MeetingPlace, name: str, size: int, stall_s: float = 20.0) -> list[GroupOrder]:
+    return [GroupOrder(meeting.host, meeting.port, name, rank, size, stall_s) for rank in range(size)]
+
+
+@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12), most=st.integers(1, 300))
+@settings(max_examples=60, deadline=None)
+def test_buckets_hold_every_tensor_once_aligned_and_within_their_size(sizes: list[int], most: int) -> None:
+    notes = notes_of([(f"t{i}", torch.zeros(size)) for i, size in enumerate(sizes)])
+    buckets = plan(notes, most)
+    pieces = [piece for bucket in buckets for piece in bucket.pieces]
+    assert [piece.name for piece in pieces] == [note.name for note in notes]
+    for bucket in buckets:
+        assert bucket.size % 16 == 0 and all(piece.start % 16 == 0 for piece in bucket.pieces)
+        ends = [0, *(piece.stop for piece in bucket.pieces)]
+        assert all(end <= piece.start for end, piece in zip(ends, bucket.pieces, strict=False))
+        assert ends[-1] <= bucket.size and (ends[-1] <= most or len(bucket.pieces) == 1)
+
+
+def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_group() -> None:
+    meeting = MeetingPlace("127.0.0.1")
+    lead, *others = orders(meeting, "all", 4)
+    receivers = [Receiver("127.0.0.1") for _ in others]
+    group: Any = None
+    before: list[torch.Tensor] = []
+    with ThreadPoolExecutor(4) as threads:
+        for version in range(3):
+            named = weights(version)
+            packed = PackedWeights(named, bucket_bytes=128, before=before)
+            assert len(packed.buckets) > 4
+            coming = [
+                threads.submit(r.receive, StreamOrder(order, packed.bucket_bytes, packed.notes))
+                for r, order in zip(receivers, others, strict=True)
+            ]
+            group = group or meeting.join(lead)
+            send(group, packed)
+            for received in coming:
+                assert bits(received.result(30)) == bits(named)
+            assert before == [] or packed.flats[0].data_ptr() == before[0].data_ptr(), "memory is used again"
+            before = packed.flats
+
+
+def test_packed_weights_keep_their_bytes_when_the_tensors_move_on() -> None:
+    named = weights()
+    expected = bits(named)
+    packed = PackedWeights(named, bucket_bytes=256)
+    packed.complete()
+    for _, tensor in named:
+        tensor.zero_()
+    assert bits(packed.tensors()) == expected
+
+
+def test_a_damaged_bucket_is_refused() -> None:
+    meeting = MeetingPlace("127.0.0.1")
+    lead, other = orders(meeting, "damaged", 2)
+    packed = PackedWeights(weights(), bucket_bytes=512)
+    packed.complete()
+    packed.flats[1][3] ^= 1
+    with ThreadPoolExecutor(1) as threads:
+        coming = threads.submit(
+            Receiver("127.0.0.1").receive, StreamOrder(other, packed.bucket_bytes, packed.notes)
+        )
+        send(meeting.join(lead), packed)
+        with pytest.raises(TransferBroken, match=r"bucket 1 .* damaged"):
+            coming.result(30)
+
+
+def test_who_never_comes_or_sends_nothing_costs_a_deadline_and_not_a_hang() -> None:
+    meeting = MeetingPlace("127.0.0.1")
+    lead, other = orders(meeting, "absent", 2, stall_s=1.0)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        meeting.join(lead)
+    packed = PackedWeights(weights(), bucket_bytes=512)
+    receiver = Receiver("127.0.0.1")
+    with ThreadPoolExecutor(1) as threads:
+        lead, other = orders(meeting, "silent", 2, stall_s=1.0)
+        coming = threads.submit(receiver.receive, StreamOrder(other, packed.bucket_bytes, packed.notes))
+        group = meeting.join(lead)
+        with pytest.raises(TransferBroken, match="did not arrive whole"):
+            coming.result(20)
+        assert time.monotonic() - began < 20
+        del group
+        lead, other = orders(meeting, "again", 2)
+        coming = threads.submit(receiver.receive, StreamOrder(other, packed.bucket_bytes, packed.notes))
+        send(meeting.join(lead), packed)
+        assert bits(coming.result(20)) == bits(weights()), "one that gave up can join the next group"
