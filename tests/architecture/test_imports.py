@@ -9,11 +9,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "understudy"
 BASE = {"types", "errors", "observability"}
-LOW = BASE | {"config"}
+LOW = BASE | {"config", "serving"}
 ALLOWED = {
     "errors": set(),
     "types": {"errors"},
     "config": {"errors"},
+    "serving": {"errors"},
     "observability": {"errors", "types"},
     "cluster": {"config", "observability", "errors"},
     "engines": LOW,

@@ -13,28 +13,22 @@ Refusals are JSON {"error": {"kind", "message"}} with a 4xx; the server stays up
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
-import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
 
-import msgspec
 import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from understudy.serving.http import Gate, Handler, Refused, answering, as_json, read_body, unless_gone
 from understudy.teacher.head_frame import encode_head
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.prometheus import replica_metrics
 from understudy.teacher.protocol import (
     CONTENT_TYPE,
     ProtocolError,
-    ScoreReply,
     ScoreRequest,
     decode_request,
     encode_reply,
@@ -42,62 +36,6 @@ from understudy.teacher.protocol import (
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.teacher.worker import ScoringWorker
 from understudy.types.scores import Signal
-
-log = logging.getLogger(__name__)
-
-
-class Refused(Exception):
-    """A request that will not be served, with the status and the reason."""
-
-    def __init__(self, status: int, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.message = status, kind, message
-
-
-def refusal(status: int, kind: str, message: str) -> Response:
-    body = msgspec.json.encode({"error": {"kind": kind, "message": message}})
-    return Response(body, status, media_type="application/json")
-
-
-class Gate:
-    """Lets a request pass that carries the token, or asks for /health.
-
-    Without a token (loopback only) the request must at least be addressed to this machine: a web page that makes its
-    own name point here would carry that name in the Host header.
-    """
-
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self.app = app
-        self.expected = None if token is None else f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._refusal(scope) if scope["type"] == "http" and scope["path"] != "/health" else None
-        await (refused or self.app)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = dict(scope["headers"])
-        if self.expected is None:
-            host = headers.get(b"host", b"").decode("latin-1")
-            name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
-            return (
-                None
-                if is_loopback(name)
-                else refusal(403, "host", f"this server answers to loopback, not to {host!r}")
-            )
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
-            return refusal(
-                401, "token", "missing or wrong bearer token; send 'Authorization: Bearer <token>'"
-            )
-        return None
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def build_app(
@@ -120,11 +58,10 @@ def build_app(
         return Response(frame, media_type=CONTENT_TYPE)
 
     async def show_vocabulary(_: Request) -> Response:
-        body = msgspec.json.encode({"ids": vocabulary.ids, "special": vocabulary.special})
-        return Response(body, media_type="application/json")
+        return as_json({"ids": vocabulary.ids, "special": vocabulary.special})
 
     async def show_manifest(_: Request) -> Response:
-        return Response(msgspec.json.encode(manifest), media_type="application/json")
+        return as_json(manifest)
 
     async def metrics(_: Request) -> Response:
         return Response(
@@ -134,73 +71,17 @@ def build_app(
     async def health(_: Request) -> Response:
         return Response(b'{"status":"ok"}', media_type="application/json")
 
-    app = Starlette(
-        routes=[
-            Route("/v1/score", answering(score), methods=["POST"]),
-            Route("/v1/head", answering(head)),
-            Route("/v1/vocabulary", answering(show_vocabulary)),
-            Route("/manifest", answering(show_manifest)),
-            Route("/metrics", answering(metrics)),
-            Route("/health", answering(health)),
-        ]
-    )
+    shown: dict[str, Handler] = {
+        "/v1/head": head,
+        "/v1/vocabulary": show_vocabulary,
+        "/manifest": show_manifest,
+        "/metrics": metrics,
+        "/health": health,
+    }
+    routes = [Route(path, answering(handler)) for path, handler in shown.items()]
+    scoring = answering(score, (ProtocolError, 400, "frame"))
+    app = Starlette(routes=[Route("/v1/score", scoring, methods=["POST"]), *routes])
     return Gate(app, token)
-
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-def answering(endpoint: Endpoint) -> Endpoint:
-    """Every outcome becomes a response: refusals with their reason, surprises with a 500 and a log entry."""
-
-    async def answered(http: Request) -> Response:
-        try:
-            return await endpoint(http)
-        except Refused as error:
-            return refusal(error.status, error.kind, error.message)
-        except ProtocolError as error:
-            return refusal(400, "frame", str(error))
-        except ClientDisconnect:
-            return refusal(400, "disconnected", "the client went away")
-        except Exception as error:
-            log.exception("%s failed", http.url.path)
-            return refusal(500, "internal", f"{type(error).__name__}: {error}")
-
-    return answered
-
-
-async def unless_gone(http: Request, scoring: asyncio.Future[ScoreReply]) -> ScoreReply:
-    """The reply, unless the client hangs up first: then its place in the queue is given up."""
-    leaving = asyncio.create_task(_hung_up(http))
-    waiting: list[asyncio.Future[Any]] = [scoring, leaving]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if not scoring.done():
-            scoring.cancel()
-            raise ClientDisconnect
-        return scoring.result()
-    finally:
-        leaving.cancel()
-
-
-async def _hung_up(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def read_body(http: Request, most: int) -> bytes:
-    """The whole body, never holding more than `most` bytes."""
-    promised = http.headers.get("content-length", "0")
-    if promised.isdigit() and int(promised) > most:
-        raise Refused(413, "bytes", f"a request of {promised} bytes; at most {most} are taken")
-    parts: list[bytes] = []
-    size = 0
-    async for part in http.stream():
-        size += len(part)
-        if size > most:
-            raise Refused(413, "bytes", f"a request of more than {most} bytes")
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def check_limits(request: ScoreRequest, limits: Limits, vocab: int) -> None:

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import uvicorn
 from transformers.utils import logging as transformers_logging
 
 from understudy.errors import UnderstudyError
-from understudy.teacher.app import build_app, is_loopback
+from understudy.serving.bind import StartError, bind_socket, url_of
+from understudy.serving.child import end_with_launcher, write_ready_file
+from understudy.serving.server import serve
+from understudy.teacher.app import build_app
 from understudy.teacher.assemble import build_worker, follow
 from understudy.teacher.body import Layout
 from understudy.teacher.manifest import Batching, Limits
@@ -35,10 +33,6 @@ from understudy.teacher.model import DTYPES
 from understudy.teacher.scorer import ScorerOptions
 
 log = logging.getLogger("understudy.teacher.server")
-
-
-class StartError(UnderstudyError):
-    """The replica cannot start; the message is the one line a user sees."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,86 +82,23 @@ def check_place(args: argparse.Namespace) -> None:
         )
 
 
-def bind_socket(bind: str, token: str | None) -> socket.socket:
-    """A bound socket that does not listen yet."""
-    host, _, port = bind.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise StartError(f"--bind {bind!r}: expected HOST:PORT, for example 127.0.0.1:8700")
-    if not is_loopback(host) and token is None:
-        raise StartError(
-            f"--bind {bind}: refused without a token, anyone on the network could use this teacher; "
-            "set UNDERSTUDY_TOKEN (or --token-env), or bind 127.0.0.1"
-        )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, int(port)))
-    except OSError as error:
-        sock.close()
-        raise StartError(
-            f"cannot bind {bind}: {error.strerror}; choose another port, or 0 for a free one"
-        ) from error
-    return sock
-
-
-def watch_pipe(fd: int) -> None:
-    """End this process when the launcher's end of the pipe closes, even while a forward is running."""
-
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(fd, 4096):
-                pass
-        os._exit(3)
-
-    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
-
-
-def write_ready_file(path: Path, url: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-    temporary.replace(path)
-
-
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn re-raises signals after its shutdown, so SIGTERM would look like a crash to whoever waits for us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ask_to_stop)
-        yield
-
-    should_exit: bool
-
-    def _ask_to_stop(self) -> None:
-        self.force_exit = self.should_exit  # the second signal does not wait for requests in flight
-        self.should_exit = True
-
-
-async def serve(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
+async def run(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
     worker, manifest, vocabulary = build_worker(args)
     worker.start()
-    config = uvicorn.Config(
-        build_app(worker, manifest, vocabulary, token),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=10,
-    )
-    server = _Uvicorn(config)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    host, port = sock.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    if args.ready_file is not None and not serving.done():
-        write_ready_file(args.ready_file, url)
-    log.info("teacher %s scores at %s (%s, %s, %s)", args.name, url, args.model, args.dtype, args.device)
-    await serving
+
+    def ready() -> None:
+        if args.ready_file is not None:
+            write_ready_file(args.ready_file, url=url_of(sock))
+        log.info(
+            "teacher %s scores at %s (%s, %s, %s)",
+            args.name,
+            url_of(sock),
+            args.model,
+            args.dtype,
+            args.device,
+        )
+
+    await serve(build_app(worker, manifest, vocabulary, token), sock, ready, keep_alive=75, hurried=False)
     worker.stop()
     worker.scorer.close()
 
@@ -179,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     if args.watch_fd is not None:
-        watch_pipe(args.watch_fd)
+        end_with_launcher(args.watch_fd)
     if args.threads:
         torch.set_num_threads(args.threads)
     token = os.environ.get(args.token_env) or None
@@ -188,11 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.rank > 0:
             if args.ready_file is not None:
                 # Up, and on its way to the others; process 0 says when all can score.
-                write_ready_file(args.ready_file, "")
+                write_ready_file(args.ready_file, url="")
             follow(args)
             return 0
         with bind_socket(args.bind, token) as sock:
-            asyncio.run(serve(args, sock, token))
+            asyncio.run(run(args, sock, token))
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

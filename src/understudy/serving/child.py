@@ -1,0 +1,37 @@
+"""The child's side of a launch (`understudy.cluster.local` is the other)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LAUNCHER_GONE = 3
+"""The exit code of a process whose launcher went away."""
+
+
+def end_with_launcher(
+    fd: int, *, code: int = LAUNCHER_GONE, before: Callable[[], None] | None = None
+) -> None:
+    """Ends this process when the launcher's end of the pipe `fd` closes, whatever it is doing then."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(fd, 4096):
+                pass
+        if before is not None:
+            before()
+        os._exit(code)
+
+    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
+
+
+def write_ready_file(path: Path, **facts: Any) -> None:
+    """Tells the launcher that the work can begin; nobody reads half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({**facts, "pid": os.getpid()}))
+    temporary.replace(path)

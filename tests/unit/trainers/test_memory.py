@@ -1,0 +1,39 @@
+"""A full GPU is explained by the keys that fill it."""
+
+import torch
+
+from understudy.config import Recipe
+from understudy.errors import DataError, PolicyError
+from understudy.trainers.memory import explained
+
+RECIPE = Recipe.model_validate(
+    {
+        "student": {"model": "a"},
+        "teachers": {"t": {"model": "b"}},
+        "data": {"train": "rows.jsonl"},
+        "trainer": {"steps": 1, "micro_batch_tokens": 65536},
+    }
+)
+WORDS = (
+    "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 209.94 MiB is free. \n"
+    "Process 664 has 610.00 MiB memory in use. If reserved but unallocated memory is large try setting \n"
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+
+
+def test_a_full_gpu_names_what_came_and_what_to_set() -> None:
+    told = explained(torch.OutOfMemoryError(WORDS), RECIPE)
+    assert isinstance(told, PolicyError)
+    first, *ways = str(told).splitlines()
+    assert first.startswith(
+        "the GPU's memory is full: Tried to allocate 256.00 MiB. The GPU has a total capacity of 139.80"
+    )
+    assert "PYTORCH" not in str(told)
+    assert "trainer.micro_batch_tokens (now 65536)" in ways[0]
+    assert "rollout.max_batch (now" in ways[1]
+    assert "student.gradient_checkpointing = true" in ways[2]
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    error = DataError("a row")
+    assert explained(error, RECIPE) is error
