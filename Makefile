@@ -6,12 +6,13 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test lint types test-slow test-faults test-vllm test-ray models format clean
+.PHONY: quickstart test lint types test-slow test-faults test-vllm test-ray with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
 
-# Two workers: most tests wait for processes of their own; a file's tests stay together.
+# Two workers: most tests wait for processes of their own; a file's tests stay together. Where the Ray extra is installed
+# (`make with-ray`, as CI does), the smallest run on Ray is among them.
 test: lint types
 	$(PYTEST) -n 2 --dist loadfile
 
@@ -38,6 +39,9 @@ test-vllm: $(VENV)/.installed-dev .venv-vllm/.installed
 test-ray: $(VENV)/.installed-ray
 	$(PYTEST) -m ray --timeout 900 tests/contract
 	$(PYTEST) -m "ray or not ray" --timeout 900 tests/ray
+
+# About 360 MB more; nothing but the cluster's tests needs it.
+with-ray: $(VENV)/.installed-ray
 
 $(VENV)/.installed-ray: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,ray]"

@@ -1,35 +1,28 @@
-"""Large rows through both data planes, by 1 to 16 clients: rows per second and GB/s, in one run on one machine.
-
-    python benchmarks/dataplane_clients.py            both planes (TransferQueue needs the ray extra), about two minutes
-    python benchmarks/dataplane_clients.py --rows 16
+"""Large rows through both data planes, by 1 to 16 clients: rows per second and GB/s; a part of dataplane.py.
 
 A row has 16,384 tokens with the teacher's 64 best: ids and logprobs, two jagged columns of 4.2 MB. Writers are tasks of the
 plane's process, as rollouts are. Readers are tasks there for the embedded plane; for TransferQueue each is a connection
-of its own (`QueueReader`), as a rank elsewhere would have. `put` returns when the row would survive kill -9, on both.
+of its own (`QueueReader`), as a rank elsewhere has. `put` returns when the row would survive kill -9, on both.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import date
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dataplane import hardware
-from understudy.cluster.ray_cluster import RayCluster, RaySettings
 from understudy.dataplane.embedded import EmbeddedDataPlane
-from understudy.dataplane.transfer_queue import QueueReader, TransferQueueDataPlane
-from understudy.dataplane.transfer_queue_link import QueueLink
 from understudy.types.batch import BatchMeta
 
-CLIENTS = (1, 4, 16)
+CLIENTS = (1, 2, 4, 8, 16)
 TOKENS, BEST = 16_384, 64
 SMALL_ROWS = 1024
 LOGPROBS = np.random.default_rng(0).standard_normal((TOKENS, BEST)).astype(np.float32)
@@ -86,9 +79,10 @@ async def embedded(folder: Path, rows: int, clients: int) -> dict[str, float]:
         await plane.close()
 
 
-async def queued(folder: Path, rows: int, clients: int, link: QueueLink) -> dict[str, float]:
-    plane = TransferQueueDataPlane.open_on(link, folder, **ROOM)
-    readers = [QueueReader(link.address) for _ in range(clients)]
+async def queued(folder: Path, rows: int, clients: int, link: Any) -> dict[str, float]:
+    module: Any = import_module("understudy.dataplane.transfer_queue")
+    plane = module.TransferQueueDataPlane.open_on(link, folder, **ROOM)
+    readers = [module.QueueReader(link.address) for _ in range(clients)]
     try:
         found = await through(plane, rows, clients, lambda client, meta: readers[client].get(meta, FIELDS))
         return found | {"small rows/s": await small_rows(plane, SMALL_ROWS, clients)}
@@ -98,47 +92,36 @@ async def queued(folder: Path, rows: int, clients: int, link: QueueLink) -> dict
         await plane.close()
 
 
-def measure(rows: int, units: int) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
-    cluster = RayCluster(RaySettings(cpus=units + 1))
-    link = QueueLink.start(units)
+@contextmanager
+def queue(units: int) -> Iterator[Any]:
+    """A Ray of our own with a TransferQueue; None where the extra is not installed."""
+    if find_spec("ray") is None or find_spec("transfer_queue") is None:
+        print("TransferQueue is left out: pip install understudy[ray]")
+        yield None
+        return
+    ray: Any = import_module("understudy.cluster.ray_cluster")
+    cluster = ray.RayCluster(ray.RaySettings(cpus=units + 1))
+    link: Any = import_module("understudy.dataplane.transfer_queue_link").QueueLink.start(units)
     try:
-        for clients in CLIENTS:
-            for name in ("embedded", "transfer_queue"):
-                with tempfile.TemporaryDirectory(prefix="dataplane-clients-") as folder:
-                    work = (
-                        embedded(Path(folder), rows, clients)
-                        if name == "embedded"
-                        else queued(Path(folder), rows, clients, link)
-                    )
-                    found = asyncio.run(work)
-                out.append(
-                    {
-                        "plane": name,
-                        "clients": clients,
-                        "rows": rows,
-                        **{k: round(v, 3) for k, v in found.items()},
-                    }
-                )
-                print("  ".join(f"{key} {value}" for key, value in out[-1].items()), flush=True)
+        yield link
     finally:
         link.close()
         cluster.close()
+
+
+def measure_clients(clients: Sequence[int], rows: int, units: int) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    with queue(units) as link:
+        for count in clients:
+            for name in ("embedded", "transfer_queue")[: 1 if link is None else 2]:
+                with tempfile.TemporaryDirectory(prefix="dataplane-clients-") as folder:
+                    work = (
+                        embedded(Path(folder), rows, count)
+                        if name == "embedded"
+                        else queued(Path(folder), rows, count, link)
+                    )
+                    found = asyncio.run(work)
+                told = {key: round(value, 3) for key, value in found.items()}
+                out.append({"name": f"16k x top-64 rows, {name}", "clients": count, "rows": rows, **told})
+                print("  ".join(f"{key} {value}" for key, value in out[-1].items()), flush=True)
     return out
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", type=int, default=48)
-    parser.add_argument("--units", type=int, default=2)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    found = measure(options.rows, options.units)
-    options.results.mkdir(exist_ok=True)
-    file = options.results / f"dataplane-clients-{hardware()}-{date.today().isoformat()}.json"
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"written to {file}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,14 @@
-"""Rollouts of very different length: most prompts are tried once or twice, a few dozens of times, one try after another.
+"""Rollouts of very different length: most prompts are tried once or twice, a few sixteen times, one try after another.
 
-Each try is a trajectory of its own (an agent that begins again with an empty context), so a long rollout is a long
-chain of generations, as in agentic work, over models whose context is short. How often a prompt is tried is drawn from
-its key with P(tries ≥ x) ≈ x^−1.2, at most `LONGEST`: the same prompts are long in every run.
+Each try is a trajectory of its own (an agent that begins again with an empty context) and is followed by an environment that
+takes `ANSWER_SECONDS` to say that it was not good enough, as a test run or a web page would. So a long rollout is a long chain of
+generations and waits, as in agentic work, over models whose context is short. How often a prompt is tried is drawn from its key
+with P(tries ≥ x) ≈ x^−1.2, at most `LONGEST`: the same prompts are long in every run, sync or async.
 """
 
 from __future__ import annotations
 
+import asyncio
 from hashlib import blake2b
 
 from understudy.rollout.agent import LoopContext
@@ -14,7 +16,8 @@ from understudy.rollout.transcript import Transcript
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
-LONGEST = 48
+LONGEST = 16
+ANSWER_SECONDS = 0.2
 _TAIL = 1.2
 
 
@@ -27,10 +30,12 @@ class LongTail:
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         tokens = context.renderer.render(prompt)
         outputs = []
-        # Evaluation asks once.
-        tries = 1 if prompt.key.startswith("eval-") else tries_of(prompt.key)
-        for index in range(tries):
+        # Evaluation asks once, and nobody answers.
+        asked_once = prompt.key.startswith("eval-")
+        for index in range(1 if asked_once else tries_of(prompt.key)):
             transcript = Transcript(tokens)
             transcript.write(await context.generate(tokens, context.sampling_after(len(tokens)), index))
             outputs.append(transcript.finish(context.row_key(index)))
+            if not asked_once:
+                await asyncio.sleep(ANSWER_SECONDS)
         return outputs

@@ -57,11 +57,11 @@ def main() -> None:
     if on_gpu and not torch.cuda.is_available():
         sys.exit("no CUDA device; --cpu tries the script with tiny shapes")
     shape = ON_CPU if options.cpu else QUICK if options.quick else WHOLE
-    hardware = _hardware() if on_gpu else cpu_name()
+    hardware = gpu_name() if on_gpu else cpu_name()
     print(f"{hardware}, torch {torch.__version__}, shape {shape.name}", flush=True)
     with tempfile.TemporaryDirectory(prefix="understudy-step-") as name:
         folder = Path(name)
-        student, teacher, prompts = _problem(shape, folder, TINY if options.cpu else MODELS)
+        student, teacher, prompts = problem(shape, folder, TINY if options.cpu else MODELS)
         print(f"models written after {time.monotonic() - started:.0f} s", flush=True)
 
         def left() -> float:
@@ -87,7 +87,7 @@ def main() -> None:
     print(f"done after {time.monotonic() - started:.0f} s")
 
 
-def _problem(shape: Shape, folder: Path, sizes: dict[str, dict[str, int]]) -> tuple[str, str, Path]:
+def problem(shape: Shape, folder: Path, sizes: dict[str, dict[str, int]]) -> tuple[str, str, Path]:
     """Two model folders with random weights and one tokenizer of plain words, and prompts of exactly PROMPT_TOKENS tokens."""
     vocab = VOCAB if sizes is MODELS else 512
     words = {f"w{index}": index for index in range(vocab - 3)}
@@ -138,7 +138,7 @@ def _say(name: str, timing: Any, log: Path) -> None:
         print(f"{name}: {timing.tokens_per_second:,.0f} completion tokens/s (steps of {steps} s)", flush=True)
 
 
-def _hardware() -> str:
+def gpu_name() -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 

@@ -76,6 +76,11 @@ class Timing:
         return median(self.tokens) / self.cpu_seconds if self.cpu_seconds else None
 
     @property
+    def overall(self) -> float:
+        """Tokens per second over all counted steps together: what is fair where single steps wait for one another."""
+        return sum(self.tokens) / sum(self.seconds)
+
+    @property
     def tokens_per_second(self) -> float:
         return median(tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True))
 
@@ -88,9 +93,15 @@ def run_ours(
     prompts: Path,
     timeout: float,
     engine: Mapping[str, Any],
+    trainer: Mapping[str, Any] | None = None,
+    name: str = "ours",
+    environment: Mapping[str, str] | None = None,
 ) -> Timing | str:
-    """Steps of `understudy train`; the reason where it failed."""
-    run = folder / "ours"
+    """Steps of `understudy train`; the reason where it failed. `trainer`: more keys of [trainer]. A fully async run goes on for
+    some steps after the last one counted, so that it is timed while everybody is still at work."""
+    run = folder / name
+    extra = dict(trainer or {})
+    ahead = 4 if extra.get("mode") == "fully_async" else 0
     recipe = {
         "student": {"model": student, "dtype": shape.dtype, "device": shape.device},
         "teachers": {
@@ -105,28 +116,29 @@ def run_ours(
         "rollout": {"max_new_tokens": shape.new_tokens, "max_batch": shape.batch, **engine},
         "data": {"train": str(prompts), "shuffle": False},
         "trainer": {
-            "steps": shape.steps,
+            "steps": shape.steps + ahead,
             "batch_size": shape.batch,
             "learning_rate": shape.learning_rate,
             "micro_batch_tokens": shape.micro_batch_tokens,
             "checkpoint_every": 10_000,
+            **extra,
         },
         "run": {"dir": str(run), **({"threads": shape.threads} if shape.threads else {})},
     }
-    path = folder / "recipe.toml"
+    path = folder / f"{name}.toml"
     path.write_text(_toml(recipe))
     metrics = run / "metrics.jsonl"
     command = [sys.executable, "-m", "understudy.cli.main", "train", str(path), "--quiet"]
-    said, spent = _run(command, timeout, folder / "ours.log", metrics, shape.steps)
+    said, spent = _run(command, timeout, folder / f"{name}.log", metrics, shape.steps, environment)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    lines = [line for line in lines if line["step"] > shape.skip]
+    lines = [line for line in lines if shape.skip < line["step"] <= shape.steps]
     if not lines:
         return said or "no step was finished"
     tokens = [round(line["response_length/mean"] * line["rollout/rows"]) for line in lines]
     return Timing(
         [line["time/step"] for line in lines],
         tokens,
-        _our_parts(run, lines),
+        _async_parts(lines) if ahead else _our_parts(run, lines),
         _cpu_per_step(spent, shape.skip),
     )
 
@@ -156,6 +168,18 @@ def _our_parts(run: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, float
             line["time/step"] - _covered([s for s in inside if s["name"] != "produce"])
         )
     return {name: median(values) for name, values in parts.items()}
+
+
+def _async_parts(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What the trainer does in a step; rollouts and teachers work beside it."""
+    names = {
+        "wait for rows": "time/wait for rows",
+        "forward/backward": "time/update/compute",
+        "optimizer": "time/update/optimizer",
+        "drain": "time/drain",
+        "publish": "time/publish",
+    }
+    return {name: median(line.get(key, 0.0) for line in lines) for name, key in names.items()}
 
 
 def _covered(spans: Sequence[Mapping[str, float]]) -> float:
@@ -277,13 +301,20 @@ def cpu_name() -> str:
 
 
 def _run(
-    command: Sequence[str], timeout: float, log: Path, steps_in: Path, enough: int
+    command: Sequence[str],
+    timeout: float,
+    log: Path,
+    steps_in: Path,
+    enough: int,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[int, float]]:
     """Runs until `steps_in` has `enough` lines or the time is up (what was written until then counts): nobody waits for the
     last checkpoint. Returns the last words of a failure, and the CPU seconds of all processes at each number of lines."""
     deadline, spent = time.monotonic() + max(timeout, 1.0), {}
     with log.open("w") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+        )
         watched = psutil.Process(process.pid)
         while process.poll() is None and time.monotonic() < deadline:
             steps = steps_in.read_text().count("\n") if steps_in.exists() else 0

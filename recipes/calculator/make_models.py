@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 from chat import CONTEXT, build_tokenizer, save_tokenizer
 from problems import Problem, Splits, Turn, conversation, from_the_head, make_splits
-from supervise import Schedule, encode, train
+from supervise import encode
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from understudy.policy.supervised import Schedule, train
 from understudy.trainers.evaluate import evaluate_model
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +30,7 @@ REWARD = "understudy.rollout.reward:exact_match"
 
 SCHEDULES: dict[str, Schedule] = {
     "teacher": Schedule(steps=500, rows={"plain": 48, "mistaken": 8}, seed=2),
-    "student": Schedule(steps=30, rows={"from_the_head": 64}, seed=1, learning_rate=5e-4),
+    "student": Schedule(steps=30, rows={"from_the_head": 64}, seed=1, learning_rate=5e-4, warmup_steps=7),
 }
 
 

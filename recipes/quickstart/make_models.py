@@ -28,9 +28,9 @@ THREADS = 1
 
 # Sorting is learned much sooner than addition; the student gets few rows of it so as to be weak in both.
 SCHEDULES: dict[str, Schedule] = {
-    "student": Schedule(steps=180, rows_per_domain={"add": 112, "sort": 16}, seed=1),
-    "teacher-add": Schedule(steps=800, rows_per_domain={"add": 128}, seed=2),
-    "teacher-sort": Schedule(steps=800, rows_per_domain={"sort": 128}, seed=3),
+    "student": Schedule(steps=180, rows={"add": 112, "sort": 16}, seed=1),
+    "teacher-add": Schedule(steps=800, rows={"add": 128}, seed=2),
+    "teacher-sort": Schedule(steps=800, rows={"sort": 128}, seed=3),
 }
 
 
@@ -103,9 +103,7 @@ def make_model(name: str, splits: dict[str, Splits], folder: Path) -> Grades:
     schedule = SCHEDULES[name]
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, schedule.seed)
-    print(
-        f"{name}: {model.num_parameters():,} parameters, {schedule.steps} steps of {schedule.rows_per_domain}"
-    )
+    print(f"{name}: {model.num_parameters():,} parameters, {schedule.steps} steps of {schedule.rows}")
     train(model, tokenizer, {domain: split.sft for domain, split in splits.items()}, schedule)
     save_model(model, tokenizer, folder)
     return Grades(

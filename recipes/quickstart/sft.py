@@ -1,48 +1,17 @@
-"""Supervised training and greedy grading of the quickstart models. Plain torch, no framework.
+"""Supervised training and greedy grading of the quickstart models.
 
-Shape letters: B problems, T tokens, V vocabulary.
+Shape letters: B problems, T tokens.
 """
-
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from task import Problem
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-IGNORED = -100
-WARMUP_STEPS = 50
+from understudy.policy.supervised import Encoded, Schedule, encode_chats
+from understudy.policy.supervised import train as train_supervised
+
 MAX_NEW_TOKENS = 8
 """The longest answer is six letters and <eos>; one more shows a model that does not stop."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How long and how hard one model is trained. Learning rate: short warm-up, then linear to zero."""
-
-    steps: int
-    rows_per_domain: dict[str, int]
-    seed: int
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    clip: float = 1.0
-
-    def rate(self, step: int) -> float:
-        warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-        return self.learning_rate * warmup * (1.0 - step / self.steps)
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Problems as right-padded tensors: `labels_BT[t]` is what the logits at `t` must predict."""
-
-    tokens_BT: torch.Tensor
-    labels_BT: torch.Tensor
-    lengths_B: torch.Tensor
-
-    def rows(self, index_B: torch.Tensor) -> "Encoded":
-        return Encoded(self.tokens_BT[index_B], self.labels_BT[index_B], self.lengths_B[index_B])
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
@@ -53,25 +22,9 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> Encoded:
     """Loss only on the answer and its <eos>: the prompt is never the student's own writing."""
-    prompts = [render_prompt(tokenizer, problem) for problem in problems]
-    answers = [
-        [*tokenizer.encode(problem.answer, add_special_tokens=False), tokenizer.eos_token_id]
-        for problem in problems
-    ]
-    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    tokens_BT = torch.full((len(problems), max(lengths)), tokenizer.pad_token_id)
-    labels_BT = torch.full_like(tokens_BT, IGNORED)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        tokens_BT[row, :end] = torch.tensor(prompt + answer)
-        labels_BT[row, len(prompt) - 1 : end - 1] = torch.tensor(answer)
-    return Encoded(tokens_BT, labels_BT, torch.tensor(lengths))
-
-
-def _epochs(size: int, batch: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Row indices, `batch` at a time, each epoch in a new order; a short last batch is left out."""
-    while True:
-        yield from torch.randperm(size, generator=generator)[: size - size % batch].split(batch)
+    return encode_chats(
+        tokenizer, [([{"role": "user", "content": problem.question}], problem.answer) for problem in problems]
+    )
 
 
 def train(
@@ -81,41 +34,7 @@ def train(
     schedule: Schedule,
 ) -> None:
     """Runs exactly `schedule.steps` steps: no early stop, no checkpoint picked afterwards."""
-    encoded = {name: encode(tokenizer, problems[name]) for name in schedule.rows_per_domain}
-    generator = torch.Generator().manual_seed(schedule.seed)
-    batches = {
-        name: _epochs(len(encoded[name].tokens_BT), rows, generator)
-        for name, rows in schedule.rows_per_domain.items()
-    }
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.98), weight_decay=schedule.weight_decay
-    )
-    model.train()
-    started = time.monotonic()
-    for step in range(schedule.steps):
-        optimizer.param_groups[0]["lr"] = schedule.rate(step)
-        loss_sum = torch.zeros(())
-        label_count = 0
-        for name, indices in batches.items():
-            batch = encoded[name].rows(next(indices))
-            longest = int(batch.lengths_B.max())
-            logits_BTV = model(input_ids=batch.tokens_BT[:, :longest], use_cache=False).logits
-            labels_BT = batch.labels_BT[:, :longest]
-            loss_sum = loss_sum + torch.nn.functional.cross_entropy(
-                logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            label_count += int((labels_BT != IGNORED).sum())
-        loss = loss_sum / label_count
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), schedule.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % 50 == 0 or step + 1 == schedule.steps:
-            seconds = time.monotonic() - started
-            print(
-                f"  step {step + 1:4d}/{schedule.steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True
-            )
-    model.eval()
+    train_supervised(model, {name: encode(tokenizer, problems[name]) for name in schedule.rows}, schedule)
 
 
 @torch.inference_mode()

@@ -10,10 +10,12 @@
     ├── EngineError                 a generation engine failed
     ├── PolicyError                 the student being trained: a non-finite loss or gradient, a model that does not fit
     ├── DataPlaneError              rows, leases, journal
-    │   └── LeaseLost               a late writer or acker: its lease belongs to someone else now
+    │   ├── LeaseLost               a late writer or acker: its lease belongs to someone else now
+    │   └── RowsUnreachable         a rank cannot fetch its rows; the run directory has them
     ├── CheckpointError             a checkpoint is missing, torn or does not fit this run
     ├── ClusterError                processes and placement
     │   └── ChildDied               a child process ended; carries the child's own last words
+    │       └── RankLost            one of the ranks that train the student; the run may go back to its last checkpoint
     └── RunDirectoryError           a run directory exists already, or is not one
 
 All of them pickle (a child process can send one), because each is built from its message alone.
@@ -78,6 +80,10 @@ class LeaseLost(DataPlaneError):
     """A write or an ack came with a lease that expired or was given to someone else."""
 
 
+class RowsUnreachable(DataPlaneError):
+    """A rank could not fetch the columns of its rows; they are in the run directory all the same."""
+
+
 class CheckpointError(UnderstudyError):
     """A checkpoint is missing, torn, or does not belong to this run."""
 
@@ -88,6 +94,10 @@ class ClusterError(UnderstudyError):
 
 class ChildDied(ClusterError):
     """A child process ended unexpectedly; the message starts with the child's own last words."""
+
+
+class RankLost(ChildDied):
+    """A rank that trains the student with others is gone, and with it this rank's part of the student."""
 
 
 class RunDirectoryError(UnderstudyError):

@@ -19,15 +19,26 @@ from understudy.observability.metrics import read_metrics, without_clock
 
 Make = Callable[..., dict[str, Any]]
 ASYNC = {"trainer__mode": "fully_async"}
+FILTERED = {
+    "rollout__n": 3, "rollout__filter_groups": True, "rollout__max_refills": 50, "loss__task_coef": 0.5,
+    "data__reward": "small_rewards:coarse", "trainer__batch_size": 5,
+}  # fmt: skip
 MORE_POINTS = ("after_claim:1", "after_claim:3", "after_update:2", "after_publish:2", "after_metrics:5")
+
+
+@pytest.fixture(autouse=True)
+def own_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in processes of their own find the rewards beside this file."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
 def weights_of(run: Path, step: int = 4) -> dict[str, Any]:
     return load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
 
 
-def test_staleness_0_is_the_sync_trainer_bit_for_bit(recipe: Make) -> None:
-    changes = {"rollout__n": 2, "trainer__eval_every": 2, "trainer__eval_samples": 8}
+@pytest.mark.parametrize("more", [{}, pytest.param(FILTERED, marks=pytest.mark.slow)])
+def test_staleness_0_is_the_sync_trainer_bit_for_bit(recipe: Make, more: dict[str, Any]) -> None:
+    changes = {"rollout__n": 2, "trainer__eval_every": 2, "trainer__eval_samples": 8, **more}
     changes["data__eval"] = recipe()["data"]["train"]
     sync = understudy.train(recipe("sync", **changes), progress=False)
     asynchronous = understudy.train(
@@ -81,6 +92,34 @@ def test_rewards_and_distillation_together(recipe: Make) -> None:
         progress=False,
     )
     assert run.steps == 3 and audit(run.dir).trained == 48
+
+
+def test_prompts_that_teach_nothing_are_replaced_within_their_window(recipe: Make) -> None:
+    run = understudy.train(recipe(trainer__max_staleness=1.0, **FILTERED, **ASYNC), progress=False)
+    check_filtered(run.dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["async.after_claim:2", "async.after_ack:3", "async.after_publish:3"])
+def test_kill_9_and_resume_while_prompts_are_replaced(recipe: Make, tmp_path: Path, fault: str) -> None:
+    table = recipe(trainer__max_staleness=1.0, **FILTERED, **ASYNC)
+    code, output = run_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), fault=fault)
+    assert code == -9, output
+    code, output = run_cli("resume", table["run"]["dir"])
+    assert code == 0, output
+    check_filtered(Path(table["run"]["dir"]))
+
+
+def check_filtered(run: Path) -> None:
+    """Every window is full again, every prompt was trained or filtered, and no row is older than one publish."""
+    report = audit(run)
+    assert report.balanced and report.in_flight == 0 and report.evicted > 0
+    assert report.per_step == dict.fromkeys(range(1, 5), 15)
+    assert all(reason.startswith("no signal") for reason in report.reasons)
+    lines = read_metrics(run / "metrics.jsonl")
+    assert sum(line["rollout/filtered_prompts"] for line in lines) > 0
+    assert max(line["async/staleness/max"] for line in lines) <= 1
+    assert all(1 / 3 <= line["critic/score/mean"] <= 2 / 3 for line in lines), "equal rewards were trained on"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +186,21 @@ def test_kill_9_of_any_process_at_random_moments(recipe: Make, tmp_path: Path, s
     assert max(line["async/staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= bound
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainer_that_waits_lends_its_device(recipe: Make) -> None:
+    """One engine process that writes four rows at once, and 32 to write: the trainer's own engine takes some."""
+    table = recipe(
+        trainer__lend_after=0.02, rollout__processes=1, rollout__max_batch=4, rollout__n=2, trainer__steps=6, **ASYNC
+    )  # fmt: skip
+    run = understudy.train(table, progress=False)
+    report = audit(run.dir)
+    assert report.balanced and report.per_step == dict.fromkeys(range(1, 7), 32)
+    assert sum(line["perf/async/lent_calls"] for line in run.metrics) > 0
+    assert max(line["async/staleness/max"] for line in run.metrics) <= 1
+    assert "lending the trainer's device" in (run.dir / "logs" / "trainer.log").read_text()
+
+
 def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
     table = recipe(run__determinism="full", trainer__max_staleness=1.0, **ASYNC)
     for name in table["teachers"]:
@@ -157,6 +211,12 @@ def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
     assert code == 2 and "run.determinism = 'full'" in output and "share no pool" in output
     code, output = run_cli("check", str(write_toml(tmp_path / "b.toml", recipe(trainer__sync_every=2))))
     assert code == 2 and "trainer.sync_every belongs to trainer.mode = 'fully_async'" in output
+    table = recipe(trainer__sync_every=2, **FILTERED, **ASYNC)
+    code, output = run_cli("check", str(write_toml(tmp_path / "c.toml", table)))
+    assert code == 2 and "set trainer.sync_every = 1" in output
+    table = recipe(trainer__lend_after=1.0, rollout__stop=["."], **ASYNC)
+    code, output = run_cli("check", str(write_toml(tmp_path / "d.toml", table)))
+    assert code == 2 and "sits in the trainer's process already" in output and "rollout.stop" in output
 
 
 def test_doctor_says_what_a_run_waits_for(recipe: Make) -> None:

@@ -51,6 +51,16 @@ def alone(shelf: Path, recipe: Make) -> Path:
     return shelf / "run"
 
 
+def undisturbed(shelf: Path, recipe: Make) -> Path:
+    """The same recipe on two ranks, run once."""
+    run = shelf / "two"
+    if not (run / "report.html").exists():
+        path, _ = on_ranks(recipe, shelf, 2, run__dir=str(run))
+        code, output = run_cli("train", str(path), "--quiet")
+        assert code == 0, output
+    return run
+
+
 def on_ranks(recipe: Make, tmp_path: Path, ranks: int, **overrides: Any) -> tuple[Path, Path]:
     """A recipe of 13 prompts a step, which no number of ranks divides."""
     settings = {"trainer__steps": STEPS, "trainer__batch_size": 13, "trainer__checkpoint_every": 1}
@@ -58,10 +68,8 @@ def on_ranks(recipe: Make, tmp_path: Path, ranks: int, **overrides: Any) -> tupl
     return write_toml(tmp_path / "r.toml", table), Path(table["run"]["dir"])
 
 
-def test_two_ranks_train_what_one_does(recipe: Make, tmp_path: Path, shelf: Path) -> None:
-    path, run = on_ranks(recipe, tmp_path, 2)
-    code, output = run_cli("train", str(path), "--quiet")
-    assert code == 0, output
+def test_two_ranks_train_what_one_does(recipe: Make, shelf: Path) -> None:
+    run = undisturbed(shelf, recipe)
     assert_near(run, alone(shelf, recipe))
     report = audit(run)
     assert report.balanced and report.trained == STEPS * 13
@@ -94,7 +102,7 @@ Started = tuple[subprocess.Popen[str], Path, psutil.Process]
 @pytest.fixture
 def started(recipe: Make, tmp_path: Path) -> Iterator[Started]:
     """A long run of two ranks that takes steps, its directory, and its follower."""
-    path, run = on_ranks(recipe, tmp_path, 2, trainer__steps=5000)
+    path, run = on_ranks(recipe, tmp_path, 2, trainer__steps=5000, cluster__restarts={"student": 0})
     process = start_cli("train", str(path), "--quiet")
     try:
         deadline = time.monotonic() + 150
@@ -108,6 +116,22 @@ def started(recipe: Make, tmp_path: Path) -> Iterator[Started]:
         process.communicate()
 
 
+def test_a_lost_rank_takes_the_run_back_to_its_last_checkpoint(
+    recipe: Make, tmp_path: Path, shelf: Path
+) -> None:
+    """The rank dies at its ninth command, in step 3; so does the one that takes its place, after another checkpoint."""
+    path, run = on_ranks(recipe, tmp_path, 2, trainer__steps=4)
+    code, output = run_cli("train", str(path), "--quiet", fault="rank.after_command:9")
+    assert code == 0, output
+    said = (run / "logs" / "trainer.log").read_text()
+    assert "rank 1 of 2 was killed by SIGKILL" in said
+    assert "going back to step 2 (restart 1 of 1)" in said and "going back to step 3 (restart 1 of 1)" in said
+    assert losses(run)[:STEPS] == losses(undisturbed(shelf, recipe)), "to the bit"
+    report = audit(run)
+    assert report.balanced and report.trained == 4 * 13
+    assert len(losses(run)) == 4
+
+
 def test_a_killed_follower_ends_the_run_with_its_name(started: Started) -> None:
     process, _, follower = started
     follower.kill()
@@ -115,6 +139,7 @@ def test_a_killed_follower_ends_the_run_with_its_name(started: Started) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in output
     assert "rank 1 of 2 was killed by SIGKILL" in output, output
+    assert "`understudy resume` goes on" in output
     assert time.monotonic() - killed < 15
 
 

@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward", help="module:function; a run's own data.reward when not given")
     parser.add_argument("--max-new-tokens", type=int, help="a run's own, or 256")
     parser.add_argument(
-        "--agent", help="single_turn, tool, verifiers or module:Class; a run's own rollout.agent when not given"
+        "--agent",
+        help="single_turn, tool, verifiers or module:Class; a run's own rollout.agent when not given",
     )
     parser.add_argument("--samples", type=int, help="how many problems; all when not given")
     parser.add_argument(

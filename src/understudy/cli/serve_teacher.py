@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from understudy.serving.bind import is_loopback
     from understudy.teacher import server
     from understudy.teacher.ranks import with_ranks
     from understudy.trainers.loading import resolve_device
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     token = options.token or os.environ.get("UNDERSTUDY_TOKEN")
     host = options.bind.rpartition(":")[0].strip("[]")
     console = Console(stderr=True)
-    if not token and server.is_loopback(host):
+    if not token and is_loopback(host):
         token = secrets.token_urlsafe(24)
         console.print(f"token: {token}", highlight=False, markup=False)
     if token:

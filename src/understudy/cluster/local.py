@@ -63,6 +63,10 @@ class LocalProcesses:
         """Whether a process of this name would be on another machine."""
         return False
 
+    def shares_memory(self, name: str) -> bool:
+        """Whether the process of this name, as it runs now, is on this machine and sees its memory."""
+        return True
+
     async def ready(self) -> None:
         """Wait until processes can be started: at once on this machine."""
 
@@ -124,12 +128,14 @@ class LocalProcesses:
         child = self._children.pop(name, None)
         if child is None:
             return
-        _signal(child, signal.SIGTERM)
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while child.alive and time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_SECONDS)
-        _signal(child, signal.SIGKILL)
-        child.process.wait()
+        try:
+            _signal(child, signal.SIGTERM)
+            deadline = time.monotonic() + _GRACE_SECONDS
+            while child.alive and time.monotonic() < deadline:
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:  # also where whoever waits is cancelled: nobody else knows of the child any more
+            _signal(child, signal.SIGKILL)
+            child.process.wait()
 
     async def close(self) -> None:
         await asyncio.gather(*(self.stop(name) for name in list(self._children)))

@@ -9,7 +9,8 @@ Who sits where was decided before (`RayLayout`); a process without a home there 
 again is decided by whoever asked for it:
 
     teacher replica      by its pool, with a back-off, on whatever machine has its bundle then; rows wait or go elsewhere
-    rank, engine         not at all: the run ends with the process's own words, and `understudy resume` goes on
+    rollout engine       the same, by the engine that speaks to it
+    rank                 with all others, by the run, which goes back to its last checkpoint and is seated anew
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +38,9 @@ logger = logging.getLogger(__name__)
 _FOLLOW_SECONDS = 5.0
 _SEAT_SECONDS = 60.0
 """How long an actor may take to appear in a bundle that is ours already."""
+_HOMELESS_SECONDS = 5.0
+"""How long a bundle whose machine is gone may find no other before that is said."""
+_LOOK_SECONDS = 1.0
 _GOODBYE_SECONDS = 15.0
 _LOST = -9
 """The exit code of a process whose machine or supervisor is gone."""
@@ -44,9 +49,11 @@ _LOST = -9
 class RemoteProcess:
     """What is known here of a process elsewhere; the part of `subprocess.Popen` that a `Child` needs."""
 
-    def __init__(self, pid: int, node: str) -> None:
+    def __init__(self, pid: int, node: str, node_id: str) -> None:
         self.pid = pid
         self.node = node
+        self.node_id = node_id
+        """Ray's name for the machine: two of them may share an address."""
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -77,6 +84,12 @@ class RayProcesses(LocalProcesses):
 
     def is_elsewhere(self, name: str) -> bool:
         return self.layout.home(name) is not None
+
+    def shares_memory(self, name: str) -> bool:
+        process = self._remote[name].process if name in self._remote else None
+        if not isinstance(process, RemoteProcess):
+            return True
+        return process.node_id == str(ray.get_runtime_context().get_node_id())
 
     async def ready(self) -> None:
         """Connect to Ray and take what the layout asks for; `ClusterError` within seconds when it does not fit."""
@@ -127,7 +140,7 @@ class RayProcesses(LocalProcesses):
             await self._dismiss(unit_of(name))
             kind = ChildDied if told["kind"] == "ChildDied" else ClusterError
             raise kind(f"{told['error']}\n(on machine {told['node']}; its log is copied to {log})")
-        process = RemoteProcess(told["pid"], told["node"])
+        process = RemoteProcess(told["pid"], told["node"], told["node_id"])
         child = Child(name, cast("subprocess.Popen[bytes]", process), log, dict(told["ready"]))
         self._remote[name] = child
         self._followers[name] = asyncio.create_task(
@@ -152,13 +165,10 @@ class RayProcesses(LocalProcesses):
         )
         self._supervisors[unit] = actor
         try:
-            async with asyncio.timeout(_SEAT_SECONDS):
-                await actor.where.remote()
-        except TimeoutError:
+            await self._seated(unit, home, actor)
+        except ClusterError:
             self._kill(unit)
-            raise ClusterError(
-                f"{unit}: no machine has its bundle ({home.share}) now\n{draw(self.cluster.nodes())}"
-            ) from None
+            raise
         except ray.exceptions.RayError as error:
             self._kill(unit)
             raise ClusterError(f"{unit}: its supervisor did not start ({_reason(error)})") from None
@@ -166,6 +176,31 @@ class RayProcesses(LocalProcesses):
             self._kill(unit)
             raise
         return actor
+
+    async def _seated(self, unit: str, home: Home, actor: Any) -> None:
+        """Wait until an actor sits in its bundle; `ClusterError` once no machine can hold that any more."""
+        assert self.cluster is not None
+        seating = asyncio.ensure_future(actor.where.remote())
+        began, homeless_since = time.monotonic(), None
+        try:
+            while True:
+                await asyncio.wait([seating], timeout=_LOOK_SECONDS)
+                if seating.done():
+                    await seating
+                    return
+                problem = await asyncio.to_thread(
+                    self.cluster.homeless, self.layout.groups[home.group], home.bundle
+                )
+                now = time.monotonic()
+                homeless_since = None if problem is None else homeless_since or now
+                if homeless_since is not None and now - homeless_since > _HOMELESS_SECONDS:
+                    raise ClusterError(f"{unit} has no machine now: {problem}")
+                if now - began > _SEAT_SECONDS:
+                    raise ClusterError(
+                        f"{unit}: no machine has its bundle ({home.share}) now\n{draw(self.cluster.nodes())}"
+                    )
+        finally:
+            seating.cancel()
 
     async def _follow(self, supervisor: Any, name: str, process: RemoteProcess, log: Path) -> None:
         """Copy what the process says into the run directory until it ends; a supervisor that is gone ended it."""

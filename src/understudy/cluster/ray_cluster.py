@@ -7,18 +7,24 @@ is on, because whoever may talk to Ray may run anything on every machine of the 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
-from understudy.cluster.ray_layout import Bundle, GroupWish, NodeFacts, draw, misfit
+from understudy.cluster.ray_layout import Bundle, GroupWish, NodeFacts, Spread, draw, misfit
 from understudy.errors import ClusterError
 
 _LOCAL_OBJECT_STORE = 100 * 2**20
@@ -75,6 +81,7 @@ class RayCluster:
                         _bundle(node["Resources"]),
                         _bundle(free.get(node["NodeID"], {})),
                         is_trainers=node["NodeID"] == own,
+                        node_id=node["NodeID"],
                     )
                 )
         return found
@@ -88,18 +95,42 @@ class RayCluster:
             time.sleep(0.2)
         for wish in wishes:
             group = placement_group(
-                [bundle.resources() for bundle in wish.bundles], strategy=wish.spread.value
+                [bundle.resources() for bundle in wish.bundles],
+                strategy=wish.spread.value,
+                bundle_label_selector=_pinned(wish),
             )
             self._groups[wish.name] = group
-            if not group.wait(timeout):
+            refusal = self._refusal(wish, group, timeout)
+            if refusal is not None:
                 self.give_back(wish.name)
-                raise ClusterError(
-                    f"{wish.name}: Ray did not find room for {len(wish.bundles)} bundles within {timeout:.0f} s\n"
-                    f"{draw(self.nodes())}"
-                )
+                raise ClusterError(refusal)
+
+    def _refusal(self, wish: GroupWish, group: PlacementGroup, timeout: float) -> str | None:
+        """None once Ray has given the group; else why it does not. A machine counted on may turn out to be gone meanwhile."""
+        deadline, misfit_since = time.monotonic() + timeout, math.inf
+        while not group.wait(1):
+            now, problem = time.monotonic(), misfit([wish], self.nodes())
+            misfit_since = math.inf if problem is None else min(misfit_since, now)
+            if problem is not None and now - misfit_since > _SETTLE_SECONDS:
+                return problem
+            if now > deadline:
+                found = f"Ray did not find room for {len(wish.bundles)} bundles within {timeout:.0f} s"
+                return f"{wish.name}: {found}\n{draw(self.nodes())}"
+        return None
 
     def group(self, name: str) -> PlacementGroup:
         return self._groups[name]
+
+    def homeless(self, wish: GroupWish, bundle: int) -> str | None:
+        """Why a bundle that lost its machine finds no other now; None when it has one, or will get one."""
+        places = placement_group_table(self._groups[wish.name])["bundles_to_node_id"]
+        nodes = {node["NodeID"]: node["Alive"] for node in ray.nodes()}
+        if nodes.get(places.get(bundle, "")):
+            return None
+        taken = {place for other, place in places.items() if other != bundle and place}
+        strict = wish.spread is Spread.STRICT
+        room = [node for node in self.nodes() if not (strict and node.node_id in taken)]
+        return misfit([replace(wish, bundles=(wish.bundles[bundle],))], room)
 
     def give_back(self, name: str) -> None:
         group = self._groups.pop(name, None)

@@ -94,6 +94,8 @@ class NodeFacts:
     total: Bundle
     free: Bundle
     is_trainers: bool = False
+    node_id: str = ""
+    """Ray's own name for it."""
 
 
 def misfit(wishes: Sequence[GroupWish], nodes: Sequence[NodeFacts]) -> str | None:

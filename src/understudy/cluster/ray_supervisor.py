@@ -60,7 +60,8 @@ class Supervisor:
         except UnderstudyError as error:
             kind = ChildDied if isinstance(error, ChildDied) else ClusterError
             return {"error": str(error), "kind": kind.__name__, "node": address}
-        return {"ready": child.ready, "pid": child.process.pid, "node": address}
+        node_id = ray.get_runtime_context().get_node_id()
+        return {"ready": child.ready, "pid": child.process.pid, "node": address, "node_id": node_id}
 
     async def follow(self, name: str, offset: int, patience: float) -> News:
         """What it said from `offset` on, as soon as it says something or ends, or after `patience` seconds."""

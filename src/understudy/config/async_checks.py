@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from understudy.config.models import TeacherConfig
+from understudy.config.models import StudentConfig, TeacherConfig
 from understudy.config.rollout import RolloutConfig
 from understudy.config.trainer import RunConfig, TrainerConfig
 
-_ASYNC_KEYS = ("max_staleness", "sync_every", "partial_rollouts", "adapt_admission")
+_ASYNC_KEYS = ("max_staleness", "sync_every", "partial_rollouts", "adapt_admission", "lend_after")
 
 
 def repeats_to_the_bit(trainer: TrainerConfig) -> bool:
@@ -17,7 +17,11 @@ def repeats_to_the_bit(trainer: TrainerConfig) -> bool:
 
 
 def async_problems(
-    trainer: TrainerConfig, rollout: RolloutConfig, run: RunConfig, teachers: Mapping[str, TeacherConfig]
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    run: RunConfig,
+    student: StudentConfig,
+    teachers: Mapping[str, TeacherConfig],
 ) -> list[str]:
     if trainer.mode == "sync":
         defaults = TrainerConfig.model_fields
@@ -32,11 +36,14 @@ def async_problems(
             "run.determinism = 'full' needs rows whose weights do not depend on timing: set trainer.max_staleness = 0 and "
             "trainer.sync_every = 1, or run.determinism = 'fast'"
         )
-    if rollout.filter_groups:
+    if rollout.filter_groups and trainer.sync_every > 1:
         problems.append(
-            "rollout.filter_groups takes other prompts where some taught nothing, and the bound on staleness counts prompts: the "
-            "two do not go together yet; use trainer.mode = 'sync', or leave rollout.filter_groups off"
+            "rollout.filter_groups takes other prompts into a window until it is full, and with trainer.sync_every above 1 updates "
+            "begin before it is: how many rows each would get is then not known; set trainer.sync_every = 1, or leave "
+            "rollout.filter_groups off"
         )
+    if trainer.lend_after is not None:
+        problems += _lending(trainer, rollout, run, student)
     problems += [
         f"teachers.{name}.placement = 'pool': a fully async run keeps its teachers busy all the time, so they share no pool "
         "with the trainer; use 'standalone' or 'external'"
@@ -44,3 +51,20 @@ def async_problems(
         if teacher.placement == "pool"
     ]
     return problems
+
+
+def _lending(
+    trainer: TrainerConfig, rollout: RolloutConfig, run: RunConfig, student: StudentConfig
+) -> list[str]:
+    reasons = (
+        (
+            rollout.engine == "hf" and not rollout.processes,
+            "the engine sits in the trainer's process already",
+        ),
+        (trainer.ranks > 1, "with several ranks no process holds the whole student (trainer.ranks = 1)"),
+        (student.lora is not None, "an engine cannot share adapters that are being trained (student.lora)"),
+        (bool(rollout.stop), "a text in rollout.stop could lie across the cut between two engines"),
+        (not rollout.live_weights, "the servers write with weights of their own (rollout.live_weights)"),
+        (run.determinism == "full", "who writes a row depends on timing (run.determinism = 'fast')"),
+    )
+    return [f"trainer.lend_after: {reason}; leave it out" for found, reason in reasons if found]

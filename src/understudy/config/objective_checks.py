@@ -77,11 +77,6 @@ def _correction(recipe: Recipe) -> list[str]:
 
 def _filters(recipe: Recipe) -> list[str]:
     rollout, problems = recipe.rollout, []
-    if rollout.filter_groups and recipe.trainer.mode != "sync":
-        problems.append(
-            f"rollout.filter_groups takes new prompts in place of filtered ones within a step; in mode {recipe.trainer.mode!r} "
-            "a window's prompts are settled when it opens. Use trainer.mode = 'sync'"
-        )
     if rollout.filter_groups and rollout.n == 1:
         problems.append("rollout.filter_groups compares the sessions of a prompt: set rollout.n above 1")
     if rollout.filter_groups and recipe.data.reward is None:

@@ -230,7 +230,7 @@ def _cross_checks(recipe: Recipe) -> list[str]:
             "of its own; write student.device = 'cuda'"
         )
     problems += objective_problems(recipe)
-    problems += async_problems(recipe.trainer, recipe.rollout, recipe.run, recipe.teachers)
+    problems += async_problems(recipe.trainer, recipe.rollout, recipe.run, recipe.student, recipe.teachers)
     problems += _routing(recipe)
     problems += _pools(recipe)
     problems += cluster_problems(recipe.cluster, recipe.dataplane)

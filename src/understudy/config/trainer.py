@@ -21,6 +21,9 @@ class TrainerConfig(Section):
     """`fully_async`: generations go on under new weights, each token with its own version; false waits for them to end."""
     adapt_admission: bool = False
     """`fully_async`: admit fewer prompts while finished rows pile up, and more again when the trainer waits."""
+    lend_after: Annotated[float, Field(gt=0)] | None = None
+    """`fully_async`: seconds the trainer waits for rows before its device helps to write them, where engines run elsewhere
+    (`rollout.processes`, servers) and have more to do than they can write at once; not set: never."""
     stall_seconds: Annotated[float, Field(gt=0)] = 300.0
     """After this long without any progress the run says what waits for what; `understudy doctor RUN` says it any time."""
     steps: Annotated[int, Field(ge=1)] = 100
@@ -80,6 +83,9 @@ class DataPlaneConfig(Section):
     spill_bytes: Annotated[int, Field(ge=1)] | None = None
     """Columns of this size or more live on disk alone; not set: 1 MiB when embedded, none on `transfer_queue`, whose memory is
     how they travel."""
+    queue_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """`transfer_queue`: how long it may take to upload rows, or a rank to fetch its own, before the queue counts as lost and rows
+    are read from the run directory."""
 
 
 class PoolConfig(Section):
@@ -96,9 +102,20 @@ class PoolConfig(Section):
         return self
 
 
+class RestartsConfig(Section):
+    """`[cluster.restarts]`: what is started again by itself when it is lost, and how often; by role. Teacher replicas always are."""
+
+    student: Annotated[int, Field(ge=0)] = 1
+    """A rank of the student: the run goes back to its last checkpoint, in the same process, on the machines there are. Counted
+    anew after each checkpoint; 0 ends the run with the rank's own words."""
+    rollout: Annotated[int, Field(ge=0)] = 5
+    """An engine process (`rollout.processes`): so often in a row without having served for a minute, with a growing wait between;
+    then it is given up, and the run ends with its last words when none is left."""
+
+
 class ClusterConfig(Section):
     backend: Literal["local", "ray"] = "local"
-    """`local`: processes of this machine. `ray`: teachers on the machines of a Ray cluster (`pip install understudy[ray]`)."""
+    """`local`: processes of this machine. `ray`: on the machines of a Ray cluster too (`pip install understudy[ray]`)."""
     address: str | None = None
     """`ray`: HOST:PORT of the cluster, or `auto` on one of its machines; not set: a Ray of the run's own on this machine."""
     ray_auth: Literal["token", "off"] = "token"
@@ -109,6 +126,7 @@ class ClusterConfig(Section):
     """Named slices of the machines; a teacher names its own with `pool`, other roles by `cluster.roles`."""
     roles: dict[Literal["student", "rollout", "critic", "workers"], str] = Field(default={})
     """Role → pool. A role that is not named is seated by the backend."""
+    restarts: RestartsConfig = RestartsConfig()
 
 
 class RunConfig(Section):

@@ -167,10 +167,12 @@ class EmbeddedDataPlane:
             raise DataPlaneError(
                 "rows with status running are being made by somebody; claim pending, finished or failed"
             )
-        view = home.view(ViewSpec.of(RowStatus(status), fields, without, where, step, Order(order)))
-        return await self._claims.claim(
-            home, view, ClaimRequest(n, least, Count(count), lease_seconds), timeout
-        )
+        # Plain words will do, and enum members, which nearly all are, need not be looked up.
+        wanted = status if type(status) is RowStatus else RowStatus(status)
+        sequence = order if type(order) is Order else Order(order)
+        kind = count if type(count) is Count else Count(count)
+        view = home.view(ViewSpec.of(wanted, fields, without, where, step, sequence))
+        return await self._claims.claim(home, view, ClaimRequest(n, least, kind, lease_seconds), timeout)
 
     async def get(
         self, meta: BatchMeta, fields: Sequence[str] | None = None

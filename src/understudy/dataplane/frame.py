@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,9 @@ _FLOAT = struct.Struct("<BB6xd")
 _REFERENCE = struct.Struct("<BB6xIQQI")
 _COUNT = struct.Struct("<H")
 _ENTRY = struct.Struct("<HQ")
+
+_SMALL = 4096
+"""Bytes below which one more copy is cheaper than sparing it."""
 
 JSON_HEAD, TEXT_HEAD = _HEAD.pack(JSON, 0), _HEAD.pack(TEXT, 0)
 
@@ -59,7 +63,9 @@ def encode(column: str, value: Any) -> bytes:
                 f"column {column!r}: an array of {value.dtype} {value.shape}; arrays are 1-D or 2-D of {names}: cast it"
             )
         head = _HEAD_OF_DIMS[value.ndim].pack(kind, value.ndim, *value.shape)
-        return b"".join((head, np.ascontiguousarray(value).data)) if value.size else head
+        if value.nbytes < _SMALL:
+            return head + value.tobytes()
+        return b"".join((head, np.ascontiguousarray(value).data))
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -113,10 +119,15 @@ def pack(frames: Mapping[str, bytes | SpillRef]) -> bytes:
     """Columns written together, as one blob."""
     parts = [_COUNT.pack(len(frames))]
     for name, cell in frames.items():
-        frame = encode_reference(cell) if isinstance(cell, SpillRef) else cell
-        encoded = name.encode()
+        frame = cell if type(cell) is bytes else encode_reference(cell)  # type: ignore[arg-type]
+        encoded = _encoded(name)
         parts += (_ENTRY.pack(len(encoded), len(frame)), encoded, frame)
     return b"".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _encoded(name: str) -> bytes:
+    return name.encode()
 
 
 def unpack(body: bytes) -> dict[str, bytes | SpillRef]:

@@ -49,29 +49,37 @@ class Intake:
         store = self._store
         frames = framed(rows)
         given = checked_tags(tags)
-        home, room = await self._admit(partition, frames, lease)
+        home = store.partition(partition)
+        room = self._enter_now(home, frames, lease)
+        if room is None:
+            home, room = await self._admit(partition, frames, lease)
         self._write(home, frames, given, status, room)
         await store.journal.durable()
         return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
 
+    def _enter_now(self, home: Partition, frames: Frames, lease: Lease | None) -> int | None:
+        """Refuse whoever may not write; the room taken for the rows that are new, or None where they have to wait."""
+        room = self._look(home, frames, lease)
+        if room and not self._store.admission.enter_now(room, _size_of_new(home, frames)):
+            return None
+        return room
+
     async def _admit(self, partition: str, frames: Frames, lease: Lease | None) -> tuple[Partition, int]:
-        """Refuse whoever may not write; wait until there is room for the rows that are new, and take it."""
+        """`_enter_now`, after waiting for room if need be."""
         store = self._store
         home = store.partition(partition)
+        taken = self._enter_now(home, frames, lease)
+        if taken is not None:
+            return home, taken
         room = self._look(home, frames, lease)
-        if room:
-            size = sum(
-                [len(frame) for key in frames if key not in home.rows for frame in frames[key].values()]
-            )
-            if not store.admission.enter_now(room, size):
-                await store.admission.admit(room, size)
-                home = store.partition(partition)
-                try:
-                    self._look(home, frames, lease)
-                except LeaseLost:
-                    store.admission.leave(room)
-                    store.admission.serve()
-                    raise
+        await store.admission.admit(room, _size_of_new(home, frames))
+        home = store.partition(partition)
+        try:
+            self._look(home, frames, lease)
+        except LeaseLost:
+            store.admission.leave(room)
+            store.admission.serve()
+            raise
         return home, room
 
     def _write(self, home: Partition, frames: Frames, tags: Tags, status: RowStatus, room: int) -> None:
@@ -142,6 +150,10 @@ def _unknown(home: Partition, keys: Sequence[str]) -> list[str]:
     return [key for key in dict.fromkeys(keys) if key not in home.rows and key not in home.settled]
 
 
+def _size_of_new(home: Partition, frames: Frames) -> int:
+    return sum([len(frame) for key in frames if key not in home.rows for frame in frames[key].values()])
+
+
 def framed(rows: Mapping[str, Columns]) -> Frames:
     return {
         key: {name: encode(name, cell) for name, cell in columns.items()} for key, columns in rows.items()
@@ -157,10 +169,9 @@ def checked_tags(tags: Tags | None) -> Tags:
 
 def shared_columns(rows: Iterable[Columns]) -> tuple[str, ...]:
     """The columns written to every row, in the order of the first."""
-    shared: dict[str, None] | None = None
-    for columns in rows:
-        if shared is None:
-            shared = dict.fromkeys(columns)
-        elif shared.keys() != columns.keys():
-            shared = {name: None for name in shared if name in columns}
-    return tuple(shared or ())
+    first, *others = list(rows) or [{}]
+    shared = tuple(first)
+    for columns in others:
+        if first.keys() != columns.keys():
+            shared = tuple(name for name in shared if name in columns)
+    return shared

@@ -64,9 +64,13 @@ class Journal:
         """Wait until everything added so far is committed."""
         if self.writer.failure is not None:
             raise self.writer.failure
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
         self._open.waiters.append(waiter)
-        self._schedule()
+        if not self._scheduled:
+            self._schedule()
         await waiter
 
     def _schedule(self) -> None:

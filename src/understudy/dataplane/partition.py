@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from understudy.dataplane.base import GroupPolicy, RowStatus
@@ -106,7 +106,9 @@ class Partition:
 
     def touch(self, rows: Iterable[Row], but: View | None = None) -> None:
         """Something about these rows changed; `but` knows already."""
-        units = dict.fromkeys([row if row.group is None else row.group for row in rows])
+        units: Collection[Unit] = [row if row.group is None else row.group for row in rows]
+        if len(units) > 1:
+            units = dict.fromkeys(units)
         for view in self.views.values():
             if view is not but:
                 for unit in units:

@@ -119,12 +119,11 @@ class Store:
                 if isinstance(before, bytes):
                     row.resident -= len(before)
                     self.admission.leave(0, len(before))
-        sizes = [len(frame) for frame in frames.values()]
-        size = sum(sizes)
+        size = sum([len(frame) for frame in frames.values()])
         pack_id = (row.id << PACK_SHIFT) + row.packs
         row.packs += 1
         cells: Mapping[str, bytes | SpillRef] = frames
-        if max(sizes, default=0) < self._spill_bytes and self.admission.hold(size):
+        if size < self._spill_bytes and self.admission.hold(size):
             row.resident += size
         else:
             cells = self._spill_some(row, frames, pack_id)

@@ -31,7 +31,7 @@ from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.folder import FolderLock
 from understudy.dataplane.store import Store
 from understudy.dataplane.transfer_queue_link import QueueAddress, QueueLink
-from understudy.dataplane.transfer_queue_shelf import Shelf
+from understudy.dataplane.transfer_queue_shelf import PATIENCE, Shelf
 from understudy.dataplane.transfer_queue_store import INLINE_BYTES, QueueIntake, QueueStore
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
@@ -59,18 +59,20 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         inline_bytes: int = INLINE_BYTES,
         clock: Callable[[], float] = time.monotonic,
         retain: Retain = Retain.UNTIL_SETTLED,
+        patience: float = PATIENCE,
     ) -> Self:
         """Open or create the plane in folder `path`; columns travel by `link`, which the caller closes.
 
         `max_bytes` bounds what the queue and the ledger hold together; columns beyond it, those of `spill_bytes` or
-        more, and those of an earlier life are read from the folder. Cells below `inline_bytes` stay with the ledger.
+        more, and those of an earlier life are read from the folder. Cells below `inline_bytes` stay with the ledger. A queue
+        that does not answer within `patience` seconds is lost, which costs no row.
         """
         plane = cls.open(
             path, max_rows=max_rows, max_bytes=max_bytes, spill_bytes=inline_bytes, clock=clock, retain=retain
         )
         plane._store.inline_bytes = inline_bytes
         plane._store.disk_bytes = math.inf if spill_bytes is None else spill_bytes
-        plane._store.shelf = Shelf(link)
+        plane._store.shelf = Shelf(link, patience)
         return plane
 
     @property
@@ -141,9 +143,11 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
 
     async def close(self) -> None:
         """Lets go of the folder, and of the queue's memory."""
-        self._store.forget_all()
-        await self.shelf.drain()
-        await super().close()
+        try:
+            self._store.forget_all()
+            await self.shelf.drain()
+        finally:
+            await super().close()
 
 
 class QueueReader:

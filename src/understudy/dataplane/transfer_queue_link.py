@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -31,12 +33,15 @@ import torch
 import transfer_queue
 from tensordict import TensorDict
 from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.storage.bootstrap import simple_storage_bootstrap
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 from understudy.dataplane.frame import decode
 from understudy.errors import DataPlaneError
 from understudy.types.jagged import Jagged
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 FRAME_DTYPE = torch.uint8
@@ -90,7 +95,8 @@ class QueueLink:
 
         def begin() -> None:
             try:
-                answer.append(transfer_queue.init(wish) is not wish)
+                with _units_where_there_is_room():
+                    answer.append(transfer_queue.init(wish) is not wish)
             except BaseException as error:
                 answer.append(error)
 
@@ -198,7 +204,29 @@ class QueueLink:
         self._client.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         if self._owner:
-            transfer_queue.close()
+            try:
+                transfer_queue.close()
+            except Exception as error:  # its machines may be gone, and it with them
+                logger.warning("TransferQueue did not end in order: %s", error)
+
+
+@contextmanager
+def _units_where_there_is_room() -> Iterator[None]:
+    """TransferQueue ties each storage unit to a machine it counted off, and would wait for ever where ranks or teachers have
+    taken all of it. Here the machine is a wish: the unit goes elsewhere if need be."""
+    counted_off = simple_storage_bootstrap.get_node_round_robin_scheduling_strategies
+
+    def wished(*arguments: Any, **options: Any) -> list[Any]:
+        return [
+            type(one)(one.node_id, soft=True, _spill_on_unavailable=True)
+            for one in counted_off(*arguments, **options)
+        ]
+
+    simple_storage_bootstrap.get_node_round_robin_scheduling_strategies = wished
+    try:
+        yield
+    finally:
+        simple_storage_bootstrap.get_node_round_robin_scheduling_strategies = counted_off
 
 
 def _plain(info: ZMQServerInfo) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from understudy.types.jagged import Jagged
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 60.0
 _MOST_BYTES = 256 * 2**20
 """Of one upload, unless a single put is larger."""
 Signature = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
@@ -46,7 +47,7 @@ class _Clear:
 
 
 class Shelf:
-    def __init__(self, link: QueueLink, patience: float = 60.0) -> None:
+    def __init__(self, link: QueueLink, patience: float = PATIENCE) -> None:
         """`patience` is how long one upload or fetch may take before the shelf counts as lost."""
         self.link = link
         self.bytes_put = 0
@@ -104,7 +105,7 @@ class Shelf:
         finally:
             self._worker = None
             if self._line and self.lost is not None:
-                self._give_up()
+                self._answer_the_line()
 
     async def _serve_next(self) -> None:
         batch = self._next_batch()
@@ -163,15 +164,19 @@ class Shelf:
         )
 
     def _lose(self, error: BaseException) -> None:
+        self.give_up(f"{type(error).__name__}: {error}")
+
+    def give_up(self, reason: str) -> None:
+        """The shelf is lost: from now on nothing is put there or read from it."""
         if self.lost is None:
-            self.lost = f"{type(error).__name__}: {error}"
+            self.lost = reason
             logger.warning(
                 "TransferQueue does not answer (%s): rows are read from the run directory from now on",
                 self.lost,
             )
-        self._give_up()
+        self._answer_the_line()
 
-    def _give_up(self) -> None:
+    def _answer_the_line(self) -> None:
         for job in self._line:
             if isinstance(job, _Put) and not job.answer.done():
                 job.answer.set_result(False)

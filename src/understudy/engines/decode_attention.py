@@ -134,6 +134,6 @@ def attend(
     window = int(options.get("sliding_window") or 0)
     function = slot_attention if query.is_cuda else slot_attention_plain
     mixed_BQD = function(
-        query[:, :, 0], key, value, places.slots_B, places.lengths_B + 1, options["scaling"], window
+        query[:, :, 0], key, value, places.slots_B, places.ends_B, options["scaling"], window
     )
     return mixed_BQD[:, None], None

@@ -2,6 +2,12 @@
 
 The event loop stays free: all model work happens on the scheduler's thread. Weights arrive without a copy where the
 engine shares the trained model's parameters (publishing is then a change of version), by copy otherwise.
+
+On a GPU that thread has a CUDA stream of its own, so that decoding and training in one process overlap instead of queueing behind
+each other; its priority is high, because decoding is many short kernels and training few long ones. Two streams are
+ordered by nothing but events, and the only memory both touch is the weights. So the rule, kept in `_handing_over`: whoever writes
+weights first waits for what the engine's stream has queued (pausing the scheduler stops new work, not work under way), and
+the engine's stream waits for the writes before its next turn.
 """
 
 from __future__ import annotations
@@ -9,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from itertools import chain
 from typing import Any
@@ -18,6 +25,7 @@ import torch
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.fused_decode import fuse_decoding
 from understudy.engines.fused_norm import fuse_norms
 from understudy.engines.padded import PaddedBatch
 from understudy.engines.schedule import Batching, Call, Scheduler
@@ -69,9 +77,14 @@ class HFEngine:
         self._version = version
         self._torn = False
         self._layout, self._max_batch = layout, max_batch
+        self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         self._adopt(model.to(self._device))
         self._scheduler = Scheduler(
-            self._build, max_batch=max_batch, prefill_tokens=prefill_tokens, batching=batching
+            self._build,
+            max_batch=max_batch,
+            prefill_tokens=prefill_tokens,
+            batching=batching,
+            stream=self._stream,
         )
 
     @property
@@ -100,7 +113,21 @@ class HFEngine:
         self._model = model.eval()
         self._vocab: int = model.get_input_embeddings().weight.shape[0]
         self._outputs: int = model.get_output_embeddings().weight.shape[0]
-        self._pool = self._pool_for(model)
+        with self._handing_over():
+            self._pool = self._pool_for(model)
+
+    @contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """What this thread's stream writes inside comes after everything the engine has queued, and before what it queues next."""
+        if self._stream is None:
+            yield
+            return
+        here = torch.cuda.current_stream(self._device)
+        here.wait_stream(self._stream)
+        try:
+            yield
+        finally:
+            self._stream.wait_stream(here)
 
     def _pool_for(self, model: Any) -> SlotPool | None:
         """Slots where they were asked for, or where nothing speaks against them; None means padding."""
@@ -124,6 +151,7 @@ class HFEngine:
             return None
         if self._device.type == "cuda":
             fuse_norms(model)
+            fuse_decoding(model)
         with torch.inference_mode():
             return SlotPool(model, slots=self._max_batch, max_length=self._max_length, device=self._device)
 
@@ -192,29 +220,38 @@ class HFEngine:
 
     @torch.no_grad()
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        with self._handing_over():
+            self._copy_in(tensors)
+
+    def _copy_in(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         own = dict(self._model.named_parameters(remove_duplicate=False))
         left = {id(parameter) for parameter in own.values()}
-        complete = len(left)
-        for name, tensor in tensors:
-            target = own.get(name)
-            self._torn = True
-            if target is None:
+        complete, begun = len(left), False
+        try:
+            for name, tensor in tensors:
+                target = own.get(name)
+                begun = True
+                if target is None:
+                    raise EngineError(
+                        f"new weights hold {name}, which this model does not have; is it the same architecture?"
+                    )
+                if target.shape != tensor.shape:
+                    raise EngineError(
+                        f"new weights for {name} have shape {tuple(tensor.shape)}, expected {tuple(target.shape)}"
+                    )
+                if target.data_ptr() != tensor.data_ptr() or target.dtype != tensor.dtype:
+                    target.copy_(tensor)
+                left.discard(id(target))
+            if 0 < len(left) < complete:
+                missing = [name for name, parameter in own.items() if id(parameter) in left]
                 raise EngineError(
-                    f"new weights hold {name}, which this model does not have; is it the same architecture?"
+                    f"new weights lack {len(missing)} of {len(own)} tensors, the first {missing[0]}; send all of them"
                 )
-            if target.shape != tensor.shape:
-                raise EngineError(
-                    f"new weights for {name} have shape {tuple(tensor.shape)}, expected {tuple(target.shape)}"
-                )
-            if target.data_ptr() != tensor.data_ptr() or target.dtype != tensor.dtype:
-                target.copy_(tensor)
-            left.discard(id(target))
-        if 0 < len(left) < complete:
-            missing = [name for name, parameter in own.items() if id(parameter) in left]
-            raise EngineError(
-                f"new weights lack {len(missing)} of {len(own)} tensors, the first {missing[0]}; send all of them"
-            )
-        self._torn = False
+        except BaseException:
+            # Not before: requests that come while weights are copied wait, and are written under the new ones.
+            self._torn = self._torn or begun
+            raise
+        self._torn = self._torn and not begun
 
     async def pause(self) -> None:
         await asyncio.to_thread(self._scheduler.pause)
@@ -227,3 +264,5 @@ class HFEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._scheduler.close)
+        if self._stream is not None:  # its memory may be reused by other streams from here on
+            await asyncio.to_thread(self._stream.synchronize)

@@ -4,36 +4,36 @@
 
 The port is bound first, so that a port in use is said before minutes of loading; it listens only when the engine can
 write. The process ends on SIGTERM, and at once when the pipe given by `--watch-fd` closes: whoever launched it is gone, and
-nobody is left to stop it. What that launcher left in the weights folder is removed then, because it lies in memory.
+nobody is left to stop it. What that launcher left in the weights folder is removed then, because it lies in memory;
+`--keep-weights` is for processes whose launcher may go while the trainer that owns the folder lives.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from understudy.engines.hf import HFEngine
-from understudy.engines.host_app import HostApp, is_loopback
+from understudy.engines.host_app import HostApp
 from understudy.engines.hosted_weights import remove_snapshots
 from understudy.engines.schedule import Batching
 from understudy.engines.writing import Detokenize
 from understudy.errors import EngineError, UnderstudyError
+from understudy.serving.bind import bind_socket, url_of
+from understudy.serving.child import end_with_launcher, write_ready_file
+from understudy.serving.server import serve
 
 log = logging.getLogger("understudy.engines.host")
 
@@ -44,7 +44,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m understudy.engines.host", description=__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id; weights published later replace it")
     parser.add_argument(
-        "--bind", default="127.0.0.1:0", help="HOST:PORT on loopback; port 0 takes a free one"
+        "--bind",
+        default="127.0.0.1:0",
+        help="HOST:PORT, beyond loopback only with a token; port 0 takes a free one",
     )
     parser.add_argument("--token-env", default="UNDERSTUDY_TOKEN", help="environment variable with the token")
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
@@ -56,6 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batching", default=Batching.COMPOSED, choices=[mode.value for mode in Batching])
     parser.add_argument("--deterministic", action="store_true", help="only algorithms that repeat to the bit")
     parser.add_argument("--weights", type=Path, help="the folder snapshots of new weights appear in")
+    parser.add_argument("--keep-weights", action="store_true", help="that folder is not removed with us")
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run a model's own code; needs --revision"
@@ -106,74 +109,17 @@ def _detokenize(model: str, options: dict[str, Any]) -> Detokenize | None:
     return lambda ids: str(tokenizer.decode(ids))
 
 
-def bind_socket(bind: str) -> socket.socket:
-    """A bound socket that does not listen yet."""
-    host, _, port = bind.rpartition(":")
-    host = host.strip("[]")
-    if not is_loopback(host) or not port.isdigit() or int(port) > 65535:
-        raise EngineError(
-            f"--bind {bind!r}: expected a loopback HOST:PORT, for example 127.0.0.1:0; weights come by shared memory, so "
-            "an engine process serves its own machine alone"
-        )
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, int(port)))
-    except OSError as error:
-        sock.close()
-        raise EngineError(f"cannot bind {bind}: {error.strerror}; choose port 0 for a free one") from error
-    return sock
-
-
-def watch_pipe(fd: int, weights: Path | None) -> None:
-    """End this process when the launcher's end of the pipe closes, even while a token is being computed."""
-
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(fd, 4096):
-                pass
-        if weights is not None:
-            remove_snapshots(weights)
-        os._exit(3)
-
-    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
-
-
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn re-raises signals after its shutdown, so SIGTERM would look like a crash to whoever waits for us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ask_to_stop)
-        yield
-
-    should_exit: bool
-
-    def _ask_to_stop(self) -> None:
-        """Whoever ends an engine wants nothing more from it: requests in flight are not waited for."""
-        self.should_exit = self.force_exit = True
-
-
-async def serve(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
+async def run(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
     engine = load_engine(args)
-    app = HostApp(engine, token=token, weights=args.weights)
-    config = uvicorn.Config(
-        app.asgi, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=3600
-    )
-    server = _Uvicorn(config)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    host, port = sock.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    if args.ready_file is not None and not serving.done():
-        temporary = args.ready_file.with_name(f".{args.ready_file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-        temporary.replace(args.ready_file)
-    log.info("the engine writes at %s (%s, %s, %s)", url, args.model, args.dtype, args.device)
-    await serving
+    app = HostApp(engine, token=token, weights=args.weights, address=sock.getsockname()[0])
+
+    def ready() -> None:
+        if args.ready_file is not None:
+            write_ready_file(args.ready_file, url=url_of(sock))
+        log.info("the engine writes at %s (%s, %s, %s)", url_of(sock), args.model, args.dtype, args.device)
+
+    # Whoever ends an engine wants nothing more from it: requests in flight are not waited for.
+    await serve(app.asgi, sock, ready, keep_alive=3600, hurried=True)
     await engine.close()
 
 
@@ -183,13 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     if args.watch_fd is not None:
-        watch_pipe(args.watch_fd, args.weights)
+        kept = args.keep_weights or args.weights is None
+        end_with_launcher(args.watch_fd, before=None if kept else partial(remove_snapshots, args.weights))
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(args.deterministic, warn_only=True)
     try:
-        with bind_socket(args.bind) as sock:
-            asyncio.run(serve(args, sock, os.environ.get(args.token_env) or None))
+        token = os.environ.get(args.token_env) or None
+        with bind_socket(args.bind, token) as sock:
+            asyncio.run(run(args, sock, token))
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -24,6 +24,8 @@ from understudy.types.trajectory import StopReason
 MAGIC = b"UDEN"
 PREFIX = struct.Struct("<4sI")
 CONTENT_TYPE = "application/x-understudy-engine-frame"
+BROKEN_TRANSFER = 409
+"""Status of an order for weights that did not arrive whole: the engine goes on under those it had."""
 MAX_HEADER_BYTES = 64 << 20
 _TYPES = {"<i4": np.int32, "<f4": np.float32, "<u2": np.uint16, "|b1": np.bool_}
 _STREAMS = tuple(field.name for field in fields(Generation) if field.name != "stop_reason")
@@ -69,11 +71,41 @@ class AnswerHeader(msgspec.Struct, forbid_unknown_fields=True):
     generations: list[WireGeneration]
 
 
+class TensorNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """One tensor of a broadcast."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class GroupOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """Where the members of a broadcast meet; rank 0 is the trainer."""
+
+    host: str
+    port: int
+    name: str
+    """A group that was joined under this name is used again."""
+    rank: int
+    size: int
+    stall_s: float
+    """How long one bucket, or the meeting, may take."""
+
+
+class StreamOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """Weights that come by broadcast: who sends, and what comes in which order (`weight_broadcast.plan`)."""
+
+    group: GroupOrder
+    bucket_bytes: int
+    tensors: list[TensorNote]
+
+
 class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /v1/weights`: the file is one name inside the folder both sides know; None changes the version alone."""
+    """`POST /v1/weights`: the file is one name inside the folder both sides know. Neither changes the version alone."""
 
     version: int
     file: str | None = None
+    stream: StreamOrder | None = None
 
 
 class AbortOrder(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,10 +1,11 @@
-"""The client of engine processes: an `Engine` whose tokens are written elsewhere on this machine.
+"""The client of engine processes: an `Engine` whose tokens are written elsewhere, on this machine or another.
 
     generate ──batch──> host chosen by hash (composed) or by outstanding tokens (continuous) ──> answers, in order
                           │ dies
                           └──> started again ──newest weights──> serves; what was in flight is asked again
 
 A host's life:   serving ──connection lost, or silent──> gone ──restart, newest weights, paused if we are──> serving
+                                                           └──`Restarts.most` in vain──> given up
 
 Asking again is safe: a generation is a pure function of (weights, tokens, sampling, seed). The weights may have moved on
 meanwhile, and then the tokens say so: each carries the version it was written with. Hosts are twins, so under composed
@@ -17,6 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
@@ -24,9 +26,9 @@ import numpy as np
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
-from understudy.engines.host_wire import AbortOrder, WeightsOrder, decode_answer, encode_call
+from understudy.engines.host_wire import AbortOrder, decode_answer, encode_call
 from understudy.engines.hosted_channel import HostChannel, HostLost
-from understudy.engines.hosted_weights import Snapshots
+from understudy.engines.hosted_delivery import WeightDelivery
 from understudy.engines.replicas import Endpoint, Replica, Replicas
 from understudy.engines.schedule import Batching
 from understudy.errors import EngineError, UnderstudyError
@@ -35,9 +37,18 @@ from understudy.types.trajectory import StopReason
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 5.0
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 _TRIES = 5
 """Times one batch may lose its host: a batch that kills every process it meets is that batch's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """How often a host is started again before it is given up: so often in a row without having served for `steady_s`."""
+
+    most: int = 5
+    first_wait_s: float = 0.5
+    longest_wait_s: float = 30.0
+    steady_s: float = 60.0
 
 
 class HostKeeper(Protocol):
@@ -49,12 +60,17 @@ class HostKeeper(Protocol):
 
     async def stop(self, name: str) -> None: ...
 
+    def alive(self, name: str) -> bool:
+        """Whether the process is there, as far as its launcher knows."""
+        ...
+
 
 class HostedEngine:
     """An `Engine` over one or several engine processes that hold the same weights.
 
     patience_s   how long a batch waits for a host that serves before the engine is given up
     silence_s    a host that leaves /health unanswered this long is started again
+    restarts     when a host that does not stay up is given up; without any host left, whoever waits is told why
     notify       is told in words when a host is lost and when it is back
     """
 
@@ -62,22 +78,25 @@ class HostedEngine:
         self,
         endpoints: Sequence[Endpoint],
         keeper: HostKeeper,
-        snapshots: Snapshots,
+        delivery: WeightDelivery,
         *,
         batching: Batching = Batching.COMPOSED,
         version: int = -1,
         patience_s: float = 600.0,
         silence_s: float = 60.0,
+        restarts: Restarts | None = None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
         self._replicas = Replicas(endpoints)
-        self._keeper, self._snapshots, self._batching = keeper, snapshots, batching
+        self._keeper, self._delivery, self._batching = keeper, delivery, batching
         self._channels = {host.name: HostChannel(host.name, host.endpoint) for host in self._replicas.all}
         self._patience_s, self._silence_s = patience_s, silence_s
+        self._restarts = restarts or Restarts()
+        self._in_vain = {host.name: 0 for host in self._replicas.all}
+        """Restarts since the host last served for a while."""
+        self._served_since = dict.fromkeys(self._in_vain, time.monotonic())
         self._notify = notify or (lambda message: None)
         self._version = version
-        self._newest: str | None = None
-        """The snapshot a host that comes back is given."""
         self._changing = asyncio.Lock()
         """Held while weights or the pause change, so that a host that comes back gets what is newest."""
         self._news = asyncio.Condition()
@@ -91,6 +110,10 @@ class HostedEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def _serving(self) -> list[Replica]:
+        return [host for host in self._replicas.all if host.resting_until == 0.0]
 
     @property
     def outstanding_tokens(self) -> Mapping[str, int]:
@@ -121,10 +144,9 @@ class HostedEngine:
         def place_in_line(host: Replica) -> bytes:
             return blake2b(f"{host.name}\n{keys}".encode(), digest_size=8).digest()
 
-        serving = [host for host in self._replicas.all if host.resting_until == 0.0]
-        if not serving:
+        if not self._serving:
             return None
-        chosen = min(serving, key=place_in_line)
+        chosen = min(self._serving, key=place_in_line)
         chosen.outstanding_tokens += size
         chosen.sent_tokens += size
         return chosen
@@ -167,30 +189,40 @@ class HostedEngine:
                     raise EngineError("the engine is closed; it takes no more requests")
                 if self._aborts != aborts:
                     return None
+                if all(self._is_given_up(host) for host in self._replicas.all):
+                    raise EngineError(f"no engine process is left. {self._last_problems()}")
                 host = choose()
                 if host is not None:
                     return host
                 try:
                     await asyncio.wait_for(self._news.wait(), deadline - time.monotonic())
                 except TimeoutError:
-                    problems = "; ".join(sorted({host.last_problem for host in self._replicas.all}))
                     raise EngineError(
-                        f"no engine process served within {self._patience_s:g} s; the last problem: {problems}"
+                        f"no engine process served within {self._patience_s:g} s. {self._last_problems()}"
                     ) from None
+
+    def _last_problems(self) -> str:
+        return "\n".join(sorted({host.last_problem for host in self._replicas.all}))
+
+    def _is_given_up(self, host: Replica) -> bool:
+        gone = host.resting_until != 0.0 and host.name not in self._reviving
+        return gone and self._in_vain[host.name] >= self._restarts.most
 
     # --- control ----------------------------------------------------------------------------------------------
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
         async with self._changing:
-            file = await asyncio.to_thread(self._snapshots.write, version, tensors)
-            self._newest, self._version, before = file or self._newest, version, self._version
+            self._version, before = version, self._version
+            serving = {self._channels[host.name]: host for host in self._serving}
             try:
-                await self._tell_all("/v1/weights", WeightsOrder(version, file))
+                lost = await self._delivery.publish(version, tensors, list(serving))
             except BaseException:
                 self._version = before
                 raise
-            if file is not None:
-                self._snapshots.forget_all_but(file)
+            for channel, problem in lost.items():
+                self._lost(serving[channel], channel, str(problem))
 
     async def pause(self) -> None:
         async with self._changing:
@@ -209,7 +241,7 @@ class HostedEngine:
                 self._news.notify_all()
             await self._tell_all("/v1/abort", AbortOrder(self._calls))
 
-    async def _tell_all(self, path: str, order: WeightsOrder | AbortOrder | None = None) -> None:
+    async def _tell_all(self, path: str, order: AbortOrder | None = None) -> None:
         """Every host that serves; one that is lost on the way is told when it is back."""
 
         async def tell(host: Replica) -> None:
@@ -221,7 +253,7 @@ class HostedEngine:
 
         if self._closed:
             raise EngineError("the engine is closed")
-        await asyncio.gather(*(tell(host) for host in self._replicas.all if host.resting_until == 0.0))
+        await asyncio.gather(*(tell(host) for host in self._serving))
 
     # --- life and death of hosts ------------------------------------------------------------------------------
 
@@ -231,24 +263,34 @@ class HostedEngine:
             return
         host.last_problem = problem
         self._replicas.gone(host)
-        logger.warning("engine process lost: %s; it is started again", problem)
-        self._notify(f"engine {host.name} was lost and is started again ({problem})")
+        channel.give_up(problem)
+        if time.monotonic() - self._served_since[host.name] > self._restarts.steady_s:
+            self._in_vain[host.name] = 0
+        waits = "" if self._serving else "; none serves now, so the run waits until one is back"
+        logger.warning("engine process lost: %s; it is started again%s", problem, waits)
+        self._notify(f"engine {host.name} was lost and is started again ({problem}){waits}")
         self._reviving[host.name] = asyncio.create_task(self._revive(host))
 
     async def _revive(self, host: Replica) -> None:
-        wait = _FIRST_WAIT_S
+        limits = self._restarts
         try:
-            while True:
+            while self._in_vain[host.name] < limits.most:
+                wait = min(limits.first_wait_s * 2 ** self._in_vain[host.name], limits.longest_wait_s)
+                self._in_vain[host.name] += 1
                 try:
                     await self._bring_back(host)
                     return
                 except (UnderstudyError, OSError) as error:
                     host.last_problem = f"{host.name} could not be started again: {error}"
-                    logger.warning("%s; trying again in %g s", host.last_problem, wait)
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT_S)
+                    logger.warning("%s", host.last_problem)
+                if self._in_vain[host.name] < limits.most:
+                    await asyncio.sleep(wait)
         finally:
             del self._reviving[host.name]
+        logger.error("engine %s is given up after %d restarts", host.name, limits.most)
+        self._notify(f"engine {host.name} is given up after {limits.most} restarts: {host.last_problem}")
+        async with self._news:
+            self._news.notify_all()
 
     async def _bring_back(self, host: Replica) -> None:
         """A new process with the newest weights, and paused where we are: only then does it get requests."""
@@ -257,10 +299,11 @@ class HostedEngine:
         host.endpoint, self._channels[host.name] = endpoint, fresh
         await old.close()
         async with self._changing:
-            await fresh.order("/v1/weights", WeightsOrder(self._version, self._newest))
+            await self._delivery.give(self._version, fresh)
             if self._paused:
                 await fresh.order("/v1/pause")
             self._replicas.back(host)
+        self._served_since[host.name] = time.monotonic()
         logger.warning("engine %s is back, with weights of version %d", host.name, self._version)
         self._notify(f"engine {host.name} is back, with weights of version {self._version}")
         async with self._news:
@@ -271,7 +314,11 @@ class HostedEngine:
 
         async def feel(host: Replica) -> None:
             channel = self._channels[host.name]
-            if host.resting_until == 0.0 and not await channel.alive(self._silence_s):
+            if host.resting_until != 0.0:
+                return
+            if not self._keeper.alive(host.name):
+                self._lost(host, channel, f"the process of {host.name} is gone")
+            elif not await channel.alive(self._silence_s):
                 self._lost(host, channel, f"{host.name} does not answer /health")
 
         while True:
@@ -291,7 +338,7 @@ class HostedEngine:
         # The processes go first: what is in flight then fails by itself.
         await asyncio.gather(*(self._keeper.stop(host.name) for host in self._replicas.all))
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
-        self._snapshots.close()
+        self._delivery.close()
 
 
 def _nothing_written() -> Generation:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import msgspec
 
-from understudy.engines.host_wire import CONTENT_TYPE
+from understudy.engines.host_wire import BROKEN_TRANSFER, CONTENT_TYPE
 from understudy.engines.replicas import Endpoint
+from understudy.engines.weight_broadcast import TransferBroken
 from understudy.errors import EngineError
 
 
@@ -21,6 +23,8 @@ class HostChannel:
 
     def __init__(self, name: str, endpoint: Endpoint) -> None:
         self.name = name
+        self.shares_memory = endpoint.shares_memory
+        self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._http = httpx.AsyncClient(
             base_url=endpoint.url,
             headers={"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {},
@@ -39,20 +43,34 @@ class HostChannel:
         await self._post(path, body, "application/json")
 
     async def _post(self, path: str, body: bytes, kind: str) -> bytes:
+        headers = {"Content-Type": kind}
+        asking = asyncio.ensure_future(self._http.post(path, content=body, headers=headers))
         try:
-            response = await self._http.post(path, content=body, headers={"Content-Type": kind})
+            either: list[asyncio.Future[Any]] = [asking, self._given_up]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise HostLost(self._given_up.result())
+            response = asking.result()
         except (
             httpx.HTTPError,
             OSError,
             RuntimeError,
         ) as error:  # RuntimeError: the client was closed meanwhile
             raise HostLost(f"{self.name} at {path}: {type(error).__name__} {error}".rstrip()) from error
+        finally:
+            asking.cancel()
         if response.status_code >= 400:
             reason = _reason(response)
             if reason is None:  # not in our words: the server is being ended, and its last requests with it
                 raise HostLost(f"{self.name} at {path}: status {response.status_code} {response.text[:100]}")
-            raise EngineError(f"{self.name}: {reason}")
+            broken = response.status_code == BROKEN_TRANSFER
+            raise (TransferBroken if broken else EngineError)(f"{self.name}: {reason}")
         return response.content
+
+    def give_up(self, problem: str) -> None:
+        """Whoever waits for an answer waits no longer: a machine that is gone does not even hang up."""
+        if not self._given_up.done():
+            self._given_up.set_result(problem)
 
     async def alive(self, within: float) -> bool:
         try:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from understudy.errors import EngineError
@@ -48,6 +48,9 @@ class Snapshots:
                 f"weights of version {version} could not be written to {self.folder}: {error}"
             ) from error
         return name
+
+    def read(self, name: str) -> list[tuple[str, Tensor]]:
+        return list(load_file(self.folder / name).items())
 
     def forget_all_but(self, name: str) -> None:
         for path in self.folder.glob("v*.safetensors"):

@@ -40,7 +40,7 @@ class RemoteEngine:
     patience_s    how long a request looks for a server that answers before the engine is given up
     snapshots     where weights are written for the servers to read; memory (/dev/shm) by default
     seeded        whether requests carry their seeds: a server that keeps a stream of random numbers for each request
-                  samples row by row (vLLM: a third slower at 256 requests), and batches still change the last bits
+                  samples row by row, and batches change the last bits all the same
     """
 
     def __init__(

@@ -32,6 +32,8 @@ class Endpoint:
     socket: str | None = None
     """A Unix domain socket; the url's host then only fills the Host header."""
     key: str | None = field(default=None, repr=False)
+    shares_memory: bool = True
+    """Whether the server sees this machine's memory, and so weights that lie in it."""
 
 
 @dataclass(slots=True)

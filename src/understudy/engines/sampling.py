@@ -12,6 +12,7 @@ For a request with seed s, temperature τ > 0 and no filters, the t-th new token
 
 so a row's tokens depend on its own logits and seed, whatever else is in the batch. numpy's generator is used because
 torch's CPU generator keeps only 32 bits of a seed, and two of a million rollouts would share their randomness.
+On a GPU rows without filters are drawn by `draw_kernel.py`: the same rule, summed in another order.
 
 With filters, logits are changed before the softmax, in the order vLLM uses, so that one recipe means one
 distribution on either engine: repetition penalty (over prompt and generated ids), temperature, min-p, top-k, then

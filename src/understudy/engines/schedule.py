@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -83,7 +84,10 @@ class Scheduler:
         max_batch: int,
         prefill_tokens: int,
         batching: Batching,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
+        """`stream`: where the thread's GPU work goes; None leaves it on the stream everybody uses."""
+        self._stream = stream
         self._build, self._max_batch, self._prefill_tokens = build, max_batch, prefill_tokens
         self._batching = batching
         self._batch: RowBatch | None = None
@@ -159,11 +163,12 @@ class Scheduler:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        while self._wait_for_work():
-            try:
-                self._turn()
-            except Exception as error:
-                self._fail_running(error)
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            while self._wait_for_work():
+                try:
+                    self._turn()
+                except Exception as error:
+                    self._fail_running(error)
         self._fail_running(EngineError("the engine was closed while this generation was running"))
 
     def _wait_for_work(self) -> bool:

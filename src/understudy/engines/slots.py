@@ -25,6 +25,10 @@ from understudy.engines.writing import Row, RowBatch, Writing
 ATTENTION = "understudy_slots"
 AttentionInterface.register(ATTENTION, decode_attention.attend)
 
+RUN_AHEAD = {"cuda"}
+"""Device types that work while the host does something else."""
+SMALLEST = 16
+"""Rows of the smallest recorded step."""
 MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 """Models whose attention is plain (grouped, causal, maybe windowed) and goes through transformers' interface."""
 
@@ -36,6 +40,8 @@ class Places:
     slots_B: Tensor
     lengths_B: Tensor
     """Tokens in the slot before this step."""
+    ends_B: Tensor
+    """After it."""
 
 
 class SlotLayer(DynamicLayer):
@@ -87,6 +93,7 @@ class SlotPool:
         # One slot more than rows: a graph's unused rows write there.
         shape = (slots + 1, config.num_key_value_heads, max_length, size)
         self._model, self._device, self._scratch = model, device, slots
+        self.last_column = max_length - 1
 
         def block() -> Tensor:
             return torch.zeros(shape, dtype=model.dtype, device=device)
@@ -118,8 +125,11 @@ class SlotPool:
             layer.values[slots_N, :, places_N] = source.values[rows_N, :, columns_N]
 
     def step_for(self, rows: int) -> _Step:
-        """The recorded step of the smallest size that holds so many rows: powers of two, and the whole pool."""
-        size = min(1 << (rows - 1).bit_length(), self._most)
+        """The recorded step of the smallest size that holds so many rows: powers of two, and the whole pool.
+
+        Fewer than `SMALLEST` rows take no less time than that many, and each size costs a recording.
+        """
+        size = min(max(1 << (rows - 1).bit_length(), SMALLEST), self._most)
         if size not in self._steps:
             self._steps[size] = _Step(self, size)
         return self._steps[size]
@@ -128,6 +138,7 @@ class SlotPool:
         """Logits [B, V] after each row's newest token."""
         for layer in self._layers:
             layer.places = places
+        torch.add(places.lengths_B, 1, out=places.ends_B)
         config = self._model.config.get_text_config(decoder=True)
         before, config._attn_implementation = config._attn_implementation, ATTENTION
         try:
@@ -146,20 +157,22 @@ class SlotPool:
 
     def scratch_places(self, size: int) -> Places:
         slots_B = torch.full((size,), self._scratch, dtype=torch.int64, device=self._device)
-        return Places(slots_B, torch.zeros(size, dtype=torch.int64, device=self._device))
+        return Places(slots_B, torch.zeros_like(slots_B), torch.zeros_like(slots_B))
 
     def record(self, run: Any) -> Any:
-        """A CUDA graph of `run`; None on a CPU, where it is simply called."""
+        """A CUDA graph of `run`; None on a CPU, where it is simply called.
+
+        It is recorded on the engine's own stream, whose priority its kernels then keep. Another thread may train meanwhile and
+        take memory, which a recording only forgives with `thread_local`.
+        """
         if self._device.type != "cuda":
             return None
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            for _ in range(2):  # kernels are compiled and workspaces taken before anything is recorded
-                run()
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        own = torch.cuda.current_stream(self._device)
+        for _ in range(2):  # kernels are compiled and workspaces taken before anything is recorded
+            run()
+        own.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, stream=own, capture_error_mode="thread_local"):
             run()
         self._memory = self._memory or graph.pool()
         return graph
@@ -196,7 +209,9 @@ class _Step:
             self._run()
         else:
             self._graph.replay()
+        # A row that has ended stays until dropping it pays; a full one then writes its last column over and over.
         self._places.lengths_B[:rows] += 1
+        self._places.lengths_B[:rows].clamp_(max=self._pool.last_column)
         return self._logits_BV[:rows]
 
 
@@ -213,16 +228,30 @@ class SlotBatch:
         self._lengths = [len(row) for row in writing.rows]
         self._logits_BV = prompts.logits_BV
         self._step: _Step | None = None
+        self._ahead = False
+        """Whether the step after the newest draw is queued already."""
 
     def draw(self) -> list[Row]:
-        return self.writing.draw(self._logits_BV)
+        """On a GPU the next step is queued before the host hears what was drawn: the GPU does not wait while Python finds out
+        who has ended. A row that has takes part in one step too many, into a slot that is still its own."""
+        drawn = self.writing.begin_draw(self._logits_BV)
+        if self._device.type in RUN_AHEAD and self.writing.goes_on:
+            self._run_step()
+            self._ahead = True
+        return self.writing.end_draw(drawn)
 
     def advance(self) -> None:
         if self.writing.dropping_pays:
             self.release()
+        if not self._ahead:
+            self._run_step()
+        self._ahead = False
+
+    def _run_step(self) -> None:
         if self._step is None:
             self._step = self._pool.step_for(len(self._slots))
-            places = torch.tensor([self._slots, self._lengths], device=self._device)
+            lengths = [min(length, self._pool.last_column) for length in self._lengths]
+            places = torch.tensor([self._slots, lengths], device=self._device)
             self._step.place(places[0], places[1])
         self._logits_BV = self._step.run(self.writing.newest_B)
         self._lengths = [length + 1 for length in self._lengths]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.draw_kernel import can_draw, draw_unfiltered
 from understudy.engines.sampling import SamplingBatch, draw, shape_logits
 from understudy.types.trajectory import StopReason
 
@@ -57,6 +58,16 @@ class Row:
         if not wanted:
             return None
         return np.concatenate([np.zeros((0, wanted), np.int32), *self.candidates])
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A draw whose outcome may still be on its way to the host."""
+
+    news_3B: Tensor
+    """float64, on the host: token, logprob, whether it is a stop id."""
+    arrived: torch.cuda.Event | None = None
+    """None where the outcome is there already."""
 
 
 class RowBatch(Protocol):
@@ -121,10 +132,22 @@ class Writing:
         """Once an eighth has ended; what depends on the rows alone is the same every time."""
         return 8 * (len(self.rows) - self.alive) >= len(self.rows)
 
+    @property
+    def goes_on(self) -> bool:
+        """Between `begin_draw` and `end_draw`: whether any row has room for a token after the one being drawn."""
+        return bool((self._left_B[self._alive_B] > self._step + 1).any())
+
     def draw(self, logits_BV: Tensor) -> list[Row]:
         """Writes one token on every row; returns the rows that ended with it."""
-        shaped_BV = shape_logits(logits_BV, self._sampling, self._seen_BV)
-        tokens_B, logprobs_B = draw(shaped_BV, self._sampling, self._step)
+        return self.end_draw(self.begin_draw(logits_BV))
+
+    def begin_draw(self, logits_BV: Tensor) -> Drawn:
+        """The device's part: `newest_B` is what was drawn, and the host's copy of it is on its way."""
+        if can_draw(logits_BV, self._sampling):
+            tokens_B, logprobs_B = draw_unfiltered(logits_BV, self._sampling, self._step)
+        else:
+            shaped_BV = shape_logits(logits_BV, self._sampling, self._seen_BV)
+            tokens_B, logprobs_B = draw(shaped_BV, self._sampling, self._step)
         self.newest_B = tokens_B
         if self._seen_BV is not None:
             self._seen_BV.scatter_(1, tokens_B[:, None], True)
@@ -133,7 +156,20 @@ class Writing:
             best_BK = logits_BV.topk(self._candidates, dim=-1).indices
             self._candidates_NBK[self._step] = best_BK.int().cpu().numpy()
         # One fetch for everything the host must know; float64 holds every id and every fp32 logprob exactly.
-        news_3B = torch.stack([tokens_B.double(), logprobs_B.double(), stopped_B.double()]).cpu().numpy()
+        news_3B = torch.stack([tokens_B.double(), logprobs_B.double(), stopped_B.double()])
+        if not news_3B.is_cuda:
+            return Drawn(news_3B)
+        told_3B = torch.empty(news_3B.shape, dtype=news_3B.dtype, pin_memory=True)
+        told_3B.copy_(news_3B, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Drawn(told_3B, arrived)
+
+    def end_draw(self, drawn: Drawn) -> list[Row]:
+        """The host's part, once the copy is there; returns the rows that ended."""
+        if drawn.arrived is not None:
+            drawn.arrived.synchronize()
+        news_3B = drawn.news_3B.numpy()
         self._tokens_NB[self._step], self._logprobs_NB[self._step] = news_3B[0], news_3B[1]
         self._step += 1
         return self._end_rows(news_3B[2] > 0)

@@ -16,6 +16,7 @@ import torch
 from understudy.errors import LossInputError, PolicyError
 from understudy.policy.microbatch import Layout
 from understudy.types.batch import Batch
+from understudy.types.far_batch import AnyBatch, FarBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, TeacherHead
 
@@ -47,25 +48,64 @@ class MicroBatch:
 
 
 class Assembler:
-    """Cuts micro-batches out of one batch. Columns stay where they are; only the rows asked for are copied."""
+    """Cuts micro-batches out of one batch. Columns stay where they are; only the rows asked for are copied.
+
+    Of a `FarBatch` it knows lengths at once, and columns of the rows that `hold` has fetched.
+    """
 
     def __init__(
         self,
-        batch: Batch,
+        batch: AnyBatch,
         weights: Jagged | Sequence[torch.Tensor],
         old_logprobs: Jagged | None = None,
         teacher_heads: Mapping[str, TeacherHead] | None = None,
     ) -> None:
-        self.batch = batch
+        self.whole = batch
+        self.keys = batch.keys
         self.weights = weights if isinstance(weights, Jagged) else Jagged.from_rows(list(weights))
         self.old_logprobs = old_logprobs
         self.teacher_heads = teacher_heads or {}
-        self.token_lengths = batch.tokens.lengths
-        mask = batch.loss_mask.values
-        counted = torch.zeros(len(mask) + 1, dtype=torch.int64)
-        torch.cumsum(mask, 0, out=counted[1:])
-        self.loss_offsets = counted[batch.tokens.offsets]
+        self.token_lengths: torch.Tensor
+        """int64 [rows]."""
+        self.loss_offsets: torch.Tensor
         """int64 [rows + 1]: where each row's loss-bearing positions start among all of them."""
+        self._place: torch.Tensor | None = None
+        """int64 [rows]: where `batch`, the rows held, has each row; None: where the whole batch has it."""
+        if isinstance(batch, FarBatch):
+            self.token_lengths = torch.tensor(batch.token_lengths, dtype=torch.int64)
+            self.loss_offsets = torch.tensor([0, *batch.loss_lengths], dtype=torch.int64).cumsum(0)
+        else:
+            self.token_lengths = batch.tokens.lengths
+            self.loss_offsets = _loss_offsets(batch)
+            self._take(batch, self.loss_offsets)
+        self._check_whole()
+
+    def hold(self, rows: Sequence[int]) -> None:
+        """Fetch these rows of a `FarBatch`; only they can be cut afterwards."""
+        assert isinstance(self.whole, FarBatch)
+        found = self.whole.fetch(rows)
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        offsets = _loss_offsets(found)
+        told = (self.token_lengths[chosen], self.loss_offsets.diff()[chosen])
+        for name, seen, expected in zip(
+            ("tokens", "loss-bearing tokens"), (found.tokens.lengths, offsets.diff()), told, strict=True
+        ):
+            if not torch.equal(seen, expected):
+                row = int((seen != expected).nonzero()[0])
+                raise PolicyError(
+                    f"row {found.keys[row]} came with {int(seen[row])} {name}; the ledger has {int(expected[row])}"
+                )
+        self._place = torch.full((len(self.keys),), -1, dtype=torch.int64)
+        self._place[chosen] = torch.arange(len(rows))
+        self._take(found, offsets)
+
+    def rows(self, rows: Sequence[int]) -> Batch:
+        """These rows with their columns, fetched if need be; for the leading rank."""
+        part = self.whole.select(rows)
+        return part.here() if isinstance(part, FarBatch) else part
+
+    def _take(self, batch: Batch, loss_offsets: torch.Tensor) -> None:
+        self.batch, self._held_offsets = batch, loss_offsets
         self._check_columns()
 
     def rows_with_loss(self) -> list[int]:
@@ -79,15 +119,19 @@ class Assembler:
     def groups(self) -> list[str]:
         """One name per row; rows of different names may not share a forward pass. Hidden-state teachers each need
         their own head, everything else mixes freely."""
-        if self.batch.teacher_hidden is None:
-            return [""] * len(self.batch)
-        return list(self.batch.teachers)
+        return list(self.whole.teachers) if self._judged_by_hidden() else [""] * len(self.keys)
+
+    def _judged_by_hidden(self) -> bool:
+        if isinstance(self.whole, FarBatch):
+            return "teacher_hidden" in self.whole.meta.fields
+        return self.whole.teacher_hidden is not None
 
     def cut(self, rows: Sequence[int], layout: Layout, silent: bool = False) -> MicroBatch:
         """The named rows. `silent` gives every token weight 0: a pass that only keeps other ranks company."""
         chosen = torch.tensor(rows, dtype=torch.int64)
+        here = chosen if self._place is None else self._place[chosen]
         lengths_B = self.token_lengths[chosen]
-        token_index_T, row_of_T, within_T = _spans(self.batch.tokens.offsets[chosen], lengths_B)
+        token_index_T, row_of_T, within_T = _spans(self.batch.tokens.offsets[here], lengths_B)
         tokens_T = self.batch.tokens.values[token_index_T]
         is_loss_T = self.batch.loss_mask.values[token_index_T]
         if layout is Layout.PACKED:
@@ -98,7 +142,7 @@ class Assembler:
             place_T = row_of_T * longest + within_T
             ids.view(-1)[place_T] = tokens_T
         loss_counts_B = self.loss_offsets[chosen + 1] - self.loss_offsets[chosen]
-        loss_index_N, sequence_N, position_N = _spans(self.loss_offsets[chosen], loss_counts_B)
+        loss_index_N, sequence_N, position_N = _spans(self._held_offsets[here], loss_counts_B)
         try:
             inputs = self._inputs(
                 rows,
@@ -110,9 +154,9 @@ class Assembler:
                 silent,
             )
         except LossInputError as error:
-            raise LossInputError(f"{error} (rows {_some([self.batch.keys[row] for row in rows])})") from error
+            raise LossInputError(f"{error} (rows {_some([self.keys[row] for row in rows])})") from error
         return MicroBatch(
-            keys=tuple(self.batch.keys[row] for row in rows),
+            keys=tuple(self.keys[row] for row in rows),
             ids=ids,
             predict_N=place_T[is_loss_T] - 1,
             inputs=inputs,
@@ -133,7 +177,8 @@ class Assembler:
         def pick(column: Jagged | None) -> torch.Tensor | None:
             return None if column is None else column.values[loss_index_N]
 
-        weights_N = self.weights.values[loss_index_N].to(torch.float32)
+        whole_index_N = loss_index_N if self._place is None else self.loss_places(rows)
+        weights_N = self.weights.values[whole_index_N].to(torch.float32)
         return LossInputs(
             token_ids_N=token_ids_N,
             weights_N=torch.zeros_like(weights_N) if silent else weights_N,
@@ -145,7 +190,7 @@ class Assembler:
             teacher_hidden_NH=pick(self.batch.teacher_hidden),
             teacher_head=self._head_of(rows),
             behaviour_logprobs_N=self.batch.behaviour_logprobs.values[token_index_N],
-            old_logprobs_N=pick(self.old_logprobs),
+            old_logprobs_N=None if self.old_logprobs is None else self.old_logprobs.values[whole_index_N],
             advantages_N=pick(self.batch.advantages),
             importance_N=pick(self.batch.importance),
             reference_logprobs_N=pick(self.batch.reference_logprobs),
@@ -154,9 +199,9 @@ class Assembler:
         )
 
     def _head_of(self, rows: Sequence[int]) -> TeacherHead | None:
-        if self.batch.teacher_hidden is None:
+        if not self._judged_by_hidden():
             return None
-        name = self.batch.teachers[rows[0]]
+        name = self.whole.teachers[rows[0]]
         if name not in self.teacher_heads:
             raise PolicyError(
                 f"rows judged by teacher {name!r} carry hidden states, but its head was not given; "
@@ -164,17 +209,24 @@ class Assembler:
             )
         return self.teacher_heads[name]
 
+    def _check_whole(self) -> None:
+        """What is given for all rows is aligned to all of them."""
+        for name, column in {"weights": self.weights, "old_logprobs": self.old_logprobs}.items():
+            if column is not None and not torch.equal(column.offsets, self.loss_offsets):
+                raise PolicyError(
+                    f"{name} is not aligned to the loss-bearing positions: "
+                    f"{_first_difference(column, self.loss_offsets, self.keys)}"
+                )
+
     def _check_columns(self) -> None:
         """Alignment is proven here once, so that nothing later can be shifted silently."""
-        batch, expected = self.batch, self.loss_offsets
+        batch, expected = self.batch, self._held_offsets
         for name in ("loss_mask", "behaviour_logprobs"):
             if not torch.equal(getattr(batch, name).offsets, batch.tokens.offsets):
                 raise PolicyError(
-                    f"{name} is not aligned to tokens: {self._first_difference(getattr(batch, name), batch.tokens.offsets)}"
+                    f"{name} is not aligned to tokens: {_first_difference(getattr(batch, name), batch.tokens.offsets, batch.keys)}"
                 )
         columns = {
-            "weights": self.weights,
-            "old_logprobs": self.old_logprobs,
             "teacher_logprobs": batch.teacher_logprobs,
             "teacher_ids": batch.teacher_ids,
             "teacher_topk_logprobs": batch.teacher_topk_logprobs,
@@ -188,9 +240,9 @@ class Assembler:
         for name, column in columns.items():
             if column is not None and not torch.equal(column.offsets, expected):
                 raise PolicyError(
-                    f"{name} is not aligned to the loss-bearing positions: {self._first_difference(column, expected)}"
+                    f"{name} is not aligned to the loss-bearing positions: {_first_difference(column, expected, batch.keys)}"
                 )
-        starts = batch.tokens.offsets[:-1][self.token_lengths > 0]
+        starts = batch.tokens.offsets[:-1][batch.tokens.lengths > 0]
         if batch.loss_mask.values[starts].any():
             rows = [
                 key for key, mask in zip(batch.keys, batch.loss_mask, strict=True) if len(mask) and mask[0]
@@ -199,11 +251,19 @@ class Assembler:
                 f"the first token of a row has no prediction and cannot bear loss: rows {_some(rows)}"
             )
 
-    def _first_difference(self, column: Jagged, expected: torch.Tensor) -> str:
-        if len(column) != len(self.batch):
-            return f"{len(column)} rows, expected {len(self.batch)}"
-        row = int((column.lengths != expected.diff()).nonzero()[0])
-        return f"row {self.batch.keys[row]} has {int(column.lengths[row])} entries, expected {int(expected.diff()[row])}"
+
+def _loss_offsets(batch: Batch) -> torch.Tensor:
+    mask = batch.loss_mask.values
+    counted = torch.zeros(len(mask) + 1, dtype=torch.int64)
+    torch.cumsum(mask, 0, out=counted[1:])
+    return counted[batch.tokens.offsets]
+
+
+def _first_difference(column: Jagged, expected: torch.Tensor, keys: Sequence[str]) -> str:
+    if len(column) != len(keys):
+        return f"{len(column)} rows, expected {len(keys)}"
+    row = int((column.lengths != expected.diff()).nonzero()[0])
+    return f"row {keys[row]} has {int(column.lengths[row])} entries, expected {int(expected.diff()[row])}"
 
 
 def _spans(

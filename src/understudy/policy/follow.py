@@ -8,6 +8,9 @@ A follower waits for commands and makes the same call on its own `Policy`. An er
 not fit, its loss is not finite) arises on every rank alike: the leader raises it, followers wait for the next command.
 A follower ends when it is told to or when the leader is gone.
 
+Of a `FarBatch` only names and lengths travel: each rank fetches its own rows from where the batch says they are. Where one
+of them cannot, all refuse the command alike, and the leader sends the rows themselves, from the run directory.
+
 A group cannot say why it is stuck: a rank that failed alone leaves the others waiting in a collective. So the leader waits
 for its own call with one eye on a `Lookout`, which sees the other ranks from outside the group.
 """
@@ -23,15 +26,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from understudy.errors import PolicyError, UnderstudyError
+from understudy.errors import PolicyError, RankLost, RowsUnreachable, UnderstudyError
+from understudy.observability.faults import point
 from understudy.policy.checkpoint import Checkpoint, CheckpointStore
 from understudy.policy.forward import Objective
 from understudy.policy.policy import Policy, PolicySettings, StepResult
 from understudy.policy.rank_thread import RankThread
-from understudy.policy.shard import Group
+from understudy.policy.shard import Group, is_about_a_connection
 from understudy.policy.state import PolicyState
-from understudy.policy.wire import batch_columns, batch_from, jagged_columns, jagged_from, pack, unpack
-from understudy.types.batch import Batch
+from understudy.policy.wire import batch_columns, far_columns, jagged_columns, pack, told_of, unpack
+from understudy.types.far_batch import AnyBatch, FarBatch, RowSource
 from understudy.types.jagged import Jagged
 from understudy.types.loss import TeacherHead
 
@@ -39,7 +43,9 @@ logger = logging.getLogger(__name__)
 
 _GLANCE_SECONDS = 0.2
 _GRACE_SECONDS = 5.0
-"""How far apart ranks may fail together, and how long a lost rank may take to show as lost."""
+"""How far apart ranks may fail together."""
+_NOTICE_SECONDS = 60.0
+"""How long a lost rank may take to show as lost: a cluster looks for a machine's sign of life every few seconds, several times."""
 
 Result = TypeVar("Result")
 
@@ -53,6 +59,10 @@ class Lookout(Protocol):
 
     def refused(self, number: int) -> Mapping[int, str]:
         """The ranks that could not carry out command `number`, and why."""
+        ...
+
+    def send_home(self) -> None:
+        """From now on a rank that ends is no loss."""
         ...
 
 
@@ -71,6 +81,8 @@ class LeadingPolicy:
         self._lookout = lookout
         self._heads: dict[str, TeacherHead] = {}
         self._number = 0
+        self.bytes_sent = 0
+        """To each of the other ranks, in commands."""
         self._broken: Exception | None = None
 
     @property
@@ -103,7 +115,7 @@ class LeadingPolicy:
 
     def update(
         self,
-        batch: Batch,
+        batch: AnyBatch,
         objective: Objective,
         weights: Jagged | Sequence[torch.Tensor],
         max_tokens_per_microbatch: int = 8192,
@@ -116,11 +128,9 @@ class LeadingPolicy:
         for name, head in (teacher_heads or {}).items():
             if self._heads.get(name) is not head:
                 self._send_head(name, head)
-        plain, tensors = batch_columns(batch)
-        tensors |= jagged_columns("weights", whole) | jagged_columns("old_logprobs", old_logprobs)
-        return self._together(
-            {"do": "update", "max_tokens": max_tokens_per_microbatch, "batch": plain, "ends_step": ends_step},
-            lambda: self.policy.update(
+
+        def call(batch: AnyBatch) -> StepResult:
+            return self.policy.update(
                 batch,
                 objective,
                 whole,
@@ -128,23 +138,25 @@ class LeadingPolicy:
                 old_logprobs=old_logprobs,
                 teacher_heads=teacher_heads,
                 ends_step=ends_step,
-            ),
-            tensors,
-        )
+            )
+
+        command = {"do": "update", "max_tokens": max_tokens_per_microbatch, "ends_step": ends_step}
+        return self._on_batch(command, batch, call, weights=whole, old_logprobs=old_logprobs)
 
     def skip_step(self) -> None:
         self._together({"do": "skip_step"}, self.policy.skip_step)
 
     def logprobs(
-        self, batch: Batch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
+        self, batch: AnyBatch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
     ) -> Jagged:
-        plain, tensors = batch_columns(batch)
-        options = {"max_tokens": max_tokens_per_microbatch, "temperature": temperature}
-        return self._together(
-            {"do": "logprobs", "batch": plain, **options},
-            lambda: self.policy.logprobs(batch, max_tokens_per_microbatch, temperature),
-            tensors,
+        command = {"do": "logprobs", "max_tokens": max_tokens_per_microbatch, "temperature": temperature}
+        return self._on_batch(
+            command, batch, lambda batch: self.policy.logprobs(batch, max_tokens_per_microbatch, temperature)
         )
+
+    def open_rows(self, address: str) -> None:
+        """Tells the other ranks where the rows of every `FarBatch` to come lie."""
+        self._together({"do": "open_rows", "address": address}, lambda: None)
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         return self._together({"do": "named_weights"}, self.policy.named_weights)
@@ -173,6 +185,11 @@ class LeadingPolicy:
             lambda: self.policy.load_state(checkpoint.policy),
         )
 
+    def expect_the_end(self) -> None:
+        """What ends from now on ends with the run: nobody is to be disturbed while it is put away."""
+        if self._lookout is not None:
+            self._lookout.send_home()
+
     def close(self) -> None:
         """Sends the followers home; where the group is broken already there is nobody to tell."""
         if self._broken is None:
@@ -184,6 +201,27 @@ class LeadingPolicy:
         tensors = {"weight_VH": head.weight_VH} | ({} if head.bias_V is None else {"bias_V": head.bias_V})
         self._together({"do": "teacher_head", "name": name, "facts": facts}, lambda: None, tensors)
         self._heads[name] = head
+
+    def _on_batch(
+        self,
+        command: Mapping[str, Any],
+        batch: AnyBatch,
+        call: Callable[[AnyBatch], Result],
+        **others: Jagged | None,
+    ) -> Result:
+        """A command about rows: by name where ranks can fetch them, else with all their columns."""
+        if isinstance(batch, FarBatch):
+            told, tensors = far_columns(batch, **others)
+            far = batch
+            try:
+                return self._together({**command, "far": told}, lambda: call(far), tensors)
+            except RowsUnreachable as error:
+                batch = far.bring(str(error))
+        near = batch
+        plain, tensors = batch_columns(near)
+        for name, column in others.items():
+            tensors |= jagged_columns(name, column)
+        return self._together({**command, "batch": plain}, lambda: call(near), tensors)
 
     def _together(
         self,
@@ -197,7 +235,9 @@ class LeadingPolicy:
         self._number = number = self._number + 1
 
         def job() -> Result:
-            _broadcast(self._group, pack({**head, "number": number}, tensors or {}))
+            message = pack({**head, "number": number}, tensors or {})
+            self.bytes_sent += len(message)
+            _broadcast(self._group, message)
             return call()
 
         future = self._thread.submit(job)
@@ -215,8 +255,16 @@ class LeadingPolicy:
         if isinstance(error, UnderstudyError):
             self._broken = self._out_of_step(number)
             raise error
-        # Most likely a connection that broke; whoever broke it has the better words.
-        cause = self._patiently(lambda: self._lookout.lost() if self._lookout else None)
+        # Most likely a connection that broke; whoever broke it has the better words, once it is known to be gone.
+        broke = is_about_a_connection(error)
+        cause = self._patiently(
+            lambda: self._lookout.lost() if self._lookout else None,
+            _NOTICE_SECONDS if broke else _GRACE_SECONDS,
+        )
+        if cause is None and broke and self._lookout is not None:
+            cause = RankLost(
+                f"the connection to another rank broke, and no rank is known to be gone: {error}"
+            )
         self._broken = cause or PolicyError(f"rank 0 failed in the midst of a command: {error}")
         raise cause or error
 
@@ -232,8 +280,8 @@ class LeadingPolicy:
             else PolicyError("rank 0 failed alone and left the other ranks behind; resume the run")
         )
 
-    def _patiently(self, look: Callable[[], Result | None]) -> Result | None:
-        deadline = time.monotonic() + _GRACE_SECONDS
+    def _patiently(self, look: Callable[[], Result | None], seconds: float = _GRACE_SECONDS) -> Result | None:
+        deadline = time.monotonic() + seconds
         while (found := look()) is None and time.monotonic() < deadline and self._lookout is not None:
             time.sleep(_GLANCE_SECONDS / 4)
         return found
@@ -254,18 +302,26 @@ def follow(
     objective: Objective,
     group: Group,
     refuse: Callable[[int, str], None] | None = None,
+    open_rows: Callable[[str], RowSource] | None = None,
 ) -> None:
     """Makes the leader's calls on this rank until it says stop. A lost leader ends the wait with a RuntimeError.
 
-    `refuse(number, reason)` tells the leader's lookout that a command could not be carried out here.
+    `refuse(number, reason)` tells the leader's lookout that a command could not be carried out here; `open_rows(address)`
+    connects to where rows lie that are told of by name.
     """
     heads: dict[str, TeacherHead] = {}
+    source: RowSource | None = None
     while True:
         head, tensors = unpack(_broadcast(group))
         if head["do"] == "stop":
             return
+        point("rank.after_command")
         try:
-            _obey(policy, objective, heads, head, tensors)
+            if head["do"] == "open_rows":
+                assert open_rows is not None
+                source = open_rows(head["address"])
+            else:
+                _obey(policy, objective, heads, head, tensors, source)
         except UnderstudyError as error:
             logger.warning("rank %d: %s", group.rank, error)
             if refuse is not None:
@@ -278,13 +334,12 @@ def _obey(
     heads: dict[str, TeacherHead],
     head: Mapping[str, Any],
     tensors: dict[str, torch.Tensor],
+    source: RowSource | None,
 ) -> None:
     match head["do"]:
         case "update":
-            weights = jagged_from("weights", tensors)
-            assert weights is not None
-            old = jagged_from("old_logprobs", tensors)
-            batch = batch_from(head["batch"], tensors)
+            batch, others = told_of(head, tensors, source)
+            weights, old = others["weights"], others.get("old_logprobs")
             policy.update(
                 batch, objective, weights, head["max_tokens"], old_logprobs=old, teacher_heads=heads,
                 ends_step=head["ends_step"],
@@ -292,7 +347,8 @@ def _obey(
         case "skip_step":
             policy.skip_step()
         case "logprobs":
-            policy.logprobs(batch_from(head["batch"], tensors), head["max_tokens"], head["temperature"])
+            batch, _ = told_of(head, tensors, source)
+            policy.logprobs(batch, head["max_tokens"], head["temperature"])
         case "named_weights":
             policy.named_weights()
         case "averaged_weights":

@@ -22,6 +22,11 @@ class Plan:
     company: list[int]
     """The rows of a silent pass: the shortest row of the batch."""
 
+    def rows(self) -> list[int]:
+        """Every row this rank may need, also where each row has a pass of its own."""
+        mine = [row for group in self.mine for row in group]
+        return mine + [row for row in self.company if row not in mine]
+
     def passes(self) -> Iterator[tuple[list[int], bool]]:
         """(rows, whether they count), `rounds` times."""
         for index in range(self.rounds):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from understudy.errors import CheckpointError, PolicyError
+from understudy.errors import CheckpointError, PolicyError, RowsUnreachable, UnderstudyError
 from understudy.policy.assemble import Assembler
 from understudy.policy.ema import WeightAverage
 from understudy.policy.forward import (
@@ -39,8 +39,9 @@ from understudy.policy.optimizer import AdamWSettings, MasterAdamW, assign
 from understudy.policy.plan import Plan, plan_step
 from understudy.policy.schedule import Schedule
 from understudy.policy.shard import Alone, Ranks, whole
-from understudy.policy.state import PolicyState, random_state, restore_random_state
+from understudy.policy.state import PolicyState, random_state, restore_random_state, unique_tensors
 from understudy.types.batch import Batch
+from understudy.types.far_batch import AnyBatch, FarBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead, TeacherHead
 from understudy.types.loss_metrics import Metric, merge_metrics, metrics_to_host
@@ -94,7 +95,8 @@ class StepResult:
 class Policy:
     """A causal language model, its optimizer and its place in the schedule.
 
-    With several `ranks` every rank makes the same calls with the same whole batch and takes its own share of the rows.
+    With several `ranks` every rank makes the same calls with the same whole batch and takes its own share of the rows; of a
+    `FarBatch` it fetches that share alone.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Policy:
 
     def update(
         self,
-        batch: Batch,
+        batch: AnyBatch,
         objective: Objective,
         weights: Jagged | Sequence[torch.Tensor],
         max_tokens_per_microbatch: int = 8192,
@@ -159,6 +161,7 @@ class Policy:
         assembler = Assembler(batch, weights, old_logprobs, teacher_heads)
         rows = self._trainable_rows(assembler)
         plan = self._plan(assembler, rows, max_tokens_per_microbatch)
+        self._hold(assembler, plan)
         self.optimizer.zero_grad()
         planned = time.perf_counter()
         try:
@@ -205,7 +208,7 @@ class Policy:
         self.step += 1
 
     def logprobs(
-        self, batch: Batch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
+        self, batch: AnyBatch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
     ) -> Jagged:
         """float32 [P] per row: log-probabilities of the written tokens under the current weights."""
         return self.read(batch, sampled_logprobs, max_tokens_per_microbatch, temperature)
@@ -213,15 +216,15 @@ class Policy:
     @torch.no_grad()
     def read(
         self,
-        batch: Batch,
+        batch: AnyBatch,
         reader: Callable[[StudentHead, LossInputs], torch.Tensor],
         max_tokens_per_microbatch: int = 8192,
         temperature: float = 1.0,
     ) -> Jagged:
         """float32 [P] per row: what `reader` makes of each loss-bearing token under the current weights."""
-        counts = [int(mask.sum()) for mask in batch.loss_mask]
-        assembler = Assembler(batch, [torch.zeros(count) for count in counts])
+        assembler = Assembler(batch, [torch.zeros(count) for count in batch.loss_lengths])
         plan = self._plan(assembler, self._trainable_rows(assembler), max_tokens_per_microbatch)
+        self._hold(assembler, plan)
         found = torch.zeros(int(assembler.loss_offsets[-1]), dtype=torch.float64)
         with attention_for(self.model, self.layout):
             for group, counted in plan.passes():
@@ -317,31 +320,50 @@ class Policy:
 
     def _trainable_rows(self, assembler: Assembler) -> list[int]:
         """Rows that bear loss, after the checks that would otherwise surface as an index error deep in a kernel."""
-        batch, lengths = assembler.batch, assembler.token_lengths
+        keys, lengths = assembler.keys, assembler.token_lengths
         rows = assembler.rows_with_loss()
         if not rows:
             raise PolicyError(
-                f"none of the {len(batch)} rows of this batch bears loss: every loss mask is empty"
+                f"none of the {len(keys)} rows of this batch bears loss: every loss mask is empty"
             )
         if int(lengths.max()) > self.context_length:
             row = int(lengths.argmax())
             raise PolicyError(
-                f"row {batch.keys[row]} has {int(lengths[row])} tokens, the student's context holds {self.context_length}; "
+                f"row {keys[row]} has {int(lengths[row])} tokens, the student's context holds {self.context_length}; "
                 "lower rollout.max_new_tokens or the prompt length"
             )
+        return rows
+
+    def _hold(self, assembler: Assembler, plan: Plan) -> None:
+        """This rank's rows are here and sound. Where one rank cannot have its share, none goes on: all raise alike."""
+        if not isinstance(assembler.whole, FarBatch):
+            self._check_ids(assembler.batch)
+            return
+        trouble: UnderstudyError | None = None
+        try:
+            assembler.hold(plan.rows())
+            self._check_ids(assembler.batch)
+        except UnderstudyError as error:
+            trouble = error
+        ranks_in_trouble = int(self.ranks.total(torch.tensor([float(trouble is not None)])))
+        if trouble is not None:
+            raise trouble
+        if ranks_in_trouble:
+            raise RowsUnreachable(f"{ranks_in_trouble} other rank(s) cannot use their rows")
+
+    def _check_ids(self, batch: Batch) -> None:
         low, high = (int(bound) for bound in torch.aminmax(batch.tokens.values))
         if low < 0 or high >= self.vocab_size:
             raise PolicyError(
                 f"token ids run from {low} to {high}, the student's vocabulary from 0 to {self.vocab_size - 1}"
             )
-        return rows
 
     def _plan(self, assembler: Assembler, rows: Sequence[int], max_tokens: int) -> Plan:
         lengths = assembler.token_lengths.tolist()
         return plan_step(
             rows,
             lengths,
-            assembler.batch.keys,
+            assembler.keys,
             assembler.groups(),
             max_tokens,
             self.layout,
@@ -355,18 +377,18 @@ class Policy:
         """Finds the rows by running them one by one, hands them to the callback, and words the error."""
         bad = self._unsound_rows(assembler, objective, rows)
         what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
-        names = ", ".join(assembler.batch.keys[row] for row in bad[:8]) + (" …" if len(bad) > 8 else "")
+        names = ", ".join(assembler.keys[row] for row in bad[:8]) + (" …" if len(bad) > 8 else "")
         where = f"{len(bad)} row(s): {names}" if bad else "no single row: only their sum overflows"
         reason = f"step {self.step} stopped with {what}; {where}. The weights were not touched"
         if self.on_bad_rows is not None:
-            self.on_bad_rows(assembler.batch.select(bad or rows), reason)
+            self.on_bad_rows(assembler.rows(bad or rows), reason)
         return PolicyError(reason)
 
     def _unsound_rows(self, assembler: Assembler, objective: Objective, rows: list[int]) -> list[int]:
         """Rows whose own loss or gradient is not finite. With several ranks a gradient is everybody's, so a round in
         which no loss is broken but the gradient is accuses the row of every rank."""
         plan = self._plan(assembler, rows, max_tokens=1)
-        accused = torch.zeros(len(assembler.batch), dtype=torch.float64)
+        accused = torch.zeros(len(assembler.keys), dtype=torch.float64)
         for index, (group, counted) in enumerate(plan.passes()):
             self.optimizer.zero_grad()
             outputs = self._accumulate(assembler, Plan([group] if counted else [], 1, group), objective)
@@ -388,14 +410,3 @@ def _row_sums(assembler: Assembler, plan: list[list[int]], outputs: list[LossOut
         rows = torch.tensor([row for group in plan for row in group])
         sums.index_add_(0, 1 + rows.repeat_interleave(counts[rows]), values_N)
     return sums
-
-
-def unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, a tied tensor once, under its first name."""
-    seen: set[int] = set()
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = tensor.detach()
-    return tensors

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 class RankThread:
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="rank", daemon=True).start()
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
@@ -26,9 +26,15 @@ class RankThread:
         self._jobs.put((job, future))
         return future
 
+    def close(self) -> None:
+        """Ends the thread after what it was asked for. What torch keeps for a thread holds its group, and a process that
+        forks while such a thread is there may hang in the child, where the thread is gone."""
+        self._jobs.put(None)
+
     def _work(self) -> None:
-        while True:
-            job, future = self._jobs.get()
+        while (asked := self._jobs.get()) is not None:
+            job, future = asked
+            del asked
             if not future.set_running_or_notify_cancel():
                 continue
             try:

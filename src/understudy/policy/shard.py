@@ -148,6 +148,13 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def is_about_a_connection(error: BaseException) -> bool:
+    """Whether this is what a rank sees of another one's end."""
+    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "Connection" in str(error))
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a sharded one (every rank must ask), or the tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -62,3 +62,14 @@ def restore_random_state(state: Mapping[str, str]) -> None:
             torch.set_rng_state(values)
         elif torch.cuda.is_available() and int(device.removeprefix("cuda:")) < torch.cuda.device_count():
             torch.cuda.set_rng_state(values, int(device.removeprefix("cuda:")))
+
+
+def unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, a tied tensor once, under its first name."""
+    seen: set[int] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach()
+    return tensors

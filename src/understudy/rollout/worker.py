@@ -1,16 +1,21 @@
 """A rollout worker process: runs many agent loops at once and asks the run for every generation.
 
 Started by `workers.py` as `python -m understudy.rollout.worker`; talks on stdin and stdout (`worker_wire.py`) and ends
-when stdin closes, so it never outlives its run. Loops may print as they like: their output goes to stderr.
+when stdin closes, so it never outlives its run. Loops may print as they like: their output goes to stderr. On another
+machine it is started with `--call HOST:PORT`, where the run listens, and ends with that connection.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import os
 import sys
 import traceback
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -21,23 +26,25 @@ from understudy.rollout import worker_wire as wire
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
+from understudy.serving.child import end_with_launcher
+
+_LIMIT = 1 << 24
 
 
 class Worker:
-    def __init__(self, setup: wire.Setup, out: BinaryIO) -> None:
+    def __init__(self, setup: wire.Setup, send: Callable[[bytes], None]) -> None:
         tokenizer = AutoTokenizer.from_pretrained(setup.tokenizer)
         self._renderer = Renderer(
             tokenizer, context=setup.context, reserve=setup.reserve, template_options=setup.template_options
         )
         self._loops = LoopChoice(setup.agent, setup.options)
-        self._out = out
+        self._send = send
         self._sessions: dict[int, asyncio.Task[None]] = {}
         self._questions: dict[tuple[int, int], asyncio.Future[Generation]] = {}
         self._asked = 0
 
     def say(self, message: wire.ToRun) -> None:
-        self._out.write(wire.frame(message))
-        self._out.flush()
+        self._send(wire.frame(message))
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         self.say(wire.Ready())
@@ -96,23 +103,57 @@ class Worker:
         return await answer
 
 
-async def _main() -> None:
+Channel = tuple[asyncio.StreamReader, Callable[[bytes], None]]
+
+
+async def _pipes() -> Channel:
     # Our channel is a copy of stdout; stdout itself becomes stderr for everybody else.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    reader = asyncio.StreamReader(limit=1 << 24)
+    reader = asyncio.StreamReader(limit=_LIMIT)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
+
+    def send(frame: bytes) -> None:
+        out.write(frame)
+        out.flush()
+
+    return reader, send
+
+
+async def _call(address: str, number: int) -> Channel:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=_LIMIT)
+    writer.write(wire.frame(wire.Hello(os.environ.get("UNDERSTUDY_TOKEN", ""), number)))
+    return reader, writer.write
+
+
+async def _main(args: argparse.Namespace) -> None:
+    reader, send = await (_pipes() if args.call is None else _call(args.call, args.number))
+    if args.ready_file is not None:
+        temporary = args.ready_file.with_name(f".{args.ready_file.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"pid": os.getpid()}))
+        temporary.replace(args.ready_file)
     setup = await wire.read_from_run(reader)
     if not isinstance(setup, wire.Setup):
         return
     sys.path[:0] = [path for path in setup.import_paths if path not in sys.path]
-    await Worker(setup, out).serve(reader)
+    await Worker(setup, send).serve(reader)
 
 
 def main() -> Any:
-    asyncio.run(_main())
+    parser = argparse.ArgumentParser(prog="python -m understudy.rollout.worker", description=__doc__)
+    parser.add_argument(
+        "--call", metavar="HOST:PORT", help="where the run listens; stdin and stdout when not given"
+    )
+    parser.add_argument("--number", type=int, default=0, help="which worker this is")
+    parser.add_argument("--ready-file", type=Path, help="written once the run was reached")
+    parser.add_argument("--watch-fd", type=int, help="exit when this inherited pipe closes")
+    args = parser.parse_args()
+    if args.watch_fd is not None:
+        end_with_launcher(args.watch_fd)
+    asyncio.run(_main(args))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a rollout worker process and the run say to each other: length-prefixed msgpack, no pickle.
 
     run ──> worker    Begin (a session), Generated (an answer), GenerationFailed, Drop (a session)
-    worker ──> run    Ready, Generate (a question), Done (trajectories), Failed (a session)
+    worker ──> run    Hello (from another machine), Ready, Generate (a question), Done (trajectories), Failed (a session)
 
 A message belongs to a session by `session_id`, which the run gives out.
 """
@@ -20,6 +20,14 @@ from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 
 LARGEST_MESSAGE = 1 << 30
+_LARGEST_HELLO = 4096
+
+
+class Hello(msgspec.Struct):
+    """What a worker on another machine says when it calls."""
+
+    token: str
+    number: int
 
 
 class Setup(msgspec.Struct, tag=True):
@@ -90,7 +98,10 @@ _from_run = msgspec.msgpack.Decoder(ToWorker)
 _from_worker = msgspec.msgpack.Decoder(ToRun)
 
 
-def frame(message: ToWorker | ToRun) -> bytes:
+_hellos = msgspec.msgpack.Decoder(Hello)
+
+
+def frame(message: ToWorker | ToRun | Hello) -> bytes:
     body = _encoder.encode(message)
     return len(body).to_bytes(4, "little") + body
 
@@ -105,12 +116,21 @@ async def read_from_worker(reader: asyncio.StreamReader) -> ToRun | None:
     return None if body is None else _from_worker.decode(body)
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes | None:
+async def read_hello(reader: asyncio.StreamReader) -> Hello | None:
+    """From a stranger so far: little is read, and what is no greeting raises a `ValueError`."""
+    body = await _read(reader, _LARGEST_HELLO)
+    try:
+        return None if body is None else _hellos.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from error
+
+
+async def _read(reader: asyncio.StreamReader, most: int = LARGEST_MESSAGE) -> bytes | None:
     """One message; None once the other side is gone."""
     try:
         size = int.from_bytes(await reader.readexactly(4), "little")
-        if size > LARGEST_MESSAGE:
-            raise ValueError(f"a message of {size} bytes; at most {LARGEST_MESSAGE} are read")
+        if size > most:
+            raise ValueError(f"a message of {size} bytes; at most {most} are read")
         return await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionResetError):
         return None

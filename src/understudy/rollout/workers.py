@@ -12,21 +12,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from understudy.errors import ConfigError, DataError
+from understudy.errors import ConfigError, DataError, UnderstudyError
 from understudy.rollout import worker_wire as wire
 from understudy.rollout.agent import LoopContext
+from understudy.rollout.worker_line import Line, OpenLine, PipeLine
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
 _START_S = 120.0
+_LEFT_OUT_SECONDS = 30.0
 _TRIES = 3
 """Times a session is begun; a prompt that kills its worker each time is that prompt's fault."""
 
@@ -48,7 +51,10 @@ class LoopWorkers:
         reserve: int = 1,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
+        open_line: OpenLine = PipeLine.open,
     ) -> None:
+        """`open_line` starts a worker; on this machine when not given."""
+        self._open_line = open_line
         self._setup = wire.Setup(
             tokenizer=str(tokenizer),
             agent=agent,
@@ -60,6 +66,7 @@ class LoopWorkers:
         )
         self._channels: list[_Channel | None] = [None] * count
         self._starting = [asyncio.Lock() for _ in range(count)]
+        self._left_out_until = [0.0] * count
 
     async def start(self) -> None:
         await asyncio.gather(*(self._channel(i) for i in range(len(self._channels))))
@@ -70,19 +77,38 @@ class LoopWorkers:
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         for _ in range(_TRIES):
-            loads = [channel.sessions if channel else 0 for channel in self._channels]
-            channel = await self._channel(loads.index(min(loads)))
+            channel = await self._least_loaded()
             try:
                 return await channel.run(prompt, context)
             except _WorkerDiedError as error:
                 logger.warning("%s; session %s is begun again", error, row_key(prompt.key, context.session))
         raise DataError(f"{row_key(prompt.key, context.session)}: its worker process died {_TRIES} times")
 
+    async def _least_loaded(self) -> _Channel:
+        """A worker that cannot be started again now, because its machine is gone, is left out while others are there."""
+        while True:
+            now = time.monotonic()
+            index = min(
+                range(len(self._channels)), key=lambda one: (self._left_out_until[one] > now, self._load(one))
+            )
+            try:
+                return await self._channel(index)
+            except UnderstudyError as error:
+                if not any(channel is not None and channel.alive for channel in self._channels):
+                    raise
+                logger.warning("rollout worker %d is left out for %g s: %s", index, _LEFT_OUT_SECONDS, error)
+                self._left_out_until[index] = time.monotonic() + _LEFT_OUT_SECONDS
+
+    def _load(self, index: int) -> int:
+        channel = self._channels[index]
+        return channel.sessions if channel is not None else 0
+
     async def _channel(self, index: int) -> _Channel:
         async with self._starting[index]:
             channel = self._channels[index]
             if channel is None or not channel.alive:
-                channel = self._channels[index] = await _Channel.open(self._setup, f"rollout worker {index}")
+                line = await self._open_line(index)
+                channel = self._channels[index] = await _Channel.open(line, self._setup, index)
             return channel
 
     @property
@@ -96,8 +122,8 @@ class LoopWorkers:
 class _Channel:
     """One worker process and the sessions in it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
-        self._process, self._name = process, name
+    def __init__(self, line: Line, name: str) -> None:
+        self._line, self._name = line, name
         self._next = 0
         self._results: dict[int, asyncio.Future[list[Trajectory]]] = {}
         self._contexts: dict[int, LoopContext] = {}
@@ -105,39 +131,29 @@ class _Channel:
         self._listener: asyncio.Task[None] | None = None
 
     @staticmethod
-    async def open(setup: wire.Setup, name: str) -> _Channel:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "understudy.rollout.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 24,
-        )
-        channel = _Channel(process, name)
+    async def open(line: Line, setup: wire.Setup, index: int) -> _Channel:
+        channel = _Channel(line, f"rollout worker {index}")
         try:
             channel._say(setup)
-            assert process.stdout is not None
-            first = await asyncio.wait_for(wire.read_from_worker(process.stdout), _START_S)
+            first = await asyncio.wait_for(wire.read_from_worker(line.reader), _START_S)
         except BaseException:
-            process.kill()
-            await process.wait()
+            await line.close(at_once=True)
             raise
         if not isinstance(first, wire.Ready):
-            await process.wait()
+            await line.close()
             raise ConfigError(
-                f"{name} could not start its loop {setup.agent!r}; its own words are on stderr above"
+                f"{channel._name} could not start its loop {setup.agent!r}; its own words are on stderr above"
             )
         channel._listener = asyncio.create_task(channel._listen())
         return channel
 
     @property
     def alive(self) -> bool:
-        return self._process.returncode is None and self._listener is not None and not self._listener.done()
+        return self._listener is not None and not self._listener.done()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._line.pid
 
     @property
     def sessions(self) -> int:
@@ -169,13 +185,11 @@ class _Channel:
                 self._say(wire.Drop(session_id))
 
     def _say(self, message: wire.ToWorker) -> None:
-        assert self._process.stdin is not None
-        if not self._process.stdin.is_closing():
-            self._process.stdin.write(wire.frame(message))
+        if not self._line.writer.is_closing():
+            self._line.writer.write(wire.frame(message))
 
     async def _listen(self) -> None:
-        assert self._process.stdout is not None
-        while (message := await wire.read_from_worker(self._process.stdout)) is not None:
+        while (message := await wire.read_from_worker(self._line.reader)) is not None:
             if isinstance(message, wire.Generate):
                 if message.session_id in self._contexts:
                     tasks = self._generating.setdefault(message.session_id, set())
@@ -188,11 +202,9 @@ class _Channel:
             elif isinstance(message, wire.Failed):
                 text = message.message if message.data_error else f"the agent loop raised:\n{message.message}"
                 self._settle(message.session_id, DataError(text))
-        code = await self._process.wait()
+        how = await self._line.ended()
         for session_id in list(self._results):
-            self._settle(
-                session_id, _WorkerDiedError(f"{self._name} (pid {self.pid}) died with exit code {code}")
-            )
+            self._settle(session_id, _WorkerDiedError(f"{self._name} (pid {self.pid}) {how}"))
 
     async def _generate(self, message: wire.Generate) -> None:
         context = self._contexts[message.session_id]
@@ -214,12 +226,6 @@ class _Channel:
             result.set_result(outcome)
 
     async def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), 5.0)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        await self._line.close()
         if self._listener is not None:
             await self._listener

@@ -67,6 +67,7 @@ async def open_plane(recipe: Recipe, run: RunDir, deterministic: bool, stack: As
             max_bytes=settings.max_bytes,
             spill_bytes=settings.spill_bytes,
             retain=retain,
+            patience=settings.queue_timeout_seconds,
         )
     stack.push_async_callback(plane.close)
     return plane

@@ -41,6 +41,7 @@ from understudy.trainers.changes import flatten
 from understudy.trainers.critic import critic_of, reference_of
 from understudy.trainers.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.trainers.evaluate import eval_prompts
+from understudy.trainers.far_rows import open_far_rows
 from understudy.trainers.gather import Lane
 from understudy.trainers.loading import LoadedModel, load_model
 from understudy.trainers.loops import open_loops
@@ -97,14 +98,18 @@ async def build(
         reference = await asyncio.to_thread(reference_of, recipe)
 
         plane = await open_plane(recipe, run, deterministic, stack)
+        far_rows = None
+        if isinstance(policy, LeadingPolicy) and recipe.dataplane.backend == "transfer_queue":
+            far_rows = await open_far_rows(
+                plane, policy, recipe.dataplane.queue_timeout_seconds, stack.callback
+            )
         renderer = Renderer(
             student.tokenizer,
             context=context_of(recipe, student),
             reserve=recipe.rollout.max_new_tokens,
             template_options=recipe.rollout.template_options,
         )
-        loops = await open_loops(recipe, renderer, run.path / "tokenizer")
-        stack.push_async_callback(loops.close)
+        loops = await open_loops(recipe, renderer, run.path / "tokenizer", processes, stack)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
         metrics = ToldMetrics(
@@ -122,6 +127,8 @@ async def build(
         saver = BackgroundSaver(checkpoints)
         stack.push_async_callback(asyncio.to_thread, saver.close)
         background = await stack.enter_async_context(asyncio.TaskGroup())
+        if isinstance(policy, LeadingPolicy):
+            stack.callback(policy.expect_the_end)
         yield System(
             recipe=recipe,
             run=run,
@@ -155,6 +162,7 @@ async def build(
             best=BestSoFar(read_metrics(run.metrics)),
             critic=critic,
             reference=reference,
+            far_rows=far_rows,
         )
 
 

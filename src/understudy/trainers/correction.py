@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from understudy.config import LossConfig
@@ -13,7 +11,7 @@ from understudy.losses.correction import (
     importance_weights,
     mismatch_metrics,
 )
-from understudy.types.batch import Batch
+from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 
 
@@ -35,7 +33,7 @@ def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
     return updates > 1 and (loss.task_coef > 0 or (loss.policy_gradient and loss.distill_coef > 0))
 
 
-def corrected(batch: Batch, old: Jagged, loss: LossConfig) -> tuple[Batch, dict[str, float]]:
+def corrected(batch: AnyBatch, old: Jagged, loss: LossConfig) -> tuple[AnyBatch, dict[str, float]]:
     """The batch with its importance weights, where the recipe asks for some, and the distance in numbers."""
     lengths = old.lengths.tolist()
     behaviour_N = behaviour_of(batch)
@@ -45,9 +43,10 @@ def corrected(batch: Batch, old: Jagged, loss: LossConfig) -> tuple[Batch, dict[
         return batch, metrics
     weights_N = importance_weights(old.values, behaviour_N, lengths, settings)
     metrics |= correction_metrics(weights_N, old.values, behaviour_N, lengths, settings)
-    return replace(batch, importance=Jagged(weights_N, old.offsets)), metrics
+    return batch.with_columns(importance=Jagged(weights_N, old.offsets)), metrics
 
 
-def behaviour_of(batch: Batch) -> torch.Tensor:
+def behaviour_of(batch: AnyBatch) -> torch.Tensor:
     """[N]: the engine's logprobs of the loss-bearing tokens, all rows one after another."""
-    return batch.behaviour_logprobs.values[batch.loss_mask.values]
+    here = batch.streams()
+    return here.behaviour_logprobs.values[here.loss_mask.values]

@@ -22,6 +22,7 @@ from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.policy.state import PolicyState
 from understudy.trainers.loading import load_model
 from understudy.types.batch import Batch
+from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal
 
@@ -47,7 +48,7 @@ class Critic:
     def values(self, batch: Batch, max_tokens: int) -> Jagged:
         return self.policy.read(batch, token_values, max_tokens)
 
-    def update(self, batch: Batch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult:
+    def update(self, batch: AnyBatch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult:
         return self.policy.update(batch, self._objective, weights, max_tokens, ends_step=ends_step)
 
 

@@ -3,6 +3,7 @@
     engine    who generates                        new weights
     hf        this process                         none to move: engine and policy share their tensors
     hf        `processes` of its own               a snapshot in memory that each process copies in between two tokens
+    hf        `processes` on other machines        the same, broadcast to all of them (`cluster.roles.rollout`)
     vllm      servers we start, watch, restart     a snapshot in memory that each server loads in place
     vllm      running servers at `urls`            the same, through `rollout.snapshots`
     sglang    running servers at `urls`            the same, by SGLang's own route
@@ -27,9 +28,9 @@ from understudy.engines.gpu_handover import GpuHandover
 from understudy.engines.hf import HFEngine
 from understudy.engines.remote import RemoteEngine
 from understudy.engines.schedule import Batching
-from understudy.engines.vllm import ChildLauncher, VLLMSettings, start_vllm
+from understudy.engines.vllm import VLLMSettings, start_vllm
 from understudy.errors import ConfigError
-from understudy.trainers.hosts import hosts_of
+from understudy.trainers.hosts import HostLauncher, hosts_of
 from understudy.trainers.loading import LoadedModel
 from understudy.trainers.student_servers import endpoints_of, vllm_python
 from understudy.weights.base import WeightPublisher, WeightSource
@@ -81,7 +82,7 @@ def sampling_of(recipe: Recipe, student: LoadedModel) -> Sampling:
 async def open_engine(
     recipe: Recipe,
     student: LoadedModel,
-    launcher: ChildLauncher,
+    launcher: HostLauncher,
     notes: Notes,
     *,
     shared: bool,
@@ -89,7 +90,7 @@ async def open_engine(
 ) -> Engine:
     """`shared`: nobody generates while the optimizer writes, so an engine in this process may use the trained tensors."""
     if recipe.rollout.engine != "hf":
-        return await _remote(recipe, student, launcher, notes, shared)
+        return await _remote(recipe, student, launcher, notes, shared, seeded=deterministic)
     if recipe.rollout.processes:
         notes.phase(f"starting {recipe.rollout.processes} engine process(es)")
         length = context_of(recipe, student)
@@ -109,7 +110,7 @@ def publisher_of(recipe: Recipe, policy: TrainedPolicy, engine: Engine, *, share
 
 
 async def _remote(
-    recipe: Recipe, student: LoadedModel, launcher: ChildLauncher, notes: Notes, at_rest: bool
+    recipe: Recipe, student: LoadedModel, launcher: HostLauncher, notes: Notes, at_rest: bool, seeded: bool
 ) -> RemoteEngine:
     """Over servers: ours, started here, or running ones. `at_rest`: nobody trains while they generate, so a server on our own
     GPU may read the trained tensors at any time it comes back."""
@@ -121,13 +122,14 @@ async def _remote(
         notes.phase(f"starting {rollout.replicas} vLLM server(s)")
         handover = GpuHandover() if at_rest and student.device.type == "cuda" else None
         settings = vllm_settings(recipe, student)
-        return await start_vllm(settings, launcher, snapshots=snapshots, handover=handover)
+        return await start_vllm(settings, launcher, snapshots=snapshots, handover=handover, seeded=seeded)
     return RemoteEngine(
         DIALECTS[rollout.engine],
         endpoints_of(rollout),
         model=rollout.served_model,
         max_length=context_of(recipe, student),
         snapshots=snapshots,
+        seeded=seeded,
     )
 
 

@@ -11,11 +11,14 @@ the cursor in its order and how many are asked for follows from rewards alone, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import GroupFilter, no_signal
 from understudy.errors import DataError
 from understudy.trainers.produce import produce_step
 from understudy.trainers.system import PARTITION, System
+from understudy.types.prompt import Prompt
 
 
 def install_filters(system: System) -> None:
@@ -37,16 +40,27 @@ async def fill_step(system: System, step: int) -> dict[str, float]:
         taken += missing
         refills += 1
     if missing == wanted:
-        raise DataError(
-            f"step {step} has nothing to learn from: all sessions of each of {taken} prompts got the same reward. Raise "
-            "rollout.n or rollout.temperature, choose other prompts, or set rollout.filter_groups = false"
-        )
+        raise nothing_to_learn(step, taken)
     if refills:
         system.view.phase("")
-    return {
-        "rollout/filtered_prompts": float(taken - (wanted - missing)),
-        "rollout/refills": float(refills),
-    }
+    return refill_metrics(taken - (wanted - missing), refills)
+
+
+def refill_metrics(filtered: int, refills: int) -> dict[str, float]:
+    return {"rollout/filtered_prompts": float(filtered), "rollout/refills": float(refills)}
+
+
+def nothing_to_learn(step: int, taken: int) -> DataError:
+    return DataError(
+        f"step {step} has nothing to learn from: all sessions of each of {taken} prompts got the same reward. Raise "
+        "rollout.n or rollout.temperature, choose other prompts, or set rollout.filter_groups = false"
+    )
+
+
+async def without_rows(system: System, prompts: Sequence[Prompt]) -> int:
+    """How many of these prompts have no row in flight: filtered, or failed in every session."""
+    held = {split_key(key)[0] for key in await system.plane.list(PARTITION)}
+    return sum(prompt.key not in held for prompt in prompts)
 
 
 async def _prompts_held(system: System, step: int) -> int:

@@ -23,19 +23,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from understudy.dataplane.base import Count, Lease, Order
+from understudy.dataplane.base import Count, Lease, Order, split_key
 from understudy.errors import DataError
 from understudy.observability.faults import point
 from understudy.policy.policy import StepResult
 from understudy.trainers.admission import AdmissionController
 from understudy.trainers.evaluate import evaluate
+from understudy.trainers.filters import install_filters, nothing_to_learn, refill_metrics, without_rows
 from understudy.trainers.gather import Arrivals, Gather
 from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.lending import Lender, lender_of
 from understudy.trainers.meters import BusyMeter, metered
 from understudy.trainers.produce import produce_step
 from understudy.trainers.resume import checkpoint_due, save_checkpoint
@@ -48,15 +51,31 @@ from understudy.trainers.update import batch_of, claim_batch, step_metrics, trai
 from understudy.trainers.usage import usage_metrics
 from understudy.trainers.window_cursor import WindowCursor
 from understudy.trainers.windows import Windows
-from understudy.types.batch import Batch
+from understudy.types.far_batch import AnyBatch
 from understudy.types.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
 
+_INTERPRETER_TURN = 0.0005
+"""Seconds after which a thread that runs Python lets another one in. The event loop, the engine's thread and the trainer's share
+one interpreter here, and an engine that comes back from the GPU has only a little to do before the GPU works again: with Python's
+own 5 ms a busy event loop would hold it up at every token."""
+
+
 async def train_fully_async(system: System, stop: Interrupts) -> int:
     """Run until the recipe's last step, or until somebody asks to stop; returns the last step taken."""
-    run = _AsyncRun.of(system)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _INTERPRETER_TURN))
+    try:
+        return await _train(system, stop)
+    finally:
+        sys.setswitchinterval(before)
+
+
+async def _train(system: System, stop: Interrupts) -> int:
+    install_filters(system)
+    run = await _AsyncRun.of(system)
     step = run.first_step
     if step == 0:
         line = await evaluate(run.system, step=0, teachers=True)
@@ -70,6 +89,8 @@ async def train_fully_async(system: System, stop: Interrupts) -> int:
             # What is still being made is in the journal as far as it got; a resume takes it up from there.
             admission.cancel()
             run.abandon_producers()
+            if run.lender is not None:
+                await run.lender.here.close()
 
 
 @dataclass(slots=True)
@@ -78,6 +99,10 @@ class _Production:
 
     unfinished: int
     """Prompts not yet admitted, or not yet through."""
+    filtered: int = 0
+    """Prompts that taught nothing and were taken out (`rollout.filter_groups`)."""
+    refills: int = 0
+    """The most often one of its places had to be filled again."""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def finish(self, prompts: int) -> None:
@@ -100,23 +125,26 @@ class _AsyncRun:
     teacher_meter: BusyMeter
     gather: Gather | None
     """One for the whole run, so that calls of prompts admitted at different times share batches; None: composed by key."""
+    lender: Lender | None
+    """None where the trainer's device is its own (`trainer.lend_after`)."""
     productions: dict[int, _Production] = field(default_factory=dict)
     producers: set[asyncio.Task[None]] = field(default_factory=set)
 
     @staticmethod
-    def of(system: System) -> _AsyncRun:
+    async def of(system: System) -> _AsyncRun:
         trainer = system.recipe.trainer
         windows = Windows(trainer.batch_size, trainer.sync_every, trainer.max_staleness, trainer.steps)
         step = system.policy.step
         trained = step // windows.sync_every
-        cursor = WindowCursor(system.cursor, windows, trained)
+        cursor = WindowCursor(system.cursor, windows, trained, await _assigned(system, windows))
         rollout_meter, teacher_meter = BusyMeter(), BusyMeter()
         turnstile = None if trainer.partial_rollouts else Turnstile()
+        lender = lender_of(system)
         watched = replace(
             system,
             cursor=cursor,
             turnstile=turnstile,
-            engine_lane=metered(system.engine_lane, rollout_meter),
+            engine_lane=metered(lender.as_lane() if lender else system.engine_lane, rollout_meter),
             teacher_lanes={name: metered(lane, teacher_meter) for name, lane in system.teacher_lanes.items()},
         )
         return _AsyncRun(
@@ -130,6 +158,7 @@ class _AsyncRun:
             rollout_meter=rollout_meter,
             teacher_meter=teacher_meter,
             gather=None if system.deterministic else Arrivals(),
+            lender=lender,
         )
 
     # --- admit ------------------------------------------------------------------------------------------------
@@ -150,7 +179,26 @@ class _AsyncRun:
 
     async def _produce(self, window: int, prompts: Sequence[Prompt]) -> None:
         await produce_step(self.system, prompts, self.windows.first_step(window), gather=self.gather)
+        if self.system.recipe.rollout.filter_groups:
+            await self._refill(window, prompts)
         self.production(window).finish(len(prompts))
+
+    async def _refill(self, window: int, prompts: Sequence[Prompt]) -> None:
+        """Other prompts in the places of those that taught nothing. A place keeps its slot and its window, and its new prompt is
+        written by weights at least as new, so the bound stands; no slot is waited for, so the trainer's wait still ends.
+
+        Prompts that a launch before took for these places do not count against `rollout.max_refills`.
+        """
+        most, refills, production = self.system.recipe.rollout.max_refills, 0, self.production(window)
+        while missing := await without_rows(self.system, prompts):
+            production.filtered += missing
+            owed = self.cursor.owes(window)
+            if refills == most and not owed:
+                break
+            refills += not owed
+            prompts = self.cursor.refill(window, missing)
+            await produce_step(self.system, prompts, self.windows.first_step(window), gather=self.gather)
+        production.refills = max(production.refills, refills)
 
     def production(self, window: int) -> _Production:
         if window not in self.productions:
@@ -186,7 +234,7 @@ class _AsyncRun:
         """One turn of the trainer; returns the step's metrics."""
         started, spans, system = time.monotonic(), self.system.spans, self.system
         with spans.span("wait for rows", step=step):
-            lease, batch, metrics = await self._claim(step)
+            lease, batch, metrics = await self._claim_lending(step)
         waited = time.monotonic() - started
         point("async.after_claim")
         depth = await system.plane.depth(PARTITION, fields=training_fields(system))
@@ -209,17 +257,42 @@ class _AsyncRun:
         metrics |= usage_metrics(system, result, seconds)
         return metrics | teacher_metrics(system) | system.timings.take()
 
-    async def _claim(self, step: int) -> tuple[Lease, Batch, dict[str, float]]:
+    async def _claim(self, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
         """The rows of this update: the next ones of its window to be finished; all that is left for the window's last."""
         window = self.windows.of_step(step)
         first, production = self.windows.first_step(window), self.production(window)
         if step == self.windows.last_step(window):
             await production.complete.wait()
             del self.productions[window]
-            return await claim_batch(self.system, first)
+            if not self.system.recipe.rollout.filter_groups:
+                return await claim_batch(self.system, first)
+            places = self.windows.prompts_of(window)
+            if await self._rows_of(first) == 0 and production.filtered >= len(places):
+                raise nothing_to_learn(step, production.filtered)
+            lease, batch, metrics = await claim_batch(self.system, first)
+            return lease, batch, metrics | refill_metrics(production.filtered, production.refills)
         lease = await self._claim_next(first, step, production)
         batch, metrics = await batch_of(self.system, lease)
         return lease, batch, metrics
+
+    async def _claim_lending(self, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
+        """The rows of this update; while they are waited for, the trainer's device may help to write them."""
+        if self.lender is None:
+            return await self._claim(step)
+        started = time.monotonic()
+        async with self.lender.while_waiting(self.system.policy.step):
+            lease, batch, metrics = await self._claim(step)
+        decision = self.lender.decision.observe(time.monotonic() - started)
+        if decision:
+            logger.info("step %d: %s", step, decision)
+            self.system.view.note(f"step {step}: {decision}")
+        return lease, batch, metrics | self.lender.take_counts()
+
+    async def _rows_of(self, first: int) -> int:
+        depth = await self.system.plane.depth(
+            PARTITION, fields=training_fields(self.system), where={"step": first}
+        )
+        return depth.ready
 
     async def _claim_next(self, first: int, step: int, production: _Production) -> Lease:
         """A batch of whole prompts in order of arrival, or a fair share where too many of the window's rows failed."""
@@ -296,3 +369,11 @@ class _AsyncRun:
             "perf/async/rollout_idle": self.rollout_meter.take_idle(),
             "perf/async/teacher_idle": self.teacher_meter.take_idle(),
         }
+
+
+async def _assigned(system: System, windows: Windows) -> dict[str, int]:
+    """Window by prompt of every row in flight that an earlier launch left; empty where the cursor's order says it already."""
+    if not system.recipe.rollout.filter_groups:
+        return {}
+    rows = await system.plane.list(PARTITION)
+    return {split_key(key)[0]: windows.of_step(row.step) for key, row in rows.items()}

@@ -6,15 +6,17 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from understudy.config import Recipe
-from understudy.engines.hosted import HostedEngine
+from understudy.engines.hosted import HostedEngine, Restarts
+from understudy.engines.hosted_delivery import WeightDelivery
 from understudy.engines.hosted_weights import Snapshots
 from understudy.engines.replicas import Endpoint
 from understudy.engines.schedule import Batching
-from understudy.engines.vllm import ChildLauncher
+from understudy.engines.vllm import Child, ChildLauncher
 from understudy.trainers.loading import LoadedModel
 
 HOST_MODULE = "understudy.engines.host"
@@ -49,16 +51,28 @@ class HostSettings:
         return words + (["--revision", self.revision] if self.revision else [])
 
 
-class LocalHosts:
-    """Starts and restarts engine processes on this machine (an `engines.hosted.HostKeeper`)."""
+class HostLauncher(ChildLauncher, Protocol):
+    """A launcher that may start processes on other machines too."""
+
+    @property
+    def address(self) -> str: ...
+
+    def is_elsewhere(self, name: str) -> bool: ...
+
+    def shares_memory(self, name: str) -> bool: ...
+
+
+class Hosts:
+    """Starts and restarts engine processes, here or wherever the launcher has a place (an `engines.hosted.HostKeeper`)."""
 
     def __init__(
-        self, launcher: ChildLauncher, arguments: Sequence[str], env: Sequence[Mapping[str, str]]
+        self, launcher: HostLauncher, arguments: Sequence[str], env: Sequence[Mapping[str, str]]
     ) -> None:
         self._launcher, self._arguments = launcher, arguments
         # The token goes through the environment: command lines are readable by every user of the machine.
         self._token = secrets.token_urlsafe(24)
         self._env = [{**one, "UNDERSTUDY_TOKEN": self._token} for one in env]
+        self._children: dict[str, Child] = {}
 
     @property
     def names(self) -> list[str]:
@@ -66,12 +80,20 @@ class LocalHosts:
 
     async def restart(self, name: str) -> Endpoint:
         await self.stop(name)
-        env = self._env[self.names.index(name)]
-        child = await self._launcher.start(process_name(name), HOST_MODULE, self._arguments, env)
-        return Endpoint(child.ready["url"], key=self._token)
+        env, process = self._env[self.names.index(name)], process_name(name)
+        arguments = list(self._arguments)
+        if self._launcher.is_elsewhere(process):  # it may lose its launcher there while we live on
+            arguments.append("--keep-weights")
+        child = await self._launcher.start(process, HOST_MODULE, arguments, env)
+        self._children[name] = child
+        shares = self._launcher.shares_memory(process)
+        return Endpoint(child.ready["url"], key=self._token, shares_memory=shares)
 
     async def stop(self, name: str) -> None:
         await self._launcher.stop(process_name(name))
+
+    def alive(self, name: str) -> bool:
+        return name in self._children and self._children[name].alive
 
 
 def process_name(host: str) -> str:
@@ -80,11 +102,12 @@ def process_name(host: str) -> str:
 
 
 async def start_hosts(
-    launcher: ChildLauncher,
+    launcher: HostLauncher,
     settings: HostSettings,
     env: Sequence[Mapping[str, str]],
     *,
     weight_bytes: int,
+    restarts: Restarts | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> HostedEngine:
     """One engine process per entry of `env` (its environment), all started at once, and the engine that speaks to them.
@@ -94,7 +117,7 @@ async def start_hosts(
     snapshots = await asyncio.to_thread(Snapshots, weight_bytes)
     threads = {"OMP_NUM_THREADS": str(settings.threads)}
     arguments = settings.arguments(str(snapshots.folder))
-    keeper = LocalHosts(launcher, arguments, [{**threads, **one} for one in env])
+    keeper = Hosts(launcher, arguments, [{**threads, **one} for one in env])
     starting = [asyncio.ensure_future(keeper.restart(name)) for name in keeper.names]
     try:
         endpoints = await asyncio.gather(*starting)
@@ -105,13 +128,16 @@ async def start_hosts(
         await asyncio.gather(*(keeper.stop(name) for name in keeper.names))
         snapshots.close()
         raise
-    return HostedEngine(endpoints, keeper, snapshots, batching=settings.batching, notify=notify)
+    delivery = WeightDelivery(snapshots, launcher.address)
+    return HostedEngine(
+        endpoints, keeper, delivery, batching=settings.batching, restarts=restarts, notify=notify
+    )
 
 
 async def hosts_of(
     recipe: Recipe,
     student: LoadedModel,
-    launcher: ChildLauncher,
+    launcher: HostLauncher,
     *,
     max_length: int,
     deterministic: bool,
@@ -135,5 +161,10 @@ async def hosts_of(
     env: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": one} for one in rollout.devices]
     size = sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters())
     return await start_hosts(
-        launcher, settings, env or [{}] * rollout.processes, weight_bytes=size, notify=notify
+        launcher,
+        settings,
+        env or [{}] * rollout.processes,
+        weight_bytes=size,
+        restarts=Restarts(most=recipe.cluster.restarts.rollout),
+        notify=notify,
     )

@@ -12,18 +12,23 @@ EXIT_NOW = 130
 
 
 class Interrupts:
-    """`with Interrupts(on_first, on_second) as stop:` … `stop.requested` is looked at between steps.
+    """`with Interrupts(on_first) as stop:` … `stop.requested` is looked at between steps.
 
     Until `training` is set, the first interrupt cancels the task that is starting things up: there is nothing to save.
     """
 
-    def __init__(self, on_first: Callable[[str], None], on_second: Callable[[], None]) -> None:
+    def __init__(self, on_first: Callable[[str], None], on_second: Callable[[], None] = lambda: None) -> None:
         self.requested = False
         self.training = False
         self._on_first = on_first
         self._on_second = on_second
         self._task: asyncio.Task[object] | None = None
         self._installed: list[signal.Signals] = []
+
+    def starting(self, on_second: Callable[[], None]) -> None:
+        """Things are being started up (again); `on_second` ends them at once."""
+        self.training = False
+        self._on_second = on_second
 
     def __enter__(self) -> Interrupts:
         self._task = asyncio.current_task()

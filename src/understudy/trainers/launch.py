@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from torch import OutOfMemoryError
+
 from understudy.api import Run
 from understudy.config import Recipe
-from understudy.errors import ConfigError, UnderstudyError
+from understudy.errors import ConfigError, RankLost, UnderstudyError
 from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
@@ -25,7 +27,9 @@ from understudy.trainers.build import build, is_deterministic
 from understudy.trainers.changes import Change, changed_recipe
 from understudy.trainers.fully_async import train_fully_async
 from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.memory import explained
 from understudy.trainers.preflight import describe, preflight
+from understudy.trainers.restarts import last_checkpoint_step, with_restarts
 from understudy.trainers.resume import finish_saving, forget_after, last_checkpoint, restore
 from understudy.trainers.sync import train_sync
 from understudy.trainers.vitals import vitals
@@ -78,38 +82,18 @@ async def _train(
         _write_recipe(recipe, run)
         logger.info("resumed with changes: %s", "; ".join(map(str, changes)))
     handler = log_to(run.logs / "trainer.log")
-    processes = processes_of(recipe, run)
     outcome, detail, steps = "failed", "", 0
     facts: dict[str, object] = {"objective": describe(recipe).name}
     try:
-        with (
-            LiveView(recipe.trainer.steps, enabled=progress) as view,
-            Interrupts(view.note, processes.kill_now) as stop,
-        ):
+        with LiveView(recipe.trainer.steps, enabled=progress) as view, Interrupts(view.note) as stop:
             _write_state(run, "running", "", facts)
-            view.phase(f"run directory {run.path}")
-            checkpoint = last_checkpoint(run, recipe.trainer.keep_checkpoints)
-            if checkpoint and checkpoint.step >= recipe.trainer.steps:
-                view.note(f"nothing to do: {run.path} took all its {checkpoint.step} steps already")
-            forget_after(run, checkpoint.step if checkpoint else None)
-            async with build(recipe, run, processes, view) as system:
-                await system.plane.rewind(
-                    checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic
-                )
-                if checkpoint:
-                    await restore(system, checkpoint)
-                    await system.publisher.publish(checkpoint.step)
-                    view.note(f"continuing after step {checkpoint.step}")
-                stop.training = True
-                async with watched(
-                    system.spans, run.waits, recipe.trainer.stall_seconds, view.note, partial(vitals, system)
-                ):
-                    steps = await _TRAINERS[recipe.trainer.mode](system, stop)
-                await finish_saving(system)
-                facts |= {
-                    "rows_trained": system.tally.rows_trained,
-                    "dead_letters": system.tally.dead_letters,
-                }
+            steps = await with_restarts(
+                lambda: _attempt(recipe, run, view, stop, facts),
+                recipe.cluster.restarts.student,
+                partial(last_checkpoint_step, run),
+                stop,
+                view.note,
+            )
         outcome = "finished" if steps >= recipe.trainer.steps else "stopped"
     except asyncio.CancelledError:
         outcome, detail = "stopped", "interrupted while starting"
@@ -117,9 +101,8 @@ async def _train(
     except BaseException as error:
         detail = f"{type(error).__name__}: {error}"
         logger.exception("the run failed")
-        raise _first_cause(error) from None
+        raise
     finally:
-        await processes.close()
         _write_state(run, outcome, detail, facts)
         logging.getLogger("understudy").removeHandler(handler)
         handler.close()
@@ -129,14 +112,50 @@ async def _train(
     return Run(run.path, steps, read_metrics(run.metrics))
 
 
+async def _attempt(
+    recipe: Recipe, run: RunDir, view: LiveView, stop: Interrupts, facts: dict[str, object]
+) -> int:
+    """From the last checkpoint to the recipe's last step, or until somebody asks to stop; returns the last step taken."""
+    processes = processes_of(recipe, run)
+    stop.starting(processes.kill_now)
+    try:
+        view.phase(f"run directory {run.path}")
+        checkpoint = last_checkpoint(run, recipe.trainer.keep_checkpoints)
+        if checkpoint and checkpoint.step >= recipe.trainer.steps:
+            view.note(f"nothing to do: {run.path} took all its {checkpoint.step} steps already")
+        forget_after(run, checkpoint.step if checkpoint else None)
+        async with build(recipe, run, processes, view) as system:
+            await system.plane.rewind(
+                checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic
+            )
+            if checkpoint:
+                await restore(system, checkpoint)
+                await system.publisher.publish(checkpoint.step)
+                view.note(f"continuing after step {checkpoint.step}")
+            stop.training = True
+            async with watched(
+                system.spans, run.waits, recipe.trainer.stall_seconds, view.note, partial(vitals, system)
+            ):
+                steps = await _TRAINERS[recipe.trainer.mode](system, stop)
+            await finish_saving(system)
+            facts |= {"rows_trained": system.tally.rows_trained, "dead_letters": system.tally.dead_letters}
+        return steps
+    except (BaseExceptionGroup, OutOfMemoryError) as error:
+        raise explained(_first_cause(error), recipe) from None
+    finally:
+        await processes.close()
+
+
 def _write_state(run: RunDir, status: str, detail: str, facts: dict[str, object]) -> None:
     state = {"status": status, "detail": detail, "pid": os.getpid(), **facts}
     write_atomically(run.state, json.dumps(redact(state), indent=1) + "\n")
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Out of a task group, the first of our own errors: the others followed from it."""
+    """Out of a task group, the first of our own errors: the others followed from it, and all of them from a lost rank."""
     while isinstance(error, BaseExceptionGroup):
+        lost = error.subgroup(RankLost)
+        error = lost or error
         ours = [inner for inner in error.exceptions if isinstance(inner, UnderstudyError)]
         error = ours[0] if ours else error.exceptions[0]
     return error

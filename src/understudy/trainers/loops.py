@@ -1,20 +1,33 @@
-"""Agent loops as a recipe asks for them: in this process, or in worker processes."""
+"""Agent loops as a recipe asks for them: in this process, in worker processes, or in workers on other machines."""
 
 from __future__ import annotations
 
+import secrets
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
 from understudy.rollout.loops import LoopChoice, Loops
 from understudy.rollout.render import Renderer
+from understudy.rollout.worker_line import WORKER_MODULE, OpenLine, PipeLine, SwitchBoard
 from understudy.rollout.workers import LoopWorkers
 
 
-async def open_loops(recipe: Recipe, renderer: Renderer, tokenizer_folder: Path) -> Loops:
-    """Ready to run. Workers read the tokenizer from `tokenizer_folder`, so that all use the very one this run uses."""
+async def open_loops(
+    recipe: Recipe,
+    renderer: Renderer,
+    tokenizer_folder: Path,
+    processes: LocalProcesses,
+    stack: AsyncExitStack,
+) -> Loops:
+    """Ready to run, and closed by `stack`. Workers read the tokenizer from `tokenizer_folder`, in the run directory, so that all
+    use the very one this run uses."""
     rollout = recipe.rollout
     if rollout.workers == 0:
-        return LoopChoice(rollout.agent, rollout.agent_options)
+        here = LoopChoice(rollout.agent, rollout.agent_options)
+        stack.push_async_callback(here.close)
+        return here
     renderer.tokenizer.save_pretrained(tokenizer_folder)
     workers = LoopWorkers(
         rollout.workers,
@@ -24,10 +37,34 @@ async def open_loops(recipe: Recipe, renderer: Renderer, tokenizer_folder: Path)
         reserve=rollout.max_new_tokens,
         options=rollout.agent_options,
         template_options=rollout.template_options,
+        open_line=await _lines(processes, stack),
     )
-    try:
-        await workers.start()
-    except BaseException:
-        await workers.close()
-        raise
+    stack.push_async_callback(workers.close)
+    await workers.start()
     return workers
+
+
+async def _lines(processes: LocalProcesses, stack: AsyncExitStack) -> OpenLine:
+    """Workers are started here, or wherever the launcher has a place for them (`cluster.roles.workers`)."""
+    if not processes.is_elsewhere(_name(0)):
+        return PipeLine.open
+    token = secrets.token_urlsafe(24)
+
+    async def launch(number: int, address: str) -> int:
+        await processes.stop(_name(number))
+        arguments = ["--call", address, "--number", str(number)]
+        # The token goes through the environment: command lines are readable by every user of the machine.
+        child = await processes.start(_name(number), WORKER_MODULE, arguments, {"UNDERSTUDY_TOKEN": token})
+        return int(child.ready["pid"])
+
+    async def dismiss(number: int) -> None:
+        await processes.stop(_name(number))
+
+    board = SwitchBoard(launch, dismiss, token)
+    await board.listen(processes.address)
+    stack.push_async_callback(board.close)
+    return board.open
+
+
+def _name(number: int) -> str:
+    return f"rollout-worker-{number}"

@@ -29,7 +29,7 @@ from understudy.losses.advantages import (
 from understudy.losses.estimators import estimate
 from understudy.trainers.correction import behaviour_of, corrected, needs_old_logprobs
 from understudy.trainers.system import System
-from understudy.types.batch import Batch
+from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.trajectory import StopReason
 
@@ -38,7 +38,7 @@ from understudy.types.trajectory import StopReason
 class Prepared:
     """A batch ready to be cut into updates."""
 
-    batch: Batch
+    batch: AnyBatch
     old_logprobs: Jagged | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Prepared:
         self.seconds[name] = time.perf_counter() - started
 
 
-def prepare(system: System, batch: Batch, updates: int) -> Prepared:
+def prepare(system: System, batch: AnyBatch, updates: int) -> Prepared:
     recipe = system.recipe
     loss, max_tokens = recipe.loss, recipe.trainer.micro_batch_tokens
     ready = Prepared(batch)
@@ -60,12 +60,14 @@ def prepare(system: System, batch: Batch, updates: int) -> Prepared:
         ready.batch, ready.metrics = corrected(ready.batch, ready.old_logprobs, loss)
     if system.reference is not None:
         with ready.timed("reference"):
-            known = system.reference.logprobs(batch, max_tokens, loss.student_temperature)
-        ready.batch = replace(ready.batch, reference_logprobs=known)
+            known = system.reference.logprobs(batch.streams(), max_tokens, loss.student_temperature)
+        ready.batch = ready.batch.with_columns(reference_logprobs=known)
     if loss.task_coef > 0:
         if system.critic is not None:
             with ready.timed("values"):
-                ready.batch = replace(ready.batch, values=system.critic.values(batch, max_tokens))
+                ready.batch = ready.batch.with_columns(
+                    values=system.critic.values(batch.streams(), max_tokens)
+                )
         rewards = penalised(ready.batch, recipe.rollout.max_new_tokens, recipe.rollout.overlong_buffer,
                             recipe.rollout.overlong_penalty)  # fmt: skip
         ready.batch = replace(ready.batch, rewards=rewards)
@@ -78,50 +80,56 @@ def prepare(system: System, batch: Batch, updates: int) -> Prepared:
 
 
 def with_advantages(
-    batch: Batch, kind: str, *, penalty_N: torch.Tensor | None = None, gamma: float = 1.0, lam: float = 1.0
-) -> Batch:
+    batch: AnyBatch,
+    kind: str,
+    *,
+    penalty_N: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> AnyBatch:
     """Task rewards as one advantage per loss-bearing token; group-based kinds are normalised within each prompt's group.
 
     `penalty_N` is taken off the reward of each token (KL to a reference). `gae` also sets `returns`.
     """
     rewards_B = torch.tensor(batch.rewards)
-    lengths_B = [int(mask.sum()) for mask in batch.loss_mask]
+    lengths_B = batch.loss_lengths
     offsets = torch.tensor([0, *lengths_B], dtype=torch.int64).cumsum(0)
     if kind in SEQUENCE_ADVANTAGES:
         if penalty_N is not None:
-            rewards_B = rewards_B - torch.stack([part.sum() for part in penalty_N.split(lengths_B)])
+            rewards_B = rewards_B - torch.stack([part.sum() for part in penalty_N.split(list(lengths_B))])
         groups_B = [split_key(key)[0] for key in batch.keys]
         advantages_N = to_tokens(SEQUENCE_ADVANTAGES[kind](rewards_B, groups_B), lengths_B)
-        return replace(batch, advantages=Jagged(advantages_N, offsets))
+        return batch.with_columns(advantages=Jagged(advantages_N, offsets))
     if not bool(torch.isfinite(rewards_B).all()):
         raise LossInputError("a row has no finite reward; a failed reward must be dropped, not averaged.")
     rewards_N = reward_at_end(rewards_B, lengths_B)
     if penalty_N is not None:
         rewards_N = rewards_N - penalty_N
     if kind == "reinforce++":
-        return replace(batch, advantages=Jagged(reinforce_plus_plus(rewards_N, lengths_B, gamma), offsets))
+        return batch.with_columns(
+            advantages=Jagged(reinforce_plus_plus(rewards_N, lengths_B, gamma), offsets)
+        )
     if batch.values is None:
         raise LossInputError("advantage = 'gae' needs the critic's values, which are missing.")
     advantages_N, returns_N = gae(rewards_N, batch.values.values, lengths_B, gamma, lam)
-    return replace(batch, advantages=Jagged(advantages_N, offsets), returns=Jagged(returns_N, offsets))
+    return batch.with_columns(advantages=Jagged(advantages_N, offsets), returns=Jagged(returns_N, offsets))
 
 
-def penalised(batch: Batch, max_length: int, buffer: int | None, penalty: float) -> tuple[float, ...]:
+def penalised(batch: AnyBatch, max_length: int, buffer: int | None, penalty: float) -> tuple[float, ...]:
     """The rewards after the soft over-long penalty."""
     if buffer is None:
         return batch.rewards
-    lengths = [int(mask.sum()) for mask in batch.loss_mask]
     return tuple(
         reward + penalty * overlong_penalty(length, max_length, buffer)
-        for reward, length in zip(batch.rewards, lengths, strict=True)
+        for reward, length in zip(batch.rewards, batch.loss_lengths, strict=True)
     )
 
 
-def rows_to_train(batch: Batch, overlong: str) -> list[int]:
+def rows_to_train(batch: AnyBatch, overlong: str) -> list[int]:
     """Rows that bear loss; without those that ran out of budget, where the recipe drops them."""
     cut = [overlong == "drop" and reason == StopReason.LENGTH for reason in batch.stop_reasons]
     cut = cut or [False] * len(batch)
-    return [row for row, mask in enumerate(batch.loss_mask) if not cut[row] and bool(mask.any())]
+    return [row for row, length in enumerate(batch.loss_lengths) if not cut[row] and length]
 
 
 def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor | None:

@@ -24,6 +24,7 @@ from understudy.errors import ClusterError, DataError, DataPlaneError, EngineErr
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.seeds import derive_seed
 from understudy.teacher.score import score_mixture
+from understudy.trainers.batches import SCORED, SIZES, sizes_of
 from understudy.trainers.gather import Arrivals, Cohort, Gather
 from understudy.trainers.system import PARTITION, System
 from understudy.types.batch import BatchMeta
@@ -33,8 +34,6 @@ from understudy.types.trajectory import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
-SCORED = "teacher"
-"""The column that is there once a row's scores are."""
 CANDIDATES = "candidate_ids"
 """The column of the student's own best ids, where the teacher is asked about them."""
 _INFRASTRUCTURE = (ClusterError, DataPlaneError, EngineError)
@@ -256,6 +255,7 @@ def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
         "loss_mask": trajectory.loss_mask,
         "behaviour_logprobs": trajectory.behaviour_logprobs,
         "weight_versions": trajectory.weight_versions,
+        SIZES: sizes_of(trajectory),
         "stop_reason": str(trajectory.stop_reason),
         "reward": trajectory.reward,
         "turns": trajectory.turns,

@@ -8,12 +8,8 @@ It ends when rank 0 says so, and at once when the pipe given by `--watch-fd` clo
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import logging
-import os
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,16 +21,20 @@ from understudy.errors import UnderstudyError
 from understudy.observability.rundir import RunDir, read_json, write_atomically
 from understudy.policy.follow import follow
 from understudy.policy.policy import Policy
-from understudy.policy.shard import leave
+from understudy.policy.shard import is_about_a_connection, leave
+from understudy.serving.child import end_with_launcher, write_ready_file
 from understudy.trainers.build import load_student_of, objective_of, policy_settings, steady_torch
+from understudy.trainers.far_rows import QueueRows
 from understudy.trainers.ranks import FAILED, LOST_COMPANY, join_at, refusal_file
+
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if options.watch_fd is not None:
-        _end_with_the_launcher(options.watch_fd)
+        end_with_launcher(options.watch_fd, code=LOST_COMPANY)
     joined = False
     try:
         recipe = parse_recipe(read_json(RunDir.open(options.run).recipe))
@@ -45,12 +45,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         group = join_at(options.rank, options.size, options.rendezvous, student.device)
         joined = True
         policy = Policy(student.model, policy_settings(recipe), ranks=group)
-        write_atomically(options.ready_file, json.dumps({"rank": options.rank, "pid": os.getpid()}))
+        write_ready_file(options.ready_file, rank=options.rank)
 
         def refuse(number: int, reason: str) -> None:
             write_atomically(refusal_file(options.meeting, number, options.rank), reason)
 
-        follow(policy, objective_of(recipe), group, refuse)
+        rows: list[QueueRows] = []
+
+        def open_rows(address: str) -> QueueRows:
+            rows.append(QueueRows(address, recipe.dataplane.queue_timeout_seconds))
+            return rows[-1]
+
+        follow(policy, objective_of(recipe), group, refuse, open_rows)
+        for source in rows:
+            logger.info("fetched %d bytes of rows", source.bytes_got)
+            source.close()
         leave()
     except UnderstudyError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -58,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         traceback.print_exc()
         # A broken connection is what a rank sees of another one's end; the other's words matter more.
-        return LOST_COMPANY if joined and _is_about_a_connection(error) else FAILED
+        return LOST_COMPANY if joined and is_about_a_connection(error) else FAILED
     return 0
 
 
@@ -74,22 +83,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ready-file", type=Path, required=True)
     parser.add_argument("--watch-fd", type=int)
     return parser.parse_args(arguments)
-
-
-def _is_about_a_connection(error: Exception) -> bool:
-    if isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistBackendError):
-        return True
-    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "Connection" in str(error))
-
-
-def _end_with_the_launcher(descriptor: int) -> None:
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(descriptor, 4096):
-                pass
-        os._exit(LOST_COMPANY)
-
-    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

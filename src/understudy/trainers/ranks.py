@@ -7,7 +7,8 @@
     └──────────────────────────┘
 
 A rank that dies is told by its own last words within seconds: `Followers` sees its process end, whatever the group is
-waiting for. A rank that only refuses a command leaves a note in the meeting folder.
+waiting for. What becomes of the run then is decided in `restarts.py`. A rank that only refuses a command leaves a note in
+the meeting folder.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 
 from understudy.cluster.local import Child, LocalProcesses
 from understudy.config import Recipe
-from understudy.errors import ChildDied, ConfigError
+from understudy.errors import ConfigError, RankLost
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.policy.follow import LeadingPolicy
@@ -45,6 +46,8 @@ FAILED, LOST_COMPANY = 1, 4
 _LOOK_SECONDS = 0.5
 _LEAVE_SECONDS = 10.0
 _LAST_WORDS_BYTES = 8192
+SUPERVISOR_GONE = "(its supervisor is gone"
+"""How the log of a process elsewhere ends when its machine does."""
 Result = TypeVar("Result")
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -109,7 +112,7 @@ class Followers:
             name, "understudy.trainers.rank_process", arguments
         )
 
-    def lost(self) -> ChildDied | None:
+    def lost(self) -> RankLost | None:
         """The error of the first rank that ended by its own fault; of one that lost company only if there is no other."""
         if self._sent_home:
             return None
@@ -146,20 +149,20 @@ class Followers:
         await asyncio.gather(*(self._processes.stop(child.name) for child in self._children.values()))
         shutil.rmtree(self.meeting, ignore_errors=True)
 
-    def _obituary(self, rank: int) -> ChildDied:
+    def _obituary(self, rank: int) -> RankLost:
         child = self._children[rank]
         code = child.process.returncode
         where = f"rank {rank} of {self._size}"
-        if code < 0:
-            name = signal.Signals(-code).name
-            return ChildDied(
-                f"{where} was killed by {name} (out of memory, or by somebody); resume the run; log: {child.log}"
-            )
         with child.log.open("rb") as handle:
             handle.seek(max(self._said_before[rank], child.log.stat().st_size - _LAST_WORDS_BYTES))
             lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
         words = lines[-1].strip() if lines else "it said nothing"
-        return ChildDied(f"{words} ({where} ended with code {code}; log: {child.log})")
+        if code < 0 and rank not in self.here and words.startswith(SUPERVISOR_GONE):
+            return RankLost(f"{where} went with its machine {words}; log: {child.log}")
+        if code < 0:
+            name = signal.Signals(-code).name
+            return RankLost(f"{where} was killed by {name} (out of memory, or by somebody); log: {child.log}")
+        return RankLost(f"{words} ({where} ended with code {code}; log: {child.log})")
 
 
 async def start_ranks(
@@ -179,6 +182,7 @@ async def start_ranks(
     size = recipe.trainer.ranks
     followers, thread = Followers(processes, run, size), RankThread()
     _one_device_each(len(followers.here), student.device)
+    stack.callback(thread.close)
     stack.push_async_callback(_leave, thread)
     stack.push_async_callback(followers.close)
 
@@ -220,6 +224,14 @@ async def _go_home(
         await _leave(thread)
     else:
         followers.end_at_once()
+
+
+async def forget_group() -> bool:
+    """Whether this process may join ranks again: not while a call to the lost ones still waits for them."""
+    with suppress(Exception):
+        async with asyncio.timeout(_LEAVE_SECONDS):
+            await asyncio.to_thread(leave)
+    return not torch.distributed.is_initialized()
 
 
 async def _leave(thread: RankThread) -> None:

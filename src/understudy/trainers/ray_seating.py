@@ -1,19 +1,20 @@
 """A recipe's roles as homes on a Ray cluster.
 
-[cluster.pools.NAME]     a bundle per node, each on a machine of its own; teachers of the pool sit where `seat` put them
+[cluster.pools.NAME]     a bundle per node, each on a machine of its own; who is in the pool sits where `seat` put it
 `standalone` teachers    a bundle per replica, on different machines where there are enough
-everybody else           beside the trainer, on its own machine: the student, its ranks, its engines
+everybody else           beside the trainer, on its own machine: the student, and ranks, engines, workers without a pool
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from understudy.cluster.placement import DeviceKind, Seat
+from understudy.cluster.placement import DeviceKind, Placement, Seat
 from understudy.cluster.ray_layout import Bundle, GroupWish, Home, NodeFacts, RayLayout, Spread
 from understudy.config import Recipe, TeacherConfig
 from understudy.errors import ClusterError
-from understudy.trainers.seating import STUDENT, seat, teacher_role
+from understudy.trainers.seating import ROLLOUT, STUDENT, WORKERS, seat, teacher_role
 
 
 def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
@@ -23,7 +24,8 @@ def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
     placement = seat(recipe, None).placement
     has_gpus = any(node.total.gpus for node in nodes)
     students = recipe.cluster.roles.get(STUDENT)
-    used = {teacher.pool for teacher in recipe.teachers.values() if teacher.placement == "pool"} | {students}
+    used = {teacher.pool for teacher in recipe.teachers.values() if teacher.placement == "pool"}
+    used |= set(recipe.cluster.roles.values())
     for name, pool in recipe.cluster.pools.items():
         if name in used:
             bundle = Bundle(pool.cpus_per_node, pool.gpus_per_node)
@@ -35,6 +37,9 @@ def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
             seats = placement.of(STUDENT, rank)
             if seats[0].node > 0:
                 homes[f"rank-{rank}"] = Home(f"pool {students}", seats[0].node, _share(seats))
+    if recipe.rollout.processes:
+        homes |= _in_pool(recipe, placement, ROLLOUT, "rollout", recipe.rollout.processes)
+    homes |= _in_pool(recipe, placement, WORKERS, "rollout-worker", recipe.rollout.workers)
     for name, teacher in recipe.teachers.items():
         role = teacher_role(name)
         if teacher.placement == "pool":
@@ -66,6 +71,24 @@ def beside_the_trainer(recipe: Recipe) -> Recipe:
             "cluster": recipe.cluster.model_copy(update={"pools": {}, "roles": {}}),
         }
     )
+
+
+def _in_pool(
+    recipe: Recipe, placement: Placement, role: Literal["rollout", "workers"], process: str, units: int
+) -> dict[str, Home]:
+    """Homes of a role's processes, where the recipe gives it a pool. A unit's seats are of one node: `seat` saw to it."""
+    pool = recipe.cluster.roles.get(role)
+    if pool is None:
+        return {}
+    found = {}
+    for unit in range(units):
+        seats = placement.of(role, unit)
+        if len({one.node for one in seats}) > 1:
+            raise ClusterError(
+                f"{role}/{unit} sits on several machines; lower run.threads\n{placement.draw(seats[0].pool, seats[0].kind)}"
+            )
+        found[f"{process}-{unit}"] = Home(f"pool {pool}", seats[0].node, _share(seats))
+    return found
 
 
 def _share(seats: Sequence[Seat]) -> Bundle:

@@ -22,6 +22,13 @@ MACHINE = "machine"
 """The pool of what the recipe's own pools left."""
 STUDENT: Final = "student"
 ROLLOUT: Final = "rollout"
+WORKERS: Final = "workers"
+
+
+_WAYS_OUT = {
+    ROLLOUT: "set rollout.processes, or take it out",
+    WORKERS: "set rollout.workers, or take it out",
+}
 
 
 def teacher_role(name: str) -> str:
@@ -105,12 +112,11 @@ def seat(recipe: Recipe, gpus: int | None) -> Seating:
 
 def with_rollout_devices(recipe: Recipe, seating: Seating, gpu_names: Sequence[str]) -> Recipe:
     """The same recipe with the GPUs of its rollout servers filled in, where the seating chose them."""
-    rollout = recipe.rollout
-    if not rollout.starts_servers or rollout.devices or ROLLOUT not in seating.claims:
+    rollout, claim = recipe.rollout, seating.claims.get(ROLLOUT)
+    if rollout.devices or claim is None or claim.kind is not DeviceKind.GPU:
         return recipe
     chosen = [
-        ",".join(gpu_names[index] for index in seating.gpus(ROLLOUT, unit))
-        for unit in range(rollout.replicas)
+        ",".join(gpu_names[index] for index in seating.gpus(ROLLOUT, unit)) for unit in range(claim.units)
     ]
     return recipe.model_copy(update={"rollout": rollout.model_copy(update={"devices": chosen})})
 
@@ -120,18 +126,19 @@ def _pool_claims(recipe: Recipe) -> list[Claim]:
     pools, claims = recipe.cluster.pools, []
     for role, pool in recipe.cluster.roles.items():
         on_gpu = pools[pool].gpus_per_node > 0
-        if role == "student":
+        if role == STUDENT:
             on_gpu = on_gpu and recipe.student.device != "cpu"
             width = 1 if on_gpu else recipe.run.threads or 1
             claims.append(Claim(STUDENT, pool, recipe.trainer.ranks, width, _kind(on_gpu), leads=True))
-        elif role == "rollout" and recipe.rollout.starts_servers:
+        elif role == ROLLOUT and (recipe.rollout.starts_servers or recipe.rollout.processes):
+            _check_rollout_pool(recipe, pool)
             claims.append(_rollout_claim(recipe, pool, on_gpu))
-        elif role == "workers" and recipe.rollout.workers:
-            claims.append(Claim("workers", pool, recipe.rollout.workers, 1, DeviceKind.CPU))
+        elif role == WORKERS and recipe.rollout.workers:
+            claims.append(Claim(WORKERS, pool, recipe.rollout.workers, 1, DeviceKind.CPU))
         else:
             raise ClusterError(
                 f"cluster.roles.{role} = {pool!r}: in this recipe `{role}` has no processes of its own, it lives in the "
-                "trainer's and on the student's devices; take it out"
+                f"trainer's and on the student's devices; {_WAYS_OUT.get(role, 'take it out')}"
             )
     for name, teacher in recipe.teachers.items():
         if teacher.placement == "pool" and teacher.pool:
@@ -140,12 +147,30 @@ def _pool_claims(recipe: Recipe) -> list[Claim]:
     return claims
 
 
+def _check_rollout_pool(recipe: Recipe, pool: str) -> None:
+    if recipe.rollout.devices:
+        raise ClusterError(
+            f"cluster.roles.rollout = {pool!r} and rollout.devices both say where the rollout engines sit; take one of them out"
+        )
+    if recipe.rollout.starts_servers and recipe.cluster.backend == "ray":
+        raise ClusterError(
+            f"cluster.roles.rollout = {pool!r}: vLLM servers that a run starts sit beside the trainer, whose memory they read new "
+            "weights from; take it out, use rollout.engine = 'hf' with rollout.processes, or start servers yourself "
+            "(rollout.urls, with rollout.snapshots on a file system that all machines see)"
+        )
+
+
 def _kind(on_gpu: bool) -> DeviceKind:
     return DeviceKind.GPU if on_gpu else DeviceKind.CPU
 
 
 def _rollout_claim(recipe: Recipe, pool: str, on_gpu: bool = True) -> Claim:
-    """Each server holds the whole student, on as many GPUs as vLLM is told to cut it over."""
+    """Each server holds the whole student, on as many GPUs as vLLM is told to cut it over. A process of ours takes one, or on
+    CPUs as many as it has threads."""
+    if recipe.rollout.processes:
+        on_gpu = on_gpu and recipe.student.device != "cpu"
+        threads = 1 if on_gpu else recipe.run.threads or 1
+        return Claim(ROLLOUT, pool, recipe.rollout.processes, threads, _kind(on_gpu))
     width = 1
     words = [part for word in recipe.rollout.engine_args for part in word.split("=", 1)]
     for word, value in pairwise(words):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from understudy.dataplane.base import DataPlane, Lease
 from understudy.errors import DataPlaneError
+from understudy.trainers.batches import SIZES
 from understudy.trainers.windows import Windows
 
 
@@ -21,12 +23,12 @@ class RowAges:
 
     @staticmethod
     async def of(plane: DataPlane, lease: Lease, windows: Windows, step: int) -> RowAges:
-        column = (await plane.get(lease.meta, ("weight_versions",)))["weight_versions"]
         ages, spans = [], []
-        for versions in column:
-            written = versions[versions >= 0]
-            oldest, newest = int(written.min()), int(written.max())
-            ages.append(max(0, windows.age(oldest, step)))
+        sizes: Any = (await plane.get(lease.meta, (SIZES,)))[SIZES]
+        for row in sizes:
+            oldest, newest = row["oldest"], row["newest"]
+            # A row of which no token was generated (−1) has no age.
+            ages.append(max(0, windows.age(oldest, step)) if oldest >= 0 else 0)
             spans.append(windows.published_at(newest) - windows.published_at(oldest))
         return RowAges(tuple(lease.meta.keys), tuple(ages), tuple(spans))
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from understudy.teacher.route import TeacherRouter
     from understudy.trainers.best import BestSoFar
     from understudy.trainers.critic import Critic
+    from understudy.trainers.far_rows import LeadingRows
     from understudy.trainers.turnstile import Turnstile
     from understudy.trainers.window_cursor import WindowCursor
     from understudy.types.loss import TeacherHead
@@ -90,6 +91,8 @@ class System:
     """The value model of a run whose advantages need one."""
     reference: FrozenModel | None = None
     """The frozen model of a run that keeps its student near one."""
+    far_rows: LeadingRows | None = None
+    """Where ranks fetch their own rows from; None: the trainer's process reads a batch and hands it on."""
     turnstile: Turnstile | None = None
     """Rollouts pass it, where a publish has to wait for them."""
     tally: Tally = field(default_factory=Tally)

@@ -11,11 +11,9 @@ once for each mini-batch. So nothing below depends on how a mini-batch is split.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import torch
 
 from understudy.config import Recipe
@@ -23,23 +21,21 @@ from understudy.dataplane.base import Lease, Order
 from understudy.errors import DataError
 from understudy.losses.reduce import Reduction, token_weights
 from understudy.policy.policy import StepResult
+from understudy.trainers.batches import assemble, fact_columns, rollout_metrics, token_columns
 from understudy.trainers.critic import Critic, critic_metrics
+from understudy.trainers.far_rows import far_batch_of
 from understudy.trainers.minibatches import combine, split_rows
 from understudy.trainers.prepare import Prepared, prepare, rows_to_train, with_advantages
-from understudy.trainers.produce import SCORED
 from understudy.trainers.system import PARTITION, System
 from understudy.types.batch import Batch
+from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal, metric_results
 
 __all__ = ["assemble", "claim_batch", "learn", "step_metrics", "update", "with_advantages"]
 
-_STREAMS = (
-    "tokens", "loss_mask", "behaviour_logprobs", "weight_versions", "reward", "stop_reason", "turns", "metrics",
-)  # fmt: skip
 
-
-async def claim_batch(system: System, step: int) -> tuple[Lease, Batch, dict[str, float]]:
+async def claim_batch(system: System, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
     """Lease every row made for this step, in order of key, and lay its columns out for training."""
     fields, mine = training_fields(system), {"step": step}
     ready = (await system.plane.depth(PARTITION, fields=fields, where=mine)).ready
@@ -52,23 +48,23 @@ async def claim_batch(system: System, step: int) -> tuple[Lease, Batch, dict[str
     return lease, batch, metrics
 
 
-async def batch_of(system: System, lease: Lease) -> tuple[Batch, dict[str, float]]:
-    """The columns of leased rows, laid out for training."""
+async def batch_of(system: System, lease: Lease) -> tuple[AnyBatch, dict[str, float]]:
+    """Leased rows laid out for training: by name where every rank fetches its own, else with their columns."""
+    far = await far_batch_of(system, lease)
+    if far is not None:
+        return far
     columns = await system.plane.get(lease.meta, training_fields(system))
-    batch = assemble(lease.meta.keys, columns)
-    if batch.teacher_hidden is not None:
-        # Hidden states travel as bfloat16; they meet the head in the head's own precision.
-        dtype = next(iter(system.teacher_heads.values())).weight_VH.dtype
-        batch = replace(batch, teacher_hidden=_cast(batch.teacher_hidden, dtype))
-    return batch, rollout_metrics(columns)
+    heads = system.teacher_heads
+    dtype = next(iter(heads.values())).weight_VH.dtype if heads else torch.bfloat16
+    return assemble(lease.meta.keys, columns, dtype), rollout_metrics(columns)
 
 
-async def update(system: System, batch: Batch) -> StepResult:
+async def update(system: System, batch: AnyBatch) -> StepResult:
     """One trainer step, on a worker thread so that health checks and the display go on meanwhile."""
     return await asyncio.to_thread(learn, system, batch)
 
 
-def learn(system: System, batch: Batch) -> StepResult:
+def learn(system: System, batch: AnyBatch) -> StepResult:
     """Every optimizer step of one batch: `trainer.epochs` times its mini-batches, the critic's first, then the student's."""
     recipe, policy, critic = system.recipe, system.policy, system.critic
     parts = split_rows(
@@ -88,7 +84,8 @@ def learn(system: System, batch: Batch) -> StepResult:
     alone = critic is not None and critic.alone
     if critic is not None:
         with ready.timed("critic"):
-            extra |= critic_metrics(ready.batch, _teach_critic(critic, recipe, ready.batch, parts))
+            here = ready.batch.streams()
+            extra |= critic_metrics(here, _teach_critic(critic, recipe, here, parts))
     result = _nothing_to_learn(system, batch) if alone else _teach_student(system, ready, parts)
     return replace(result, metrics={**result.metrics, **extra}, seconds={**result.seconds, **ready.seconds})
 
@@ -123,15 +120,15 @@ def _teach_student(system: System, ready: Prepared, parts: Sequence[list[int]]) 
     return combine(list(zip(parts, results, strict=True)), every)
 
 
-def _cut(batch: Batch, rows: list[int], reduction: Reduction) -> tuple[Batch, Jagged]:
+def _cut(batch: AnyBatch, rows: list[int], reduction: Reduction) -> tuple[AnyBatch, Jagged]:
     """Some rows of a batch with their reduction weights, whose denominators are those of all of these rows."""
     part = batch if len(rows) == len(batch) else batch.select(rows)
-    lengths = [int(mask.sum()) for mask in part.loss_mask]
+    lengths: tuple[int, ...] = part.loss_lengths
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     return part, Jagged(token_weights(lengths, reduction), offsets)
 
 
-def _nothing_to_learn(system: System, batch: Batch) -> StepResult:
+def _nothing_to_learn(system: System, batch: AnyBatch) -> StepResult:
     """A step that leaves the student as it is."""
     system.policy.skip_step()
     return StepResult(
@@ -150,53 +147,7 @@ def _nothing_to_learn(system: System, batch: Batch) -> StepResult:
     )
 
 
-def assemble(keys: Sequence[str], columns: Mapping[str, Any]) -> Batch:
-    """Columns of the data plane as one batch."""
-    ids = columns.get("teacher_ids")
-    hidden = columns.get("teacher_hidden")
-    return Batch(
-        keys=tuple(keys),
-        tokens=_cast(columns["tokens"], torch.int64),
-        loss_mask=columns["loss_mask"],
-        behaviour_logprobs=columns["behaviour_logprobs"],
-        rewards=tuple(float("nan") if reward is None else float(reward) for reward in columns["reward"]),
-        stop_reasons=tuple(columns.get("stop_reason", ())),
-        teachers=tuple(columns.get(SCORED, ())),
-        teacher_logprobs=columns.get("teacher_logprobs"),
-        teacher_ids=None if ids is None else _cast(ids, torch.int64),
-        teacher_topk_logprobs=columns.get("teacher_topk_logprobs"),
-        # bfloat16 travels as its bits, because numpy has no bfloat16.
-        teacher_hidden=None if hidden is None else Jagged(hidden.values.view(torch.bfloat16), hidden.offsets),
-    )
-
-
-def rollout_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
-    """What the rows of a step look like, under verl's names where it has one."""
-    lengths = np.array([int(mask.sum()) for mask in columns["loss_mask"]])
-    versions = columns["weight_versions"].values
-    stops = columns["stop_reason"]
-    metrics = {
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/clip_ratio": sum(reason == "length" for reason in stops) / len(stops),
-        "rollout/weight_version/min": float(versions[versions >= 0].min()),
-        "rollout/rows": float(len(stops)),
-    }
-    rewards = [reward for reward in columns["reward"] if reward is not None]
-    if rewards:
-        metrics["critic/score/mean"] = float(np.mean(rewards))
-    turns = [int(count) for count in columns["turns"]]
-    if max(turns) > 1:
-        metrics |= {"num_turns/min": float(min(turns)), "num_turns/mean": float(np.mean(turns))}
-        metrics["num_turns/max"] = float(max(turns))
-    own = [dict(row) for row in columns["metrics"]]
-    # What loops and rewards counted: tool calls, parts of a reward.
-    for name in sorted({name for row in own for name in row}):
-        metrics[f"rollout/{name}"] = float(np.mean([row[name] for row in own if name in row]))
-    return metrics
-
-
-def step_metrics(result: StepResult, batch: Batch) -> dict[str, float]:
+def step_metrics(result: StepResult, batch: AnyBatch) -> dict[str, float]:
     metrics = metric_results(dict(result.metrics))
     if result.updates:
         metrics |= {
@@ -216,13 +167,6 @@ def step_metrics(result: StepResult, batch: Batch) -> dict[str, float]:
 
 
 def training_fields(system: System) -> tuple[str, ...]:
-    if system.router is None:
-        return _STREAMS
-    scored = (*_STREAMS, SCORED, "teacher_logprobs")
-    if system.recipe.loss.signal in ("topk", "at_ids"):
-        return (*scored, "teacher_ids", "teacher_topk_logprobs")
-    return (*scored, "teacher_hidden") if system.recipe.loss.signal == "hidden" else scored
-
-
-def _cast(column: Jagged, dtype: torch.dtype) -> Jagged:
-    return Jagged(column.values.to(dtype), column.offsets)
+    """The columns of a row that can be trained on."""
+    judged = system.router is not None
+    return (*token_columns(system.recipe.loss, judged), *fact_columns(judged))

@@ -8,6 +8,7 @@ import sys
 import psutil
 import torch
 
+from understudy.policy.follow import LeadingPolicy
 from understudy.policy.policy import StepResult
 from understudy.trainers.system import System
 
@@ -29,7 +30,10 @@ _KILO = 1 if sys.platform == "darwin" else 1024
 
 
 def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[str, float]:
-    """Of one step that took `seconds` in all; call it once per step, for the memory peak starts again."""
+    """Of one step that took `seconds` in all; call it once per step, for the memory peak starts again.
+
+    `bytes_sent` (rank 0 to each other rank) and `bytes_fetched` (rows, by rank 0) count from the start of the launch.
+    """
     model, device = system.policy.model, system.policy.device
     updating = max(sum(result.seconds.values()), 1e-9)  # nothing, where a step left the weights alone
     flops_per_second = model_flops(model, result.tokens) / updating / system.recipe.trainer.ranks
@@ -40,6 +44,10 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
         "perf/memory/rss_gb": psutil.Process().memory_info().rss / 1e9,
         "perf/memory/rss_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KILO / 1e9,
     }
+    if isinstance(system.policy, LeadingPolicy):
+        metrics["perf/ranks/bytes_sent"] = float(system.policy.bytes_sent)
+    if system.far_rows is not None:
+        metrics["perf/ranks/bytes_fetched"] = float(system.far_rows.bytes_got)
     if device.type == "cuda":
         peak = next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name(device)), None)
         if peak is not None and system.recipe.student.dtype != "float32":

@@ -14,6 +14,9 @@ trained in window w = ⌊i / R⌋, under weights of publish w. By (admission) i 
 
 No trained row is older than ⌈max_staleness⌉ publishes. With a fraction f = max_staleness < 1, at most the share f of a window can
 have been admitted before the publish it is trained under; the rest is on-policy. With 0 all of it is.
+
+**Replaced prompts.** Read "prompt i" as "place i": where a prompt is filtered and another takes its place, the place keeps its slot and
+its window, and the new prompt is admitted at some publish k' ≥ k, so w − k' ≤ w − k.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class BatchMeta:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if len(set(self.keys)) != len(self.keys):
+        if len(self.keys) > 1 and len(set(self.keys)) != len(self.keys):
             seen: set[str] = set()
             twice = sorted({key for key in self.keys if key in seen or seen.add(key)})  # type: ignore[func-returns-value]
             raise ValueError(f"duplicate keys in a batch: {twice[:5]}; every row may appear once")
@@ -132,6 +132,18 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def loss_lengths(self) -> tuple[int, ...]:
+        """Loss-bearing tokens of each row."""
+        return tuple(int(mask.sum()) for mask in self.loss_mask)
+
+    def with_columns(self, **columns: Jagged) -> Batch:
+        return replace(self, **columns)  # type: ignore[arg-type]
+
+    def streams(self) -> Batch:
+        """The rows with their tokens here, which these are (see `FarBatch`)."""
+        return self
 
     def select(self, indexes: Sequence[int]) -> Batch:
         """The named rows, in the order named."""

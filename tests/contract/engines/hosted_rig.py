@@ -1,6 +1,6 @@
 """Engine processes around the contract's small model, as a run starts them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,32 @@ from understudy.engines.schedule import Batching
 from understudy.trainers.hosts import HostSettings, start_hosts
 
 
+class FarProcesses(LocalProcesses):
+    """Processes that are taken to be on other machines: weights must not reach them by memory."""
+
+    def __init__(self, logs: Path, near: Sequence[str] = ()) -> None:
+        super().__init__(logs)
+        self.near = near
+
+    def is_elsewhere(self, name: str) -> bool:
+        return name not in self.near
+
+    def shares_memory(self, name: str) -> bool:
+        return name in self.near
+
+
 @asynccontextmanager
 async def hosted(
-    model: Any, folder: Path, *, hosts: int = 1, deterministic: bool = True
+    model: Any,
+    folder: Path,
+    *,
+    hosts: int = 1,
+    deterministic: bool = True,
+    processes: LocalProcesses | None = None,
 ) -> AsyncIterator[tuple[HostedEngine, LocalProcesses]]:
     """`hosts` processes with the model's weights under version 0."""
     model.save_pretrained(folder / "student")
-    processes = LocalProcesses(folder / "logs")
+    processes = processes or LocalProcesses(folder / "logs")
     try:
         batching = Batching.COMPOSED if deterministic else Batching.CONTINUOUS
         settings = HostSettings(

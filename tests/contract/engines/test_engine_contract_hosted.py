@@ -29,7 +29,7 @@ from understudy.cluster.local import LocalProcesses
 from understudy.engines import host
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.host_wire import MAGIC, PREFIX, encode_call
-from understudy.engines.hosted import HostedEngine
+from understudy.engines.hosted import HostedEngine, Restarts
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 
@@ -221,7 +221,7 @@ def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Op
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await running
-        assert not processes.children and not engine._snapshots.folder.exists()
+        assert not processes.children and not engine._delivery.folder.exists()
 
     for part in (mid_batch, paused, given_up_and_closed):
         runner.run(asyncio.wait_for(part(), 90))
@@ -263,6 +263,21 @@ def test_a_stopped_process_is_found_by_its_silence(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(body(), 120))
 
 
+def test_a_host_that_cannot_be_started_again_is_given_up_with_its_own_words(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosted(make_model(), tmp_path) as (engine, processes):
+            told: list[str] = []
+            engine._restarts, engine._notify = Restarts(most=2, first_wait_s=0.05), told.append
+            (tmp_path / "student" / "config.json").write_text("{}")
+            os.kill(processes.children["rollout-0"].ready["pid"], signal.SIGKILL)
+            with pytest.raises(EngineError, match=r"no engine process is left.*cannot be loaded"):
+                await engine.generate(requests(1, Sampling(4)))
+            assert "none serves now, so the run waits until one is back" in told[0]
+            assert "given up after 2 restarts" in told[-1] and len(told) == 2
+
+    asyncio.run(asyncio.wait_for(body(), 120))
+
+
 def test_a_host_that_cannot_load_its_model_says_so_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,7 +286,7 @@ def test_a_host_that_cannot_load_its_model_says_so_in_one_line(
     told = capsys.readouterr().err.strip().splitlines()
     assert told[-1].startswith(f"error: the model {tmp_path} cannot be loaded")
     assert host.main(["--model", str(tmp_path), "--max-length", "8", "--bind", "0.0.0.0:0"]) == 2
-    assert "loopback" in capsys.readouterr().err
+    assert "refused without a token" in capsys.readouterr().err
 
 
 def test_it_ends_with_its_launcher_and_takes_the_snapshots_along(tmp_path: Path) -> None:

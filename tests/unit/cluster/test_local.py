@@ -75,6 +75,22 @@ def test_a_stubborn_child_is_killed(tmp_path: Path, child_module: str) -> None:
     assert gone(asyncio.run(scenario()))
 
 
+def test_a_stop_that_is_cancelled_still_ends_the_child(tmp_path: Path, child_module: str) -> None:
+    async def body() -> None:
+        processes = LocalProcesses(tmp_path / "logs")
+        child = await processes.start("one", child_module, ["--how", "stubborn"])
+        await asyncio.sleep(0.5)  # it stops listening to SIGTERM after it is ready
+        stopping = asyncio.create_task(processes.stop("one"))
+        await asyncio.sleep(0.2)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert child.process.returncode == -signal.SIGKILL
+        await processes.close()
+
+    asyncio.run(body())
+
+
 def test_a_childs_own_words_come_first(tmp_path: Path, child_module: str) -> None:
     async def scenario() -> None:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)

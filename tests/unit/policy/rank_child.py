@@ -14,12 +14,14 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 from small_student import batch_of, cross_entropy, poisoned, qwen3, settings, token_mean, varied_batch
 
-from understudy.errors import LossInputError, PolicyError, UnderstudyError
+from understudy.errors import LossInputError, PolicyError, RowsUnreachable, UnderstudyError
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.follow import LeadingPolicy, follow
 from understudy.policy.lora import LoraSettings
 from understudy.policy.policy import Policy
 from understudy.policy.shard import join, leave
+from understudy.types.batch import Batch, BatchMeta
+from understudy.types.far_batch import FarBatch
 
 
 def run_rank(rank: int, size: int, folder: str, job: str, options: dict[str, Any], pipe: Connection) -> None:
@@ -109,6 +111,54 @@ def lead_and_follow(ranks: Any, folder: str, steps: int) -> Any:
     return losses
 
 
+class RowsInMemory:
+    """Rows of many batches by key; counts what was asked for, and refuses from a number of fetches on."""
+
+    def __init__(self, batch: Batch, fails_at: int = 1000) -> None:
+        self.batch, self.fails_at = batch, fails_at
+        self.fetched: list[list[str]] = []
+        self.brought: list[str] = []
+
+    def fetch(self, meta: BatchMeta) -> Batch:
+        self.fetched.append(list(meta.keys))
+        if len(self.fetched) > self.fails_at:
+            raise RowsUnreachable("the queue is gone")
+        return self.batch.select([self.batch.keys.index(key) for key in meta.keys])
+
+    def bring(self, meta: BatchMeta, reason: str) -> Batch:
+        self.brought.append(reason)
+        return self.batch.select([self.batch.keys.index(key) for key in meta.keys])
+
+
+def rows_by_name(ranks: Any, folder: str, fails_on: int = -1) -> Any:
+    """Batches told by name: losses, what this rank fetched, and what the leader sent; rank `fails_on` loses its queue."""
+    policy = Policy(qwen3(), settings(), ranks=ranks)
+    batch = varied_batch()
+    source = RowsInMemory(batch, fails_at=3 if ranks.rank == fails_on else 1000)
+    if ranks.rank != 0:
+        follow(policy, cross_entropy, ranks, open_rows=lambda address: source)
+        return source.fetched
+    leader = LeadingPolicy(policy, ranks)
+    leader.open_rows("there")
+    far = FarBatch(
+        BatchMeta("train", batch.keys, ("tokens",)),
+        tuple(batch.tokens.lengths.tolist()),
+        batch.loss_lengths,
+        source,
+    )
+    losses = []
+    for number in range(3):
+        told: Any = far if number else far.with_columns(advantages=token_mean(batch))
+        old = leader.logprobs(told, 40)
+        before = leader.bytes_sent
+        losses.append(leader.update(told, cross_entropy, token_mean(batch), 40).loss)
+        sent = leader.bytes_sent - before
+        part = leader.update(told.select([4, 0, 9]), cross_entropy, token_mean(batch.select([4, 0, 9])), 40, old_logprobs=old.select([4, 0, 9]))  # fmt: skip
+        losses += [part.loss, *part.row_losses, float(old.values.sum())]
+    leader.close()
+    return losses, sent, source.fetched, source.brought
+
+
 class NotesInAFolder:
     """A lookout that reads what followers wrote into a folder."""
 
@@ -121,6 +171,9 @@ class NotesInAFolder:
     def refused(self, number: int) -> dict[int, str]:
         note = self.folder / f"refused-{number}"
         return {1: note.read_text()} if note.exists() else {}
+
+    def send_home(self) -> None:
+        return
 
 
 def fail_alone(ranks: Any, folder: str, who: int) -> Any:
@@ -154,6 +207,7 @@ def fail_alone(ranks: Any, folder: str, who: int) -> Any:
 JOBS = {
     "fail_alone": fail_alone,
     "lead_and_follow": lead_and_follow,
+    "rows_by_name": rows_by_name,
     "train": train,
     "break_a_step": break_a_step,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from small_student import (
@@ -25,9 +27,10 @@ from understudy.policy.head import logits_of, verify_head
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy
-from understudy.types.batch import Batch
+from understudy.types.batch import Batch, BatchMeta
+from understudy.types.far_batch import FarBatch
 from understudy.types.jagged import Jagged
-from understudy.types.loss import LossInputs, StudentHead
+from understudy.types.loss import LossInputs, StudentHead, TeacherHead
 
 MODELS = {"qwen3": qwen3, "qwen3-untied": lambda: qwen3(tied=False), "llama": llama, "gemma2": gemma2}
 
@@ -245,3 +248,48 @@ def test_softcap_reaches_the_loss() -> None:
         Assembler(batch, token_mean(batch)).cut([0, 1], Layout.PADDED), lambda head, _: logits_of(head)
     )
     assert logits.abs().max() <= 5.0
+
+
+def test_rows_fetched_by_name_are_cut_as_rows_at_hand_are() -> None:
+    """Every column, with the rows held in another order than the batch's, and hidden states by teacher."""
+    masks = [[0, 1, 1], [0, 0, 1, 0, 1], [0, 1], [0, 1, 1, 1]]
+    batch = batch_of(masks)
+    counts = batch.loss_lengths
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+
+    def column(*width: int) -> Jagged:
+        return Jagged(-1 - torch.rand(int(offsets[-1]), *width), offsets)
+
+    names = ("teacher_logprobs", "advantages", "reference_logprobs", "values", "returns")
+    full = replace(batch.with_columns(**{name: column() for name in names}), teachers=("a", "b", "b", "a"))
+    ids = Jagged(torch.arange(3).expand(int(offsets[-1]), 3).contiguous(), offsets)
+    ratios = Jagged(-column().values, offsets)
+    full = full.with_columns(teacher_hidden=column(4), teacher_topk_logprobs=column(3), teacher_ids=ids)
+    full = full.with_columns(importance=ratios)
+    old, heads = column(), {name: TeacherHead(weight_VH=torch.rand(5, 4)) for name in "ab"}
+
+    class Source:
+        def fetch(self, meta: BatchMeta) -> Batch:
+            return full.select([full.keys.index(key) for key in meta.keys])
+
+        def bring(self, meta: BatchMeta, reason: str) -> Batch:
+            raise AssertionError(reason)
+
+    meta = BatchMeta("train", full.keys, ("tokens", "teacher_hidden"))
+    told = FarBatch(meta, tuple(map(len, masks)), counts, Source(), teachers=full.teachers)
+    near = Assembler(full, token_mean(full), old, heads)
+    far = Assembler(told, token_mean(full), old, heads)
+    assert far.groups() == near.groups() == ["a", "b", "b", "a"] and far.rows_with_loss() == [0, 1, 2, 3]
+    far.hold([3, 0, 1])
+    for rows in ([0, 3], [1]):
+        mine, theirs = (one.cut(rows, Layout.PACKED) for one in (far, near))
+        assert mine.keys == theirs.keys and mine.lengths == theirs.lengths
+        assert torch.equal(mine.ids, theirs.ids) and torch.equal(mine.predict_N, theirs.predict_N)
+        assert mine.inputs.teacher_head is theirs.inputs.teacher_head is heads[full.teachers[rows[0]]]
+        for field in fields(mine.inputs):
+            value, expected = getattr(mine.inputs, field.name), getattr(theirs.inputs, field.name)
+            if isinstance(expected, torch.Tensor):
+                assert torch.equal(value.nan_to_num(7), expected.nan_to_num(7)), field.name
+    short = FarBatch(meta, (3, 5, 2, 5), counts, Source(), teachers=full.teachers)
+    with pytest.raises(PolicyError, match="came with 4 tokens; the ledger has 5"):
+        Assembler(short, token_mean(full)).hold([3])

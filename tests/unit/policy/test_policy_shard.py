@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from rank_child import break_a_step, run_rank, train
-from small_student import token_mean, varied_batch
+from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import PolicyError
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.microbatch import Layout
 from understudy.policy.plan import plan_step
+from understudy.policy.policy import Policy
 from understudy.policy.shard import deal_rows, join
 from understudy.policy.wire import batch_columns, batch_from, pack, unpack
 from understudy.types.jagged import Jagged
@@ -197,3 +198,39 @@ def test_rows_of_different_groups_never_share_a_pass() -> None:
 def test_a_rank_outside_the_group_is_refused() -> None:
     with pytest.raises(PolicyError, match="rank = 2 of 2 ranks"):
         join(2, 2, "tcp://127.0.0.1:1")
+
+
+def near(steps: int = 3) -> list[float]:
+    """What `rows_by_name` computes, on one rank that is handed every column."""
+    policy, batch, losses = Policy(qwen3(), settings()), varied_batch(), []
+    part = batch.select([4, 0, 9])
+    for _ in range(steps):
+        old = policy.logprobs(batch, 40)
+        losses.append(policy.update(batch, cross_entropy, token_mean(batch), 40).loss)
+        result = policy.update(part, cross_entropy, token_mean(part), 40, old_logprobs=old.select([4, 0, 9]))
+        losses += [result.loss, *result.row_losses, float(old.values.sum())]
+    return losses
+
+
+def test_ranks_told_of_rows_by_name_fetch_their_own_and_no_others(tmp_path: Path) -> None:
+    (losses, sent, mine, brought), theirs = on_ranks(2, tmp_path, "rows_by_name")
+    assert losses == pytest.approx(near(), abs=1e-5) and not brought
+    batch = varied_batch()
+    lengths = batch.tokens.lengths.tolist()
+    shares = deal_rows(range(len(batch)), lengths, batch.keys, 2)
+    shortest = batch.keys[min(range(len(batch)), key=lambda row: (lengths[row], batch.keys[row]))]
+    for share, fetched in zip(shares, (mine, theirs), strict=True):
+        wanted = {batch.keys[row] for row in share}
+        assert wanted <= set(fetched[0]) <= wanted | {shortest}, "its share, and the row that keeps company"
+        assert len(fetched) == 9, "once for each command"
+    columns = sum(tensor.nbytes for tensor in batch_columns(batch)[1].values())
+    assert sent < 1500 < columns, "names and one weight a row, whatever the columns weigh"
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_cannot_fetch_is_handed_its_rows(tmp_path: Path, who: int) -> None:
+    (losses, _, mine, brought), theirs = on_ranks(2, tmp_path, "rows_by_name", fails_on=who)
+    assert losses == pytest.approx(near(), abs=1e-5), "from the fourth command on by the leader's own copy"
+    assert len(brought) == 6 and len((mine, theirs)[who]) == 9
+    expected = "the queue is gone" if who == 0 else "1 other rank(s) cannot use their rows"
+    assert set(brought) == {expected}

@@ -108,7 +108,7 @@ def test_everything_together_stays_small(models: dict) -> None:
 def test_training_twice_gives_the_same_weights() -> None:
     tokenizer = build_tokenizer()
     problems = {"add": [addition(left, 57) for left in range(10, 60)]}
-    schedule = Schedule(steps=3, rows_per_domain={"add": 8}, seed=5)
+    schedule = Schedule(steps=3, rows={"add": 8}, seed=5)
 
     def weights() -> list[torch.Tensor]:
         model = build_model(tokenizer, schedule.seed)

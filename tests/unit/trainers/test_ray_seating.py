@@ -81,3 +81,56 @@ def test_a_missing_extra_is_named_with_what_to_install(monkeypatch: pytest.Monke
     problems = missing_extras(asked)
     assert len(problems) == 2 and all("pip install understudy[ray]" in problem for problem in problems)
     assert missing_extras(recipe(cluster={})) == []
+
+
+def test_engines_and_workers_sit_in_the_pool_they_are_given() -> None:
+    cluster = {
+        "backend": "ray",
+        "pools": {"write": {"nodes": 2, "cpus_per_node": 4}},
+        "roles": {"rollout": "write", "workers": "write"},
+    }
+    whole = recipe(
+        teachers={"math": {"model": "t"}},
+        cluster=cluster,
+        rollout={"processes": 3, "workers": 2},
+        run={"threads": 2},
+    )
+    layout = ray_layout(whole, NODES)
+    assert layout.groups["pool write"].bundles == (Bundle(4), Bundle(4))
+    assert [layout.homes[f"rollout-{unit}"].bundle for unit in range(3)] == [0, 0, 1]
+    assert {layout.homes[f"rollout-{unit}"].share for unit in range(3)} == {Bundle(2)}, "one CPU a thread"
+    assert [layout.homes[f"rollout-worker-{unit}"].bundle for unit in range(2)] == [1, 1]
+    on_gpus = {**cluster, "pools": {"write": {"nodes": 1, "gpus_per_node": 2, "cpus_per_node": 1}}}
+    shared = recipe(
+        student={"model": "s"}, cluster=on_gpus, rollout={"processes": 2, "workers": 1}, run={"threads": 2}
+    )
+    layout = ray_layout(shared, WITH_GPUS)
+    assert layout.homes["rollout-1"].share == Bundle(0, 1) and layout.homes[
+        "rollout-worker-0"
+    ].share == Bundle(1)
+    beside = recipe(rollout={"processes": 2, "workers": 2})
+    assert not [name for name in ray_layout(beside, NODES).homes if name.startswith("rollout")]
+
+
+@pytest.mark.parametrize(
+    ("role", "rollout", "word"),
+    [
+        ("rollout", {}, "set rollout.processes"),
+        ("workers", {"processes": 1}, "set rollout.workers"),
+        ("critic", {"processes": 1}, "lives in the trainer's and on the student's devices; take it out"),
+        ("rollout", {"engine": "vllm"}, "vLLM servers that a run starts sit beside the trainer"),
+        ("rollout", {"processes": 1, "devices": ["0"]}, "both say where"),
+    ],
+)
+def test_roles_without_processes_of_their_own_are_refused_with_the_way_out(
+    role: str, rollout: dict[str, Any], word: str
+) -> None:
+    cluster = {"backend": "ray", "pools": {"p": {"gpus_per_node": 4}}, "roles": {role: "p"}}
+    with pytest.raises(ClusterError, match=word):
+        ray_layout(recipe(cluster=cluster, rollout=rollout), WITH_GPUS)
+
+
+def test_a_role_nobody_knows_is_refused_with_those_there_are() -> None:
+    cluster = {"backend": "ray", "pools": {"p": {"cpus_per_node": 4}}, "roles": {"teacher-math": "p"}}
+    with pytest.raises(ConfigError, match=r"student.*rollout.*workers"):
+        recipe(cluster=cluster)

@@ -1,0 +1,165 @@
+"""The GPU half of async.py: sync, fully async and TRL with vLLM colocated, one after another on one GPU, in one run.
+
+The shapes are step.py's. In a fully async run three parties share the GPU: the engine and the trainer in one process, each on a
+CUDA stream of its own, and the teacher in another. Kernels of one process run side by side; processes take turns, unless the
+driver's multi-process service (MPS) is on (`--mps` adds a run under it; the service is started for that run and stopped after it).
+
+Every pace is tokens over seconds of all counted steps; the fully async run is cut off while rollouts are still under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from step import MODELS, ON_CPU, QUICK, TINY, WHOLE, gpu_name, problem
+from step_problem import Row, Shape, Timing, cpu_name, has_trl, run_ours, run_trl, save, show
+
+GOAL = 2.0
+MAIN = "fully async, staleness 1"
+MPS = ", MPS"
+PEER = "TRL 1.16 + vLLM colocated"
+_LEAST_SECONDS = 35.0
+"""A run that gets less is not begun."""
+
+
+def compare_on_gpu(options: argparse.Namespace) -> None:
+    started = time.monotonic()
+    if not options.tiny and not torch.cuda.is_available():
+        sys.exit("no CUDA device; --gpu --tiny tries the script with tiny shapes on the CPU")
+    shape = ON_CPU if options.tiny else QUICK if options.quick else WHOLE
+    hardware = cpu_name() if options.tiny else gpu_name()
+    print(f"{hardware}, torch {torch.__version__}, shape {shape.name}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="understudy-async-") as name:
+        folder = Path(name)
+        given = problem(shape, folder, TINY if options.tiny else MODELS)
+        print(f"models written after {time.monotonic() - started:.0f} s", flush=True)
+        found: dict[str, Timing | str] = {}
+        for system in _order(options):
+            left = options.budget - (time.monotonic() - started)
+            if left < (5.0 if options.tiny else _LEAST_SECONDS):
+                found[system] = f"no time left ({left:.0f} s)"
+            elif system == PEER:
+                use_vllm = not options.tiny
+                missing = has_trl(options.trl_python, use_vllm)
+                found[system] = missing or run_trl(shape, folder, *given, left, options.trl_python, use_vllm)
+            else:
+                found[system] = _ours(system, shape, folder, given, min(left, options.each), options)
+            _say(system, found[system], folder, time.monotonic() - started)
+            rows = _rows(shape, found)
+            if (
+                rows and not options.tiny
+            ):  # after each, so that a run that is cut short has left what it found
+                save("async-quick" if options.quick else "async", hardware, rows)
+    for row in rows:
+        print(show(row), flush=True)
+    print(f"done after {time.monotonic() - started:.0f} s")
+
+
+def _order(options: argparse.Namespace) -> list[str]:
+    """The goal's pair first, so that a run that is cut short still has it. MPS after the peer: it is ours alone to suffer if a
+    client that was stopped leaves the service in a bad state."""
+    degrees = sorted(options.staleness, key=lambda one: (one != 1.0, one))
+    ours = [f"fully async, staleness {one:g}" for one in degrees]
+    peer = [PEER] if "trl" in options.systems else []
+    sync = ["sync"] if "sync" in options.systems else []
+    shared = [MAIN + MPS] if options.mps else []
+    return [*ours[:1], *peer, *shared, *sync, *ours[1:]]
+
+
+def _ours(
+    system: str,
+    shape: Shape,
+    folder: Path,
+    given: tuple[str, str, Path],
+    timeout: float,
+    options: argparse.Namespace,
+) -> Timing | str:
+    if system == "sync":
+        return run_ours(shape, folder, *given, timeout, {}, {}, "sync")
+    staleness = float(system.removesuffix(MPS).rsplit(" ", 1)[1])
+    # Two steps until every party is busy (kernels compiled, graphs recorded, a window waiting), then the counted ones.
+    # Half of sync's micro-batch: its activations alone take 90 GB, and here the engine keeps a model and rows of its own.
+    longer = replace(
+        shape, skip=2, steps=2 + options.counted, micro_batch_tokens=max(shape.micro_batch_tokens // 2, 1)
+    )
+    # All answers are equally long, so a publish finds the engine between two windows: waiting for rollouts costs nothing,
+    # and no keys and values are computed anew.
+    trainer = {"mode": "fully_async", "max_staleness": staleness, "partial_rollouts": options.partial}
+    engine = {"context_length": shape.new_tokens + 128, "max_batch": options.max_batch or shape.batch}
+    engine |= json.loads(options.engine)
+    if not system.endswith(MPS):
+        return run_ours(longer, folder, *given, timeout, engine, trainer, f"async-{staleness:g}")
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        return "nvidia-cuda-mps-control is not installed"
+    with _mps(control) as environment:
+        return run_ours(longer, folder, *given, timeout, engine, trainer, "async-mps", environment)
+
+
+def _say(system: str, result: Timing | str, folder: Path, seconds: float) -> None:
+    if not isinstance(result, str):
+        steps = ", ".join(f"{one:.2f}" for one in result.seconds)
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in result.parts.items())
+        print(
+            f"{system}: {result.overall:,.0f} tokens/s; steps {steps} s; {parts} [{seconds:.0f} s]",
+            flush=True,
+        )
+        return
+    print(f"{system}: {result} [{seconds:.0f} s]", flush=True)
+    for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)[-1:]:
+        print("\n".join(log.read_text(errors="replace").splitlines()[-25:]), flush=True)
+
+
+def _rows(shape: Shape, found: Mapping[str, Timing | str]) -> list[Row]:
+    peer = found.get(PEER)
+    rows = []
+    for system, result in found.items():
+        if isinstance(result, str) or system == PEER:
+            continue
+        row = Row(f"{shape.name}: {system}", round(result.overall, 1), "completion tokens/s")
+        if isinstance(peer, Timing):
+            row.peer, row.peer_value = PEER, round(peer.overall, 1)
+            row.ratio = round(result.overall / peer.overall, 3)
+            if system in (MAIN, MAIN + MPS):
+                row.goal, row.met = f">= {GOAL} x", row.ratio >= GOAL
+        rows.append(row)
+        rows += [
+            Row(f"{row.name}, {part}", round(value, 4), "s of a step") for part, value in result.parts.items()
+        ]
+    sync = found.get("sync")
+    for system, result in found.items():
+        if isinstance(result, Timing) and isinstance(sync, Timing) and system.startswith("fully"):
+            rows.append(
+                Row(
+                    f"{shape.name}: {system}, beside sync", round(result.overall, 1), "completion tokens/s",
+                    "sync, same run", round(sync.overall, 1), round(result.overall / sync.overall, 3),
+                )
+            )  # fmt: skip
+    return rows
+
+
+@contextmanager
+def _mps(control: str) -> Iterator[dict[str, str]]:
+    """The driver's multi-process service for the processes that get this environment."""
+    with tempfile.TemporaryDirectory(prefix="understudy-mps-") as folder:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        everything: dict[str, Any] = {**os.environ, **environment}
+        subprocess.run([control, "-d"], env=everything, check=True, timeout=30)
+        try:
+            yield environment
+        finally:
+            subprocess.run([control], input="quit -t 5\n", text=True, env=everything, timeout=30, check=False)

@@ -1,0 +1,129 @@
+"""Draws the study: python benchmarks/study_draw.py STUDY.json [TIMING.json] [--picture docs/images/study.png]
+
+Against samples, and with TIMING.json (`study.py time`) against GPU-seconds too. Prints the table of docs/results.md as well. Lines are means over seeds, bands reach from the lowest to the highest seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+from study_jobs import METHODS, ROOT
+
+SAMPLES = 128
+COLOURS = dict(
+    zip(METHODS, ("#c44e52", "#dd8452", "#937860", "#8172b3", "#4878a8", "#55a868", "#64b5cd"), strict=True)
+)
+
+
+def curve(runs: Sequence[dict[str, Any]], quantity: str) -> dict[int, list[float]]:
+    """Step → the seeds' values; only steps that every seed reached."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for point in run["points"]:
+            if point.get(quantity) is not None:
+                found.setdefault(point["step"], []).append(point[quantity])
+    return {step: values for step, values in sorted(found.items()) if len(values) == len(runs)}
+
+
+def seconds_of(timing: dict[str, Any], method: str, step: int) -> float:
+    """GPU-seconds until the end of a step."""
+    one = timing[method]
+    return step * (one["step_seconds"] + SAMPLES * one.get("answer_seconds", 0.0))
+
+
+def spread(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def draw(study: dict[str, Any], timing: dict[str, Any] | None, teacher: float | None, picture: Path) -> None:
+    mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    columns = 2 if timing else 1
+    layout = (2, 2) if timing else (1, 2)
+    figure, found = plt.subplots(*layout, figsize=(10, 7.2 if timing else 4.2), squeeze=False)
+    axes = [
+        [found[row][column] if timing else found[0][row] for column in range(columns)] for row in range(2)
+    ]
+    for method, label in METHODS.items():
+        runs = [run for run in study["runs"] if run["method"] == method and run["points"]]
+        if not runs:
+            continue
+        for row, quantity in enumerate(("accuracy", "kl")):
+            points = curve(runs, quantity)
+            means = [mean(values) for values in points.values()]
+            lows, highs = [min(v) for v in points.values()], [max(v) for v in points.values()]
+            for column in range(columns):
+                x = [
+                    seconds_of(timing, method, step) if timing and column else step * SAMPLES
+                    for step in points
+                ]
+                axes[row][column].plot(x, means, color=COLOURS[method], label=label, marker="o", markersize=3)
+                axes[row][column].fill_between(x, lows, highs, color=COLOURS[method], alpha=0.15, linewidth=0)
+    for column in range(columns):
+        if teacher is not None:
+            axes[0][column].axhline(teacher, color="#999999", linestyle="--", linewidth=1)
+            axes[0][column].annotate(
+                "teacher", (0, teacher), xytext=(2, 3), textcoords="offset points", color="#777777"
+            )
+        axes[1][column].set_yscale("log")
+        for row in range(2):
+            axes[row][column].set_xlabel("GPU-seconds" if column else "samples (rollouts, or SFT examples)")
+    axes[0][0].set_ylabel("accuracy on held-out problems")
+    axes[1][0].set_ylabel("KL(student ‖ teacher) per token")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper center", ncols=4, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.92 if timing else 0.87))
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130)
+    print(f"wrote {picture}")
+
+
+def table(study: dict[str, Any], timing: dict[str, Any] | None) -> list[str]:
+    """One line per method at the last step that every seed reached."""
+    lines = [
+        "| method | learning rate | seeds | samples | accuracy | KL to the teacher |",
+        "|---|---|---|---|---|---|",
+    ]
+    if timing:
+        lines = [
+            line + more for line, more in zip(lines, (" s a step | GPU-seconds |", "---|---|"), strict=True)
+        ]
+    for method, label in METHODS.items():
+        runs = [run for run in study["runs"] if run["method"] == method and run["points"]]
+        accuracy, kl = curve(runs, "accuracy"), curve(runs, "kl")
+        if not accuracy:
+            continue
+        step, values = list(accuracy.items())[-1]
+        near = list(kl.values())[-1]
+        line = (
+            f"| {label} | {runs[0]['rate']:g} | {len(runs)} | {step * SAMPLES:,} | "
+            f"{mean(values):.1%} ± {spread(values):.1%} | {mean(near):.3f} ± {spread(near):.3f} |"
+        )
+        if timing:
+            seconds = seconds_of(timing, method, step)
+            line += f" {seconds / max(step, 1):.2f} | {seconds:.0f} |"
+        lines.append(line)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("study", type=Path)
+    parser.add_argument("timing", type=Path, nargs="?")
+    parser.add_argument("--teacher", type=float, help="the teacher's own accuracy")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "study.png")
+    options = parser.parse_args()
+    study = json.loads(options.study.read_text())
+    timing = json.loads(options.timing.read_text()) if options.timing else None
+    draw(study, timing, options.teacher, options.picture)
+    print("\n".join(table(study, timing)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""How good a model is at a task, and how far it is from its teacher, measured with the trainer's own engine and rewards.
+
+One engine per architecture; weights are copied in, so many checkpoints of one student are graded without loading anything
+anew.
+
+Shape letters: B rows, T tokens, V vocabulary.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from understudy.engines.base import Sampling
+from understudy.rollout.dataset import load_dataset
+from understudy.rollout.loops import LoopChoice
+from understudy.rollout.render import Renderer
+from understudy.rollout.rewards import Rewards, load_reward
+from understudy.trainers.evaluate import Examiner, eval_prompts, measures
+from understudy.trainers.loading import copy_weights, load_model
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import Trajectory
+
+GSM8K = "understudy.rollout.reward:gsm8k"
+MAX_BATCH = 256
+_ROWS_AT_ONCE = 32
+"""Rows whose logits over the whole vocabulary are held at a time."""
+
+
+def read_prompts(path: Path, count: int | None = None) -> list[Prompt]:
+    return eval_prompts(load_dataset(path), count)
+
+
+class Grader:
+    """A model folder with an engine around it."""
+
+    def __init__(
+        self, folder: Path, max_new_tokens: int, context: int, max_batch: int = MAX_BATCH, reward: str = GSM8K
+    ) -> None:
+        on_gpu = torch.cuda.is_available()
+        loaded = load_model(str(folder), dtype="bfloat16" if on_gpu else "float32")
+        self.model, self.device = loaded.model.eval(), loaded.device
+        self._engine = loaded.twin().engine(max_batch, max_length=context)
+        self._loops = asyncio.Runner()
+        renderer = Renderer(loaded.tokenizer, context=context, reserve=max_new_tokens)
+        self.decode, self._version = renderer.decode, 0
+        self._examiner = Examiner(
+            self._engine,
+            LoopChoice("single_turn", {}),
+            Rewards([load_reward(reward)], renderer),
+            renderer,
+            Sampling(max_new_tokens, loaded.stop_ids),
+            context,
+            max_batch,
+        )
+
+    def take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """From now on this is what is measured."""
+        copy_weights(self.model, weights)
+        self._version += 1
+        own = list(self.model.named_parameters())
+        self._loops.run(self._engine.update_weights(self._version, own))
+
+    def answers(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
+        """Greedy ones."""
+        return self._loops.run(self._examiner.greedy(prompts))
+
+    def accuracy(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Of greedy answers: `accuracy`, and `accuracy/SOURCE` for each data source."""
+        return measures(prompts, self.answers(prompts), [], 1.0)
+
+    @torch.inference_mode()
+    def distance(self, teachers: Mapping[str, Any], prompts: Sequence[Prompt]) -> float:
+        """KL(student ‖ teacher) per token, exact over the vocabulary, on one answer per prompt that the student samples at
+        temperature 1. Seeds belong to the prompts. Teachers go by data source; the one called "" takes the others."""
+        samples = [one[0] for one in self._loops.run(self._examiner.sampled(prompts, 1))]
+        judged: dict[str, list[Trajectory]] = {}
+        for prompt, row in zip(prompts, samples, strict=True):
+            judged.setdefault(prompt.data_source if prompt.data_source in teachers else "", []).append(row)
+        total, count = 0.0, 0
+        for source, rows in judged.items():
+            rows.sort(key=lambda row: len(row.tokens))
+            for start in range(0, len(rows), _ROWS_AT_ONCE):
+                piece = rows[start : start + _ROWS_AT_ONCE]
+                summed, tokens = self._summed_divergence(teachers[source], piece)
+                total, count = total + summed, count + tokens
+        return total / count
+
+    def _summed_divergence(self, teacher: Any, rows: Sequence[Trajectory]) -> tuple[float, int]:
+        longest = max(len(row.tokens) for row in rows)
+        tokens_BT = torch.zeros((len(rows), longest), dtype=torch.long)
+        written_BT = torch.zeros((len(rows), longest), dtype=torch.bool)
+        for index, row in enumerate(rows):
+            tokens_BT[index, : len(row.tokens)] = torch.from_numpy(row.tokens).long()
+            written_BT[index, : len(row.tokens)] = torch.from_numpy(row.loss_mask)
+        predicted_BT = written_BT[:, 1:].to(self.device)
+        ours_NV, theirs_NV = (
+            model(input_ids=tokens_BT.to(self.device), use_cache=False)
+            .logits[:, :-1][predicted_BT]
+            .float()
+            .log_softmax(-1)
+            for model in (self.model, teacher)
+        )
+        divergence_N = (ours_NV.exp() * (ours_NV - theirs_NV)).sum(-1)
+        return float(divergence_N.double().sum()), len(divergence_N)
+
+    def close(self) -> None:
+        self._loops.run(self._engine.close())
+        self._loops.close()

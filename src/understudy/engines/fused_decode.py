@@ -1,0 +1,184 @@
+"""A decode step's small operations as few kernels: what a GPU otherwise spends a third of the step launching.
+
+Legend: B rows, Q query heads, H key/value heads, D head size, S slots, C columns of room, R rows of any shape, F features.
+
+Between a layer's projections and its attention lie head norms, rotary positions and the write into the key/value pool: twenty
+kernels of a few microseconds each in transformers' own code, one here. The arithmetic is transformers', with its roundings: norm
+in fp32, rounded; times weight, rounded; each product of the rotation rounded, then their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from understudy.engines import decode_attention
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch comes without it
+    triton = None
+
+ATTENTIONS = {"LlamaAttention", "Qwen2Attention", "Qwen3Attention"}
+"""Classes of transformers whose forward is projections, head norms or none, rotary positions, cache, attention, projection."""
+MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
+"""Classes that compute down(act(gate(x)) * up(x))."""
+
+if triton is not None:
+
+    @triton.jit
+    def _turned(x, weight, cosine, sine, epsilon, NORMED: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One head: normed, then rotated by its position."""
+        place = tl.arange(0, SIZE)
+        other = (place + SIZE // 2) % SIZE
+        own, far = tl.load(x + place), tl.load(x + other)
+        kind = own.dtype
+        if NORMED:
+            wide = own.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)
+            own = (wide * scale).to(kind).to(tl.float32) * tl.load(weight + place).to(tl.float32)
+            far = (far.to(tl.float32) * scale).to(kind).to(tl.float32) * tl.load(weight + other).to(
+                tl.float32
+            )
+            own, far = own.to(kind), far.to(kind)
+        far = tl.where(place < SIZE // 2, -far.to(tl.float32), far.to(tl.float32))
+        straight = (own.to(tl.float32) * tl.load(cosine + place).to(tl.float32)).to(kind)
+        crossed = (far * tl.load(sine + place).to(tl.float32)).to(kind)
+        return (straight.to(tl.float32) + crossed.to(tl.float32)).to(kind)
+
+    @triton.jit
+    def _heads_kernel(  # type: ignore[no-untyped-def]
+        query, key, value, query_weight, key_weight, cosine, sine, slots, lengths, out, keys, values, epsilon,
+        turn_row, pool_slot, pool_head, pool_column,
+        QUERIES: tl.constexpr, HEADS: tl.constexpr, NORMED: tl.constexpr, SIZE: tl.constexpr,
+    ):  # fmt: skip
+        row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        size = tl.arange(0, SIZE)
+        cosine += row * turn_row
+        sine += row * turn_row
+        slot = tl.load(slots + row).to(tl.int64)
+        place = slot * pool_slot + tl.load(lengths + row).to(tl.int64) * pool_column
+        if head < QUERIES:
+            at = (row * QUERIES + head) * SIZE
+            tl.store(out + at + size, _turned(query + at, query_weight, cosine, sine, epsilon, NORMED, SIZE))
+        elif head < QUERIES + HEADS:
+            own = head - QUERIES
+            at = (row * HEADS + own) * SIZE
+            turned = _turned(key + at, key_weight, cosine, sine, epsilon, NORMED, SIZE)
+            tl.store(keys + place + own * pool_head + size, turned)
+        else:
+            own = head - QUERIES - HEADS
+            written = tl.load(value + (row * HEADS + own) * SIZE + size)
+            tl.store(values + place + own * pool_head + size, written)
+
+    @triton.jit
+    def _gate_kernel(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        g = tl.load(gate + at, mask=inside, other=0.0)
+        wide = g.to(tl.float32)
+        activated = (wide / (1 + tl.exp(-wide))).to(g.dtype).to(tl.float32)
+        tl.store(
+            out + at,
+            (activated * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(g.dtype),
+            mask=inside,
+        )
+
+
+def place_heads(
+    query_BQD: Tensor,
+    key_BHD: Tensor,
+    value_BHD: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+    cosine_BD: Tensor,
+    sine_BD: Tensor,
+    slots_B: Tensor,
+    lengths_B: Tensor,
+    keys_SHCD: Tensor,
+    values_SHCD: Tensor,
+) -> Tensor:
+    """Norms (where there are `weights`) and rotates queries and keys, writes keys and values at each row's next column, and
+    returns the queries [B, Q, D]."""
+    rows, queries, size = query_BQD.shape
+    heads = key_BHD.shape[1]
+    query_BQD, key_BHD, value_BHD = (x.contiguous() for x in (query_BQD, key_BHD, value_BHD))
+    cosine_BD, sine_BD = cosine_BD.contiguous(), sine_BD.contiguous()
+    query_weight, key_weight = weights or (query_BQD, key_BHD)
+    out_BQD = torch.empty_like(query_BQD)
+    _heads_kernel[(rows, queries + 2 * heads)](
+        query_BQD, key_BHD, value_BHD, query_weight, key_weight, cosine_BD, sine_BD, slots_B, lengths_B,
+        out_BQD, keys_SHCD, values_SHCD, epsilon,
+        cosine_BD.stride(0), keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2),
+        QUERIES=queries, HEADS=heads, NORMED=weights is not None, SIZE=size, num_warps=1,
+    )  # fmt: skip
+    return out_BQD
+
+
+def silu_times(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    gate_RF, up_RF = gate_RF.contiguous(), up_RF.contiguous()
+    out_RF = torch.empty_like(gate_RF)
+    block = 2048
+    _gate_kernel[(-(-gate_RF.numel() // block),)](gate_RF, up_RF, out_RF, gate_RF.numel(), BLOCK=block)
+    return out_RF
+
+
+def fuse_decoding(model: Any) -> int:
+    """Gives the model's attention and MLP blocks these kernels; returns how many. The model must be the engine's own, and on a
+    GPU. Passes that are not decode steps over slots (prompts) take transformers' own way through attention."""
+    found = 0
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind in ATTENTIONS:
+            module.forward = _attention_of(module)
+        elif kind in MLPS and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
+            module.forward = _mlp_of(module)
+        else:
+            continue
+        found += 1
+    return found
+
+
+def _mlp_of(module: Any) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        mixed: Tensor = module.down_proj(silu_times(module.gate_proj(x), module.up_proj(x)))
+        return mixed
+
+    return forward
+
+
+def _attention_of(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    plain = module.forward
+    norms = (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
+    window = int(getattr(module, "sliding_window", None) or 0)
+
+    def forward(hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        places, (cosine, sine) = options.get("slots"), options["position_embeddings"]
+        if (
+            places is None or cosine.shape[-1] != module.head_dim
+        ):  # a prompt, or a head that is rotated in part
+            result: tuple[Tensor, Tensor | None] = plain(hidden_states, *args, **options)
+            return result
+        rows, size = hidden_states.shape[0], module.head_dim
+        query_BQD, key_BHD, value_BHD = (
+            projection(hidden_states).view(rows, -1, size)
+            for projection in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        pool = options["past_key_values"].layers[module.layer_idx]
+        turned_BQD = place_heads(
+            query_BQD, key_BHD, value_BHD,
+            None if norms is None else (norms[0].weight, norms[1].weight),
+            0.0 if norms is None else norms[0].variance_epsilon,
+            cosine[:, 0], sine[:, 0], places.slots_B, places.lengths_B, pool.keys, pool.values,
+        )  # fmt: skip
+        mixed_BQD = decode_attention.slot_attention(
+            turned_BQD, pool.keys, pool.values, places.slots_B, places.ends_B, module.scaling, window
+        )
+        return module.o_proj(mixed_BQD.view(rows, 1, -1)), None
+
+    return forward

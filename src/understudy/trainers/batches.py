@@ -1,0 +1,107 @@
+"""Columns of the data plane as a batch: the columns a step needs, and rows laid out for training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from understudy.config import LossConfig
+from understudy.types.batch import Batch
+from understudy.types.far_batch import STREAMS
+from understudy.types.jagged import Jagged
+from understudy.types.trajectory import Trajectory
+
+SCORED = "teacher"
+"""The column that is there once a row's scores are."""
+SIZES = "sizes"
+"""The column that says how long a row is, and which weights wrote it, for whoever does not read the row."""
+FACTS = (SIZES, "reward", "stop_reason", "turns", "metrics")
+"""A few numbers and words a row: what the trainer decides and reports by."""
+
+
+def sizes_of(trajectory: Trajectory) -> dict[str, int]:
+    """A row's `SIZES`; versions are −1 where no token of it was generated."""
+    versions = trajectory.weight_versions[trajectory.weight_versions >= 0]
+    return {
+        "tokens": len(trajectory.tokens),
+        "loss": int(trajectory.loss_mask.sum()),
+        "oldest": int(versions.min()) if len(versions) else -1,
+        "newest": int(versions.max()) if len(versions) else -1,
+    }
+
+
+def fact_columns(judged: bool) -> tuple[str, ...]:
+    return (*FACTS, SCORED) if judged else FACTS
+
+
+def token_columns(loss: LossConfig, judged: bool) -> tuple[str, ...]:
+    """Columns with an entry a token: what goes through the model and the loss."""
+    if not judged:
+        return STREAMS
+    scored = (*STREAMS, "teacher_logprobs")
+    if loss.signal in ("topk", "at_ids"):
+        return (*scored, "teacher_ids", "teacher_topk_logprobs")
+    return (*scored, "teacher_hidden") if loss.signal == "hidden" else scored
+
+
+def assemble(
+    keys: Sequence[str], columns: Mapping[str, Any], hidden_dtype: torch.dtype = torch.bfloat16
+) -> Batch:
+    """Columns of the data plane as one batch; hidden states meet a head in the head's own precision."""
+    ids, hidden = columns.get("teacher_ids"), columns.get("teacher_hidden")
+    batch = Batch(
+        keys=tuple(keys),
+        tokens=_cast(columns["tokens"], torch.int64),
+        loss_mask=columns["loss_mask"],
+        behaviour_logprobs=columns["behaviour_logprobs"],
+        rewards=rewards_of(columns),
+        stop_reasons=tuple(columns.get("stop_reason", ())),
+        teachers=tuple(columns.get(SCORED, ())),
+        teacher_logprobs=columns.get("teacher_logprobs"),
+        teacher_ids=None if ids is None else _cast(ids, torch.int64),
+        teacher_topk_logprobs=columns.get("teacher_topk_logprobs"),
+    )
+    if hidden is None:
+        return batch
+    # bfloat16 travels as its bits, because numpy has no bfloat16.
+    states = Jagged(hidden.values.view(torch.bfloat16), hidden.offsets)
+    return replace(batch, teacher_hidden=_cast(states, hidden_dtype))
+
+
+def rewards_of(columns: Mapping[str, Any]) -> tuple[float, ...]:
+    return tuple(float("nan") if reward is None else float(reward) for reward in columns.get("reward", ()))
+
+
+def rollout_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
+    """What the rows of a step look like, under verl's names where it has one; from their `FACTS`."""
+    sizes, stops = columns[SIZES], columns["stop_reason"]
+    lengths = np.array([row["loss"] for row in sizes])
+    metrics = {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/clip_ratio": sum(reason == "length" for reason in stops) / len(stops),
+        "rollout/weight_version/min": float(
+            min((row["oldest"] for row in sizes if row["oldest"] >= 0), default=0)
+        ),
+        "rollout/rows": float(len(stops)),
+    }
+    rewards = [reward for reward in columns["reward"] if reward is not None]
+    if rewards:
+        metrics["critic/score/mean"] = float(np.mean(rewards))
+    turns = [int(count) for count in columns["turns"]]
+    if max(turns) > 1:
+        metrics |= {"num_turns/min": float(min(turns)), "num_turns/mean": float(np.mean(turns))}
+        metrics["num_turns/max"] = float(max(turns))
+    own = [dict(row) for row in columns["metrics"]]
+    # What loops and rewards counted: tool calls, parts of a reward.
+    for name in sorted({name for row in own for name in row}):
+        metrics[f"rollout/{name}"] = float(np.mean([row[name] for row in own if name in row]))
+    return metrics
+
+
+def _cast(column: Jagged, dtype: torch.dtype) -> Jagged:
+    return Jagged(column.values.to(dtype), column.offsets)

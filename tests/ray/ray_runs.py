@@ -1,0 +1,58 @@
+"""Small runs on a cluster of simulated nodes, and what is read of them afterwards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from small_runs import ASSETS
+
+STORE = 80 * 2**20
+POOL = {"pools": {"train": {"nodes": 2, "cpus_per_node": 1}}, "roles": {"student": "train"}}
+"""Two machines with a rank each; the first is the trainer's own."""
+QUEUE = {"backend": "transfer_queue", "storage_units": 1}
+
+
+def ranks_recipe(folder: Path, steps: int = 2, **changes: dict[str, Any]) -> dict[str, Any]:
+    """Two ranks, one teacher, a few small rows a step."""
+    table: dict[str, dict[str, Any]] = {
+        "student": {"model": str(ASSETS / "models" / "student"), "device": "cpu"},
+        "teachers": {"add": {"model": str(ASSETS / "models" / "teacher-add")}},
+        "loss": {"topk": 4},
+        "rollout": {"max_new_tokens": 4},
+        "data": {"train": str(ASSETS / "data" / "train.jsonl")},
+        "trainer": {
+            "steps": steps, "batch_size": 8, "learning_rate": 1e-3, "checkpoint_every": 1000, "ranks": 2
+        },
+        "dataplane": {},
+        "cluster": {},
+        "run": {"dir": str(folder), "threads": 1, "determinism": "full"},
+    }  # fmt: skip
+    for section, entries in changes.items():
+        table[section] = {**table[section], **entries}
+    return table
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(path: Path) -> list[dict[str, float]]:
+    """Everything a step says that does not depend on the clock."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
+        for line in lines(path)
+    ]
+
+
+def node_of(cluster: Any, pid: int) -> Any:
+    """The simulated node that a process runs on."""
+    ancestors = {parent.pid for parent in psutil.Process(pid).parents()}
+    return next(
+        node for node in cluster.worker_nodes if node.all_processes["raylet"][0].process.pid in ancestors
+    )

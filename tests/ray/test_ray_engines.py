@@ -1,0 +1,134 @@
+"""Rollout engines on other nodes: the same bits, weights by broadcast, and a node that is lost costs no row."""
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from test_ray_runs import STORE, figures, node_of, recipe
+
+import understudy
+from understudy.dataplane.ledger import audit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from small_runs import start_cli, write_toml
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+
+def with_engines(cluster: Any, nodes: int, processes: int) -> dict[str, dict[str, Any]]:
+    pool = {"nodes": nodes, "cpus_per_node": processes // nodes}
+    on_ray = {"backend": "ray", "address": cluster.address, "pools": {"write": pool}}
+    return {"cluster": {**on_ray, "roles": {"rollout": "write"}}, "rollout": {"processes": processes}}
+
+
+def pids_of(log: str) -> dict[str, int]:
+    """The newest process of each engine."""
+    return {
+        name: int(pid) for name, pid in re.findall(r"process (rollout-\d) runs on \S+ \(pid (\d+)\)", log)
+    }
+
+
+def test_engines_on_two_other_nodes_write_the_very_tokens_of_the_one_inside(
+    cluster: Any, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    here = understudy.train(recipe(tmp_path / "here"), progress=False)
+    there = understudy.train(recipe(tmp_path / "there", **with_engines(cluster, 2, 2)), progress=False)
+    losses = [line["actor/loss"] for line in figures(here.dir)]
+    assert len(losses) == 2 and losses[0] != losses[1]
+    assert figures(there.dir) == figures(here.dir), "to the bit"
+    report = audit(there.dir / "dataplane")
+    assert report.balanced and report.trained == 16
+    log = (there.dir / "logs" / "trainer.log").read_text()
+    for version in range(3):
+        assert f"weights of version {version}: 2 of 2 engine processes elsewhere have them" in log
+    assert set(pids_of(log)) == {"rollout-0", "rollout-1"}
+    assert "the engine writes at" in (there.dir / "logs" / "rollout-1.log").read_text()
+    assert not any(psutil.pid_exists(pid) for pid in pids_of(log).values())
+
+
+def start_and_wait(folder: Path, table: dict[str, Any], steps: int = 3) -> tuple[Any, Path, Path]:
+    process = start_cli("train", str(write_toml(folder / "recipe.toml", table)), "--quiet")
+    metrics, log = folder / "run" / "metrics.jsonl", folder / "run" / "logs" / "trainer.log"
+    deadline = time.monotonic() + 400
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.2)
+    return process, metrics, log
+
+
+def test_a_run_outlives_the_node_of_an_engine(cluster: Any, tmp_path: Path) -> None:
+    """Two engines on nodes of their own, another node free: the lost engine comes back there, and no bit of the run tells."""
+    for _ in range(4):
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    table = recipe(tmp_path / "run", steps=5000, **with_engines(cluster, 2, 2))
+    process, metrics, log = start_and_wait(tmp_path, table)
+    lost = pids_of(log.read_text())["rollout-0"]
+    cluster.remove_node(node_of(cluster, lost), allow_graceful=False)
+    deadline = time.monotonic() + 300
+    while "engine replica-0 is back" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.2)
+    before = len(metrics.read_text().splitlines())
+    while len(metrics.read_text().splitlines()) < before + 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)  # ends with the step
+    output, _ = process.communicate(timeout=300)
+    steps = len(figures(tmp_path / "run"))
+    report = audit(tmp_path / "run" / "dataplane")
+    assert (report.trained, report.dead) == (8 * steps, 0) and report.balanced, output[-3000:]
+    said = log.read_text()
+    assert "engine process lost: replica-0" in said and pids_of(said)["rollout-0"] != lost
+    assert "weights of version 3: 2 of 2" in said and f"weights of version {steps}: 2 of 2" in said
+    undisturbed = understudy.train(recipe(tmp_path / "whole", steps=steps), progress=False)
+    assert figures(tmp_path / "run") == figures(undisturbed.dir), "a death changes no bit"
+    assert not any(psutil.pid_exists(pid) for pid in pids_of(said).values())
+
+
+def test_a_run_whose_last_engine_lost_its_node_waits_or_ends_with_the_reason(
+    cluster: Any, tmp_path: Path
+) -> None:
+    """No node can hold it: the run says so and ends; nothing hangs and nothing is left."""
+    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    changes = with_engines(cluster, 1, 2)
+    table = recipe(tmp_path / "run", steps=500, **changes)
+    process, _, log = start_and_wait(tmp_path, table)
+    pids = pids_of(log.read_text())
+    cluster.remove_node(node_of(cluster, pids["rollout-0"]), allow_graceful=False)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode not in (0, None) and time.monotonic() - began < 240
+    assert "no engine process is left" in output and "no machine is that large" in output, output[-3000:]
+    assert "so the run waits until one is back" in log.read_text() + output
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+
+
+def test_fully_async_with_a_teacher_an_engine_and_workers_elsewhere(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    changes = with_engines(cluster, 2, 2)
+    changes["cluster"]["roles"]["workers"] = "write"
+    changes["cluster"]["pools"] = {"write": {"nodes": 1, "cpus_per_node": 2}}
+    changes["rollout"] = {"processes": 1, "workers": 1}
+    table = recipe(
+        tmp_path / "run",
+        steps=4,
+        trainer={"mode": "fully_async", "max_staleness": 1},
+        run={"determinism": "fast"},
+        **changes,
+    )
+    run = understudy.train(table, progress=False)
+    report = audit(run.dir / "dataplane")
+    assert run.steps == 4 and report.balanced and (report.trained, report.dead) == (32, 0)
+    log = (run.dir / "logs" / "trainer.log").read_text()
+    for process in ("teacher-add-0", "rollout-0", "rollout-worker-0"):
+        assert f"process {process} runs on" in log
+    assert "weights of version 4: 1 of 1 engine processes elsewhere have them" in log

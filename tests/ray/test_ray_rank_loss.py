@@ -1,0 +1,81 @@
+"""A machine with a training rank is lost: the run goes back to its last checkpoint on the others, or says why it cannot."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray_runs import POOL, QUEUE, STORE, figures, node_of, ranks_recipe
+
+import understudy
+from understudy.dataplane.ledger import audit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from small_runs import start_cli, write_toml
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+
+def started(
+    cluster: Any, folder: Path, steps: int, dataplane: dict[str, Any] | None = None
+) -> tuple[subprocess.Popen[str], int]:
+    """A run on the cluster that has saved a checkpoint and gone on, and the pid of its rank 1."""
+    on_ray = {"backend": "ray", "address": cluster.address, **POOL}
+    table = ranks_recipe(folder / "run", steps, cluster=on_ray, dataplane=dataplane or {})
+    table["trainer"]["checkpoint_every"] = 3
+    process = start_cli("train", str(write_toml(folder / "recipe.toml", table)), "--quiet")
+    metrics, log = folder / "run" / "metrics.jsonl", folder / "run" / "logs" / "trainer.log"
+    deadline = time.monotonic() + 400
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.05)
+    return process, rank_1(log)
+
+
+def rank_1(log: Path) -> int:
+    return int(re.findall(r"process rank-1 runs on \S+ \(pid (\d+)\)", log.read_text())[-1])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dataplane", "cpus"),
+    [(1, {}, 1), (2, QUEUE, 2)],
+    indirect=["cluster"],
+    ids=["embedded", "transfer_queue"],
+)
+def test_the_run_goes_back_to_its_checkpoint_on_the_machines_left(
+    cluster: Any, dataplane: dict[str, Any], cpus: int, tmp_path: Path
+) -> None:
+    """The queue's own parts may be on the machine too: the run makes another one with the rest."""
+    for _ in range(3):  # a rank, a teacher, and one to spare
+        cluster.add_node(num_cpus=cpus, object_store_memory=STORE)
+    steps = 40
+    here = understudy.train(ranks_recipe(tmp_path / "here", steps), progress=False)
+    process, pid = started(cluster, tmp_path, steps, dataplane)
+    cluster.remove_node(node_of(cluster, pid), allow_graceful=False)
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output[-3000:]
+    log = tmp_path / "run" / "logs" / "trainer.log"
+    assert "rank 1 of 2 went with its machine" in log.read_text()
+    assert re.search(r"going back to step \d+ \(restart 1 of 1\)", log.read_text())
+    assert rank_1(log) != pid, "another process on another machine"
+    assert figures(tmp_path / "run") == figures(here.dir), "to the bit what the undisturbed run says"
+    report = audit(tmp_path / "run" / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (8 * steps, 0), "every row exactly once"
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("cluster", [1], indirect=True, ids=["head-has-a-cpu"])
+def test_what_no_longer_fits_is_said_within_seconds(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    process, pid = started(cluster, tmp_path, 5000)
+    cluster.remove_node(node_of(cluster, pid), allow_graceful=False)
+    lost = time.monotonic()
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 2, output[-3000:]
+    assert time.monotonic() - lost < 60
+    assert "room was found for" in output and "the cluster: 1 machine" in output, output[-3000:]
+    assert audit(tmp_path / "run" / "dataplane").balanced

@@ -1,0 +1,107 @@
+"""Ranks on several machines fetch their own rows from TransferQueue; the trainer's process sees those of rank 0 alone."""
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray_runs import POOL, QUEUE, STORE, figures, lines, ranks_recipe
+
+import understudy
+from understudy.dataplane.ledger import audit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from small_runs import start_cli, write_toml
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+TOPK, NEW, ROWS, STEPS = 32, 6, 16, 2
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
+def test_tensors_do_not_pass_through_the_trainer(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=3, object_store_memory=STORE)
+    wide: dict[str, Any] = {
+        "loss": {"topk": TOPK},
+        "rollout": {"max_new_tokens": NEW},
+        "trainer": {"batch_size": ROWS},
+    }
+    here = understudy.train(ranks_recipe(tmp_path / "here", STEPS, **wide), progress=False)
+    there = understudy.train(
+        ranks_recipe(
+            tmp_path / "there",
+            STEPS,
+            cluster={"backend": "ray", "address": cluster.address, **POOL},
+            dataplane=QUEUE,
+            **wide,
+        ),
+        progress=False,
+    )
+    assert figures(there.dir) == figures(here.dir), "to the bit: the same rows on the same ranks"
+    report = audit(there.dir / "dataplane")
+    assert report.balanced and report.trained == ROWS * STEPS
+
+    said = (there.dir / "logs" / "rank-1.log").read_text()
+    other = int(re.findall(r"fetched (\d+) bytes of rows", said)[-1])
+    mine = int(lines(there.dir)[-1]["perf/ranks/bytes_fetched"])
+    written = sum(line["response_length/mean"] * line["rollout/rows"] for line in lines(there.dir))
+    teacher = int(written) * (TOPK * 8 + 4)
+    assert teacher < mine + other < 1.3 * teacher, "every column once, and the row that keeps company"
+    assert 0.35 < mine / (mine + other) < 0.65, "the trainer's process got rank 0's share"
+
+    by_name, by_column = (lines(run.dir)[-1]["perf/ranks/bytes_sent"] for run in (there, here))
+    assert by_name < 150 * ROWS * STEPS, "names, lengths and one weight a row"
+    assert by_column > teacher, "without a queue the columns themselves travel"
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
+def test_a_lost_queue_is_replaced_by_the_run_directory(cluster: Any, tmp_path: Path) -> None:
+    """The storage unit is killed between two steps: one warning, and the same figures to the end."""
+    cluster.add_node(num_cpus=3, object_store_memory=STORE)
+    steps = 25
+    here = understudy.train(ranks_recipe(tmp_path / "here", steps), progress=False)
+    table = ranks_recipe(
+        tmp_path / "run",
+        steps,
+        cluster={"backend": "ray", "address": cluster.address, **POOL},
+        dataplane={**QUEUE, "queue_timeout_seconds": 3.0},
+    )
+    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 400
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.05)
+    units = [one for one in psutil.process_iter() if "ray::SimpleStorageUnit" in " ".join(one.cmdline())]
+    ours = [one for one in units if "raylet" in {parent.name() for parent in one.parents()}]
+    mine = {node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()}
+    (unit,) = [one for one in ours if mine & {parent.pid for parent in one.parents()}]
+    unit.kill()
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output[-3000:]
+    said = (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    assert said.count("TransferQueue does not answer") == 1
+    assert figures(tmp_path / "run") == figures(here.dir)
+    report = audit(tmp_path / "run" / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
+def test_the_fully_async_trainer_tells_rows_by_name_too(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=3, object_store_memory=STORE)
+    run = understudy.train(
+        ranks_recipe(
+            tmp_path / "run",
+            3,
+            cluster={"backend": "ray", "address": cluster.address, **POOL},
+            dataplane=QUEUE,
+            trainer={"mode": "fully_async"},
+            run={"determinism": "fast"},
+        ),
+        progress=False,
+    )
+    last = lines(run.dir)[-1]
+    assert last["perf/ranks/bytes_fetched"] > 0 and last["perf/ranks/bytes_sent"] < 300 * 8 * 3
+    report = audit(run.dir / "dataplane")
+    assert report.balanced and report.trained == 24

@@ -1,0 +1,69 @@
+"""Supervised training: what is learned, what is not, and how it ends."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from understudy.policy.supervised import IGNORED, Encoded, Schedule, pad_rows, train
+
+PAD = 0
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+def examples() -> Encoded:
+    """After [1, x] comes x + 1, then 2."""
+    rows = [([1, x, x + 1, 2], [False, False, True, True]) for x in range(3, 15)]
+    return pad_rows(rows, PAD)
+
+
+def test_labels_stand_one_before_their_token_and_only_where_it_is_trained() -> None:
+    encoded = pad_rows([([1, 5, 6, 2], [False, False, True, True]), ([1, 7], [False, True])], PAD)
+    assert encoded.tokens_BT.tolist() == [[1, 5, 6, 2], [1, 7, PAD, PAD]]
+    assert encoded.labels_BT.tolist() == [[IGNORED, 6, 2, IGNORED], [7, IGNORED, IGNORED, IGNORED]]
+    assert encoded.rows(torch.tensor([1])).tokens_BT.tolist() == [[1, 7]]
+
+
+def test_the_loss_is_the_mean_over_trained_tokens_and_falls() -> None:
+    model, encoded = tiny(), examples()
+    with torch.no_grad():
+        logprobs = model(input_ids=encoded.tokens_BT).logits.log_softmax(-1)
+    before = -torch.stack([logprobs[:, 1].gather(1, encoded.tokens_BT[:, 2:3]), logprobs[:, 2, 2:3]]).mean()
+    taken = train(
+        model, {"all": encoded}, Schedule(60, {"all": 12}, seed=1, learning_rate=1e-2, warmup_steps=5)
+    )
+    assert taken == 60 and not model.training
+    predicted = model(input_ids=encoded.tokens_BT).logits.argmax(-1)
+    assert before > 2.0 and predicted[:, 1].tolist() == encoded.tokens_BT[:, 2].tolist()
+
+
+def test_it_ends_early_when_told_to() -> None:
+    seen: list[int] = []
+
+    def goes_on(step: int) -> bool:
+        seen.append(step)
+        return step < 3
+
+    assert train(tiny(), {"all": examples()}, Schedule(50, {"all": 4}, seed=1), goes_on) == 3
+    assert seen == [1, 2, 3]
+
+
+def test_a_step_in_pieces_is_the_same_step() -> None:
+    whole, pieces = tiny(), tiny()
+    schedule = Schedule(3, {"all": 12}, seed=1, learning_rate=1e-2, warmup_steps=1)
+    train(whole, {"all": examples()}, schedule)
+    train(pieces, {"all": examples()}, schedule, rows_at_once=5)
+    for one, other in zip(whole.parameters(), pieces.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_rates() -> None:
+    falling = Schedule(100, {}, seed=0, learning_rate=1.0, warmup_steps=10)
+    flat = Schedule(100, {}, seed=0, learning_rate=1.0, warmup_steps=10, decay="none")
+    assert falling.rate(0) == 0.1 and falling.rate(99) < 0.011 and falling.rate(50) == 0.5
+    assert flat.rate(0) == 0.1 and flat.rate(50) == flat.rate(99) == 1.0

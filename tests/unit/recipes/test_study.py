@@ -1,0 +1,83 @@
+"""The study's bookkeeping: every command is one the product takes, and points of a run come from the right places."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from study import points_of
+from study_draw import curve, draw, seconds_of, table
+from study_jobs import METHODS, Job, Task, command, metrics_of, read_lines
+from understudy.config import load_recipe
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+ON_CPU = RECIPES / "quickstart" / "methods"
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if not method.startswith("sft-")])
+@pytest.mark.parametrize("folder", [RECIPES / "word-problems", RECIPES / "gsm8k", ON_CPU])
+def test_every_run_is_a_command_that_train_takes(folder: Path, method: str, tmp_path: Path) -> None:
+    models = None if folder == ON_CPU else tmp_path / "models"
+    task = Task(folder, tmp_path, models=models, steps=7, more=("rollout.max_batch=3",))
+    words = command(task, Job(method, seed=5, rate=1e-6))
+    assert words[1:5] == ["-m", "understudy.cli.main", "train", "--quiet"]
+    recipe = load_recipe(Path(words[5]), words[6:])
+    assert (recipe.run.seed, recipe.trainer.steps, recipe.trainer.learning_rate) == (5, 7, 1e-6)
+    assert recipe.rollout.max_batch == 3
+    assert (method == "grpo") == (not recipe.teachers)
+    if models is not None:
+        assert recipe.student.model == str(models / "student")
+
+
+def test_sft_starts_from_the_recipes_student_and_prompts(tmp_path: Path) -> None:
+    recipe = load_recipe(ON_CPU / "forward-kl.toml")
+    words = command(Task(ON_CPU, tmp_path, sft_rate=0.5), Job("sft-worked", seed=1))
+    told = dict(zip(words[2::2], words[3::2], strict=True))
+    assert told["--student"] == recipe.student.model and told["--data"] == recipe.data.train
+    assert (told["--seed"], told["--learning-rate"], told["--answers"]) == ("1", "0.5", "worked")
+
+
+def test_points_join_the_runs_own_accuracy_and_the_graders_kl(tmp_path: Path) -> None:
+    task, job = Task(ON_CPU, tmp_path), Job("k1", 0)
+    path = metrics_of(task, job)
+    path.parent.mkdir(parents=True)
+    lines = [
+        {"step": 0, "val/accuracy": 0.2},
+        {"step": 1},
+        {"step": 2, "val/accuracy": 0.5, "val/accuracy/add": 0.6},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "val/acc')
+    assert len(read_lines(path)) == 3
+    grades = [
+        {"run": "start", "step": 0, "kl": 1.0, "val/accuracy": 0.1},
+        {"run": "k1-0", "step": 2, "kl": 0.5},
+    ]
+    grades += [{"run": "k1-1", "step": 2, "kl": 9.0}]
+    assert points_of(task, job, grades) == [
+        {"step": 0, "accuracy": 0.2, "kl": 1.0, "sources": {}},
+        {"step": 2, "accuracy": 0.5, "kl": 0.5, "sources": {"add": 0.6}},
+    ]
+
+
+def test_a_curve_has_only_steps_that_every_seed_reached() -> None:
+    runs = [
+        {
+            "method": "k1",
+            "rate": 0.1,
+            "points": [{"step": s, "accuracy": s / 10 + seed / 100, "kl": 1.0} for s in steps],
+        }
+        for seed, steps in enumerate([(0, 5, 10), (0, 5)])
+    ]
+    assert list(curve(runs, "accuracy")) == [0, 5]
+    timing = {"k1": {"step_seconds": 2.0}, "sft-teacher": {"step_seconds": 1.0, "answer_seconds": 0.5}}
+    assert seconds_of(timing, "k1", 5) == 10.0 and seconds_of(timing, "sft-teacher", 1) == 1.0 + 128 * 0.5
+    (row,) = table({"runs": runs}, timing)[2:]
+    assert "| 2 | 640 | 50.5% ± 0.7% | 1.000 ± 0.000 |" in row and row.endswith("| 2.00 | 10 |")
+    assert table({"runs": runs}, None)[2].endswith("| 1.000 ± 0.000 |")
+
+
+@pytest.mark.parametrize("timing", [None, {"k1": {"step_seconds": 2.0}}])
+def test_it_draws(timing: dict[str, dict[str, float]] | None, tmp_path: Path) -> None:
+    points = [{"step": step, "accuracy": step / 10, "kl": 1.0 / (step + 1)} for step in (0, 5)]
+    draw({"runs": [{"method": "k1", "points": points}]}, timing, 0.9, tmp_path / "study.png")
+    assert (tmp_path / "study.png").stat().st_size > 10_000

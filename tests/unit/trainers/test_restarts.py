@@ -1,0 +1,81 @@
+"""When a lost rank takes a run back to its checkpoint, and when it ends it."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from learning_rig import recipe_of
+
+from understudy.errors import ConfigError, PolicyError, RankLost
+from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.launch import _first_cause
+from understudy.trainers.restarts import with_restarts
+
+
+class Runs:
+    """Attempts that save checkpoints and end as told; each entry is (steps saved by then, what it ends with)."""
+
+    def __init__(self, *script: tuple[int, Exception | int]) -> None:
+        self.script = list(script)
+        self.saved = 0
+        self.told: list[str] = []
+
+    async def attempt(self) -> int:
+        self.saved, end = self.script.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    def go(self, allowed: int, stop: Interrupts | None = None) -> int:
+        quiet: Callable[[str], None] = lambda text: None  # noqa: E731
+        return asyncio.run(
+            with_restarts(
+                self.attempt, allowed, lambda: self.saved, stop or Interrupts(quiet), self.told.append
+            )
+        )
+
+
+def lost() -> RankLost:
+    return RankLost("rank 1 of 2 was killed")
+
+
+def test_a_run_is_taken_up_as_often_as_it_gets_further() -> None:
+    runs = Runs((0, lost()), (2, lost()), (4, lost()), (4, 9))
+    assert runs.go(allowed=1) == 9
+    assert [text.rpartition("; ")[2] for text in runs.told] == [
+        "going back to the start (restart 1 of 1)",
+        "going back to step 2 (restart 1 of 1)",
+        "going back to step 4 (restart 1 of 1)",
+    ]
+
+
+def test_without_a_checkpoint_in_between_it_ends_with_the_ranks_words() -> None:
+    runs = Runs((2, lost()), (2, lost()), (2, lost()), (2, 9))
+    with pytest.raises(RankLost, match=r"rank 1 of 2 was killed; `understudy resume` goes on"):
+        runs.go(allowed=2)
+    assert len(runs.told) == 2 and len(runs.script) == 1
+    with pytest.raises(RankLost):
+        Runs((5, lost()), (5, 9)).go(allowed=0)
+
+
+def test_other_errors_and_a_user_who_wants_to_leave_are_not_argued_with() -> None:
+    with pytest.raises(PolicyError):
+        Runs((1, PolicyError("the loss is not finite")), (1, 9)).go(allowed=5)
+    stop = Interrupts(lambda text: None)
+    stop.requested = True
+    with pytest.raises(RankLost):
+        Runs((1, lost()), (1, 9)).go(allowed=5, stop=stop)
+
+
+def test_of_many_errors_the_lost_rank_is_the_cause() -> None:
+    deep = ExceptionGroup("inner", [RuntimeError("gloo"), lost()])
+    found = _first_cause(ExceptionGroup("outer", [PolicyError("rank 0 failed"), deep]))
+    assert isinstance(found, RankLost)
+
+
+def test_the_keys_are_strict() -> None:
+    assert recipe_of(cluster={"restarts": {"student": 0}}).cluster.restarts.student == 0
+    with pytest.raises(ConfigError, match=r"cluster\.restarts\.student"):
+        recipe_of(cluster={"restarts": {"student": -1}})
+    with pytest.raises(ConfigError, match=r"unknown key `cluster\.restarts\.ranks`"):
+        recipe_of(cluster={"restarts": {"ranks": 1}})
