@@ -62,6 +62,7 @@ def test_a_run_with_an_engine_process_is_the_same_run_even_when_it_is_killed(
     assert not weights.exists(), "snapshots are removed with the run"
 
 
+@pytest.mark.slow
 def test_two_engine_processes_in_fast_mode_train_every_row_once(recipe: Make) -> None:
     run = understudy.train(
         recipe(rollout__processes=2, run__determinism="fast", trainer__steps=2), progress=False

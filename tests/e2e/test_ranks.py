@@ -116,6 +116,7 @@ def started(recipe: Make, tmp_path: Path) -> Iterator[Started]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_lost_rank_takes_the_run_back_to_its_last_checkpoint(
     recipe: Make, tmp_path: Path, shelf: Path
 ) -> None:

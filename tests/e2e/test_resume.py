@@ -17,7 +17,7 @@ from understudy.observability.metrics import read_metrics, without_clock
 
 Make = Callable[..., dict[str, Any]]
 STEPS = 4
-POINTS = ["sync.after_ack:3", "checkpoint.before_rename:1"]
+POINTS = ["sync.after_ack:3"]
 MORE_POINTS = (
     [
         f"{name}:{count}"

@@ -43,6 +43,7 @@ async def same_bits(inside: Any, outside: HostedEngine) -> None:
         assert_same_bits(answer, await inside.generate(batch))
 
 
+@pytest.mark.slow
 def test_bits_equal_the_in_process_engine_s_over_updates_and_deaths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
