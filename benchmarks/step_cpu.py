@@ -54,9 +54,7 @@ def main() -> None:
                 place = folder / str(turn)
                 place.mkdir()
                 ours.append(
-                    run_ours(
-                        shape, place, student, teacher, prompts, TIMEOUT, {"max_batch": shape.batch // 2}
-                    )
+                    run_ours(shape, place, student, teacher, prompts, TIMEOUT, {"max_batch": shape.batch})
                 )
                 theirs.append(
                     why_not
