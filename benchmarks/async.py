@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ os.environ.setdefault("PYTHONPATH", str(Path(__file__).parent))
 
 import understudy
 from async_gpu import compare_on_gpu
+from hardware import cpu_name
 from understudy.dataplane.ledger import audit
 
 ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
@@ -181,10 +181,7 @@ def write(outcomes: dict[float | None, list[Outcome]], arguments: argparse.Names
             _beside_sync(name, sync, outcomes[1.0], least)
             for name, least in (("accuracy", 0.005), ("kl", 0.01))
         ]
-    path = (
-        arguments.out
-        or RESULTS / f"async-{platform.machine()}-{os.cpu_count()}cpu-{time.strftime('%Y-%m-%d')}.json"
-    )
+    path = arguments.out or RESULTS / f"async-{cpu_name()}-{time.strftime('%Y-%m-%d')}.json"
     path.write_text(json.dumps(rows, indent=1) + "\n")
     for row in rows:
         print(

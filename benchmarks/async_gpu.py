@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
+from hardware import cpu_name
 from step import MODELS, ON_CPU, QUICK, TINY, WHOLE, gpu_name, problem
-from step_problem import Row, Shape, Timing, cpu_name, has_trl, run_ours, run_trl, save, show
+from step_problem import Row, Shape, Timing, has_trl, run_ours, run_trl, save, show
 
 GOAL = 2.0
 MAIN = "fully async, staleness 1"

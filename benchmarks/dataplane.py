@@ -15,12 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
-import re
 import sqlite3
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from dataplane_clients import CLIENTS, measure_clients
+from hardware import cpu_name
 from understudy.dataplane.base import Order
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.frame import encode, pack
@@ -220,14 +217,6 @@ def measure(quick: bool) -> list[dict[str, Any]]:
     return out
 
 
-def hardware() -> str:
-    model = platform.processor() or platform.machine()
-    if sys.platform == "linux":
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        model = found.group(1) if found else model
-    return re.sub(r"[^A-Za-z0-9]+", "-", f"{model}-{os.cpu_count()}core").strip("-").lower()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true")
@@ -239,7 +228,7 @@ def main() -> None:
     rows += measure_clients(clients, large_rows, options.units)
     if not options.quick:
         options.results.mkdir(exist_ok=True)
-        file = options.results / f"dataplane-{hardware()}-{date.today().isoformat()}.json"
+        file = options.results / f"dataplane-{cpu_name()}-{date.today().isoformat()}.json"
         file.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"written to {file}")
 

@@ -32,7 +32,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from step_problem import Shape, compare, cpu_name, has_trl, run_ours, run_trl, save
+from hardware import cpu_name
+from step_problem import Shape, compare, has_trl, run_ours, run_trl, save
 
 VOCAB = 151_936
 MODELS: dict[str, dict[str, int]] = {

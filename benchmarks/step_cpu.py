@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from step_problem import Shape, Timing, compare, cpu_name, has_trl, run_ours, run_trl, save
+from hardware import cpu_name
+from step_problem import Shape, Timing, compare, has_trl, run_ours, run_trl, save
 
 ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
 SHAPES = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -294,10 +293,6 @@ def save(name: str, hardware: str, rows: Sequence[Row]) -> Path:
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     print(f"wrote {path}")
     return path
-
-
-def cpu_name() -> str:
-    return f"{platform.machine()}-{os.cpu_count()}core"
 
 
 def _run(

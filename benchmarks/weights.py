@@ -18,12 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import platform
-import re
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +31,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from hardware import cpu_name
 from understudy.engines.host_wire import GroupOrder, StreamOrder
 from understudy.engines.hosted_weights import Snapshots
 from understudy.engines.weight_broadcast import MeetingPlace, PackedWeights, Receiver, send
@@ -212,14 +209,6 @@ def line(name: str, value: float, peer: float) -> dict[str, Any]:
     }
 
 
-def hardware() -> str:
-    name = platform.processor() or platform.machine()
-    if sys.platform == "linux":
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        name = found.group(1) if found else name
-    return re.sub(r"[^A-Za-z0-9]+", "-", f"{name}-{os.cpu_count()}core").strip("-").lower()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true")
@@ -228,7 +217,7 @@ def main() -> None:
     rows = measure(100_000_000 if options.quick else 500_000_000, (1, 2, 4), 3 if options.quick else ROUNDS)
     if not options.quick:
         options.results.mkdir(exist_ok=True)
-        file = options.results / f"weights-{hardware()}-{date.today().isoformat()}.json"
+        file = options.results / f"weights-{cpu_name()}-{date.today().isoformat()}.json"
         file.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"written to {file}")
 

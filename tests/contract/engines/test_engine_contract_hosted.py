@@ -170,9 +170,9 @@ def test_live_update(kind: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Opened) -> None:
-    """After `test_live_update`: the weights are version 1."""
     runner, engine, processes = composed
     one, two = make_model(seed=1), make_model(seed=2)
+    runner.run(engine.update_weights(1, [(name, tensor.detach()) for name, tensor in one.named_parameters()]))
 
     def kill() -> int:
         pid = int(processes.children["rollout-0"].ready["pid"])

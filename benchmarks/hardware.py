@@ -1,0 +1,17 @@
+"""What this machine is called in the names of result files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+
+def cpu_name() -> str:
+    """aarch64-2core, or the processor's own name where the system tells it."""
+    name = platform.processor() or platform.machine()
+    facts = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", facts.read_text()) if facts.exists() else None
+    name = found.group(1) if found else name
+    return re.sub(r"[^A-Za-z0-9]+", "-", f"{name}-{os.cpu_count()}core").strip("-").lower()
