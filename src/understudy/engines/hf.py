@@ -50,6 +50,15 @@ class Layout(StrEnum):
     """A pool taken once, one slot of `max_length` per row, steps as CUDA graphs: fast on a GPU."""
 
 
+def sharing_copy(model: Any) -> Any:
+    """New modules around the very tensors of `model`."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    twin = copy.deepcopy(model, memo=dict(shared))
+    if getattr(twin, "is_gradient_checkpointing", False):
+        twin.gradient_checkpointing_disable()
+    return twin
+
+
 class HFEngine:
     """An `Engine` over a causal language model of transformers.
 
@@ -96,11 +105,7 @@ class HFEngine:
 
         Only the modules are new, so that eval mode here leaves train mode there alone.
         """
-        shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-        twin = copy.deepcopy(model, memo=dict(shared))
-        if getattr(twin, "is_gradient_checkpointing", False):
-            twin.gradient_checkpointing_disable()
-        self._adopt(twin)
+        self._adopt(sharing_copy(model))
 
     def _adopt(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)

@@ -101,6 +101,17 @@ class MasterAdamW:
         norm = torch.nn.utils.get_total_norm(grads)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
+    def check_reach(self) -> None:
+        """Refuses a step whose gradient reached less than half of the weights: its loss and norm look like any other's, and
+        it would train next to nothing. Some weights may rightly go without (an expert that nobody asked)."""
+        without = [name for name, master in self.masters.items() if master.grad is None]
+        if 2 * len(without) > len(self.masters):
+            raise PolicyError(
+                f"the gradient reached only {len(self.masters) - len(without)} of {len(self.masters)} weights, none of "
+                f"{', '.join(without[:3])} …: something in the forward pass cuts them off (a layer with other code, a detached "
+                "tensor). The weights were not touched"
+            )
+
     def step(self, learning_rate: float, grad_norm: float) -> None:
         """One clipped update; the caller has already refused a norm that is not finite."""
         if not math.isfinite(grad_norm):

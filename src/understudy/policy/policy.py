@@ -169,6 +169,7 @@ class Policy:
                 outputs = self._accumulate(assembler, plan, objective)
                 sums = self.ranks.total(_row_sums(assembler, plan.mine, outputs))
                 loss, row_losses = float(sums[0]), sums[1:].tolist()
+                self.optimizer.check_reach()
                 grad_norm = self.optimizer.grad_norm()
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                     raise self._refusal(assembler, objective, rows, loss, grad_norm)

@@ -98,7 +98,7 @@ async def open_engine(
             recipe, student, launcher, max_length=length, deterministic=deterministic, notify=notes.note
         )
     batching = Batching.COMPOSED if deterministic else Batching.CONTINUOUS
-    own = student if shared else student.twin()
+    own = student.sharing_twin() if shared else student.twin()
     return own.engine(recipe.rollout.max_batch, batching, context_of(recipe, student))
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from understudy.engines.hf import HFEngine
+from understudy.engines.hf import HFEngine, sharing_copy
 from understudy.engines.schedule import Batching
 from understudy.errors import DataError
 from understudy.policy.load import load_student
@@ -36,6 +36,10 @@ class LoadedModel:
     def twin(self) -> LoadedModel:
         """The same model with tensors of its own."""
         return replace(self, model=copy.deepcopy(self.model))
+
+    def sharing_twin(self) -> LoadedModel:
+        """The same tensors in modules of its own: an engine may give those other code, and the trained model keeps its own."""
+        return replace(self, model=sharing_copy(self.model))
 
     def engine(
         self, max_batch: int, batching: Batching = Batching.COMPOSED, max_length: int | None = None

@@ -187,6 +187,21 @@ def test_an_objective_that_raises_leaves_no_gradient_behind() -> None:
     )
 
 
+def test_a_step_that_reaches_only_the_embeddings_is_refused() -> None:
+    """A norm with code that knows no gradient (a kernel made for generating) cuts off everything below it."""
+    policy = Policy(qwen3(), settings())
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    norm = policy.model.model.norm
+    plain = norm.forward
+    norm.forward = lambda hidden: plain(hidden.detach())
+    batch = varied_batch()
+    with pytest.raises(PolicyError, match=r"reached only 2 of \d+ weights, none of model\.layers\.0"):
+        policy.update(batch, cross_entropy, token_mean(batch))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.model.state_dict().items())
+    norm.forward = plain
+    policy.update(batch, cross_entropy, token_mean(batch))
+
+
 def test_bad_batches_say_what_is_wrong() -> None:
     policy = Policy(qwen3(), settings())
     empty = batch_of([[0, 0], [0, 0, 0]])

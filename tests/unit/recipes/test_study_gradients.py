@@ -1,22 +1,32 @@
-"""What the study's students are trained with: the gradient of a whole step against plain transformers in float32.
+"""What the study's students are trained with: rollouts, the teacher's verdicts and the gradient of a whole step against plain
+transformers in float32.
 
 On a GPU in SmolLM2-135M's own widths (9 query heads over 3, 576 wide, 49,152 ids), where the packed layout, the variable-length
 attention and the Triton loss are at work; everywhere in small.
 """
 
+import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.engines.hf import HFEngine
 from understudy.losses.objective import Backend, Objective
 from understudy.losses.reduce import token_weights
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy, PolicySettings
+from understudy.teacher.model import load_frozen
+from understudy.teacher.protocol import request_of
+from understudy.teacher.scorer import Scorer
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
+from understudy.types.scores import ScoreItem, Signal
 
 K = 16
 
@@ -135,3 +145,78 @@ def test_a_steps_gradient_is_that_of_plain_transformers(
         expected, found = parameter.grad.flatten().double(), taken[name].flatten().double()
         assert cosine_similarity(found, expected, 0) > (1 - 1e-5 if exact else 0.98), name
         assert float(found.norm() / expected.norm()) == pytest.approx(1.0, abs=1e-3 if exact else 0.05), name
+
+
+@torch.no_grad()
+def plain_logprobs(model: LlamaForCausalLM, tokens: np.ndarray) -> torch.Tensor:
+    """float32 [T − 1, V] on the host."""
+    ids = torch.from_numpy(tokens).long()[None].to(model.device)
+    return model(input_ids=ids).logits[0, :-1].float().log_softmax(-1).cpu()
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_teachers_verdict_is_that_of_plain_transformers(device: str, tmp_path: Path) -> None:
+    widths, dtype = (SMALL, torch.float32) if device == "cpu" else (SMOLLM2, torch.bfloat16)
+    teacher = build(widths, 4, seed=1, device=device, dtype=dtype).eval()
+    teacher.save_pretrained(tmp_path)
+    rng = np.random.default_rng(0)
+    items = []
+    for index in range(2 * widths.rows):
+        tokens = rng.integers(3, widths.vocab, int(rng.integers(30, 300))).astype(np.int32)
+        judged_from = np.arange(len(tokens) // 2, len(tokens), dtype=np.int32)
+        items.append(ScoreItem(f"{index}", tokens, judged_from, Signal.TOPK, K))
+    scorer = Scorer("t", load_frozen(str(tmp_path), dtype=str(dtype).removeprefix("torch."), device=device))
+    scorer.warm_up()
+    scores = scorer.score(request_of(items)).split()
+    exact, errors = teacher.float(), []
+    for item, score in zip(items, scores, strict=True):
+        plain_PV = plain_logprobs(exact, item.tokens)[item.positions - 1]
+        assert score.ids is not None and score.logprobs is not None
+        errors.append(
+            plain_PV.gather(1, torch.from_numpy(score.ids).long()) - torch.from_numpy(score.logprobs)
+        )
+        errors.append(plain_PV.topk(K).values - torch.from_numpy(score.logprobs))
+    error = torch.cat(errors).abs()
+    assert error.mean() < (1e-5 if device == "cpu" else 0.02) and error.max() < (
+        1e-4 if device == "cpu" else 0.15
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rollouts_logprobs_are_those_of_plain_transformers(device: str) -> None:
+    widths, dtype = (SMALL, torch.float32) if device == "cpu" else (SMOLLM2, torch.bfloat16)
+    student = build(widths, 4, seed=1, device=device, dtype=dtype).eval()
+    rng = np.random.default_rng(0)
+    requests = [
+        GenerateRequest(
+            key=f"{index}",
+            tokens=rng.integers(3, widths.vocab, int(rng.integers(5, 60))).astype(np.int32),
+            sampling=Sampling(max_new_tokens=40),
+            seed=index,
+        )
+        for index in range(2 * widths.rows)
+    ]
+
+    async def write() -> list[Generation]:
+        engine = HFEngine(student, max_batch=widths.rows, device=device, pad_id=0, max_length=128)
+        try:
+            return await engine.generate(requests)
+        finally:
+            await engine.close()
+
+    written = asyncio.run(write())
+    exact = build(widths, 4, seed=1, device=device, dtype=dtype).eval().float()
+    errors = []
+    for request, generation in zip(requests, written, strict=True):
+        tokens = np.concatenate([request.tokens, generation.tokens]).astype(np.int32)
+        plain = plain_logprobs(exact, tokens)[len(request.tokens) - 1 :]
+        theirs = plain.gather(1, torch.from_numpy(generation.tokens).long()[:, None])[:, 0]
+        errors.append(theirs - torch.from_numpy(generation.logprobs))
+    error = torch.cat(errors).abs()
+    assert len(error) > 20 * widths.rows
+    assert error.mean() < (1e-5 if device == "cpu" else 0.02) and error.max() < (
+        1e-4 if device == "cpu" else 0.2
+    )
