@@ -8,7 +8,8 @@
 Every configuration trains on the same prompts, with the same rollout lengths (long_tail.py) and the same number of updates. The
 pace is taken over the middle steps: neither the windows that were all begun at the start nor those after which nothing new was begun
 count for either side. Accuracy is of held-out problems, KL of the last steps' rows, none of which was trained on before; both are
-compared over seeds. Takes about 13 minutes on two cores.
+compared over seeds. The long tail leaves time for few updates, so whether staleness costs anything is asked a second time, without
+the tail, over as many updates as these students need to learn (`--learn-steps`). Takes about 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -41,13 +43,27 @@ GOAL = 1.5
 @dataclass(frozen=True)
 class Outcome:
     rows_per_second: float
-    trainer_idle: float
-    rollout_idle: float
-    teacher_idle: float
+    trainer_idle: float | None
+    rollout_idle: float | None
+    teacher_idle: float | None
+    """Only a fully async run measures these."""
     accuracy: float
     kl: float
     staleness: float
     oldest: float
+
+
+def learning_recipe(
+    folder: Path, staleness: float | None, seed: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The same students and problems with plain rollouts and the quickstart's batches."""
+    table = recipe(folder, staleness, seed, arguments)
+    del table["rollout"]["agent"]
+    steps = arguments.learn_steps
+    table["trainer"] |= {
+        "steps": steps, "batch_size": 128, "learning_rate": 3e-3, "warmup_steps": 5, "checkpoint_every": steps,
+    }  # fmt: skip
+    return table
 
 
 def recipe(folder: Path, staleness: float | None, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -75,9 +91,12 @@ def recipe(folder: Path, staleness: float | None, seed: int, arguments: argparse
     return table
 
 
-def measure(staleness: float | None, seed: int, arguments: argparse.Namespace) -> Outcome:
+Make = Callable[[Path, float | None, int, argparse.Namespace], dict[str, Any]]
+
+
+def measure(make: Make, staleness: float | None, seed: int, arguments: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        run = understudy.train(recipe(Path(folder) / "run", staleness, seed, arguments), progress=False)
+        run = understudy.train(make(Path(folder) / "run", staleness, seed, arguments), progress=False)
         report = audit(run.dir)
         assert report.balanced, "the ledger does not add up"
         steps = [line for line in run.metrics if line["step"] > 0]
@@ -87,8 +106,9 @@ def measure(staleness: float | None, seed: int, arguments: argparse.Namespace) -
     seconds = sum(line["time/step"] for line in steady)
     rows = sum(line["rollout/rows"] for line in steady)
 
-    def mean(key: str) -> float:
-        return statistics.fmean(line.get(key, float("nan")) for line in steady)
+    def mean(key: str) -> float | None:
+        found = [line[key] for line in steady if key in line]
+        return statistics.fmean(found) if found else None
 
     waiting = statistics.fmean(line.get("time/produce", 0.0) / line["time/step"] for line in steady)
     return Outcome(
@@ -98,7 +118,7 @@ def measure(staleness: float | None, seed: int, arguments: argparse.Namespace) -
         teacher_idle=mean("perf/async/teacher_idle"),
         accuracy=steps[-1]["val/accuracy"],
         kl=statistics.fmean(line["actor/loss"] for line in steps[-cut:]),
-        staleness=mean("async/staleness/mean") if staleness is not None else 0.0,
+        staleness=mean("async/staleness/mean") or 0.0,
         oldest=max(line.get("async/staleness/max", 0.0) for line in steps),
     )
 
@@ -115,6 +135,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--staleness", type=float, nargs="*", default=[0.0, 0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--learn-steps", type=int, default=80, help="0 leaves the second question out")
     parser.add_argument("--out", type=Path, default=None)
     gpu = parser.add_argument_group("with --gpu")
     gpu.add_argument("--gpu", action="store_true", help="compare on one GPU (async_gpu.py)")
@@ -145,18 +166,37 @@ def main() -> None:
         # Other degrees of staleness are looked at once; the goal's pair with every seed, one beside the other.
         chosen = [None, *arguments.staleness] if seed == 0 else [None, 1.0]
         for staleness in chosen:
-            outcome = measure(staleness, seed, arguments)
+            outcome = measure(recipe, staleness, seed, arguments)
             outcomes.setdefault(staleness, []).append(outcome)
-            print(
-                f"{name_of(staleness):<28}{outcome.rows_per_second:>8.1f}{outcome.trainer_idle:>9.0%}"
-                f"{outcome.rollout_idle:>9.0%}{outcome.teacher_idle:>9.0%}{outcome.accuracy:>10.1%}{outcome.kl:>8.4f}"
-                f"{outcome.staleness:>6.2f}{outcome.oldest:>5.0f}   seed {seed}",
-                flush=True,
-            )
-    write(outcomes, arguments)
+            show(staleness, outcome, seed)
+    learned: dict[float | None, list[Outcome]] = {}
+    if arguments.learn_steps:
+        print(f"without the long tail, {arguments.learn_steps} steps of 128:")
+        for seed in range(arguments.seeds):
+            for staleness in (None, 1.0):
+                outcome = measure(learning_recipe, staleness, seed, arguments)
+                learned.setdefault(staleness, []).append(outcome)
+                show(staleness, outcome, seed)
+    write(outcomes, learned, arguments)
 
 
-def write(outcomes: dict[float | None, list[Outcome]], arguments: argparse.Namespace) -> None:
+def show(staleness: float | None, outcome: Outcome, seed: int) -> None:
+    idle = "".join(
+        f"{'–' if value is None else f'{value:.0%}':>9}"
+        for value in (outcome.trainer_idle, outcome.rollout_idle, outcome.teacher_idle)
+    )
+    print(
+        f"{name_of(staleness):<28}{outcome.rows_per_second:>8.1f}{idle}{outcome.accuracy:>10.1%}{outcome.kl:>8.4f}"
+        f"{outcome.staleness:>6.2f}{outcome.oldest:>5.0f}   seed {seed}",
+        flush=True,
+    )
+
+
+def write(
+    outcomes: dict[float | None, list[Outcome]],
+    learned: dict[float | None, list[Outcome]],
+    arguments: argparse.Namespace,
+) -> None:
     sync = outcomes[None]
     pace = statistics.fmean(outcome.rows_per_second for outcome in sync)
     rows: list[dict[str, Any]] = []
@@ -172,13 +212,19 @@ def write(outcomes: dict[float | None, list[Outcome]], arguments: argparse.Names
                 "peer_value": round(pace, 2), "ratio": round(ratio, 3), "goal": goal,
                 "met": None if goal is None else ratio >= goal,
                 "accuracy": [round(outcome.accuracy, 4) for outcome in own], "kl": [round(outcome.kl, 5) for outcome in own],
-                "idle": {side: round(statistics.fmean(getattr(o, f"{side}_idle") for o in own), 3) for side in ("trainer", "rollout", "teacher")},
+                "idle": {side: _mean_idle(own, side) for side in ("trainer", "rollout", "teacher")},
                 "oldest_row": max(outcome.oldest for outcome in own),
             }
         )  # fmt: skip
     if 1.0 in outcomes and len(sync) > 1:
         rows += [
-            _beside_sync(name, sync, outcomes[1.0], least)
+            _beside_sync(f"staleness 1: {name} beside sync over seeds", name, sync, outcomes[1.0], least)
+            for name, least in (("accuracy", 0.005), ("kl", 0.01))
+        ]
+    if learned and len(learned[None]) > 1:
+        after = f"after {arguments.learn_steps} steps of 128 without the tail"
+        rows += [
+            _beside_sync(f"staleness 1: {name} beside sync {after}", name, learned[None], learned[1.0], least)
             for name, least in (("accuracy", 0.005), ("kl", 0.01))
         ]
     path = arguments.out or RESULTS / f"async-{cpu_name()}-{time.strftime('%Y-%m-%d')}.json"
@@ -190,15 +236,23 @@ def write(outcomes: dict[float | None, list[Outcome]], arguments: argparse.Names
     print(f"written to {path}")
 
 
-def _beside_sync(name: str, sync: list[Outcome], own: list[Outcome], least: float) -> dict[str, Any]:
+def _mean_idle(outcomes: list[Outcome], side: str) -> float | None:
+    found = [value for outcome in outcomes if (value := getattr(outcome, f"{side}_idle")) is not None]
+    return round(statistics.fmean(found), 3) if found else None
+
+
+def _beside_sync(
+    title: str, name: str, sync: list[Outcome], own: list[Outcome], least: float
+) -> dict[str, Any]:
     """The mean difference over seeds against their spread; below `least` nobody would look."""
     differences = [getattr(one, name) - getattr(other, name) for one, other in zip(own, sync, strict=False)]
     spread = max(statistics.stdev(getattr(one, name) for one in side) for side in (sync, own))
     mean = statistics.fmean(differences)
     return {
-        "name": f"staleness 1: {name} beside sync over seeds", "value": round(mean, 4), "unit": "difference",
+        "name": title, "value": round(mean, 4), "unit": "difference",
         "peer": "spread over seeds", "peer_value": round(spread, 4), "ratio": None, "goal": "within two spreads",
         "met": abs(mean) <= 2 * max(spread, least),
+        "sync": [round(getattr(one, name), 4) for one in sync], "fully_async": [round(getattr(one, name), 4) for one in own],
     }  # fmt: skip
 
 

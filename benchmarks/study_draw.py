@@ -1,6 +1,8 @@
 """Draws the study: python benchmarks/study_draw.py STUDY.json [TIMING.json] [--picture docs/images/study.png]
 
-Against samples, and with TIMING.json (`study.py time`) against GPU-seconds too. Prints the table of docs/results.md as well. Lines are means over seeds, bands reach from the lowest to the highest seed.
+Against samples, and with TIMING.json (`study.py time`) against GPU-seconds too; a method that was not timed alone is drawn by its
+own clock, dotted, which is an upper bound, for its runs shared the device. Prints the table of docs/results.md as well. Lines
+are means over seeds, bands reach from the lowest to the highest seed.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 import matplotlib as mpl
@@ -33,10 +35,18 @@ def curve(runs: Sequence[dict[str, Any]], quantity: str) -> dict[int, list[float
     return {step: values for step, values in sorted(found.items()) if len(values) == len(runs)}
 
 
-def seconds_of(timing: dict[str, Any], method: str, step: int) -> float:
-    """GPU-seconds until the end of a step."""
-    one = timing[method]
-    return step * (one["step_seconds"] + SAMPLES * one.get("answer_seconds", 0.0))
+def timed_alone(timing: dict[str, Any], method: str) -> bool:
+    return "step_seconds" in timing.get(method, {})
+
+
+def step_seconds(timing: dict[str, Any], runs: Sequence[dict[str, Any]]) -> float:
+    """GPU-seconds of one step of these runs' method."""
+    method = runs[0]["method"]
+    if timed_alone(timing, method):
+        one = timing[method]
+        return float(one["step_seconds"]) + SAMPLES * float(one.get("answer_seconds", 0.0))
+    clocks = (step.get("time/step") for run in runs for step in run["steps"])
+    return median(clock for clock in clocks if clock is not None)
 
 
 def spread(values: Sequence[float]) -> float:
@@ -60,11 +70,18 @@ def draw(study: dict[str, Any], timing: dict[str, Any] | None, teacher: float | 
             means = [mean(values) for values in points.values()]
             lows, highs = [min(v) for v in points.values()], [max(v) for v in points.values()]
             for column in range(columns):
-                x = [
-                    seconds_of(timing, method, step) if timing and column else step * SAMPLES
-                    for step in points
-                ]
-                axes[row][column].plot(x, means, color=COLOURS[method], label=label, marker="o", markersize=3)
+                unit = step_seconds(timing, runs) if timing and column else SAMPLES
+                x = [step * unit for step in points]
+                shared = timing and column and not timed_alone(timing, method)
+                axes[row][column].plot(
+                    x,
+                    means,
+                    color=COLOURS[method],
+                    label=label,
+                    marker="o",
+                    markersize=3,
+                    ls=":" if shared else "-",
+                )
                 axes[row][column].fill_between(x, lows, highs, color=COLOURS[method], alpha=0.15, linewidth=0)
     for column in range(columns):
         if teacher is not None:
@@ -106,8 +123,8 @@ def table(study: dict[str, Any], timing: dict[str, Any] | None) -> list[str]:
             f"{mean(values):.1%} ± {spread(values):.1%} | {mean(near):.3f} ± {spread(near):.3f} |"
         )
         if timing:
-            seconds = seconds_of(timing, method, step)
-            line += f" {seconds / max(step, 1):.2f} | {seconds:.0f} |"
+            seconds, most = step_seconds(timing, runs), "" if timed_alone(timing, method) else "≤ "
+            line += f" {most}{seconds:.2f} | {most}{seconds * step:.0f} |"
         lines.append(line)
     return lines
 

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 class Plan:
     """What is made, and how long it takes."""
 
-    epochs: float = 3.0
+    epochs: float = 2.0
     """Of the teacher."""
     batch: int = 64
     learning_rate: float = 3e-4

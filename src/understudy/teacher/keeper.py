@@ -11,12 +11,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from understudy.errors import TeacherError
+from understudy.errors import TeacherError, TeacherUnavailable
 from understudy.teacher.client import ReplicaClient, ScoringClient
 from understudy.teacher.clock import Clock
 from understudy.teacher.health import Failure, HealthRules, ReplicaLife, State
 from understudy.teacher.integrity import Identity, check_same, identify
-from understudy.teacher.launch import Endpoint, Launcher, ReplicaSpec
+from understudy.teacher.launch import Endpoint, Launcher, ReplicaSpec, Witness
 from understudy.teacher.pool_events import EventKind, PoolEvent
 from understudy.teacher.replica import Replica
 
@@ -40,6 +40,8 @@ class KeeperOptions:
     """Seconds between looks at processes and back-offs."""
     max_in_flight: int = 32
     """Requests one replica may hold."""
+    max_restarts: int | None = None
+    """In a row, without health between them that its back-off would be forgiven for; then it is given up. None: never."""
     health: HealthRules = field(default_factory=HealthRules)
 
 
@@ -133,6 +135,12 @@ class Keeper:
         elif replica.life.state is State.SUSPECT and replica.probing is None:
             replica.probing = asyncio.create_task(self._prove(replica), name=f"probe-{replica.name}")
 
+    @property
+    def hopeless(self) -> str | None:
+        """Why nobody will ever serve again: every replica was given up. The last one's own words first."""
+        problems = [replica.given_up for replica in self.replicas.values()]
+        return problems[-1] if problems and all(problems) else None
+
     async def wait_for_change(self, most: float) -> None:
         """Return when a replica has come back, or after `most` seconds."""
         waits = [asyncio.create_task(self._changed.wait()), asyncio.create_task(self.wait(most))]
@@ -216,7 +224,20 @@ class Keeper:
             await replica.client.close()
         replica.client = self._connect(self.teacher, replica.name, endpoint)
         replica.life.started()
-        return await self._identify(replica, self._options.first_probe_deadline)
+        return await self._first_contact(replica)
+
+    async def _first_contact(self, replica: Replica) -> Identity:
+        """A process of ours that said it is ready may still be slow to take a connection on a crowded machine: it is asked again
+        while it lives. A server of others that cannot be reached is told at once."""
+        latest = self._clock.now() + self._options.first_probe_deadline
+        while True:
+            try:
+                return await self._identify(replica, max(1.0, latest - self._clock.now()))
+            except TeacherUnavailable:
+                living = self._launcher is not None and self._launcher.alive(replica.name)
+                if replica.spec.external or not living or self._clock.now() >= latest:
+                    raise
+                await self._clock.sleep(self._options.watch_every)
 
     async def _watch(self) -> None:
         """Look for dead processes and for ejected replicas whose back-off is over."""
@@ -244,9 +265,24 @@ class Keeper:
             if await self._still_sound(replica):
                 self._readmit(replica, EventKind.READMITTED, "proved itself again")
             elif not replica.spec.external:
-                await self._restart(replica)
+                replica.in_vain = 0 if replica.life.setbacks <= 1 else replica.in_vain
+                if self._options.max_restarts is not None and replica.in_vain >= self._options.max_restarts:
+                    self._abandon(replica)
+                else:
+                    await self._restart(replica)
         finally:
             replica.reviving = None
+
+    def _abandon(self, replica: Replica) -> None:
+        """It does not stay up, and nobody tries any more."""
+        said = replica.life.last_reason
+        if isinstance(self._launcher, Witness) and (words := self._launcher.last_words(replica.name)):
+            said = said if words in said else f"{words}\n{said}"
+        times = f"given up after {replica.in_vain} restarts in a row (cluster.restarts.teacher)"
+        replica.given_up = f"{said}\n(teacher {self.teacher}, replica {replica.name}: {times})"
+        replica.life.retire()
+        self.tell(EventKind.EJECTED, replica.name, f"{times}: {replica.life.last_reason}")
+        self._notify()
 
     async def _still_sound(self, replica: Replica) -> bool:
         alive = replica.spec.external or (self._launcher is not None and self._launcher.alive(replica.name))
@@ -266,6 +302,7 @@ class Keeper:
         try:
             await self._launcher.stop(replica.name)
             replica.restarts += 1
+            replica.in_vain += 1
             self._check_identity(replica, await self._bring_up(replica))
         except Exception as error:
             replica.life.restart_failed(self._clock.now(), str(error))

@@ -16,17 +16,15 @@ running; it ends when rows were there in time twice running. So one slow batch d
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from understudy.engines.base import Engine, GenerateRequest, Generation
-from understudy.engines.hf import HFEngine
+from understudy.engines.hf import HFEngine, sharing_copy
 from understudy.engines.schedule import Batching
 from understudy.rollout.seeds import hash63
 from understudy.trainers.gather import Lane
@@ -189,12 +187,8 @@ def lender_of(system: System) -> Lender | None:
     if after is None:
         return None
     model: Any = system.policy.model
-    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    twin = copy.deepcopy(model, memo=dict(shared))
-    if getattr(twin, "is_gradient_checkpointing", False):
-        twin.gradient_checkpointing_disable()
     engine = HFEngine(
-        twin,
+        sharing_copy(model),
         max_batch=rollout.max_batch,
         device=next(model.parameters()).device,
         pad_id=system.sampling.stop_ids[0],

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from teacher_rig import random_items
 
-from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
+from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher import canary
 from understudy.teacher.channel import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.teacher.health import HealthRules, State
@@ -370,6 +370,55 @@ def test_failed_restarts_back_off() -> None:
     running(test, Rig())
 
 
+LIMITED = replace(OPTIONS, keeper=replace(KEEPER, max_restarts=3))
+
+
+def test_a_teacher_that_does_not_stay_up_is_given_up_with_its_own_words_first() -> None:
+    """Not while another replica serves; once none is left whoever waits is told, and it is no row's fault."""
+
+    class Hearing(Rig):
+        def last_words(self, replica: str) -> str:
+            return f"Traceback …\nRuntimeError: {replica} is out of memory"
+
+    async def test(rig: Rig) -> None:
+        rig.start_error = RuntimeError("no GPU")
+        rig.kill("a")
+        await rig.clock.advance(60.0)
+        assert [name for _, name in rig.starts].count("a") == 1 + 3, "three restarts and no more"
+        assert rig.state("a") is State.RETIRED
+        assert "given up after 3 restarts" in rig.told(EventKind.EJECTED)[-1].message
+        assert (await rig.score())[0].teacher == "b"
+        rig.kill("b")
+        with pytest.raises(ClusterError) as caught:
+            await rig.score()
+        said = str(caught.value)
+        assert said.startswith("Traceback …\nRuntimeError: b is out of memory\nno GPU")
+        assert "cluster.restarts.teacher" in said and "no replica of teacher math is left" in said
+
+    running(test, Hearing(options=LIMITED))
+
+
+def test_restarts_are_counted_anew_after_a_minute_of_health() -> None:
+    async def test(rig: Rig) -> None:
+        for _ in range(8):
+            rig.kill("a")
+            await rig.clock.advance(10.0)
+            assert rig.state("a") is State.HEALTHY
+            await rig.clock.advance(61.0)
+            await rig.score()
+        assert rig.pool.metrics().replicas[0].restarts == 8
+        for _ in range(3):
+            rig.kill("a")
+            await rig.clock.advance(10.0)
+            assert rig.state("a") is State.HEALTHY
+            await rig.score()
+        rig.kill("a")
+        await rig.clock.advance(60.0)
+        assert rig.state("a") is State.RETIRED
+
+    running(test, Rig("a", options=LIMITED))
+
+
 def test_a_replica_that_comes_back_with_other_weights_stays_out() -> None:
     async def test(rig: Rig) -> None:
         def impostor(name: str) -> Scripted:
@@ -637,6 +686,46 @@ def test_start_fails_whole_when_one_replica_differs_or_cannot_start() -> None:
     unable = Rig()
     unable.start_error = TeacherError("port in use")
     asyncio.run(run(unable, "port in use"))
+
+
+def test_a_process_of_ours_that_is_slow_to_take_connections_is_asked_again() -> None:
+    """On a crowded machine the first connection may time out although the process is ready."""
+
+    def slow(name: str) -> Scripted:
+        replica = Scripted(name)
+        replica.probe_error = TeacherUnavailable("/manifest failed: ConnectTimeout")
+        return replica
+
+    async def start(rig: Rig) -> asyncio.Task[None]:
+        rig.fresh = slow
+        starting = asyncio.create_task(rig.pool.start())
+        await rig.clock.advance(2.0)
+        return starting
+
+    async def patient() -> None:
+        rig = Rig("a")
+        starting = await start(rig)
+        assert not starting.done()
+        rig.replicas["a"].probe_error = None
+        await rig.clock.advance(1.0)
+        await starting
+        assert rig.state("a") is State.HEALTHY and len(rig.starts) == 1
+        await rig.pool.close()
+
+    async def died() -> None:
+        rig = Rig("a")
+        starting = await start(rig)
+        rig.living.clear()
+        await rig.clock.advance(1.0)
+        with pytest.raises(TeacherUnavailable, match="ConnectTimeout"):
+            await starting
+
+    async def of_others() -> None:
+        with pytest.raises(TeacherUnavailable, match="ConnectTimeout"):
+            await (await start(Rig("a", external=True)))
+
+    for case in (patient, died, of_others):
+        asyncio.run(case())
 
 
 def test_a_teacher_without_replicas_or_means_is_refused() -> None:
