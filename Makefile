@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test lint types test-slow test-faults test-vllm test-ray with-ray models format clean
+.PHONY: quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -30,6 +30,10 @@ test-slow: $(VENV)/.installed-dev
 # Many seeded trials of every fault in the promises.
 test-faults: $(VENV)/.installed-dev
 	$(PYTEST) -m faults --timeout 3600
+
+# Everything that has a way of its own on a GPU, on one GPU: kernels, and whole small runs held against the host (two minutes).
+test-gpu: $(VENV)/.installed-dev
+	$(PYTEST) -m gpu --timeout 600
 
 # Engines and teachers against a real vLLM on the CPU, in an environment of its own (minutes to build).
 test-vllm: $(VENV)/.installed-dev .venv-vllm/.installed

@@ -147,6 +147,7 @@ def main() -> None:
     )
     gpu.add_argument("--counted", type=int, default=4, help="steps counted of each fully async run")
     gpu.add_argument("--max-batch", type=int, default=0, help="rows decoded together; a batch when not set")
+    gpu.add_argument("--eager-student", action="store_true", help="the student's layers not compiled")
     gpu.add_argument("--engine", default="{}", help='more keys of [rollout], as JSON: {"processes": 1}')
     gpu.add_argument("--partial", action="store_true", help="partial_rollouts = true")
     gpu.add_argument(

@@ -42,6 +42,7 @@ def compare_on_gpu(options: argparse.Namespace) -> None:
     if not options.tiny and not torch.cuda.is_available():
         sys.exit("no CUDA device; --gpu --tiny tries the script with tiny shapes on the CPU")
     shape = ON_CPU if options.tiny else QUICK if options.quick else WHOLE
+    shape = replace(shape, compile_student=not options.eager_student)
     hardware = cpu_name() if options.tiny else gpu_name()
     print(f"{hardware}, torch {torch.__version__}, shape {shape.name}", flush=True)
     with tempfile.TemporaryDirectory(prefix="understudy-async-") as name:
@@ -93,10 +94,7 @@ def _ours(
         return run_ours(shape, folder, *given, timeout, {}, {}, "sync")
     staleness = float(system.removesuffix(MPS).rsplit(" ", 1)[1])
     # Two steps until every party is busy (kernels compiled, graphs recorded, a window waiting), then the counted ones.
-    # Half of sync's micro-batch: its activations alone take 90 GB, and here the engine keeps a model and rows of its own.
-    longer = replace(
-        shape, skip=2, steps=2 + options.counted, micro_batch_tokens=max(shape.micro_batch_tokens // 2, 1)
-    )
+    longer = replace(shape, skip=2, steps=2 + options.counted)
     # All answers are equally long, so a publish finds the engine between two windows: waiting for rollouts costs nothing,
     # and no keys and values are computed anew.
     trainer = {"mode": "fully_async", "max_staleness": staleness, "partial_rollouts": options.partial}

@@ -45,7 +45,7 @@ TINY: dict[str, dict[str, int]] = {
     "teacher": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2},
 }
 PROMPT_TOKENS = 128
-WHOLE = Shape("256 x 512", 256, 512, 32, 65_536, 64, 1024, "bfloat16", "cuda", steps=4, skip=1)
+WHOLE = Shape("256 x 512", 256, 512, 32, 32_768, 64, 1024, "bfloat16", "cuda", steps=4, skip=1)
 QUICK = replace(WHOLE, name="64 x 128", batch=64, new_tokens=128)
 ON_CPU = Shape("tiny", 4, 8, 4, 4096, 8, 256, steps=3, skip=1)
 GOAL = 1.5
@@ -58,6 +58,7 @@ def main() -> None:
     if on_gpu and not torch.cuda.is_available():
         sys.exit("no CUDA device; --cpu tries the script with tiny shapes")
     shape = ON_CPU if options.cpu else QUICK if options.quick else WHOLE
+    shape = replace(shape, compile_student=not options.eager_student)
     hardware = gpu_name() if on_gpu else cpu_name()
     print(f"{hardware}, torch {torch.__version__}, shape {shape.name}", flush=True)
     with tempfile.TemporaryDirectory(prefix="understudy-step-") as name:
@@ -154,6 +155,7 @@ def _options() -> argparse.Namespace:
         "--trl-python", default=sys.executable, help="an interpreter that can import trl and vllm"
     )
     parser.add_argument("--no-vllm", action="store_true", help="let TRL generate with transformers")
+    parser.add_argument("--eager-student", action="store_true", help="the student's layers not compiled")
     parser.add_argument("--engine", default="{}", help='more keys of [rollout], as JSON: {"engine": "vllm"}')
     parser.add_argument("--budget", type=float, default=285.0, help="seconds for everything")
     return parser.parse_args()

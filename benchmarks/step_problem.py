@@ -45,6 +45,8 @@ class Shape:
     """First steps that only warm up."""
     learning_rate: float = 1e-5
     threads: int = 0
+    compile_student: bool = True
+    """On a GPU."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,12 @@ def run_ours(
     extra = dict(trainer or {})
     ahead = 4 if extra.get("mode") == "fully_async" else 0
     recipe = {
-        "student": {"model": student, "dtype": shape.dtype, "device": shape.device},
+        "student": {
+            "model": student,
+            "dtype": shape.dtype,
+            "device": shape.device,
+            "compile": shape.compile_student and shape.device != "cpu",
+        },
         "teachers": {
             "teacher": {
                 "model": teacher,

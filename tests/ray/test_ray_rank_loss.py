@@ -79,3 +79,40 @@ def test_what_no_longer_fits_is_said_within_seconds(cluster: Any, tmp_path: Path
     assert time.monotonic() - lost < 60
     assert "room was found for" in output and "the cluster: 1 machine" in output, output[-3000:]
     assert audit(tmp_path / "run" / "dataplane").balanced
+
+
+def test_a_ray_of_the_runs_own_lasts_while_the_run_goes_back(tmp_path: Path, monkeypatch: Any) -> None:
+    """No address: the second attempt uses the Ray of the first, and no second one is started in a process full of threads."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    steps = 40
+    here = understudy.train(ranks_recipe(tmp_path / "here", steps), progress=False)
+    table = ranks_recipe(tmp_path / "run", steps, cluster={"backend": "ray"})
+    table["trainer"]["checkpoint_every"] = 3
+    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+    metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "logs" / "trainer.log"
+    deadline = time.monotonic() + 400
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    (rank,) = [one for one in family if "understudy.trainers.rank_process" in one.cmdline()]
+    raylets = [one.pid for one in family if one.name() == "raylet"]
+    rank.kill()
+    while "going back to step" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    before = len(metrics.read_text().splitlines())
+    while process.poll() is None and len(metrics.read_text().splitlines()) <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if process.poll() is None:
+        assert [
+            one.pid for one in psutil.Process(process.pid).children(recursive=True) if one.name() == "raylet"
+        ] == raylets
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-3000:]
+    assert figures(tmp_path / "run") == figures(here.dir), "to the bit what the undisturbed run says"
+    report = audit(tmp_path / "run" / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)
+    assert not any(psutil.pid_exists(pid) for pid in raylets), "and it ends with the run"

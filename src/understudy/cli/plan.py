@@ -46,6 +46,11 @@ def run(options: argparse.Namespace) -> None:
     if recipe.cluster.backend == "ray":
         for wish in ray_layout(recipe, ()).groups.values():
             console.print(f"on Ray, {wish}", highlight=False, markup=False, soft_wrap=True)
+        if recipe.dataplane.backend == "transfer_queue":
+            units = recipe.dataplane.storage_units
+            console.print(
+                f"on Ray, TransferQueue: {1 + units} × (1 CPU), its controller and storage units, round the machines"
+            )
     rows = recipe.trainer.batch_size * recipe.rollout.n
     console.print(
         f"{recipe.trainer.steps} steps × {rows} rollouts of at most {recipe.rollout.max_new_tokens} new tokens; "

@@ -123,6 +123,11 @@ class LocalProcesses:
         ready_file.unlink()
         return dict(ready)
 
+    def last_words(self, name: str) -> str:
+        """The end of what a process said, in this life or the one before; nothing where it never ran."""
+        log = self._logs / f"{name}.log"
+        return _last_words(log, 0) if log.exists() else ""
+
     async def stop(self, name: str) -> None:
         """SIGTERM, a moment of grace, then SIGKILL to the child's whole session."""
         child = self._children.pop(name, None)

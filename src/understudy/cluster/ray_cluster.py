@@ -6,12 +6,13 @@ is on, because whoever may talk to Ray may run anything on every machine of the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,33 @@ class RaySettings:
     """Whether Ray's token authentication must be on."""
     cpus: int | None = None
     """Of a cluster that is started here."""
+
+
+_holding = False
+"""Whether a Ray that this process started outlives its `RayCluster`."""
+
+
+def is_connected() -> bool:
+    return bool(ray.is_initialized())
+
+
+@contextlib.contextmanager
+def held_ray() -> Iterator[None]:
+    """A Ray of the run's own is started once and lasts until the end of this block, however often the run is taken up again in it.
+
+    Ray starts its processes with code between fork and exec. In a process that has trained already, with the threads of torch
+    and of broken groups in it, such a child may wait for ever for a lock that no thread of it will let go.
+    """
+    global _holding
+    _holding, before = True, os.environ.get("RAY_AUTH_TOKEN")
+    try:
+        yield
+    finally:
+        _holding = False
+        if ray.is_initialized():
+            ray.shutdown()
+        if before is None:
+            os.environ.pop("RAY_AUTH_TOKEN", None)
 
 
 class RayCluster:
@@ -142,6 +170,8 @@ class RayCluster:
             return
         for name in list(self._groups):
             self.give_back(name)
+        if _holding:
+            return
         if self._ours:
             ray.shutdown()
         if self._made_token:

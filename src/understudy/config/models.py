@@ -35,6 +35,8 @@ class StudentConfig(Section):
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile the decoder layers for training: faster on GPUs, about a minute at start; needs a C++ compiler on a CPU."""
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")

@@ -211,6 +211,14 @@ def _cross_checks(recipe: Recipe) -> list[str]:
             f"loss.teacher_temperature = {loss.teacher_temperature} needs loss.signal = 'hidden': "
             f"scores at a few ids ('{loss.signal}') cannot be re-tempered"
         )
+    trained = {"student.dtype": recipe.student.dtype}
+    if recipe.critic is not None:
+        trained["critic.dtype"] = recipe.critic.dtype
+    problems += [
+        f"{key} = 'float16': the gradients of a large batch are too small for it and vanish without a sign; use 'bfloat16' or 'float32'"
+        for key, dtype in trained.items()
+        if dtype == "float16"
+    ]
     problems += _engine(recipe)
     if recipe.trainer.eval_k > 1 and recipe.rollout.temperature == 0:
         problems.append(

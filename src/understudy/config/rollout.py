@@ -20,7 +20,7 @@ class RolloutConfig(Section):
     """Processes that hold the `hf` engine, each with a whole student; 0 keeps it inside the trainer. Results are the same. On a
     Ray cluster they may sit on other machines (`cluster.roles.rollout`)."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """vLLM servers to start; each holds the whole student."""
+    """vLLM servers to start; each holds the whole student. On a Ray cluster they may sit on other machines (`cluster.roles.rollout`)."""
     devices: list[str] = Field(default=[])
     """The GPUs of each vLLM server or engine process, as CUDA_VISIBLE_DEVICES wants them (`["1", "2,3"]`); empty leaves the choice to vLLM."""
     vllm_python: str | None = None
@@ -44,7 +44,8 @@ class RolloutConfig(Section):
     template_options: dict[str, Any] = Field(default={})
     """Handed to the chat template as they are (`enable_thinking = false`)."""
     workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that run agent loops; 0 runs them all in the trainer's."""
+    """Processes that run agent loops; 0 runs them all in the trainer's. On other machines (`cluster.roles.workers`), with rows through
+    TransferQueue, they also compute rewards, have rows judged and write them."""
     n: Annotated[int, Field(ge=1)] = 1
     """Sessions per prompt."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256

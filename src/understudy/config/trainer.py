@@ -38,7 +38,8 @@ class TrainerConfig(Section):
     """Processes that train the student together (FSDP2), each on a GPU of its own, or all on the CPU; started by us. Losses
     do not depend on it beyond rounding."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Tokens of one forward and backward; the result does not depend on it."""
+    """Tokens of one forward and backward; the result does not depend on it. Where a GPU's memory is too small for them, one rank
+    goes on with half by itself (not under `run.determinism = "full"`)."""
     epochs: Annotated[int, Field(ge=1)] = 1
     """How often each batch is gone through."""
     mini_batch_size: Annotated[int, Field(ge=1)] | None = None
@@ -103,7 +104,7 @@ class PoolConfig(Section):
 
 
 class RestartsConfig(Section):
-    """`[cluster.restarts]`: what is started again by itself when it is lost, and how often; by role. Teacher replicas always are."""
+    """`[cluster.restarts]`: what is started again by itself when it is lost, and how often; by role."""
 
     student: Annotated[int, Field(ge=0)] = 1
     """A rank of the student: the run goes back to its last checkpoint, in the same process, on the machines there are. Counted
@@ -111,6 +112,9 @@ class RestartsConfig(Section):
     rollout: Annotated[int, Field(ge=0)] = 5
     """An engine process (`rollout.processes`): so often in a row without having served for a minute, with a growing wait between;
     then it is given up, and the run ends with its last words when none is left."""
+    teacher: Annotated[int, Field(ge=0)] = 20
+    """A replica of a teacher, counted and given up in the same way. Rows wait meanwhile, so it is tried for longer: 20 are eight
+    minutes of waiting besides the starts themselves."""
 
 
 class ClusterConfig(Section):

@@ -37,7 +37,10 @@ class Admission:
 
     def enter_now(self, rows: int, size: int) -> bool:
         """Take room for rows if there is room and nobody stands in line before them."""
-        if self._queue or not self._fits(rows, size):
+        if self._queue:
+            return False
+        plenty = self.rows + rows <= self.max_rows and self.resident + size <= self.max_bytes
+        if not plenty and not self._fits(rows, size):
             return False
         self.rows += rows
         return True

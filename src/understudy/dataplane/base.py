@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 
 from understudy.dataplane.groups import GroupFilter
@@ -79,8 +80,7 @@ class Retain(StrEnum):
     """Gone with the ack: a rewind makes them again (determinism "full" does so anyway; saves disk)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """The right to write or ack these rows, until `expires`."""
 
     meta: BatchMeta

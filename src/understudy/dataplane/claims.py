@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from understudy.dataplane.base import Depth, Lease, RowStatus
+from understudy.dataplane.base import Count, Depth, Lease, RowStatus
 from understudy.dataplane.partition import Partition, Watch
 from understudy.dataplane.rows import Row
 from understudy.dataplane.store import Store
@@ -28,26 +28,28 @@ class Claims:
         self._timer_end = 0.0
         store.on_change = self._changed
 
-    async def claim(self, home: Partition, view: View, request: ClaimRequest, timeout: float | None) -> Lease:
+    def claim_now(
+        self, home: Partition, view: View, n: int, at_least: int, count: Count, seconds: float | None
+    ) -> Lease | None:
+        """The lease if there is enough for it and nobody stands in line; otherwise `wait_in_line`."""
         store = self._store
-        if request.n > store.admission.max_rows:
+        if n > store.admission.max_rows:
             raise DataPlaneError(
-                f"a claim of {request.n} rows from a plane of max_rows={store.admission.max_rows} would wait forever; "
+                f"a claim of {n} rows from a plane of max_rows={store.admission.max_rows} would wait forever; "
                 "raise max_rows to at least one batch"
             )
         store.expire()
-        lease = None if view.line else self._try(home, view, request)
-        if lease is None:
-            lease = await self._wait_in_line(home, view, request, timeout)
-        if view.spec.status is not RowStatus.FINISHED:
-            try:
-                await store.journal.durable()  # the attempt is on record before the work starts
-            except asyncio.CancelledError:
-                self.give_back(lease)
-                raise
-        return lease
+        return None if view.line else self._try(home, view, n, at_least, count, seconds)
 
-    async def _wait_in_line(
+    async def put_on_record(self, lease: Lease) -> None:
+        """Of a lease for making rows: the attempt is committed before the work starts."""
+        try:
+            await self._store.journal.durable()
+        except asyncio.CancelledError:
+            self.give_back(lease)
+            raise
+
+    async def wait_in_line(
         self, home: Partition, view: View, request: ClaimRequest, timeout: float | None
     ) -> Lease:
         answer = request.answer = asyncio.get_running_loop().create_future()
@@ -76,12 +78,15 @@ class Claims:
         for row in list(held.rows.values()):
             self._store.give_back(row)
 
-    def _try(self, home: Partition, view: View, request: ClaimRequest) -> Lease | None:
-        rows = view.take(request.n, request.at_least, request.count)
+    def _try(
+        self, home: Partition, view: View, n: int, at_least: int, count: Count, seconds: float | None
+    ) -> Lease | None:
+        rows = view.take(n, at_least, count)
         if rows is None:
             return None
-        held = self._store.grant(home, view, rows, request.lease_seconds)
-        self._set_timer(held.expires)
+        held = self._store.grant(home, view, rows, seconds)
+        if self._timer is None or held.expires < self._timer_end:
+            self._set_timer(held.expires)
         return Lease(_meta(home.name, rows), held.id, self._store.leases.epoch, held.expires)
 
     def _set_timer(self, end: float) -> None:
@@ -155,7 +160,9 @@ class Claims:
                 answer = request.answer
                 if answer is not None and not answer.done():
                     try:
-                        lease = self._try(home, view, request)
+                        lease = self._try(
+                            home, view, request.n, request.at_least, request.count, request.lease_seconds
+                        )
                     except DataPlaneError as error:
                         answer.set_exception(error)
                     else:
@@ -203,12 +210,14 @@ def _meta(partition: str, rows: list[Row]) -> BatchMeta:
     """The names of claimed rows: the columns all of them have, and their tags."""
     first = rows[0]
     fields = tuple(first.columns)
-    if len(rows) > 1:
-        shared = first.columns.keys()
-        for row in rows:
-            if row.columns.keys() != shared:
-                shared = shared & row.columns.keys()  # type: ignore[assignment]
-        fields = tuple(name for name in fields if name in shared)
+    if len(rows) == 1:
+        extra = {"attempts": {first.key: first.attempts}} if first.attempts else {}
+        return BatchMeta(partition, (first.key,), fields, (dict(first.tags),), extra)
+    shared = first.columns.keys()
+    for row in rows:
+        if row.columns.keys() != shared:
+            shared = shared & row.columns.keys()  # type: ignore[assignment]
+    fields = tuple(name for name in fields if name in shared)
     return BatchMeta(
         partition=partition,
         keys=tuple([row.key for row in rows]),

@@ -172,7 +172,13 @@ class EmbeddedDataPlane:
         sequence = order if type(order) is Order else Order(order)
         kind = count if type(count) is Count else Count(count)
         view = home.view(ViewSpec.of(wanted, fields, without, where, step, sequence))
-        return await self._claims.claim(home, view, ClaimRequest(n, least, kind, lease_seconds), timeout)
+        lease = self._claims.claim_now(home, view, n, least, kind, lease_seconds)
+        if lease is None:
+            request = ClaimRequest(n, least, kind, lease_seconds)
+            lease = await self._claims.wait_in_line(home, view, request, timeout)
+        if wanted is not RowStatus.FINISHED:
+            await self._claims.put_on_record(lease)
+        return lease
 
     async def get(
         self, meta: BatchMeta, fields: Sequence[str] | None = None
@@ -216,8 +222,9 @@ class EmbeddedDataPlane:
                 f"lease {lease.id} is for making rows: `put` them with it, then claim them finished"
             )
         rows = list(held.rows.values()) if keys is None else [held.rows[key] for key in dict.fromkeys(keys)]
-        store.trained(self._home(lease.meta.partition), rows, step)
-        store.last_step = max(store.last_step, step)
+        store.trained(store.partitions[lease.meta.partition], rows, step)
+        if step > store.last_step:
+            store.last_step = step
         await store.journal.durable()
 
     async def release(self, lease: Lease, keys: Sequence[str] | None = None) -> None:
@@ -359,8 +366,9 @@ class EmbeddedDataPlane:
             raise self._refusal
 
     def _home(self, partition: str) -> Partition:
-        self._check()
-        return self._store.partition(partition)
+        if self._refusal is not None:
+            raise self._refusal
+        return self._store.partitions[partition]
 
 
 def _finished(fields: Sequence[str], where: Where | None, step: int | None) -> ViewSpec:

@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from understudy.dataplane.base import ARRAY_DTYPES
 from understudy.errors import DataPlaneError
@@ -37,6 +38,7 @@ _FLOAT = struct.Struct("<BB6xd")
 _REFERENCE = struct.Struct("<BB6xIQQI")
 _COUNT = struct.Struct("<H")
 _ENTRY = struct.Struct("<HQ")
+_NOTHING = bytearray()
 
 _SMALL = 4096
 """Bytes below which one more copy is cheaper than sparing it."""
@@ -55,14 +57,15 @@ class SpillRef(NamedTuple):
 
 def encode(column: str, value: Any) -> bytes:
     """The frame of one cell."""
-    if isinstance(value, np.ndarray):
-        kind = _KIND_OF_DTYPE.get(value.dtype)
-        if kind is None or value.ndim not in (1, 2):
+    if type(value) is float:  # by far the most common kinds first
+        return _FLOAT.pack(FLOAT, 0, value)
+    if isinstance(value, ndarray):
+        head = _array_head(value.dtype, value.shape)
+        if head is None:
             names = ", ".join(str(dtype) for dtype in ARRAY_DTYPES)
             raise DataPlaneError(
                 f"column {column!r}: an array of {value.dtype} {value.shape}; arrays are 1-D or 2-D of {names}: cast it"
             )
-        head = _HEAD_OF_DIMS[value.ndim].pack(kind, value.ndim, *value.shape)
         if value.nbytes < _SMALL:
             return head + value.tobytes()
         return b"".join((head, np.ascontiguousarray(value).data))
@@ -81,6 +84,15 @@ def encode(column: str, value: Any) -> bytes:
             f"column {column!r}: {type(value).__name__} is neither a numpy array nor JSON ({error}); "
             "use `.numpy()` for tensors and plain numbers, strings, lists and dicts otherwise"
         ) from None
+
+
+@lru_cache(maxsize=4096)
+def _array_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes | None:
+    """The bytes before an array's values; None for an array a cell cannot be."""
+    kind = _KIND_OF_DTYPE.get(dtype)
+    if kind is None or len(shape) not in (1, 2):
+        return None
+    return _HEAD_OF_DIMS[len(shape)].pack(kind, len(shape), *shape)
 
 
 def _refuse_other_keys(column: str, value: Any) -> None:
@@ -115,19 +127,29 @@ def encode_reference(ref: SpillRef) -> bytes:
     return _REFERENCE.pack(SPILLED, 0, *ref)
 
 
-def pack(frames: Mapping[str, bytes | SpillRef]) -> bytes:
-    """Columns written together, as one blob."""
-    parts = [_COUNT.pack(len(frames))]
+def pack(frames: Mapping[str, bytes | SpillRef]) -> bytearray:
+    """Columns written together, as one blob.
+
+    A `bytearray`, because SQLite's module binds those as they are and first looks for an adapter of `bytes`.
+    """
+    parts = [_count(len(frames))]
     for name, cell in frames.items():
         frame = cell if type(cell) is bytes else encode_reference(cell)  # type: ignore[arg-type]
-        encoded = _encoded(name)
-        parts += (_ENTRY.pack(len(encoded), len(frame)), encoded, frame)
-    return b"".join(parts)
+        parts.append(_entry(name, len(frame)))
+        parts.append(frame)
+    return _NOTHING.join(parts)
 
 
-@lru_cache(maxsize=1024)
-def _encoded(name: str) -> bytes:
-    return name.encode()
+@lru_cache(maxsize=256)
+def _count(columns: int) -> bytes:
+    return _COUNT.pack(columns)
+
+
+@lru_cache(maxsize=4096)
+def _entry(name: str, length: int) -> bytes:
+    """What stands before a frame in a pack."""
+    encoded = name.encode()
+    return _ENTRY.pack(len(encoded), length) + encoded
 
 
 def unpack(body: bytes) -> dict[str, bytes | SpillRef]:

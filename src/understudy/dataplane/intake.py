@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from understudy.dataplane.base import Columns, GroupPolicy, Lease, RowStatus
@@ -16,6 +16,7 @@ from understudy.types.batch import BatchMeta
 Tags = Mapping[str, Mapping[str, Any]]
 Frames = dict[str, dict[str, bytes]]
 """By key and column."""
+_NO_TAGS: Tags = {}
 
 
 class Intake:
@@ -48,30 +49,22 @@ class Intake:
     ) -> BatchMeta:
         store = self._store
         frames = framed(rows)
-        given = checked_tags(tags)
-        home = store.partition(partition)
-        room = self._enter_now(home, frames, lease)
-        if room is None:
+        given = checked_tags(tags) if tags else _NO_TAGS
+        home = store.partitions[partition]
+        room = self._look(home, frames, lease)
+        if room and not store.admission.enter_now(room, _size_of_new(home, frames)):
             home, room = await self._admit(partition, frames, lease)
         self._write(home, frames, given, status, room)
         await store.journal.durable()
         return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
 
-    def _enter_now(self, home: Partition, frames: Frames, lease: Lease | None) -> int | None:
-        """Refuse whoever may not write; the room taken for the rows that are new, or None where they have to wait."""
-        room = self._look(home, frames, lease)
-        if room and not self._store.admission.enter_now(room, _size_of_new(home, frames)):
-            return None
-        return room
-
     async def _admit(self, partition: str, frames: Frames, lease: Lease | None) -> tuple[Partition, int]:
-        """`_enter_now`, after waiting for room if need be."""
+        """Refuse whoever may not write; the room taken for the rows that are new, after waiting for it if need be."""
         store = self._store
         home = store.partition(partition)
-        taken = self._enter_now(home, frames, lease)
-        if taken is not None:
-            return home, taken
         room = self._look(home, frames, lease)
+        if not room or store.admission.enter_now(room, _size_of_new(home, frames)):
+            return home, room
         await store.admission.admit(room, _size_of_new(home, frames))
         home = store.partition(partition)
         try:
@@ -88,21 +81,30 @@ class Intake:
         written = []
         for key, columns in frames.items():
             row = home.rows.get(key)
+            if row is None and room and type(columns) is dict and key.endswith("_0"):
+                room -= 1
+                row = store.arrive(home, key, columns, status)
+                if tags and key in tags:
+                    store.tag(row, tags[key])
+                written.append(row)
+                continue
             if row is None:
-                row = self._unannounced(home, key)
+                row = self._unannounced(home, key, status)
                 if room:
                     room -= 1
                 else:
                     store.admission.enter()
-            if key in tags:
+            if tags and key in tags:
                 store.tag(row, tags[key])
             store.write(home, row, columns, status)
             if row.lease is not None and row.lease.produces and status is not RowStatus.RUNNING:
                 store.drop_lease(home, row)
             written.append(row)
-        store.admission.leave(room)
+        if room:
+            store.admission.leave(room)
         store.touched(home, written)
-        store.filter_complete(home, written)
+        if home.filter is not None:
+            store.filter_complete(home, written)
 
     def _look(self, home: Partition, keys: Iterable[str], lease: Lease | None) -> int:
         """Refuse late and foreign writers; how many of the rows need room."""
@@ -118,7 +120,7 @@ class Intake:
                     raise LeaseLost(
                         f"row {key} of {home.name!r} was trained, dead-lettered or evicted already; drop this work"
                     )
-                if store.sibling(home, key) is None:
+                if key.endswith("_0") or store.sibling(home, key) is None:
                     new += 1
             elif lease is None and row.lease is not None and row.lease.produces:
                 raise LeaseLost(
@@ -126,13 +128,13 @@ class Intake:
                 )
         return new
 
-    def _unannounced(self, home: Partition, key: str) -> Row:
+    def _unannounced(self, home: Partition, key: str, status: RowStatus) -> Row:
         """A row issued by its arrival: with its session if that is in flight, else for the next step."""
-        sibling = self._store.sibling(home, key)
+        sibling = None if key.endswith("_0") else self._store.sibling(home, key)
         if sibling is None:
-            return self._store.issue(home, key, self._store.last_step + 1, None, None)
+            return self._store.issue(home, key, self._store.last_step + 1, None, None, status)
         policy = None if sibling.group is None else sibling.group.policy
-        return self._store.issue(home, key, sibling.step, None, policy)
+        return self._store.issue(home, key, sibling.step, None, policy, status)
 
     async def put_tags(self, partition: str, tags: Tags) -> None:
         store = self._store
@@ -151,13 +153,18 @@ def _unknown(home: Partition, keys: Sequence[str]) -> list[str]:
 
 
 def _size_of_new(home: Partition, frames: Frames) -> int:
-    return sum([len(frame) for key in frames if key not in home.rows for frame in frames[key].values()])
+    size = 0
+    for key, columns in frames.items():
+        if key not in home.rows:
+            size += sum(map(len, columns.values()))
+    return size
 
 
 def framed(rows: Mapping[str, Columns]) -> Frames:
-    return {
-        key: {name: encode(name, cell) for name, cell in columns.items()} for key, columns in rows.items()
-    }
+    frames: Frames = {}
+    for key, columns in rows.items():
+        frames[key] = {name: encode(name, cell) for name, cell in columns.items()}
+    return frames
 
 
 def checked_tags(tags: Tags | None) -> Tags:
@@ -167,9 +174,12 @@ def checked_tags(tags: Tags | None) -> Tags:
     return tags or {}
 
 
-def shared_columns(rows: Iterable[Columns]) -> tuple[str, ...]:
+def shared_columns(rows: Collection[Columns]) -> tuple[str, ...]:
     """The columns written to every row, in the order of the first."""
-    first, *others = list(rows) or [{}]
+    if len(rows) == 1:
+        (only,) = rows
+        return tuple(only)
+    first, *others = rows or [{}]
     shared = tuple(first)
     for columns in others:
         if first.keys() != columns.keys():

@@ -46,7 +46,8 @@ class Journal:
     def __init__(self, folder: Path, spill: SpillFiles) -> None:
         self.writer = Writer(folder, spill)
         self.on_failure: Callable[[DataPlaneError], None] = lambda error: None
-        self._open = Changes()
+        self.changes = Changes()
+        """The open batch; `await durable()` after adding to it."""
         self._in_thread = 0
         """Pieces of work the thread has or will get; the connection is its own while there are any."""
         self._scheduled = False
@@ -55,23 +56,18 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="understudy-journal", daemon=True)
         self._thread.start()
 
-    @property
-    def changes(self) -> Changes:
-        """The open batch; `await durable()` after adding to it."""
-        return self._open
-
-    async def durable(self) -> None:
-        """Wait until everything added so far is committed."""
+    def durable(self) -> asyncio.Future[None]:
+        """To be awaited: done when everything added so far is committed."""
         if self.writer.failure is not None:
             raise self.writer.failure
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._open.waiters.append(waiter)
+        waiter: asyncio.Future[None] = asyncio.Future(loop=loop)
+        self.changes.waiters.append(waiter)
         if not self._scheduled:
             self._schedule()
-        await waiter
+        return waiter
 
     def _schedule(self) -> None:
         """At the end of this loop iteration, or when the thread is done with what it has."""
@@ -83,9 +79,9 @@ class Journal:
 
     def _hand_over(self) -> None:
         self._scheduled = False
-        if self._open.empty():
+        if self.changes.empty():
             return
-        batch, self._open = self._open, Changes()
+        batch, self.changes = self.changes, Changes()
         writer = self.writer
         try:
             batch.seal(writer.spill.segment)
@@ -113,7 +109,7 @@ class Journal:
     def _done(self, deliver: _Deliver, result: Any, error: BaseException | None) -> None:
         self._in_thread -= 1
         deliver(result, error)
-        if not self._open.empty():
+        if not self.changes.empty():
             self._schedule()
 
     def _committed(self, batch: Changes, error: BaseException | None) -> None:

@@ -31,6 +31,10 @@ FORMAT = 1
 FILE_NAME = "journal.sqlite"
 PACK_SHIFT = 20
 _MOST_ROWS_LOG2 = 8
+_FEW_ROWS = 16
+"""Up to so many are inserted by one statement; more by statements of powers of two, so that few have to be prepared."""
+_STATEMENTS = 256
+"""As many as are kept prepared."""
 
 _TABLES = (
     "CREATE TABLE meta(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
@@ -48,17 +52,24 @@ _TABLES = (
         SELECT events.seq, kind, sign, partition, step, detail, each.key AS place, each.value AS key
         FROM events, json_each(events.keys) AS each""",
 )
-INSERT_ROWS = "INSERT OR REPLACE INTO rows VALUES "
+_ROW = "id, partition, key, status, step, arrival, attempts, tags"
+# Columns left out are NULL. A NULL given as a parameter would cost more than all others of its line: Python's module
+# looks for an adapter of None first.
+INSERT_ROWS = f"INSERT OR REPLACE INTO rows({_ROW}) VALUES "
+INSERT_GROUPED_ROWS = f"INSERT OR REPLACE INTO rows({_ROW}, grp, policy) VALUES "
 INSERT_PACKS = "INSERT INTO packs VALUES "
 INSERT_SPILLS = "INSERT OR IGNORE INTO spills VALUES "
-INSERT_EVENTS = "INSERT INTO events(kind, sign, partition, step, detail, keys) VALUES "
+INSERT_EVENTS = "INSERT INTO events(kind, sign, partition, step, keys) VALUES "
+INSERT_EVENTS_WITH_DETAIL = "INSERT INTO events(kind, sign, partition, step, keys, detail) VALUES "
 
 
 def connect(file: Path) -> sqlite3.Connection:
     """Open for writing; transactions are begun and ended by hand."""
     if not file.exists():
         _create(file)
-    connection = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=30.0)
+    connection = sqlite3.connect(
+        file, isolation_level=None, check_same_thread=False, timeout=30.0, cached_statements=_STATEMENTS
+    )
     try:
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
@@ -103,17 +114,21 @@ def insert_many(connection: sqlite3.Connection, head: str, rows: Sequence[Sequen
     Every statement gives up the interpreter lock once. `executemany` would do so for every row, and on a busy
     process each return can cost a whole switch interval (5 ms).
     """
-    done = 0
     left = len(rows)
+    if left <= _FEW_ROWS:
+        if left:
+            connection.execute(_insert(head, len(rows[0]), left), tuple(chain.from_iterable(rows)))
+        return
+    done = 0
     while left:
-        size = 1 << min(left.bit_length() - 1, _MOST_ROWS_LOG2)
-        part = rows if size == left and not done else rows[done : done + size]
-        connection.execute(_insert(head, len(rows[0]), size), list(chain.from_iterable(part)))
+        size = left if left <= _FEW_ROWS else 1 << min(left.bit_length() - 1, _MOST_ROWS_LOG2)
+        part = rows[done : done + size]
+        connection.execute(_insert(head, len(rows[0]), size), tuple(chain.from_iterable(part)))
         done += size
         left -= size
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=_STATEMENTS)
 def _insert(head: str, width: int, rows: int) -> str:
     return head + ",".join(("(" + ",".join("?" * width) + ")",) * rows)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from understudy.dataplane import journal_schema as schema
 from understudy.dataplane.frame import SpillRef
@@ -18,35 +18,55 @@ from understudy.dataplane.spill import SpillFiles
 from understudy.errors import DataPlaneError
 from understudy.observability.faults import point
 
+FAULT_VARIABLE = "UNDERSTUDY_FAULT"
 _PAGE = 4096
 _PAGES_PER_COMMIT = 5
 
 
-@dataclass(slots=True)
 class Changes:
     """What one transaction will write. Filled on the event loop; no longer touched once handed over."""
 
-    dirty: dict[int, Row] = field(default_factory=dict)
-    """Rows whose line changed; written as they are when the batch is handed over."""
-    lines: list[tuple[Any, ...]] = field(default_factory=list)
-    packs: list[tuple[int, bytes]] = field(default_factory=list)
-    spills: list[tuple[int, SpillRef, bytes]] = field(default_factory=list)
-    """(pack, place, frame)."""
-    facts: dict[tuple[str, str, int, str | None], list[str]] = field(default_factory=dict)
-    """(kind, partition, step, detail) → the keys it became true of."""
-    trained: dict[int, list[int]] = field(default_factory=dict)
-    """Step → ids of rows acked in it."""
-    packs_gone: list[int] = field(default_factory=list)
-    """Ids of rows that keep their line and lose their columns."""
-    rows_gone: list[int] = field(default_factory=list)
-    spills_gone: bool = False
-    size: int = 0
-    """About how many bytes the commit writes, spill frames aside."""
-    segment: int = 0
-    """The spill segment current when this was handed over; earlier ones hold committed frames only."""
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)
-    then: list[Callable[[], None]] = field(default_factory=list)
-    """Run on the event loop after the commit."""
+    __slots__ = (
+        "dirty",
+        "facts",
+        "grouped_lines",
+        "lines",
+        "packs",
+        "packs_gone",
+        "rows_gone",
+        "segment",
+        "size",
+        "spills",
+        "spills_gone",
+        "then",
+        "trained",
+        "waiters",
+    )
+
+    def __init__(self) -> None:
+        self.dirty: dict[int, Row] = {}
+        """Rows whose line changed; written as they are when the batch is handed over."""
+        self.lines: list[tuple[Any, ...]] = []
+        self.grouped_lines: list[tuple[Any, ...]] = []
+        """Of rows that belong to a group, with its name and policy."""
+        self.packs: list[tuple[int, bytearray]] = []
+        self.spills: list[tuple[int, SpillRef, bytes]] = []
+        """(pack, place, frame)."""
+        self.facts: dict[tuple[str, str, int, str | None], list[str]] = {}
+        """(kind, partition, step, detail) → the keys it became true of."""
+        self.trained: dict[int, list[int]] = {}
+        """Step → ids of rows acked in it."""
+        self.packs_gone: list[int] = []
+        """Ids of rows that keep their line and lose their columns."""
+        self.rows_gone: list[int] = []
+        self.spills_gone = False
+        self.size = 0
+        """About how many bytes the commit writes, spill frames aside."""
+        self.segment = 0
+        """The spill segment current when this was handed over; earlier ones hold committed frames only."""
+        self.waiters: list[asyncio.Future[None]] = []
+        self.then: list[Callable[[], None]] = []
+        """Run on the event loop after the commit."""
 
     def note(
         self, kind: str, partition: str, step: int, keys: Iterable[str], detail: str | None = None
@@ -64,11 +84,24 @@ class Changes:
 
     def seal(self, segment: int) -> None:
         """Handed over: fix the lines as they are now."""
-        self.lines = [row.line() for row in self.dirty.values()]
+        for row in self.dirty.values():
+            group = row.group
+            if group is None:
+                self.lines.append(row.line())
+            else:
+                self.grouped_lines.append((*row.line(), group.name, group.policy.value))
         self.segment = segment
-        self.size = 150 * len(self.lines) + sum([len(body) for _, body in self.packs])
+        self.size = 150 * len(self.dirty) + sum([len(body) for _, body in self.packs])
         for keys in self.facts.values():
             self.size += 30 * len(keys)
+
+
+def _as_json(keys: list[str]) -> str:
+    return msgspec.json.encode(keys).decode()
+
+
+def _no_point(name: str) -> None:
+    """No fault is asked for in this process."""
 
 
 class Writer:
@@ -79,6 +112,8 @@ class Writer:
         self.failure: DataPlaneError | None = None
         self.log_bytes = 0
         """About how much the write-ahead log holds."""
+        self._point = point if FAULT_VARIABLE in os.environ else _no_point
+        """Looked up once: a commit passes three, and the environment is slow to ask."""
 
     def commit(self, batch: Changes) -> None:
         if self.failure is not None:
@@ -89,12 +124,12 @@ class Writer:
                 point("journal.before_spill")
                 for _, ref, frame in batch.spills:
                     self.spill.write(ref, frame)
-            point("journal.before_begin")
+            self._point("journal.before_begin")
             connection.execute("BEGIN IMMEDIATE")
             self._write(connection, batch)
-            point("journal.before_commit")
+            self._point("journal.before_commit")
             connection.execute("COMMIT")
-            point("journal.after_commit")
+            self._point("journal.after_commit")
         except BaseException as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
@@ -110,19 +145,25 @@ class Writer:
     @staticmethod
     def _write(connection: sqlite3.Connection, batch: Changes) -> None:
         """Rows before the marks on them, everything before the deletions: one row may have all of them in one batch."""
-        schema.insert_many(connection, schema.INSERT_ROWS, batch.lines)
-        schema.insert_many(connection, schema.INSERT_PACKS, batch.packs)
+        insert_many = schema.insert_many
+        insert_many(connection, schema.INSERT_ROWS, batch.lines)
+        if batch.grouped_lines:
+            insert_many(connection, schema.INSERT_GROUPED_ROWS, batch.grouped_lines)
+        insert_many(connection, schema.INSERT_PACKS, batch.packs)
         if batch.spills:
             spills = [(pack, ref.segment) for pack, ref, _ in batch.spills]
-            schema.insert_many(connection, schema.INSERT_SPILLS, spills)
-        schema.insert_many(
-            connection,
-            schema.INSERT_EVENTS,
-            [
-                (kind, 1, home, step, told, json.dumps(keys))
-                for (kind, home, step, told), keys in batch.facts.items()
-            ],
-        )
+            insert_many(connection, schema.INSERT_SPILLS, spills)
+        bare: list[tuple[Any, ...]] = []
+        detailed: list[tuple[Any, ...]] = []
+        for (kind, home, step, told), keys in batch.facts.items():
+            names = _as_json(keys)
+            if told is None:
+                bare.append((kind, 1, home, step, names))
+            else:
+                detailed.append((kind, 1, home, step, names, told))
+        insert_many(connection, schema.INSERT_EVENTS, bare)
+        if detailed:
+            insert_many(connection, schema.INSERT_EVENTS_WITH_DETAIL, detailed)
         for step, ids in batch.trained.items():
             for first, last in schema.runs(ids):
                 connection.execute("UPDATE rows SET trained=? WHERE id BETWEEN ? AND ?", (step, first, last))

@@ -30,24 +30,27 @@ class Leases:
         self.epoch = 0
         self._held: dict[int, HeldLease] = {}
         self._ends: list[tuple[float, int]] = []
+        self.first_end = math.inf
+        """No lease ends before."""
         self._next_id = 1
 
     def grant(self, rows: Iterable[Row], seconds: float | None, produces: bool) -> HeldLease:
-        held = HeldLease(self._next_id, self._end(seconds), {row.key: row for row in rows}, produces)
+        end = math.inf if seconds is None else self.clock() + seconds
+        covered: dict[str, Row] = {}
+        held = HeldLease(self._next_id, end, covered, produces)
         self._next_id += 1
         self._held[held.id] = held
-        for row in held.rows.values():
+        for row in rows:
+            covered[row.key] = row
             row.lease = held
-        self._remember_end(held)
+        if seconds is not None:
+            self._remember_end(held)
         return held
 
-    def _end(self, seconds: float | None) -> float:
-        return math.inf if seconds is None else self.clock() + seconds
-
     def _remember_end(self, held: HeldLease) -> None:
-        if held.expires == math.inf:
-            return
         heapq.heappush(self._ends, (held.expires, held.id))
+        if held.expires < self.first_end:
+            self.first_end = held.expires
         if len(self._ends) > 64 and len(self._ends) > 4 * len(self._held):
             # Acked leases leave their ends behind; at thousands a second those would pile up for minutes.
             self._ends = [(held.expires, held.id) for held in self._held.values() if held.expires != math.inf]
@@ -70,8 +73,9 @@ class Leases:
         return held
 
     def renew(self, held: HeldLease, seconds: float | None) -> None:
-        held.expires = self._end(seconds)
-        self._remember_end(held)
+        held.expires = math.inf if seconds is None else self.clock() + seconds
+        if seconds is not None:
+            self._remember_end(held)
 
     def drop(self, row: Row) -> None:
         """Take one row out of its lease; the last one ends it."""
@@ -92,6 +96,7 @@ class Leases:
             held = self._held.get(lease_id)
             if held is not None and held.expires == expires:
                 found.append(held)
+        self.first_end = self._ends[0][0] if self._ends else math.inf
         return found
 
     def next_end(self) -> float | None:
@@ -109,6 +114,7 @@ class Leases:
         self.epoch = epoch
         self._held.clear()
         self._ends.clear()
+        self.first_end = math.inf
 
 
 def _some(keys: Iterable[str]) -> str:

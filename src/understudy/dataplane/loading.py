@@ -11,7 +11,7 @@ from understudy.dataplane.admission import Admission
 from understudy.dataplane.base import GroupPolicy, RowStatus
 from understudy.dataplane.frame import SpillRef, pack, unpack
 from understudy.dataplane.journal_schema import PACK_SHIFT, read_meta
-from understudy.dataplane.partition import Partition
+from understudy.dataplane.partition import Partition, Partitions
 from understudy.dataplane.rows import Row
 from understudy.dataplane.spill import SpillFiles
 
@@ -26,7 +26,7 @@ _ENDS = "SELECT kind, sign, partition, keys, step, detail FROM events WHERE kind
 
 @dataclass(slots=True)
 class Loaded:
-    partitions: dict[str, Partition] = field(default_factory=dict)
+    partitions: Partitions = field(default_factory=Partitions)
     dead: list[tuple[str, str, int, str]] = field(default_factory=list)
     next_id: int = 1
     next_arrival: int = 1
@@ -35,8 +35,6 @@ class Loaded:
     epoch: int = 0
 
     def partition(self, name: str) -> Partition:
-        if name not in self.partitions:
-            self.partitions[name] = Partition(name)
         return self.partitions[name]
 
 

@@ -24,6 +24,14 @@ class Watch:
     answer: asyncio.Future[None]
 
 
+class Partitions(dict[str, "Partition"]):
+    """By name; one that is asked for is there."""
+
+    def __missing__(self, name: str) -> Partition:
+        found = self[name] = Partition(name)
+        return found
+
+
 @dataclass(slots=True)
 class Partition:
     name: str
@@ -63,13 +71,10 @@ class Partition:
     def add(self, row: Row) -> None:
         """Call `touch` when the row is filled."""
         self.rows[row.key] = row
-        self._count(row, 1)
-
-    def _count(self, row: Row, change: int) -> None:
         of_step = self.counts.get(row.step)
         if of_step is None:
             of_step = self.counts[row.step] = dict.fromkeys(RowStatus, 0)
-        of_step[row.status] += change
+        of_step[row.status] += 1
 
     def count(self, step: int | None) -> dict[RowStatus, int]:
         """Rows by status, of one step or of all."""
@@ -85,30 +90,41 @@ class Partition:
         group.rows[row.key] = row
 
     def set_status(self, row: Row, status: RowStatus) -> None:
-        self._count(row, -1)
+        of_step = self.counts[row.step]
+        of_step[row.status] -= 1
+        of_step[status] += 1
         row.status = status
-        self._count(row, 1)
 
-    def remove(self, rows: Iterable[Row]) -> None:
-        """These rows are settled; their leases were dropped before."""
+    def remove(self, rows: Iterable[Row], listed: Collection[Row]) -> None:
+        """These rows are settled, their leases were dropped before; `listed` of them views may know."""
         for row in rows:
-            del self.rows[row.key]
+            key = row.key
+            del self.rows[key]
             of_step = self.counts[row.step]
             of_step[row.status] -= 1
             if of_step[row.status] == 0 and not any(of_step.values()):
                 del self.counts[row.step]
-            self.settled.add(row.key)
-            if row.group is not None:
-                del row.group.rows[row.key]
-                if not row.group.rows:
-                    self.groups.pop(row.group.name, None)
-        self.touch(rows)
+            self.settled.add(key)
+            group = row.group
+            if group is not None:
+                del group.rows[key]
+                if not group.rows:
+                    self.groups.pop(group.name, None)
+        if listed:
+            self.touch(listed)
 
-    def touch(self, rows: Iterable[Row], but: View | None = None) -> None:
-        """Something about these rows changed; `but` knows already."""
-        units: Collection[Unit] = [row if row.group is None else row.group for row in rows]
-        if len(units) > 1:
-            units = dict.fromkeys(units)
+    def touch(self, rows: Collection[Row], but: View | None = None) -> None:
+        """Something about these rows changed; `but`, one of the views, knows already."""
+        if len(self.views) <= (but is not None):
+            return
+        if len(rows) == 1:
+            (row,) = rows
+            only: Unit = row if row.group is None else row.group
+            for view in self.views.values():
+                if view is not but:
+                    view.refresh(only)
+            return
+        units: dict[Unit, None] = {row if row.group is None else row.group: None for row in rows}
         for view in self.views.values():
             if view is not but:
                 for unit in units:

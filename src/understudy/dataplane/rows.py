@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from understudy.dataplane.leases import HeldLease
 
 SortKey = tuple[str, int, int]
+_STATUS_LINE = {status: status.value for status in RowStatus} | {RowStatus.RUNNING: RowStatus.PENDING.value}
 
 
 class Row:
@@ -36,14 +37,22 @@ class Row:
         "tags",
     )
 
-    def __init__(self, row_id: int, partition: str, key: str, step: int, tags: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        row_id: int,
+        partition: str,
+        key: str,
+        step: int,
+        tags: dict[str, Any],
+        status: RowStatus = RowStatus.PENDING,
+    ) -> None:
         self.id = row_id
         self.partition = partition
         self.key = key
         self._sort: SortKey | None = None
         self.step = step
         self.tags = tags
-        self.status = RowStatus.PENDING
+        self.status = status
         self.columns: dict[str, bytes | SpillRef] = {}
         self.group: Group | None = None
         self.lease: HeldLease | None = None
@@ -68,20 +77,16 @@ class Row:
         return 1
 
     def line(self) -> tuple[Any, ...]:
-        """Its line in the journal. A lease does not outlive the process, so running is written as pending."""
-        group = self.group
+        """Its line in the journal, but for the group. A lease does not outlive the process: running is written as pending."""
         return (
             self.id,
             self.partition,
             self.key,
-            None if group is None else group.name,
-            None if group is None else group.policy.value,
-            "pending" if self.status is RowStatus.RUNNING else self.status.value,
+            _STATUS_LINE[self.status],
             self.step,
             self.arrival,
             self.attempts,
             json.dumps(self.tags, separators=(",", ":")) if self.tags else "{}",
-            None,
         )
 
 

@@ -7,6 +7,9 @@ reference with a checksum.
 Crash safety: a frame is written *before* the commit that refers to it, and a new process always starts a new
 segment. So a reference never points at a torn frame; what a crash leaves behind is bytes nobody refers to, and
 segments without any reference are deleted at the next start.
+
+A segment may be lent to a writer in another process (`lent.py`), which alone appends to it; it stays until it was given
+back and nobody refers to it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ class SpillFiles:
         self._files: dict[int, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._segment = 1 + max((number for number, _ in self._on_disk()), default=0)
+        self._highest = self._segment
         self._offset = 0
+        self._lent: dict[int, int | None] = {}
+        """Segments others write; given back, the segment from which on everything they announced is committed first."""
 
     def _on_disk(self) -> list[tuple[int, Path]]:
         return [(int(path.stem), path) for path in self._folder.glob("*.seg") if path.stem.isdecimal()]
@@ -43,7 +49,7 @@ class SpillFiles:
     def reserve(self, frame: bytes) -> SpillRef:
         """The place this frame will have."""
         if self._offset and self._offset + len(frame) > self._segment_bytes:
-            self._segment, self._offset = self._segment + 1, 0
+            self._next_segment()
         ref = SpillRef(self._segment, self._offset, len(frame), zlib.crc32(frame))
         self._offset += len(frame)
         return ref
@@ -51,8 +57,24 @@ class SpillFiles:
     def roll(self) -> int:
         """Start a new segment, so that the one so far can be deleted as a whole; returns the new one's number."""
         if self._offset:
-            self._segment, self._offset = self._segment + 1, 0
+            self._next_segment()
         return self._segment
+
+    def _next_segment(self) -> None:
+        self._highest += 1
+        self._segment, self._offset = self._highest, 0
+
+    def lend(self) -> int:
+        """A segment for somebody else to write. Its file is there at once, so that no later life takes the same number."""
+        self._highest += 1
+        self._lent[self._highest] = None
+        os.close(os.open(self._path(self._highest), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        return self._highest
+
+    def give_back(self, segment: int) -> None:
+        """Nothing more will be written there, and what was announced of it is in a journal batch by now."""
+        self._next_segment()
+        self._lent[segment] = self._segment
 
     def _file(self, segment: int) -> int:
         if segment not in self._files:
@@ -107,7 +129,9 @@ class SpillFiles:
         """Delete the segments before `below` that nobody refers to; later ones may hold frames not yet committed."""
         keep = set(segments)
         for number, path in self._on_disk():
-            if number not in keep and number < below:
+            until = self._lent.get(number, number + 1)
+            if number not in keep and until is not None and until <= below:
+                self._lent.pop(number, None)
                 path.unlink(missing_ok=True)
                 file = self._files.pop(number, None)
                 if file is not None:

@@ -18,7 +18,7 @@ from understudy.dataplane.journal import Journal
 from understudy.dataplane.journal_schema import PACK_SHIFT
 from understudy.dataplane.leases import HeldLease, Leases
 from understudy.dataplane.loading import Loaded
-from understudy.dataplane.partition import Partition
+from understudy.dataplane.partition import Partition, Partitions
 from understudy.dataplane.rows import Row
 from understudy.dataplane.spill import SpillFiles
 from understudy.dataplane.view import View
@@ -42,7 +42,7 @@ class Store:
         self.admission = admission
         self.leases = leases
         self.dead_letters = dead_letters
-        self.partitions: dict[str, Partition] = {}
+        self.partitions = Partitions()
         self.last_step = 0
         self.on_change: Callable[[Partition], None] = lambda partition: None
         self._spill_bytes = spill_bytes
@@ -65,10 +65,7 @@ class Store:
         self.dead_letters.rewrite(state.dead)
 
     def partition(self, name: str) -> Partition:
-        found = self.partitions.get(name)
-        if found is None:
-            found = self.partitions[name] = Partition(name)
-        return found
+        return self.partitions[name]
 
     def row(self, home: Partition, key: str) -> Row:
         row = home.rows.get(key)
@@ -80,10 +77,16 @@ class Store:
         return row
 
     def issue(
-        self, home: Partition, key: str, step: int, tags: Mapping[str, Any] | None, group: GroupPolicy | None
+        self,
+        home: Partition,
+        key: str,
+        step: int,
+        tags: Mapping[str, Any] | None,
+        group: GroupPolicy | None,
+        status: RowStatus = RowStatus.PENDING,
     ) -> Row:
         """A new row, admitted before; call `touched` when it is filled."""
-        row = Row(self._next_id, home.name, key, step, dict(tags) if tags else {})
+        row = Row(self._next_id, home.name, key, step, dict(tags) if tags else {}, status)
         self._next_id += 1
         home.add(row)
         if group is not None:
@@ -93,17 +96,40 @@ class Store:
         changes.note("issued", home.name, step, (key,))
         return row
 
+    def arrive(self, home: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> Row:
+        """A row issued by its arrival, for the step after the last one acked: `issue` and `write` in one."""
+        row_id = self._next_id
+        self._next_id = row_id + 1
+        step = self.last_step + 1
+        row = Row(row_id, home.name, key, step, {}, status)
+        row.packs = 1
+        pack_id = row_id << PACK_SHIFT
+        size = sum(map(len, frames.values()))
+        if size < self._spill_bytes and self.admission.hold(size):
+            row.resident = size
+            row.columns = frames  # type: ignore[assignment]  # made for this call, and of bytes alone
+        else:
+            row.columns = self._spill_some(row, frames, pack_id)
+        if status is RowStatus.FINISHED:
+            row.arrival = self._next_arrival
+            self._next_arrival += 1
+        home.add(row)
+        changes = self.journal.changes
+        changes.dirty[row_id] = row
+        changes.packs.append((pack_id, pack(row.columns)))
+        changes.note("issued", home.name, step, (key,))
+        return row
+
     def sibling(self, home: Partition, key: str) -> Row | None:
         """The first output of the same session: further outputs belong to its step and its group."""
-        if key.endswith("_0"):
-            return None
         prompt, session, index = split_key(key)
         return home.rows.get(f"{prompt}_{session}_0") if index > 0 else None
 
     def touched(self, home: Partition, rows: list[Row]) -> None:
         """These rows changed: let claims see them."""
         home.touch(rows)
-        self.on_change(home)
+        if home.claims_waiting or home.watches:
+            self.on_change(home)
 
     def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
         row.tags.update(tags)
@@ -119,7 +145,7 @@ class Store:
                 if isinstance(before, bytes):
                     row.resident -= len(before)
                     self.admission.leave(0, len(before))
-        size = sum([len(frame) for frame in frames.values()])
+        size = sum(map(len, frames.values()))
         pack_id = (row.id << PACK_SHIFT) + row.packs
         row.packs += 1
         cells: Mapping[str, bytes | SpillRef] = frames
@@ -161,7 +187,7 @@ class Store:
             self.leases.drop(row)
 
     def grant(self, home: Partition, view: View, rows: list[Row], seconds: float | None) -> HeldLease:
-        """A lease on rows just taken from this view."""
+        """A lease on rows just taken from this view, which is one of the partition's."""
         produces = view.spec.status is not RowStatus.FINISHED
         if produces:
             for row in rows:
@@ -187,7 +213,11 @@ class Store:
         changes = self.journal.changes
         changes.note("trained", home.name, step, [row.key for row in rows])
         ids = [row.id for row in rows]
-        changes.trained.setdefault(step, []).extend(ids)
+        known = changes.trained.get(step)
+        if known is None:
+            changes.trained[step] = ids[:]
+        else:
+            known += ids
         if self._retain is Retain.UNTIL_ACK:
             changes.packs_gone += ids
             self._note_spills(rows)
@@ -210,14 +240,26 @@ class Store:
 
     def _remove(self, home: Partition, rows: list[Row]) -> None:
         size = 0
+        listed: list[Row] = []
         for row in rows:
-            self.drop_lease(home, row)
+            lease = row.lease
+            if lease is not None:
+                home.leased -= 1
+                self.leases.drop(row)
+            if (
+                lease is None
+                or lease.produces
+                or row.status is not RowStatus.FINISHED
+                or row.group is not None
+            ):
+                listed.append(row)  # any other left the views when it was leased, and has not come back
             row.gone = True
             size += row.resident
-        home.remove(rows)
+        home.remove(rows, listed)
         self.admission.leave(len(rows), size)
         self.admission.serve()
-        self.on_change(home)
+        if home.claims_waiting or home.watches:
+            self.on_change(home)
 
     def filter_complete(self, home: Partition, rows: Iterable[Row]) -> None:
         """Look at the groups of these rows that are complete now, and evict those the filter gives a reason for."""
@@ -236,7 +278,10 @@ class Store:
 
     def expire(self) -> None:
         """Give back the rows of leases whose time is up."""
-        for held in self.leases.due():
+        leases = self.leases
+        if leases.clock() < leases.first_end:
+            return
+        for held in leases.due():
             for row in list(held.rows.values()):
                 self.give_back(row)
 

@@ -12,6 +12,9 @@ contents die with it. So who may claim, write and ack what is decided by the sam
 every column is in the run directory before `put` returns. The queue is the way columns travel: what it holds is a copy,
 counted against `max_bytes`, and a reader finds what it lacks on disk.
 
+A process elsewhere that makes rows writes their columns itself, into the run directory and the queue
+(`transfer_queue_writer.py`), and announces them; `adopt` takes the announcement into the ledger.
+
 Waiting is by events throughout: claims wait at the ledger, never in TransferQueue, whose own `fetch` can only be asked
 again and again.
 """
@@ -20,15 +23,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import transfer_queue
 
-from understudy.dataplane.base import Retain
+from understudy.dataplane.base import Retain, RowStatus
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.folder import FolderLock
+from understudy.dataplane.lent import LentSegments, Written
 from understudy.dataplane.store import Store
 from understudy.dataplane.transfer_queue_link import QueueAddress, QueueLink
 from understudy.dataplane.transfer_queue_shelf import PATIENCE, Shelf
@@ -45,7 +49,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
     def __init__(self, store: Store, lock: FolderLock) -> None:
         super().__init__(store, lock)
         assert isinstance(store, QueueStore)
-        self._intake = QueueIntake(store, self._check)
+        self._intake: QueueIntake = QueueIntake(store, self._check)
 
     @classmethod
     def open_on(
@@ -120,6 +124,44 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
                     store.shelve(home, home.rows[key], dict.fromkeys(columns, 0))
         return BatchMeta(meta.partition, meta.keys, tuple(fields), meta.tags, meta.extra)
 
+    # ---- rows whose columns other processes write
+
+    @property
+    def lent(self) -> LentSegments:
+        """Which segment of the run directory each of them appends to."""
+        return self._store.lent
+
+    def expect(self, partition: str, key: str) -> None:
+        """A process elsewhere is about to write this row; whatever becomes of it, the queue is cleared of it in the end."""
+        self._store.expect(partition, key)
+
+    async def adopt(
+        self,
+        partition: str,
+        rows: Mapping[str, Written],
+        tags: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        status: RowStatus = RowStatus.FINISHED,
+    ) -> BatchMeta:
+        """`put` for rows that a process elsewhere has written: it is the announcement that makes them count."""
+        self._check()
+        return await self._intake.adopt(partition, rows, tags, status)
+
+    async def clear_orphans(self) -> int:
+        """Take out of the queue what writers that died left there; how many rows that was."""
+        found = 0
+        for name, home in list(self._store.partitions.items()):
+            known = await self.shelf.keys(name)
+            gone = self._store.orphans(home, known)
+            self.shelf.clear(name, gone)
+            found += len(gone)
+        return found
+
+    async def settle(self, step: int) -> None:
+        self._store.lent.roll()
+        await super().settle(step)
+        await self.clear_orphans()
+
     # ---- TransferQueue's own names for rows (transfer_queue_meta.py)
 
     def partition_of(self, partition_id: str) -> str:
@@ -145,6 +187,8 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         """Lets go of the folder, and of the queue's memory."""
         try:
             self._store.forget_all()
+            for name in list(self._store.partitions):
+                self.shelf.clear(name, await self.shelf.keys(name))
             await self.shelf.drain()
         finally:
             await super().close()

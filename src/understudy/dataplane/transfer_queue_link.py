@@ -180,6 +180,11 @@ class QueueLink:
 
         await self._run(work())
 
+    async def keys(self, partition: str) -> list[str]:
+        """Every row it has something of."""
+        names = self.partition_id(partition)
+        return list((await self._run(self._client.async_kv_list(names))).get(names, {}))
+
     async def keys_of(self, global_indexes: Sequence[int], partition_id: str) -> tuple[str, ...]:
         """The keys of rows that a columnar `BatchMeta` names by number."""
         return tuple(await self._run(self._client.async_kv_retrieve_keys(list(global_indexes), partition_id)))

@@ -88,6 +88,17 @@ class Shelf:
                 self.bytes_got += column.values.nbytes
         return found
 
+    async def keys(self, partition: str) -> list[str]:
+        """Every row the queue has something of, whoever wrote it; nothing once the shelf is lost."""
+        if self.lost is not None:
+            return []
+        try:
+            async with asyncio.timeout(self._patience):
+                return await self.link.keys(partition)
+        except Exception as error:
+            self._lose(error)
+            return []
+
     async def drain(self) -> None:
         """Until everything put or cleared so far is."""
         while self._worker is not None:

@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from understudy.dataplane.base import Columns, Lease, RowStatus
+from understudy.dataplane.base import Columns, Lease, RowStatus, split_key
+from understudy.dataplane.frame import SpillRef, pack
 from understudy.dataplane.intake import Frames, Intake, Tags, checked_tags, framed, shared_columns
+from understudy.dataplane.journal_schema import PACK_SHIFT
+from understudy.dataplane.lent import LentSegments, Written
 from understudy.dataplane.loading import Loaded
 from understudy.dataplane.partition import Partition
 from understudy.dataplane.rows import Row
@@ -44,6 +47,8 @@ class QueueStore(Store):
         """By partition: every key the queue may know, whatever became of the upload."""
         self._on_the_way: Counter[tuple[str, str, str]] = Counter()
         """By partition, key and column: uploads that have not arrived yet."""
+        self.lent = LentSegments(self.spill)
+        """Where processes elsewhere write columns of their own."""
 
     def is_shelved(self, row: Row, name: str) -> bool:
         return name in self._shelved.get(row.id, ())
@@ -52,7 +57,7 @@ class QueueStore(Store):
         """On the shelf, and not here as well."""
         return self._shelved.get(row.id, {}).get(name, 0) > 0
 
-    def overwriting(self, home: Partition, frames: Frames) -> None:
+    def overwriting(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
         """These columns are about to change: whatever the queue holds in them, now or soon, is not read."""
         for key, columns in frames.items():
             row = home.rows.get(key)
@@ -84,6 +89,69 @@ class QueueStore(Store):
             else:
                 shelf[name] = size
                 row.resident += size
+
+    def expect(self, partition: str, key: str) -> None:
+        """Somebody elsewhere is about to upload this row: the queue may know it from now on."""
+        self._uploaded.setdefault(partition, set()).add(key)
+
+    def write(self, home: Partition, row: Row, frames: dict[str, bytes] | Written, status: RowStatus) -> None:
+        if not isinstance(frames, Written):
+            super().write(home, row, frames, status)
+            return
+        self._adopt(home, row, frames)
+        changes = self.journal.changes
+        if row.status is not status:
+            home.set_status(row, status)
+            changes.dirty[row.id] = row
+        if row.arrival == 0 and status is RowStatus.FINISHED:
+            row.arrival = self._next_arrival
+            self._next_arrival += 1
+            changes.dirty[row.id] = row
+
+    def _adopt(self, home: Partition, row: Row, written: Written) -> None:
+        """Columns that somebody else wrote, into the run directory and perhaps the queue: only told of here."""
+        changes = self.journal.changes
+        self.overwriting(home, {row.key: written.cells})
+        pack_id = (row.id << PACK_SHIFT) + row.packs
+        row.packs += 1
+        for name, cell in written.cells.items():
+            before = row.columns.get(name)
+            if isinstance(before, bytes):
+                row.resident -= len(before)
+                self.admission.leave(0, len(before))
+            if isinstance(cell, SpillRef):
+                # Written already: the journal's thread opens the file for flushes to come, and has nothing to write.
+                changes.spills.append((pack_id, cell, b""))
+            else:
+                row.resident += len(cell)
+                self.admission.resident += len(cell)
+        row.columns.update(written.cells)
+        changes.packs.append((pack_id, pack(written.cells)))
+        self.lent.noted(written)
+        self._shelve_adopted(home, row, written)
+
+    def _shelve_adopted(self, home: Partition, row: Row, written: Written) -> None:
+        """Count what is in the queue of them; where memory has no room for it, the whole row leaves the queue."""
+        if self.shelf is None or self.shelf.lost is not None or not written.queued:
+            return
+        cells = written.cells
+        sizes = {
+            name: cell.length if isinstance(cell := cells[name], SpillRef) else 0 for name in written.queued
+        }
+        self.expect(home.name, row.key)
+        if self.admission.hold(sum(sizes.values())):
+            self.shelve(home, row, sizes)
+        else:
+            self.overwriting(home, {row.key: list(self._shelved.get(row.id, ()))})
+            self.forget(home.name, [row.key])
+
+    def orphans(self, home: Partition, keys: Iterable[str]) -> list[str]:
+        """Of the keys the queue has: those whose session is over, or never was. Their writer died before it announced them."""
+        return [
+            key
+            for key in keys
+            if key not in home.rows and "{}_{}_0".format(*split_key(key)[:2]) not in home.rows
+        ]
 
     def forget(self, partition: str, keys: Iterable[str]) -> None:
         """The queue need not hold these rows any more."""
@@ -149,6 +217,26 @@ class QueueIntake(Intake):
                 store.admission.leave(0, sum(sizes.values()))
         await store.journal.durable()
         return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
+
+    async def adopt(
+        self, partition: str, rows: Mapping[str, Written], tags: Tags | None, status: RowStatus
+    ) -> BatchMeta:
+        """`put` of rows whose columns somebody else has written."""
+        store, given = self._queue, checked_tags(tags)
+        home = store.partition(partition)
+        room = self._look(home, rows, None)
+        if room:
+            await store.admission.admit(room, 0)
+            home = store.partition(partition)
+            try:
+                self._look(home, rows, None)
+            except BaseException:
+                store.admission.leave(room)
+                store.admission.serve()
+                raise
+        self._write(home, rows, given, status, room)  # type: ignore[arg-type]
+        await store.journal.durable()
+        return BatchMeta(partition, tuple(rows), shared_columns([one.cells for one in rows.values()]))
 
     def _takes_work(self) -> bool:
         """Otherwise the plane is closed, or being rewound, and what was taken of its memory is counted anew."""

@@ -118,7 +118,8 @@ class View:
         self.ready_rows = 0
         self.line: deque[ClaimRequest] = deque()
         """Claims that wait, first come first served: a large claim is not starved by small ones."""
-        self._strict = spec.order is Order.KEY and spec.status is RowStatus.FINISHED
+        self._by_key = spec.order is Order.KEY
+        self._strict = self._by_key and spec.status is RowStatus.FINISHED
         self._ready: dict[Unit, int] = {}
         """Units that could be claimed now, with the number of rows each counted for."""
         self._members: dict[Unit, Entry] = {}
@@ -135,7 +136,14 @@ class View:
         """A row of this unit changed, came or went."""
         accepts = self.spec.accepts
         if isinstance(unit, Row):
-            size = 1 if accepts(unit) else 0
+            if accepts(unit):
+                if unit not in self._ready:
+                    self._ready[unit] = 1
+                    self.ready_rows += 1
+                    if unit not in self._members:
+                        self._place_row(unit)
+                return
+            size = 0
         else:
             size = len(unit.rows)
             for row in unit.rows.values():
@@ -164,12 +172,24 @@ class View:
             self._heap = list(self._members.values())
             heapq.heapify(self._heap)
 
+    def _place_row(self, row: Row) -> None:
+        """`_place` for a row that has none yet, and so cannot move."""
+        entry = (row.sort if self._by_key else row.arrival, row.id, row)
+        self._members[row] = entry
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 64:
+            self._tidy()
+        if self._blocker is not None and row.sort < self._blocker.sort:
+            self._blocker = None
+
     def _place(self, unit: Unit) -> None:
         """Into its place in the order; a group's place moves when it loses a session."""
         before = self._members.get(unit)
-        if before is not None and isinstance(unit, Row):
+        if isinstance(unit, Row):
+            if before is None:
+                self._place_row(unit)
             return
-        entry = (unit.sort if self.spec.order is Order.KEY else unit.arrival, unit.id, unit)
+        entry = (unit.sort if self._by_key else unit.arrival, unit.id, unit)
         if before is not None and before[:2] == entry[:2]:
             return
         self._put_back(entry)
@@ -183,11 +203,15 @@ class View:
 
     def take(self, n: int, at_least: int, count: Count) -> list[Row] | None:
         """The first rows in order, whole groups only; None when that is not enough yet. The caller leases them."""
-        if self.ready(count) < at_least:
+        if (len(self._ready) if count is Count.GROUPS else self.ready_rows) < at_least:
             return None
         if self._blocker is not None and self._blocker in self._members and self._blocker not in self._ready:
             return None
         self._blocker = None
+        if n == 1:
+            row = self._take_single()
+            if row is not None:
+                return [row]
         taken: list[Entry] = []
         total = 0
         overflow = False
@@ -215,6 +239,21 @@ class View:
                 f"a claim of {n} rows cannot hold the next group, which has more; claim at least a group"
             )
         return None
+
+    def _take_single(self) -> Row | None:
+        """The first unit if it is a ready row that belongs to no group; otherwise nothing is changed."""
+        heap, members = self._heap, self._members
+        while heap and members.get(heap[0][2]) is not heap[0]:
+            heapq.heappop(heap)
+        if not heap:
+            return None
+        row = heap[0][2]
+        if not isinstance(row, Row) or row not in self._ready:
+            return None
+        heapq.heappop(heap)
+        del members[row], self._ready[row]
+        self.ready_rows -= 1
+        return row
 
     def _hand_out(self, units: list[Unit]) -> list[Row]:
         rows: list[Row] = []

@@ -1,14 +1,14 @@
 """How new weights get to servers: over the GPU they share with the trainer, or as a snapshot they load in place.
 
 A snapshot is one safetensors file in a folder that servers see, in memory where nothing else is asked for. The newest is
-kept, because a server that is started anew needs it.
+kept, because a server that is started anew needs it. Servers of ours on other machines get the weights broadcast, as engine
+processes do (`hosted_delivery`), and load a snapshot of their own machine (`vllm_door`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +17,10 @@ from torch import Tensor
 
 from understudy.engines.dialects import Dialect, Json
 from understudy.engines.gpu_handover import GpuHandover
+from understudy.engines.hosted_channel import HostChannel
+from understudy.engines.hosted_delivery import WeightDelivery as Broadcast
+from understudy.engines.hosted_weights import Snapshots
+from understudy.engines.owned_folder import OwnedFolder
 from understudy.engines.replicas import Replica
 from understudy.errors import EngineError
 
@@ -44,13 +48,21 @@ class WeightDelivery:
         give_up: Callable[[Replica], bool],
         snapshots: Path | None,
         handover: GpuHandover | None,
+        address: str = "127.0.0.1",
     ) -> None:
+        """`address`: where servers on other machines reach this one."""
         self._dialect, self._post, self._snapshots, self._handover = dialect, post, snapshots, handover
         self._give_up = give_up
-        self._folder: Path | None = None
+        self._folder: OwnedFolder | None = None
         self._newest: tuple[Path, int] | None = None
         self._live: tuple[Sequence[tuple[str, Tensor]], int] | None = None
         """The trained tensors themselves and their version, where servers read them in place."""
+        self._address = address
+        self._broadcast: Broadcast | None = None
+        self._doors: dict[str, HostChannel] = {}
+        """By server on another machine."""
+        self._sent: int | None = None
+        """The version last broadcast."""
 
     async def bring(
         self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
@@ -58,7 +70,11 @@ class WeightDelivery:
         """New weights to these servers, each the fastest way it can take them. No tensors: they have them already."""
         if not tensors:
             return
-        if self._handover is not None:
+        far = [one for one in replicas if not one.endpoint.shares_memory]
+        replicas = [one for one in replicas if one.endpoint.shares_memory]
+        if far:
+            await self._send(far, version, tensors)
+        if replicas and self._handover is not None:
             taken = await asyncio.gather(*(self._hand_over(one, version, tensors) for one in replicas))
             replicas = [one for one, done in zip(replicas, taken, strict=True) if not done]
             self._live, self._newest = (tensors, version), None
@@ -70,6 +86,9 @@ class WeightDelivery:
     async def catch_up(self, replica: Replica) -> None:
         """A server that was started anew gets what the others have."""
         replica.label = ""
+        if not replica.endpoint.shares_memory:
+            await self._send_again(replica)
+            return
         if self._handover is not None:
             self._handover.forget(replica.name)
         if self._newest is not None:
@@ -77,6 +96,34 @@ class WeightDelivery:
         elif self._live is not None:
             tensors, version = self._live
             await self.bring([replica], version, tensors)
+
+    async def _send(
+        self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """To servers on other machines, all at once."""
+        if self._broadcast is None:
+            self._broadcast = Broadcast(Snapshots(0), self._address)
+        doors = {self._door(one): one for one in replicas}
+        lost = await self._broadcast.publish(version, tensors, list(doors))
+        self._sent = version
+        for door, problem in lost.items():
+            if not self._give_up(doors[door]):
+                raise UnreachableError(str(problem)) from problem
+        await asyncio.gather(*(self._renew(one, version) for door, one in doors.items() if door not in lost))
+
+    async def _send_again(self, replica: Replica) -> None:
+        """The newest weights for a server on another machine that was started anew."""
+        old = self._doors.pop(replica.name, None)
+        if old is not None:
+            await old.close()
+        if self._broadcast is not None and self._sent is not None:
+            await self._broadcast.give(self._sent, self._door(replica))
+            await self._renew(replica, self._sent)
+
+    def _door(self, replica: Replica) -> HostChannel:
+        if replica.name not in self._doors:
+            self._doors[replica.name] = HostChannel(replica.name, replica.endpoint)
+        return self._doors[replica.name]
 
     async def _hand_over(self, replica: Replica, version: int, tensors: Sequence[tuple[str, Tensor]]) -> bool:
         """Whether there is nothing more to do for this server now."""
@@ -116,11 +163,11 @@ class WeightDelivery:
         if self._folder is None:
             memory = Path("/dev/shm")
             parent = self._snapshots or (memory if memory.is_dir() else None)
-            self._folder = Path(tempfile.mkdtemp(prefix="understudy-weights-", dir=parent))
-        folder = self._folder / f"v{version}"
+            self._folder = OwnedFolder("understudy-weights-", parent, tidy=self._snapshots is None)
+        folder = self._folder.path / f"v{version}"
         folder.mkdir(exist_ok=True)
         save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-        for old in self._folder.iterdir():
+        for old in self._folder.path.glob("v*"):
             if old != folder:
                 shutil.rmtree(old)
         return folder / "model.safetensors"
@@ -149,6 +196,9 @@ class WeightDelivery:
         except RefusedError:
             replica.label = None  # an older server, which is not asked again
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await asyncio.gather(*(door.close() for door in self._doors.values()))
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
+        if self._broadcast is not None:
+            self._broadcast.close()

@@ -9,13 +9,14 @@ in fp32, rounded; times weight, rounded; each product of the rotation rounded, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from understudy.engines import decode_attention
+from understudy.engines.fused_norm import generates_only, refuse_gradients
 
 try:
     import triton
@@ -129,56 +130,51 @@ def silu_times(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
 
 
 def fuse_decoding(model: Any) -> int:
-    """Gives the model's attention and MLP blocks these kernels; returns how many. The model must be the engine's own, and on a
-    GPU. Passes that are not decode steps over slots (prompts) take transformers' own way through attention."""
+    """Gives the model's attention and MLP blocks these kernels; returns how many. The model must be the engine's own, in eval mode
+    and on a GPU. Passes that are not decode steps over slots (prompts) take transformers' own way through attention."""
+    generates_only(model)
     found = 0
     for module in model.modules():
         kind = type(module).__name__
         if kind in ATTENTIONS:
-            module.forward = _attention_of(module)
+            module.forward = MethodType(_attention, module)
         elif kind in MLPS and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
-            module.forward = _mlp_of(module)
+            module.forward = MethodType(_mlp, module)
         else:
             continue
         found += 1
     return found
 
 
-def _mlp_of(module: Any) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        mixed: Tensor = module.down_proj(silu_times(module.gate_proj(x), module.up_proj(x)))
-        return mixed
-
-    return forward
+def _mlp(module: Any, x: Tensor) -> Tensor:
+    refuse_gradients(module)
+    mixed: Tensor = module.down_proj(silu_times(module.gate_proj(x), module.up_proj(x)))
+    return mixed
 
 
-def _attention_of(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    plain = module.forward
+def _attention(
+    module: Any, hidden_states: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    refuse_gradients(module)
+    places, (cosine, sine) = options.get("slots"), options["position_embeddings"]
+    if places is None or cosine.shape[-1] != module.head_dim:  # a prompt, or a head that is rotated in part
+        result: tuple[Tensor, Tensor | None] = type(module).forward(module, hidden_states, *args, **options)
+        return result
     norms = (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
     window = int(getattr(module, "sliding_window", None) or 0)
-
-    def forward(hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        places, (cosine, sine) = options.get("slots"), options["position_embeddings"]
-        if (
-            places is None or cosine.shape[-1] != module.head_dim
-        ):  # a prompt, or a head that is rotated in part
-            result: tuple[Tensor, Tensor | None] = plain(hidden_states, *args, **options)
-            return result
-        rows, size = hidden_states.shape[0], module.head_dim
-        query_BQD, key_BHD, value_BHD = (
-            projection(hidden_states).view(rows, -1, size)
-            for projection in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        pool = options["past_key_values"].layers[module.layer_idx]
-        turned_BQD = place_heads(
-            query_BQD, key_BHD, value_BHD,
-            None if norms is None else (norms[0].weight, norms[1].weight),
-            0.0 if norms is None else norms[0].variance_epsilon,
-            cosine[:, 0], sine[:, 0], places.slots_B, places.lengths_B, pool.keys, pool.values,
-        )  # fmt: skip
-        mixed_BQD = decode_attention.slot_attention(
-            turned_BQD, pool.keys, pool.values, places.slots_B, places.ends_B, module.scaling, window
-        )
-        return module.o_proj(mixed_BQD.view(rows, 1, -1)), None
-
-    return forward
+    rows, size = hidden_states.shape[0], module.head_dim
+    query_BQD, key_BHD, value_BHD = (
+        projection(hidden_states).view(rows, -1, size)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    pool = options["past_key_values"].layers[module.layer_idx]
+    turned_BQD = place_heads(
+        query_BQD, key_BHD, value_BHD,
+        None if norms is None else (norms[0].weight, norms[1].weight),
+        0.0 if norms is None else norms[0].variance_epsilon,
+        cosine[:, 0], sine[:, 0], places.slots_B, places.lengths_B, pool.keys, pool.values,
+    )  # fmt: skip
+    mixed_BQD = decode_attention.slot_attention(
+        turned_BQD, pool.keys, pool.values, places.slots_B, places.ends_B, module.scaling, window
+    )
+    return module.o_proj(mixed_BQD.view(rows, 1, -1)), None

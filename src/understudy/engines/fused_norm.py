@@ -8,11 +8,13 @@ dtype. Only the order of the sum differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from understudy.errors import EngineError
 
 try:
     import triton
@@ -52,13 +54,35 @@ def rms_norm(x_RF: Tensor, weight_F: Tensor, epsilon: float) -> Tensor:
     return out_RF.view(x_RF.shape)
 
 
+def generates_only(model: Any) -> None:
+    """Refuses a model that is being trained: these kernels have no backward pass, and a layer without one looks like any other,
+    except that nothing below it learns."""
+    if any(module.training for module in model.modules()):
+        raise EngineError(
+            f"{type(model).__name__} is in training mode, and the decode kernels cannot be differentiated: give the engine modules of "
+            "its own (`sharing_copy`), in eval mode"
+        )
+
+
+def refuse_gradients(module: Any) -> None:
+    """At every call outside a recorded graph: the second lock on the same door, should the modules be trained after all."""
+    if torch.is_grad_enabled():
+        raise EngineError(
+            f"this {type(module).__name__} generates only: its kernel cannot be differentiated, so whatever lies below it would get "
+            "no gradient. Train the model it was copied from, or call it under torch.no_grad()"
+        )
+
+
 def fuse_norms(model: Any) -> int:
-    """Gives the model's norms the kernel; returns how many there were. The model must be the engine's own."""
-
-    def forward_of(module: Any) -> Callable[[Tensor], Tensor]:
-        return lambda hidden_states: rms_norm(hidden_states, module.weight, module.variance_epsilon)
-
+    """Gives the model's norms the kernel; returns how many there were. The model must be the engine's own, in eval mode."""
+    generates_only(model)
     norms = [module for module in model.modules() if type(module).__name__ in NORMS]
     for module in norms:
-        module.forward = forward_of(module)
+        # Bound methods, not functions that remember a module: in a copy of the model they are bound to the copy's own.
+        module.forward = MethodType(_norm, module)
     return len(norms)
+
+
+def _norm(module: Any, hidden_states: Tensor) -> Tensor:
+    refuse_gradients(module)
+    return rms_norm(hidden_states, module.weight, module.variance_epsilon)

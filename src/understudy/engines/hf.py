@@ -21,6 +21,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _POOL_SHARE = 0.7
 """How much of the free GPU memory keys and values may take."""
+KERNEL_DEVICES = {"cuda"}
+"""Device types where rows live in slots and decode steps run our own kernels."""
 GROWING_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose state is keys and values per token; others cannot be padded, merged or cut."""
 
@@ -103,9 +106,16 @@ class HFEngine:
     def share_parameters_with(self, model: Any) -> None:
         """From now on generate with the very tensors `model` trains: publishing costs nothing but the version.
 
-        Only the modules are new, so that eval mode here leaves train mode there alone.
+        Only the modules are new, so that eval mode and kernels here leave the trained modules alone. An engine that was made over
+        these tensors (`sharing_copy`) stays as it is: a second pool of keys and values would have to fit beside the first.
         """
-        self._adopt(sharing_copy(model))
+        if not self._shares(model):
+            self._adopt(sharing_copy(model))
+
+    def _shares(self, model: Any) -> bool:
+        own, theirs = (dict(one.named_parameters(remove_duplicate=False)) for one in (self._model, model))
+        apart = not {id(module) for module in self._model.modules()} & {id(one) for one in model.modules()}
+        return apart and own.keys() == theirs.keys() and all(own[name] is theirs[name] for name in own)
 
     def _adopt(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -136,7 +146,9 @@ class HFEngine:
 
     def _pool_for(self, model: Any) -> SlotPool | None:
         """Slots where they were asked for, or where nothing speaks against them; None means padding."""
-        if self._layout is Layout.PADDED or (self._layout is None and self._device.type != "cuda"):
+        if self._layout is Layout.PADDED or (
+            self._layout is None and self._device.type not in KERNEL_DEVICES
+        ):
             return None
         problem = "" if pool_fits(model) else "its attention is not one the decode kernel knows"
         if not problem and self._device.type == "cuda":
@@ -154,7 +166,7 @@ class HFEngine:
                 )
             logger.warning("generation uses the slower padded layout: %s", problem)
             return None
-        if self._device.type == "cuda":
+        if self._device.type in KERNEL_DEVICES:
             fuse_norms(model)
             fuse_decoding(model)
         with torch.inference_mode():
@@ -180,10 +192,17 @@ class HFEngine:
         call = Call(requests)
         self._scheduler.submit(call)
         try:
-            return await call.answer
+            written = await call.answer
         except asyncio.CancelledError:
             self._scheduler.cancel(call)
             raise
+        for request, generation in zip(requests, written, strict=True):
+            if not np.isfinite(generation.logprobs).all():
+                raise EngineError(
+                    f"request {request.key} was answered with log-probabilities that are no numbers: the student's weights hold NaN or "
+                    "infinity, or a kernel made them; what was drawn under them means nothing"
+                )
+        return written
 
     def _check(self, request: GenerateRequest) -> None:
         length, new = len(request.tokens), request.sampling.max_new_tokens
@@ -227,6 +246,8 @@ class HFEngine:
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._handing_over():
             self._copy_in(tensors)
+        if self._pool is not None:
+            self._pool.forget_moved_weights()
 
     def _copy_in(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         own = dict(self._model.named_parameters(remove_duplicate=False))

@@ -4,8 +4,7 @@
 
 The port is bound first, so that a port in use is said before minutes of loading; it listens only when the engine can
 write. The process ends on SIGTERM, and at once when the pipe given by `--watch-fd` closes: whoever launched it is gone, and
-nobody is left to stop it. What that launcher left in the weights folder is removed then, because it lies in memory;
-`--keep-weights` is for processes whose launcher may go while the trainer that owns the folder lives.
+nobody is left to stop it. What a trainer that is gone too left in the weights folder is removed then, because it lies in memory.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from understudy.engines.group_backend import gpu_id
 from understudy.engines.hf import HFEngine
 from understudy.engines.host_app import HostApp
-from understudy.engines.hosted_weights import remove_snapshots
+from understudy.engines.owned_folder import remove_if_abandoned
 from understudy.engines.schedule import Batching
 from understudy.engines.writing import Detokenize
 from understudy.errors import EngineError, UnderstudyError
@@ -58,7 +58,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batching", default=Batching.COMPOSED, choices=[mode.value for mode in Batching])
     parser.add_argument("--deterministic", action="store_true", help="only algorithms that repeat to the bit")
     parser.add_argument("--weights", type=Path, help="the folder snapshots of new weights appear in")
-    parser.add_argument("--keep-weights", action="store_true", help="that folder is not removed with us")
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run a model's own code; needs --revision"
@@ -111,11 +110,12 @@ def _detokenize(model: str, options: dict[str, Any]) -> Detokenize | None:
 
 async def run(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
     engine = load_engine(args)
-    app = HostApp(engine, token=token, weights=args.weights, address=sock.getsockname()[0])
+    address = sock.getsockname()[0]
+    app = HostApp(engine, token=token, weights=args.weights, address=address, device=args.device)
 
     def ready() -> None:
         if args.ready_file is not None:
-            write_ready_file(args.ready_file, url=url_of(sock))
+            write_ready_file(args.ready_file, url=url_of(sock), gpu=gpu_id(args.device))
         log.info("the engine writes at %s (%s, %s, %s)", url_of(sock), args.model, args.dtype, args.device)
 
     # Whoever ends an engine wants nothing more from it: requests in flight are not waited for.
@@ -129,8 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     if args.watch_fd is not None:
-        kept = args.keep_weights or args.weights is None
-        end_with_launcher(args.watch_fd, before=None if kept else partial(remove_snapshots, args.weights))
+        tidy = None if args.weights is None else partial(remove_if_abandoned, args.weights)
+        end_with_launcher(args.watch_fd, before=tidy)
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(args.deterministic, warn_only=True)

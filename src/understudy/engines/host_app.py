@@ -56,13 +56,20 @@ Order = TypeVar("Order")
 
 
 class HostApp:
-    """One engine behind HTTP. `weights` is the only folder snapshots are read from; broadcasts are met at `address`."""
+    """One engine behind HTTP. `weights` is the only folder snapshots are read from; broadcasts are met at `address`, and pass
+    through memory of `device` where NCCL carries them."""
 
     def __init__(
-        self, engine: Engine, *, token: str | None, weights: Path | None, address: str = "127.0.0.1"
+        self,
+        engine: Engine,
+        *,
+        token: str | None,
+        weights: Path | None,
+        address: str = "127.0.0.1",
+        device: str = "cpu",
     ) -> None:
         self._engine, self._weights = engine, weights
-        self._receiver, self._receiving = Receiver(address), asyncio.Lock()
+        self._receiver, self._receiving = Receiver(address, device), asyncio.Lock()
         self._aborted_through = -1
         routes = {
             "/v1/generate": self.generate,

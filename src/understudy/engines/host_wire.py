@@ -90,6 +90,8 @@ class GroupOrder(msgspec.Struct, forbid_unknown_fields=True):
     size: int
     stall_s: float
     """How long one bucket, or the meeting, may take."""
+    backend: str = "gloo"
+    """A `group_backend.GroupBackend`."""
 
 
 class StreamOrder(msgspec.Struct, forbid_unknown_fields=True):
@@ -98,6 +100,8 @@ class StreamOrder(msgspec.Struct, forbid_unknown_fields=True):
     group: GroupOrder
     bucket_bytes: int
     tensors: list[TensorNote]
+    staged: bool = False
+    """Buckets arrive in memory of the engine's device, not in the host's."""
 
 
 class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):

@@ -24,6 +24,7 @@ class HostChannel:
     def __init__(self, name: str, endpoint: Endpoint) -> None:
         self.name = name
         self.shares_memory = endpoint.shares_memory
+        self.gpu = endpoint.gpu
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._http = httpx.AsyncClient(
             base_url=endpoint.url,

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from understudy.engines.group_backend import GroupBackend, Member, choose_backend, gpu_id
 from understudy.engines.host_wire import GroupOrder, StreamOrder, WeightsOrder
 from understudy.engines.hosted_channel import HostChannel, HostLost
 from understudy.engines.hosted_weights import Snapshots
@@ -28,7 +30,9 @@ from understudy.engines.weight_broadcast import (
     BUCKET_BYTES,
     MeetingPlace,
     PackedWeights,
+    Stage,
     TransferBroken,
+    drop,
     send,
 )
 from understudy.errors import EngineError
@@ -47,6 +51,7 @@ class _Group:
 
     members: tuple[HostChannel, ...]
     name: str
+    backend: GroupBackend = GroupBackend.GLOO
     joined: Any = None
 
 
@@ -73,6 +78,11 @@ class WeightDelivery:
         """Memory of buckets that nobody sends any more."""
         self._lent = False
         """Whether somebody may still send from the newest buckets."""
+        self._device = torch.device("cpu")
+        """Where the weights are that are sent."""
+        self._stage: Stage | None = None
+        self._notes: set[str] = set()
+        self._nccl_failed = False
 
     @property
     def folder(self) -> Path:
@@ -92,6 +102,7 @@ class WeightDelivery:
         if self._packed is not None:
             self._spare, self._lent = [] if self._lent else self._packed.flats, False
         self._file, before = file, self._file
+        self._device = named[0][1].device
         self._packed = PackedWeights(named, self._bucket_bytes, self._spare) if far else None
         at_once = await asyncio.gather(
             self._tell(near, WeightsOrder(version, self._file)),
@@ -132,16 +143,26 @@ class WeightDelivery:
         if not far:
             return {}
         if self._group is None or self._group.members != tuple(far):
-            self._group = _Group(tuple(far), self._next_name())
-        began = time.monotonic()
+            self._group = _Group(tuple(far), self._next_name(), self._backend_for(far))
+        began, backend = time.monotonic(), self._group.backend
         missed = await self._stream(version, self._group)
         logger.info(
-            "weights of version %d: %d of %d engine processes elsewhere have them, after %.3f s",
+            "weights of version %d: %d of %d engine processes elsewhere have them, after %.3f s (%s)",
             version,
             len(far) - len(missed),
             len(far),
             time.monotonic() - began,
+            backend.value,
         )
+        if (
+            missed
+            and backend is GroupBackend.NCCL
+            and not any(isinstance(p, HostLost) for p in missed.values())
+        ):
+            self._nccl_failed = True
+            self._note(
+                f"NCCL did not carry the weights ({next(iter(missed.values()))}); gloo does from now on"
+            )
         if missed:
             self._group = None
         lost = {host: problem for host, problem in missed.items() if isinstance(problem, HostLost)}
@@ -149,8 +170,24 @@ class WeightDelivery:
         outcomes = await asyncio.gather(*(self._alone(version, host) for host in again))
         return lost | {host: one for host, one in zip(again, outcomes, strict=True) if one is not None}
 
+    def _backend_for(self, far: Sequence[HostChannel]) -> GroupBackend:
+        """What every member says of itself decides; a choice that might surprise is said once."""
+        members = [
+            Member("the trainer", gpu_id(self._device)),
+            *(Member(host.name, host.gpu) for host in far),
+        ]
+        choice = choose_backend(members)
+        if choice.note is not None:
+            self._note(choice.note)
+        return GroupBackend.GLOO if self._nccl_failed else choice.backend
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.add(text)
+            logger.warning("%s", text)
+
     async def _alone(self, version: int, host: HostChannel) -> HostLost | None:
-        """A group of the trainer and one host, so that nobody else's end is in the way."""
+        """A group of the trainer and one host, so that nobody else's end is in the way; by gloo, which asks the least of both."""
         missed = await self._stream(version, _Group((host,), self._next_name()))
         return HostLost(f"{host.name} did not get the weights: {missed[host]}") if missed else None
 
@@ -160,7 +197,10 @@ class WeightDelivery:
         if self._meeting is None:
             self._meeting = MeetingPlace(self._address)
         orders = [self._group_order(group, rank) for rank in range(len(group.members) + 1)]
-        stream = [StreamOrder(order, self._packed.bucket_bytes, self._packed.notes) for order in orders[1:]]
+        staged = group.backend is GroupBackend.NCCL
+        stream = [
+            StreamOrder(order, self._packed.bucket_bytes, self._packed.notes, staged) for order in orders[1:]
+        ]
         telling = [
             asyncio.ensure_future(host.order("/v1/weights", WeightsOrder(version, stream=one)))
             for host, one in zip(group.members, stream, strict=True)
@@ -189,17 +229,33 @@ class WeightDelivery:
         problem = ""
         try:
             group.joined = group.joined or self._meeting.join(order)
-            send(group.joined, packed)
+            send(group.joined, packed, order, self._staged(group))
         except (RuntimeError, TransferBroken) as error:
             problem = str(error)
         if problem:  # outside of the handler, so that nothing holds the group: its end tells the others
+            drop(group.joined, order)
             group.joined = None
             raise TransferBroken(problem)
+
+    def _staged(self, group: _Group) -> Stage | None:
+        if group.backend is not GroupBackend.NCCL:
+            return None
+        if self._stage is None or self._stage.device != self._device:
+            self._stage = Stage(self._device)
+        return self._stage
 
     def _group_order(self, group: _Group, rank: int) -> GroupOrder:
         assert self._meeting is not None
         size = len(group.members) + 1
-        return GroupOrder(self._meeting.host, self._meeting.port, group.name, rank, size, self._stall_s)
+        return GroupOrder(
+            self._meeting.host,
+            self._meeting.port,
+            group.name,
+            rank,
+            size,
+            self._stall_s,
+            group.backend.value,
+        )
 
     def _next_name(self) -> str:
         self._groups += 1

@@ -3,14 +3,13 @@
     trainer ──write v7.safetensors──> /dev/shm/understudy-engine-…/ ──mapped──> engine 0, engine 1, …
 
 A file gets its name by a rename after its last byte, so nobody reads half of one. The newest stays: an engine that was
-started again needs it.
+started again needs it. The folder is the trainer's (`owned_folder`); one that a killed trainer left is removed by its engines, or
+by the next run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from understudy.engines.owned_folder import OwnedFolder
 from understudy.errors import EngineError
 
 _MEMORY = Path("/dev/shm")
@@ -28,9 +28,8 @@ class Snapshots:
     """A folder of our own for snapshots; `need_bytes` is what one of them takes."""
 
     def __init__(self, need_bytes: int, parent: Path | None = None) -> None:
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="understudy-engine-", dir=parent or _memory_for(2 * need_bytes))
-        )
+        self._owned = OwnedFolder("understudy-engine-", parent or _memory_for(2 * need_bytes))
+        self.folder = self._owned.path
 
     def write(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
         """The file's name; None where there were no tensors to write."""
@@ -58,15 +57,7 @@ class Snapshots:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        remove_snapshots(self.folder)
-
-
-def remove_snapshots(folder: Path) -> None:
-    """Our own files, and the folder once it is empty: never anything else."""
-    with contextlib.suppress(OSError):
-        for path in (*folder.glob("v*.safetensors"), *folder.glob(".v*.safetensors")):
-            path.unlink(missing_ok=True)
-        folder.rmdir()
+        self._owned.close()
 
 
 def _memory_for(size: int) -> Path | None:

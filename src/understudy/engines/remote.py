@@ -39,6 +39,7 @@ class RemoteEngine:
     deadline      for one HTTP request: `deadline_s` plus `deadline_per_token_s` for each token asked for
     patience_s    how long a request looks for a server that answers before the engine is given up
     snapshots     where weights are written for the servers to read; memory (/dev/shm) by default
+    address       where servers on other machines reach this one, for weights that are broadcast to them
     seeded        whether requests carry their seeds: a server that keeps a stream of random numbers for each request
                   samples row by row, and batches change the last bits all the same
     """
@@ -58,6 +59,7 @@ class RemoteEngine:
         handover: GpuHandover | None = None,
         seeded: bool = True,
         version: int = -1,
+        address: str = "127.0.0.1",
     ) -> None:
         self._dialect, self._model, self._max_length = dialect, model, max_length
         self._replicas = Replicas(endpoints)
@@ -83,7 +85,7 @@ class RemoteEngine:
         async def post(replica: Replica, path: str, body: Json) -> Json:
             return await self._post(replica, path, body, self._deadline_s)
 
-        self._delivery = WeightDelivery(dialect, post, self._give_up, snapshots, handover)
+        self._delivery = WeightDelivery(dialect, post, self._give_up, snapshots, handover, address)
 
     @property
     def version(self) -> int:
@@ -348,7 +350,7 @@ class RemoteEngine:
         self._open.set()
         for client in self._clients.values():
             await client.aclose()
-        self._delivery.close()
+        await self._delivery.close()
 
 
 def _check_label(replica: Replica, piece: Piece) -> None:

@@ -34,6 +34,8 @@ class Endpoint:
     key: str | None = field(default=None, repr=False)
     shares_memory: bool = True
     """Whether the server sees this machine's memory, and so weights that lie in it."""
+    gpu: str | None = None
+    """The id of the GPU that holds its weights, where it told."""
 
 
 @dataclass(slots=True)

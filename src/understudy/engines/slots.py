@@ -103,6 +103,7 @@ class SlotPool:
         self._free = list(range(slots))[::-1]
         self._most = slots
         self._steps: dict[int, _Step] = {}
+        self._addresses = self._weight_addresses()
         self._memory: Any = None
         """Graphs share one memory pool: they never run at the same time."""
 
@@ -133,6 +134,17 @@ class SlotPool:
         if size not in self._steps:
             self._steps[size] = _Step(self, size)
         return self._steps[size]
+
+    def forget_moved_weights(self) -> None:
+        """Recorded steps read the weights where they lay. Whoever moves a tensor instead of writing into it (`.to`, `.data =`) would
+        have them go on with what is there now; so they are recorded again."""
+        addresses = self._weight_addresses()
+        if addresses != self._addresses:
+            self._steps.clear()
+            self._addresses = addresses
+
+    def _weight_addresses(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in self._model.parameters())
 
     def forward(self, tokens_B: Tensor, places: Places) -> Tensor:
         """Logits [B, V] after each row's newest token."""

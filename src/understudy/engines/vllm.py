@@ -1,9 +1,13 @@
-"""vLLM servers as child processes: started by a launcher that is handed in, watched, and started again when they die."""
+"""vLLM servers as child processes: started by a launcher that is handed in, watched, and started again when they die.
+
+One that the launcher puts on another machine is reached over the network, through a door that asks for the run's token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -42,6 +46,17 @@ class ChildLauncher(Protocol):
     async def stop(self, name: str) -> None: ...
 
 
+class HostLauncher(ChildLauncher, Protocol):
+    """A launcher that may start processes on other machines too."""
+
+    @property
+    def address(self) -> str: ...
+
+    def is_elsewhere(self, name: str) -> bool: ...
+
+    def shares_memory(self, name: str) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
     python: str
@@ -65,15 +80,17 @@ class VLLMSettings:
 class VLLMEngine(RemoteEngine):
     """A `RemoteEngine` that owns its servers. Make it with `start_vllm`."""
 
-    def __init__(
-        self, settings: VLLMSettings, launcher: ChildLauncher, children: Sequence[Child], **engine: Any
-    ) -> None:
-        endpoints = [_endpoint(child) for child in children]
+    def __init__(self, servers: _Servers, children: Mapping[str, Child], **engine: Any) -> None:
         super().__init__(
-            DIALECTS["vllm"], endpoints, model="student", max_length=settings.max_length, **engine
+            DIALECTS["vllm"],
+            [servers.endpoint(name, child) for name, child in children.items()],
+            model="student",
+            max_length=servers.settings.max_length,
+            address=servers.launcher.address,
+            **engine,
         )
-        self._settings, self._launcher = settings, launcher
-        self._children = dict(zip([f"replica-{i}" for i in range(len(children))], children, strict=True))
+        self._servers = servers
+        self._children = dict(children)
         self._watchers = [asyncio.create_task(self._watch(name)) for name in self._children]
 
     @property
@@ -95,8 +112,9 @@ class VLLMEngine(RemoteEngine):
                     logger.warning("vLLM %s died; starting it again in %g s", name, wait)
                     await asyncio.sleep(wait)
                     wait = min(2 * wait, _LONGEST_WAIT_S)
-                    self._children[name] = await _start(self._launcher, self._settings, name)
-                await self.replace(name, _endpoint(self._children[name]))
+                    await self._servers.stop(name)
+                    self._children[name] = await self._servers.start(name)
+                await self.replace(name, self._servers.endpoint(name, self._children[name]))
             except (UnderstudyError, OSError) as error:
                 logger.warning("vLLM %s could not be started again: %s", name, error)
                 continue
@@ -111,28 +129,45 @@ class VLLMEngine(RemoteEngine):
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         await super().close()
-        await asyncio.gather(*(self._launcher.stop(_process_name(name)) for name in self._children))
+        await asyncio.gather(*(self._servers.stop(name) for name in self._children))
 
 
-async def start_vllm(settings: VLLMSettings, launcher: ChildLauncher, **engine: Any) -> VLLMEngine:
+class _Servers:
+    """Starts and ends servers, here or wherever the launcher has a place for them."""
+
+    def __init__(self, settings: VLLMSettings, launcher: HostLauncher) -> None:
+        self.settings, self.launcher = settings, launcher
+        self._token = secrets.token_urlsafe(24)
+
+    async def start(self, name: str) -> Child:
+        arguments, env = self.settings.arguments(), dict(self.settings.env[int(name.rpartition("-")[2])])
+        if self.launcher.is_elsewhere(process_name(name)):
+            arguments += ["--bind", "127.0.0.1:0"]  # on another machine that machine's own address
+            # Through the environment: command lines are readable by every user of the machine.
+            env["UNDERSTUDY_TOKEN"] = self._token
+        return await self.launcher.start(process_name(name), HOST_MODULE, arguments, env)
+
+    async def stop(self, name: str) -> None:
+        await self.launcher.stop(process_name(name))
+
+    def endpoint(self, name: str, child: Child) -> Endpoint:
+        if "socket" in child.ready:
+            return Endpoint(child.ready["url"], socket=child.ready["socket"])
+        shares = self.launcher.shares_memory(process_name(name))
+        return Endpoint(child.ready["url"], key=self._token, shares_memory=shares)
+
+
+async def start_vllm(settings: VLLMSettings, launcher: HostLauncher, **engine: Any) -> VLLMEngine:
     """Starts one server per entry of `settings.env`; `engine` are further settings of `RemoteEngine`."""
+    servers = _Servers(settings, launcher)
     names = [f"replica-{i}" for i in range(len(settings.env))]
     try:
-        children = await asyncio.gather(*(_start(launcher, settings, name) for name in names))
+        children = await asyncio.gather(*(servers.start(name) for name in names))
     except BaseException:
-        await asyncio.gather(*(launcher.stop(_process_name(name)) for name in names))
+        await asyncio.gather(*(servers.stop(name) for name in names))
         raise
-    return VLLMEngine(settings, launcher, children, **engine)
+    return VLLMEngine(servers, dict(zip(names, children, strict=True)), **engine)
 
 
-async def _start(launcher: ChildLauncher, settings: VLLMSettings, name: str) -> Child:
-    env = settings.env[int(name.rpartition("-")[2])]
-    return await launcher.start(_process_name(name), HOST_MODULE, settings.arguments(), env)
-
-
-def _process_name(replica: str) -> str:
+def process_name(replica: str) -> str:
     return f"vllm-{replica}"
-
-
-def _endpoint(child: Child) -> Endpoint:
-    return Endpoint(child.ready["url"], socket=child.ready["socket"])

@@ -3,12 +3,15 @@
     python -m understudy.engines.vllm_host --python /venvs/vllm/bin/python --model DIR … --ready-file F --watch-fd N
 
 vLLM is never imported by us; its pins live in an environment of their own. The server listens on a Unix domain socket
-in a folder that only this user can enter, because vLLM's control routes ask for no key.
+in a folder that only this user can enter, because vLLM's control routes ask for no key. With `--bind` this process is its door to
+the network (`vllm_door`), for whoever has the token in UNDERSTUDY_TOKEN.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import select
@@ -22,6 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+
+from understudy.errors import UnderstudyError
+from understudy.serving.bind import bind_socket, url_of
+from understudy.serving.child import write_ready_file
+from understudy.serving.server import serve
 
 _SIDE = Path(__file__).parent / "vllm_side"
 _WORKER = "understudy_vllm_worker.UnderstudyWorker"
@@ -68,6 +76,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-length", type=int, required=True)
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--option", action="append", default=[], help="one more word for vLLM's command line")
+    parser.add_argument(
+        "--bind", help="HOST:PORT of a door to the network; a Unix socket alone when not given"
+    )
+    parser.add_argument("--token-env", default="UNDERSTUDY_TOKEN", help="environment variable with its token")
     parser.add_argument("--ready-file", type=Path, required=True)
     parser.add_argument("--watch-fd", type=int, required=True)
     arguments = parser.parse_args(words)
@@ -77,10 +89,62 @@ def main(words: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = subprocess.Popen(command(arguments, socket), env=environment(), stdin=subprocess.DEVNULL)
     try:
-        _run(server, socket, arguments.ready_file, arguments.watch_fd)
+        if arguments.bind is None:
+            _run(server, socket, arguments.ready_file, arguments.watch_fd)
+        else:
+            asyncio.run(_keep_door(server, socket, arguments))
+    except UnderstudyError as error:
+        raise SystemExit(f"error: {error}") from None
     finally:
         _end(server)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _keep_door(server: subprocess.Popen[bytes], socket: str, arguments: argparse.Namespace) -> None:
+    """Open the door once vLLM answers behind it, and close it when vLLM or whoever started us is gone."""
+    from understudy.engines.vllm_door import VLLMDoor  # noqa: PLC0415 - imports torch, which most servers need not
+
+    token = os.environ.get(arguments.token_env) or None
+    with bind_socket(arguments.bind, token) as listening:
+        door = VLLMDoor(socket, token=token, address=listening.getsockname()[0])
+        ending = asyncio.ensure_future(_until_the_end(server, arguments.watch_fd))
+        try:
+            transport = httpx.AsyncHTTPTransport(uds=socket)
+            async with httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=5) as client:
+                while not ending.done() and not await _answers_now(client):
+                    await asyncio.sleep(_POLL_S)
+            if not ending.done():
+
+                def ready() -> None:
+                    write_ready_file(arguments.ready_file, url=url_of(listening), server=server.pid)
+
+                serving = asyncio.ensure_future(
+                    serve(door.asgi, listening, ready, keep_alive=3600, hurried=True)
+                )
+                await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
+                serving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await serving
+            if ending.done():
+                ending.result()
+        finally:
+            ending.cancel()
+            await door.close()
+
+
+async def _until_the_end(server: subprocess.Popen[bytes], watch_fd: int) -> None:
+    """Raises where vLLM ended; returns where whoever started us is gone."""
+    while not select.select([watch_fd], [], [], 0)[0]:
+        if server.poll() is not None:
+            raise UnderstudyError(f"vLLM ended with code {server.returncode}")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _answers_now(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/health")).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def _run(server: subprocess.Popen[bytes], socket: str, ready_file: Path, watch_fd: int) -> None:

@@ -1,13 +1,16 @@
 """Weights for engines on other machines: flat buckets through a process group of their own. Used by both ends.
 
     trainer (rank 0)   pack bucket 2 │ bucket 1 on its way        pack 3 │ 2 on its way …
-                                     │ broadcast (gloo)
+                                     │ broadcast (gloo, or NCCL between GPUs: `group_backend`)
     engine (rank 1 …)                └──> memory of its own ──> all there, sums right ──> copied in between two tokens
 
 A bucket is bytes: whole tensors one after another, each at a multiple of 16, and at the end the sum of the bucket's 8-byte
 words. The order says which tensors come (`StreamOrder.tensors`), so both ends cut the same buckets. What was packed stays
 here: an engine that is started again gets the very same bytes. Nothing is taken over before everything has come, so an
 engine whose transfer breaks goes on under the weights it had.
+
+Where NCCL carries them, buckets pass through a few of the same size in each member's GPU memory (`Stage`); what is kept is in host
+memory either way, so no GPU ever holds its weights twice.
 
 The group is made by hand over a store of our own: the trainer's process may be in torch's default group already, with its
 ranks. Every operation has a deadline; a member that dies breaks the group for all within it, and never longer.
@@ -18,8 +21,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from understudy.engines.group_backend import GroupBackend
 from understudy.engines.host_wire import GroupOrder, StreamOrder, TensorNote
 from understudy.errors import EngineError
 
@@ -36,6 +41,7 @@ _ALIGN = 16
 _SUM_BYTES = 8
 _ON_THEIR_WAY = 2
 """Broadcasts that run while the next bucket is packed."""
+_LOOK_S = 0.0005
 _DTYPES = {str(one).removeprefix("torch."): one for one in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
@@ -105,6 +111,23 @@ def _sum(flat: Tensor) -> Tensor:
     return flat[:-_SUM_BYTES].view(torch.int64).sum()
 
 
+class Stage:
+    """Device memory that buckets pass through, one more than can be on their way: enough for the next one."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._memory: list[Tensor] = []
+
+    def room(self, index: int, size: int) -> Tensor:
+        """For the bucket of this number; whoever had it before must be through."""
+        place = index % (_ON_THEIR_WAY + 1)
+        while len(self._memory) <= place:
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device=self.device))
+        if len(self._memory[place]) < size:
+            self._memory[place] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._memory[place][:size]
+
+
 class PackedWeights:
     """One version's weights as buckets, packed when first asked for. Threads may ask at once."""
 
@@ -129,6 +152,20 @@ class PackedWeights:
                     piece.of(flat).copy_(self._left.pop(piece.name))
                 flat[-_SUM_BYTES:].view(torch.int64).copy_(_sum(flat))
             return flat
+
+    def staged(self, index: int, stage: Stage) -> Tensor:
+        """The same bucket in device memory: packed there when it is new, so that weights on that device leave it once."""
+        with self._packing:
+            pieces, flat = self.buckets[index].pieces, self.flats[index]
+            room = stage.room(index, len(flat))
+            if pieces[0].name not in self._left:
+                return room.copy_(flat)
+            room.zero_()  # between tensors there is filling, and it is summed too
+            for piece in pieces:
+                piece.of(room).copy_(self._left.pop(piece.name))
+            room[-_SUM_BYTES:].view(torch.int64).copy_(_sum(room))
+            flat.copy_(room)
+            return room
 
     def complete(self) -> None:
         """From here on the tensors may change; no bucket does."""
@@ -166,12 +203,17 @@ class MeetingPlace:
 
 
 def _join(order: GroupOrder, address: str) -> Any:
-    """A gloo group that listens on this address alone. `RuntimeError` when the others do not come in time.
+    """A group of the order's kind; gloo listens on this address alone. `RuntimeError` when the others do not come in time.
 
     Each group has a connection of its own to the store: who waits there keeps it from everybody else.
     """
     patience = timedelta(seconds=order.stall_s)
     store = dist.TCPStore(order.host, order.port, is_master=False, wait_for_workers=False, timeout=patience)
+    if _is_nccl(order):
+        nccl: Any = dist.ProcessGroupNCCL
+        wishes = nccl.Options()
+        wishes._timeout = patience
+        return nccl(dist.PrefixStore(order.name, store), order.rank, order.size, wishes)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = patience
@@ -179,7 +221,38 @@ def _join(order: GroupOrder, address: str) -> Any:
     return gloo(dist.PrefixStore(order.name, store), order.rank, order.size, options)
 
 
-def _in_turn(group: Any, flats: Iterable[Tensor]) -> Iterator[Tensor]:
+def _is_nccl(order: GroupOrder) -> bool:
+    return GroupBackend(order.backend) is GroupBackend.NCCL
+
+
+def drop(group: Any, order: GroupOrder | None) -> None:
+    """A group that broke: NCCL would wait for its members in the end of it, so it is told not to."""
+    if group is not None and order is not None and _is_nccl(order):
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+
+
+Wait = Callable[[Any], None]
+"""Until a broadcast is through; `RuntimeError` when it failed or took too long."""
+
+
+def _waiting(order: GroupOrder | None) -> Wait:
+    """gloo's own wait has the group's deadline. NCCL's only makes later work on the device wait, so it is asked."""
+    if order is None or not _is_nccl(order):
+        return lambda work: work.wait()
+
+    def wait(work: Any) -> None:
+        deadline = time.monotonic() + order.stall_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a bucket took more than {order.stall_s:g} s")
+            time.sleep(_LOOK_S)
+        work.wait()
+
+    return wait
+
+
+def _in_turn(group: Any, flats: Iterable[Tensor], wait: Wait) -> Iterator[Tensor]:
     """Broadcasts one after another, a few on their way at once; gives each back when it is through.
 
     After a failure those still on their way are waited for, each as long as its deadline: nobody then writes into memory
@@ -192,21 +265,28 @@ def _in_turn(group: Any, flats: Iterable[Tensor]) -> Iterator[Tensor]:
             options.rootRank = options.rootTensor = 0
             on_their_way.append((group.broadcast([flat], options), flat))
             if len(on_their_way) > _ON_THEIR_WAY:
-                on_their_way[0][0].wait()
+                wait(on_their_way[0][0])
                 yield on_their_way.popleft()[1]
         while on_their_way:
-            on_their_way[0][0].wait()
+            wait(on_their_way[0][0])
             yield on_their_way.popleft()[1]
     finally:
         for work, _ in on_their_way:
             with contextlib.suppress(RuntimeError):
-                work.wait()
+                wait(work)
 
 
-def send(group: Any, packed: PackedWeights) -> None:
-    """Every bucket to every member, the next one packed while these are on their way."""
+def send(
+    group: Any, packed: PackedWeights, order: GroupOrder | None = None, stage: Stage | None = None
+) -> None:
+    """Every bucket to every member, the next one packed while these are on their way; through `stage` where NCCL carries them.
+
+    `order` is the one the group was joined by; gloo needs none.
+    """
+    numbers = range(len(packed.buckets))
+    flats = map(packed.flat, numbers) if stage is None else (packed.staged(n, stage) for n in numbers)
     try:
-        deque(_in_turn(group, map(packed.flat, range(len(packed.buckets)))), maxlen=0)
+        deque(_in_turn(group, flats, _waiting(order)), maxlen=0)
     except RuntimeError as error:
         raise TransferBroken(_words(error)) from error
 
@@ -214,9 +294,10 @@ def send(group: Any, packed: PackedWeights) -> None:
 class Receiver:
     """An engine's end: the group it is in, and memory for one set of weights."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, device: torch.device | str = "cpu") -> None:
         self._address = address
-        self._name: str | None = None
+        self._stage = Stage(device)
+        self._order: GroupOrder | None = None
         self._group: Any = None
         self._flats: list[Tensor] = []
 
@@ -224,11 +305,15 @@ class Receiver:
         """All tensors of a broadcast, verified; `TransferBroken` leaves the group. They hold until the next call."""
         buckets = plan(order.tensors, order.bucket_bytes)
         self._flats = buffers_for(buckets, self._flats)
+        rooms = (self._stage.room(n, len(flat)) for n, flat in enumerate(self._flats))
         try:
             group = self._joined(order.group)
-            for number, flat in enumerate(_in_turn(group, self._flats)):
+            coming = _in_turn(group, rooms if order.staged else self._flats, _waiting(order.group))
+            for number, flat in enumerate(coming):
                 if not torch.equal(flat[-_SUM_BYTES:].view(torch.int64)[0], _sum(flat)):
                     raise TransferBroken(f"bucket {number} of {len(buckets)} came damaged")
+                if order.staged:
+                    self._flats[number].copy_(flat)
         except (RuntimeError, TransferBroken) as error:
             self.leave()
             raise TransferBroken(f"weights did not arrive whole: {_words(error)}") from error
@@ -239,13 +324,14 @@ class Receiver:
         ]
 
     def _joined(self, order: GroupOrder) -> Any:
-        if self._name != order.name:
+        if self._order is None or self._order.name != order.name:
             self.leave()
-            self._group, self._name = _join(order, self._address), order.name
+            self._group, self._order = _join(order, self._address), order
         return self._group
 
     def leave(self) -> None:
-        self._group = self._name = None
+        drop(self._group, self._order)
+        self._group = self._order = None
 
 
 def _words(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 The one place where a token meets its prediction: stream index t belongs to token t, and the hidden state that predicts
 it sits at position t − 1. `predict_N` holds that t − 1, as an index into the flattened [rows × longest] or [total] line.
+A row is read up to the token before its last loss-bearing one: the states after it predict nothing that is asked for.
 
 Shapes: B rows of a micro-batch, L longest row, T tokens of all its rows, N loss-bearing tokens, P the same per row.
 """
@@ -33,6 +34,7 @@ class MicroBatch:
     inputs: LossInputs
     layout: Layout
     lengths: tuple[int, ...]
+    """Tokens of each row that are read."""
 
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
@@ -130,17 +132,27 @@ class Assembler:
         """The named rows. `silent` gives every token weight 0: a pass that only keeps other ranks company."""
         chosen = torch.tensor(rows, dtype=torch.int64)
         here = chosen if self._place is None else self._place[chosen]
-        lengths_B = self.token_lengths[chosen]
-        token_index_T, row_of_T, within_T = _spans(self.batch.tokens.offsets[here], lengths_B)
+        token_index_T, row_of_T, within_T = _spans(
+            self.batch.tokens.offsets[here], self.token_lengths[chosen]
+        )
         tokens_T = self.batch.tokens.values[token_index_T]
         is_loss_T = self.batch.loss_mask.values[token_index_T]
+        # Nobody reads the states from a row's last loss-bearing token on, so the model is not shown that token.
+        lengths_B = torch.zeros_like(chosen).scatter_reduce(
+            0, row_of_T[is_loss_T], within_T[is_loss_T], "amax"
+        )
+        read_T = within_T < lengths_B[row_of_T]
         if layout is Layout.PACKED:
-            ids, place_T = tokens_T[None], torch.arange(len(tokens_T))
+            ids, begins_B = tokens_T[read_T][None], lengths_B.cumsum(0) - lengths_B
         else:
             longest = int(lengths_B.max())
-            ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-            place_T = row_of_T * longest + within_T
-            ids.view(-1)[place_T] = tokens_T
+            ids, begins_B = (
+                torch.zeros(len(rows), longest, dtype=torch.int64),
+                torch.arange(len(rows)) * longest,
+            )
+        place_T = begins_B[row_of_T] + within_T
+        if layout is Layout.PADDED:
+            ids.view(-1)[place_T[read_T]] = tokens_T[read_T]
         loss_counts_B = self.loss_offsets[chosen + 1] - self.loss_offsets[chosen]
         loss_index_N, sequence_N, position_N = _spans(self._held_offsets[here], loss_counts_B)
         try:

@@ -17,6 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 VARLEN = "understudy_varlen"
+TOKENS_PER_RUN = 128
+"""What one more call of attention costs on a CPU, in tokens that need not be laid side by side."""
 
 
 def varlen_attention(
@@ -44,6 +46,8 @@ def varlen_attention(
         out_TQD = _flash(
             query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window
         )
+    elif runs := _few_runs(cu_seq_lens_q):
+        out_TQD = _by_runs(query_1QTD[0], key_1GTD[0], value_1GTD[0], runs, scaling, sliding_window)
     else:
         out_TQD = _side_by_side(
             query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window
@@ -76,6 +80,49 @@ def _flash(
         window_size_right=0 if window else None,
     )
     return out_TQD
+
+
+def _few_runs(bounds: torch.Tensor) -> list[tuple[int, int]]:
+    """(rows, length) of neighbouring rows of one length, on a CPU and where there are few of them; else nothing.
+
+    Rows come sorted by length, so short answers to prompts of one form are a handful of runs."""
+    if bounds.device.type != "cpu":
+        return []
+    lengths, counts = torch.unique_consecutive(bounds.diff(), return_counts=True)
+    if len(lengths) * TOKENS_PER_RUN > int(bounds[-1]):
+        return []
+    return list(zip(counts.tolist(), lengths.tolist(), strict=True))
+
+
+def _by_runs(
+    query_QTD: torch.Tensor,
+    key_GTD: torch.Tensor,
+    value_GTD: torch.Tensor,
+    runs: list[tuple[int, int]],
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Rows of one length need no filling at all, and lie beside each other already."""
+    sizes = [rows * length for rows, length in runs]
+    pieces = []
+    for (rows, length), *parts in zip(
+        runs, *(heads_XTD.split(sizes, dim=1) for heads_XTD in (query_QTD, key_GTD, value_GTD)), strict=True
+    ):
+        query_BQLD, key_BGLD, value_BGLD = (
+            part_XTD.unflatten(1, (rows, length)).transpose(0, 1) for part_XTD in parts
+        )
+        mask = _window_mask(length, window, query_QTD.device)
+        out_BQLD = scaled_dot_product_attention(
+            query_BQLD,
+            key_BGLD,
+            value_BGLD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query_QTD.shape[0] != key_GTD.shape[0],
+        )
+        pieces.append(out_BQLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(pieces)
 
 
 def _side_by_side(

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from understudy.engines.last_layer import LastLayer
 from understudy.errors import PolicyError
 from understudy.policy.assemble import MicroBatch
 from understudy.policy.attention import VARLEN
@@ -44,6 +45,7 @@ class StudentForward(nn.Module):
         self.model = model
         self.facts = head_facts(model)
         self.temperature = temperature
+        self.last = LastLayer(body_of(model))
 
     def forward(
         self,
@@ -59,18 +61,22 @@ class StudentForward(nn.Module):
     def hidden(self, micro: MicroBatch) -> torch.Tensor:
         """hidden_NH: after the final norm, at the positions that predict the loss-bearing tokens."""
         body = body_of(self.model)
-        if micro.layout is Layout.PADDED:
-            states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
-        else:
-            states = packed_states(body, micro.ids, micro.lengths)
+        # A checkpointed layer runs again in the backward pass, where nothing would be left out.
+        whole = getattr(self.model, "is_gradient_checkpointing", False)
+        with nullcontext() if whole else self.last.read_only_at(micro.predict_N, micro.ids.numel()):
+            if micro.layout is Layout.PADDED:
+                states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
+            else:
+                states = packed_states(body, micro.ids, micro.lengths)
         return states.reshape(-1, states.shape[-1]).index_select(0, micro.predict_N)
 
 
 def choose_layout(model: PreTrainedModel, wanted: Layout | None = None) -> Layout:
-    """Packed where the variable-length kernel can run and the model keeps packed rows apart, padded elsewhere."""
+    """Packed where the model keeps packed rows apart, padded elsewhere. On a GPU only half precision is packed, which is what
+    the variable-length kernel takes; on a CPU laying rows side by side for attention costs less than reading filling."""
     weight = output_layer(model).weight
-    kernel = weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16)
-    if wanted is Layout.PADDED or (wanted is None and not kernel):
+    pays = not weight.is_cuda or weight.dtype in (torch.float16, torch.bfloat16)
+    if wanted is Layout.PADDED or (wanted is None and not pays):
         return Layout.PADDED
     if keeps_rows_apart(model):
         return Layout.PACKED
@@ -104,10 +110,14 @@ def keeps_rows_apart(model: PreTrainedModel) -> bool:
 
 def packed_states(body: nn.Module, ids_1T: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """[1, T, H]: final hidden states of rows that lie one after another."""
-    device = ids_1T.device
-    bounds = nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
-    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
-    bounds, longest = bounds.to(device, non_blocking=True), max(lengths)
+    device, lengths_B, longest = ids_1T.device, torch.tensor(lengths), max(lengths)
+    ends_B = lengths_B.cumsum(0)
+    bounds = nn.functional.pad(ends_B, (1, 0)).to(torch.int32).to(device, non_blocking=True)
+    if device.type == "cuda":
+        # A bound to the kernel; a compiled layer should see few different ones.
+        longest = 1 << (longest - 1).bit_length()
+    begins_T = (ends_B - lengths_B).repeat_interleave(lengths_B)
+    position_ids = (torch.arange(len(begins_T)) - begins_T)[None]
     states: torch.Tensor = body(
         input_ids=ids_1T,
         position_ids=position_ids.to(device, non_blocking=True),

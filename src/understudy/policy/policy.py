@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from understudy.errors import CheckpointError, PolicyError, RowsUnreachable, UnderstudyError
 from understudy.policy.assemble import Assembler
+from understudy.policy.compiled import compile_layers
 from understudy.policy.ema import WeightAverage
 from understudy.policy.forward import (
     Objective,
@@ -55,6 +57,8 @@ class PolicySettings:
     schedule: Schedule = field(default_factory=Schedule)
     adamw: AdamWSettings = field(default_factory=AdamWSettings)
     gradient_checkpointing: bool = False
+    compile: bool = False
+    """Compiles the decoder layers (`compiled.py`)."""
     loss_temperature: float = 1.0
     """Divides the student's logits in the loss; declared apart from the rollout's temperature."""
     layout: Layout | None = None
@@ -128,6 +132,8 @@ class Policy:
         self.layout = choose_layout(model, settings.layout)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if settings.compile:
+            compile_layers(model)
         model.train()
         self.forward = StudentForward(model, settings.loss_temperature)
         self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
@@ -139,6 +145,10 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    def _own_device(self) -> AbstractContextManager[object]:
+        """Kernels go to the current device, which in a fresh thread is the first one, wherever the student lives."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def update(
         self,
@@ -165,7 +175,7 @@ class Policy:
         self.optimizer.zero_grad()
         planned = time.perf_counter()
         try:
-            with attention_for(self.model, self.layout):
+            with self._own_device(), attention_for(self.model, self.layout):
                 outputs = self._accumulate(assembler, plan, objective)
                 sums = self.ranks.total(_row_sums(assembler, plan.mine, outputs))
                 loss, row_losses = float(sums[0]), sums[1:].tolist()
@@ -227,7 +237,7 @@ class Policy:
         plan = self._plan(assembler, self._trainable_rows(assembler), max_tokens_per_microbatch)
         self._hold(assembler, plan)
         found = torch.zeros(int(assembler.loss_offsets[-1]), dtype=torch.float64)
-        with attention_for(self.model, self.layout):
+        with self._own_device(), attention_for(self.model, self.layout):
             for group, counted in plan.passes():
                 micro = assembler.cut(group, self.layout).to(self.device)
                 _, values = self.forward(micro, reader, temperature=temperature)

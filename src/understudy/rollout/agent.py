@@ -49,7 +49,9 @@ class LoopContext:
             )
         if self.max_generated is not None:
             room = min(room, max(self.max_generated - generated, 1))
-        return replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
+        if room >= self.sampling.max_new_tokens:
+            return self.sampling
+        return replace(self.sampling, max_new_tokens=room)
 
     def row_key(self, index: int = 0) -> str:
         """The key of this session's `index`-th trajectory."""

@@ -10,8 +10,8 @@ score       waiting for the teacher
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -65,13 +65,8 @@ class BatchTimings:
         for activity, value in seconds.items():
             spent[activity] = spent.get(activity, 0.0) + value
 
-    @contextmanager
-    def during(self, key: str, activity: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(key, {activity: time.perf_counter() - start})
+    def during(self, key: str, activity: str) -> AbstractContextManager[None]:
+        return _During(self, key, activity)
 
     def take(self) -> dict[str, float | str]:
         """`time/rollout/{activity}/{min,mean,max}`, and `time/rollout/slowest/…` of the row that took longest in all."""
@@ -92,6 +87,21 @@ class BatchTimings:
                 f"time/rollout/slowest/{activity}": value for activity, value in sorted(rows[slowest].items())
             }
         return summary
+
+
+class _During:
+    """The context of `during`: a class, because every row has several."""
+
+    __slots__ = ("_activity", "_key", "_start", "_timings")
+
+    def __init__(self, timings: BatchTimings, key: str, activity: str) -> None:
+        self._timings, self._key, self._activity = timings, key, activity
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self._timings.add(self._key, {self._activity: time.perf_counter() - self._start})
 
 
 _WHOLE = ("loop", "reward", "score")

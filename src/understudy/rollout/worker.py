@@ -3,6 +3,8 @@
 Started by `workers.py` as `python -m understudy.rollout.worker`; talks on stdin and stdout (`worker_wire.py`) and ends
 when stdin closes, so it never outlives its run. Loops may print as they like: their output goes to stderr. On another
 machine it is started with `--call HOST:PORT`, where the run listens, and ends with that connection.
+
+Another module may start it with a `Keeper` of its own, which takes finished trajectories instead of the run, and runs errands.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -27,17 +29,38 @@ from understudy.rollout.agent import LoopContext
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.serving.child import end_with_launcher
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import Trajectory
 
 _LIMIT = 1 << 24
 
 
+class Keeper(Protocol):
+    """What a worker can do besides running loops. Tickets and bodies are the run's own words for it."""
+
+    @property
+    def errands(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]: ...
+
+    async def keep(self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int) -> bytes:
+        """Put a session's trajectories where they belong; what the run is told of them."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+MakeKeeper = Callable[[wire.Setup, Renderer], Keeper]
+
+
 class Worker:
-    def __init__(self, setup: wire.Setup, send: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, setup: wire.Setup, send: Callable[[bytes], None], make_keeper: MakeKeeper | None = None
+    ) -> None:
         tokenizer = AutoTokenizer.from_pretrained(setup.tokenizer)
         self._renderer = Renderer(
             tokenizer, context=setup.context, reserve=setup.reserve, template_options=setup.template_options
         )
         self._loops = LoopChoice(setup.agent, setup.options)
+        self._keeper = make_keeper(setup, self._renderer) if make_keeper is not None else None
         self._send = send
         self._sessions: dict[int, asyncio.Task[None]] = {}
         self._questions: dict[tuple[int, int], asyncio.Future[Generation]] = {}
@@ -50,7 +73,9 @@ class Worker:
         self.say(wire.Ready())
         while (message := await wire.read_from_run(reader)) is not None:
             if isinstance(message, wire.Begin):
-                self._sessions[message.session_id] = asyncio.create_task(self._session(message))
+                self._begin(message.session_id, self._session(message))
+            elif isinstance(message, wire.Errand):
+                self._begin(message.session_id, self._errand(message))
             elif isinstance(message, wire.Generated):
                 answer = self._questions.pop((message.session_id, message.question), None)
                 if answer is not None and not answer.done():
@@ -63,27 +88,16 @@ class Worker:
             task.cancel()
         await asyncio.gather(*self._sessions.values(), return_exceptions=True)
         await self._loops.close()
+        if self._keeper is not None:
+            await self._keeper.close()
 
-    async def _session(self, begin: wire.Begin) -> None:
-        session_id = begin.session_id
+    def _begin(self, session_id: int, work: Coroutine[Any, Any, wire.ToRun]) -> None:
+        self._sessions[session_id] = asyncio.create_task(self._guarded(session_id, work))
+
+    async def _guarded(self, session_id: int, work: Coroutine[Any, Any, wire.ToRun]) -> None:
+        """Its answer, or why there is none."""
         try:
-            prompt = wire.unpack_prompt(begin.prompt)
-            sampling = wire.unpack_sampling(begin.sampling)
-
-            async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-                return await self._ask(session_id, tokens, sampling, turn)
-
-            context = LoopContext(
-                generate,
-                self._renderer,
-                sampling,
-                prompt.key,
-                begin.session,
-                begin.context,
-                begin.max_generated,
-            )
-            trajectories = await self._loops.of(prompt).run(prompt, context)
-            self.say(wire.Done(session_id, [wire.pack_trajectory(one) for one in trajectories]))
+            self.say(await work)
         except UnderstudyError as error:
             self.say(wire.Failed(session_id, isinstance(error, DataError), str(error)))
         except Exception:
@@ -92,6 +106,28 @@ class Worker:
             self._sessions.pop(session_id, None)
             for key in [key for key in self._questions if key[0] == session_id]:
                 del self._questions[key]
+
+    async def _errand(self, errand: wire.Errand) -> wire.ToRun:
+        run = self._keeper.errands.get(errand.name) if self._keeper is not None else None
+        if run is None:
+            raise DataError(f"this worker knows no errand {errand.name!r}")
+        return wire.ErrandDone(errand.session_id, await run(errand.body, errand.ticket))
+
+    async def _session(self, begin: wire.Begin) -> wire.ToRun:
+        session_id = begin.session_id
+        prompt = wire.unpack_prompt(begin.prompt)
+        sampling = wire.unpack_sampling(begin.sampling)
+
+        async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+            return await self._ask(session_id, tokens, sampling, turn)
+
+        context = LoopContext(
+            generate, self._renderer, sampling, prompt.key, begin.session, begin.context, begin.max_generated
+        )
+        trajectories = await self._loops.of(prompt).run(prompt, context)
+        if begin.ticket is None or self._keeper is None:
+            return wire.Done(session_id, [wire.pack_trajectory(one) for one in trajectories])
+        return wire.Kept(session_id, await self._keeper.keep(prompt, trajectories, begin.ticket))
 
     async def _ask(self, session_id: int, tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
         self._asked += 1
@@ -129,7 +165,7 @@ async def _call(address: str, number: int) -> Channel:
     return reader, writer.write
 
 
-async def _main(args: argparse.Namespace) -> None:
+async def _main(args: argparse.Namespace, make_keeper: MakeKeeper | None) -> None:
     reader, send = await (_pipes() if args.call is None else _call(args.call, args.number))
     if args.ready_file is not None:
         temporary = args.ready_file.with_name(f".{args.ready_file.name}.{os.getpid()}")
@@ -139,11 +175,11 @@ async def _main(args: argparse.Namespace) -> None:
     if not isinstance(setup, wire.Setup):
         return
     sys.path[:0] = [path for path in setup.import_paths if path not in sys.path]
-    await Worker(setup, send).serve(reader)
+    await Worker(setup, send, make_keeper).serve(reader)
 
 
-def main() -> Any:
-    parser = argparse.ArgumentParser(prog="python -m understudy.rollout.worker", description=__doc__)
+def main(make_keeper: MakeKeeper | None = None) -> Any:
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--call", metavar="HOST:PORT", help="where the run listens; stdin and stdout when not given"
     )
@@ -153,7 +189,7 @@ def main() -> Any:
     args = parser.parse_args()
     if args.watch_fd is not None:
         end_with_launcher(args.watch_fd)
-    asyncio.run(_main(args))
+    asyncio.run(_main(args, make_keeper))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ _LIMIT = 1 << 24
 _CALL_SECONDS = 60.0
 _HELLO_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 
 
 class Line(Protocol):
@@ -78,13 +79,15 @@ Launch = Callable[[int, str], Awaitable[int]]
 """Starts worker `number` somewhere, telling it to call HOST:PORT; its pid there."""
 Dismiss = Callable[[int], Awaitable[None]]
 """Ends worker `number` wherever it is."""
+Lives = Callable[[int], bool]
+"""Whether worker `number` is known to live: a machine that loses its power does not hang up."""
 
 
 class SwitchBoard:
     """Takes the calls of workers on other machines. A caller without the token is hung up on."""
 
-    def __init__(self, launch: Launch, dismiss: Dismiss, token: str) -> None:
-        self._launch, self._dismiss, self._token = launch, dismiss, token
+    def __init__(self, launch: Launch, dismiss: Dismiss, lives: Lives, token: str) -> None:
+        self._launch, self._dismiss, self._lives, self._token = launch, dismiss, lives, token
         self._server: asyncio.Server | None = None
         self._expected: dict[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
         self._address = ""
@@ -108,7 +111,7 @@ class SwitchBoard:
             ) from None
         finally:
             del self._expected[index]
-        return CalledLine(reader, writer, pid, lambda: self._dismiss(index))
+        return CalledLine(reader, writer, pid, lambda: self._dismiss(index), lambda: self._lives(index))
 
     async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -137,13 +140,24 @@ class CalledLine:
         writer: asyncio.StreamWriter,
         pid: int,
         dismiss: Callable[[], Awaitable[None]],
+        lives: Callable[[], bool],
     ) -> None:
         self.reader, self.writer, self.pid = reader, writer, pid
         self._dismiss = dismiss
+        self._watch = asyncio.create_task(self._until_gone(lives))
+
+    async def _until_gone(self, lives: Callable[[], bool]) -> None:
+        """Hang up for a worker that cannot any more."""
+        while lives():
+            await asyncio.sleep(_LOOK_SECONDS)
+        self.writer.transport.abort()
 
     async def ended(self) -> str:
+        # Where only the line is cut, the worker may still be at work: it is ended before others do what it was doing.
+        await self.close()
         return "went away with its machine, or died there; its log is in the run directory"
 
     async def close(self, *, at_once: bool = False) -> None:
+        self._watch.cancel()
         self.writer.close()
         await self._dismiss()

@@ -1,9 +1,10 @@
 """What a rollout worker process and the run say to each other: length-prefixed msgpack, no pickle.
 
-    run ──> worker    Begin (a session), Generated (an answer), GenerationFailed, Drop (a session)
-    worker ──> run    Hello (from another machine), Ready, Generate (a question), Done (trajectories), Failed (a session)
+    run ──> worker    Begin (a session), Generated (an answer), Errand, Drop (a session or an errand)
+    worker ──> run    Hello (from another machine), Ready, Generate (a question), Done (trajectories), Kept, ErrandDone, Failed
 
-A message belongs to a session by `session_id`, which the run gives out.
+A message belongs to a session by `session_id`, which the run gives out; an errand is a session without a loop. What errands
+there are, and what it means to keep trajectories, is known to whoever started the worker's module; here their words are bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from understudy.types.trajectory import StopReason, Trajectory
 
 LARGEST_MESSAGE = 1 << 30
 _LARGEST_HELLO = 4096
+_HEAD = 4
+"""Bytes before each message: its length."""
 
 
 class Hello(msgspec.Struct):
@@ -40,6 +43,8 @@ class Setup(msgspec.Struct, tag=True):
     reserve: int
     template_options: dict[str, Any]
     import_paths: list[str]
+    extra: bytes = b""
+    """For a worker that does more than run loops."""
 
 
 class Begin(msgspec.Struct, tag=True):
@@ -49,6 +54,15 @@ class Begin(msgspec.Struct, tag=True):
     sampling: dict[str, Any]
     context: int
     max_generated: int | None = None
+    ticket: int | None = None
+    """Where the worker keeps the trajectories itself, instead of sending them."""
+
+
+class Errand(msgspec.Struct, tag=True):
+    session_id: int
+    name: str
+    body: bytes
+    ticket: int | None = None
 
 
 class Generated(msgspec.Struct, tag=True):
@@ -83,6 +97,18 @@ class Done(msgspec.Struct, tag=True):
     trajectories: list[dict[str, Any]]
 
 
+class Kept(msgspec.Struct, tag=True):
+    """The session is over and its trajectories are where they belong."""
+
+    session_id: int
+    body: bytes
+
+
+class ErrandDone(msgspec.Struct, tag=True):
+    session_id: int
+    body: bytes
+
+
 class Failed(msgspec.Struct, tag=True):
     session_id: int
     data_error: bool
@@ -90,8 +116,8 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-ToWorker = Setup | Begin | Generated | Drop
-ToRun = Ready | Generate | Done | Failed
+ToWorker = Setup | Begin | Errand | Generated | Drop
+ToRun = Ready | Generate | Done | Kept | ErrandDone | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
 _from_run = msgspec.msgpack.Decoder(ToWorker)
@@ -103,7 +129,7 @@ _hellos = msgspec.msgpack.Decoder(Hello)
 
 def frame(message: ToWorker | ToRun | Hello) -> bytes:
     body = _encoder.encode(message)
-    return len(body).to_bytes(4, "little") + body
+    return len(body).to_bytes(_HEAD, "little") + body
 
 
 async def read_from_run(reader: asyncio.StreamReader) -> ToWorker | None:
@@ -111,9 +137,10 @@ async def read_from_run(reader: asyncio.StreamReader) -> ToWorker | None:
     return None if body is None else _from_run.decode(body)
 
 
-async def read_from_worker(reader: asyncio.StreamReader) -> ToRun | None:
+async def read_from_worker(reader: asyncio.StreamReader) -> tuple[ToRun, int] | None:
+    """The next message and its bytes on the wire; None once the worker is gone."""
     body = await _read(reader)
-    return None if body is None else _from_worker.decode(body)
+    return None if body is None else (_from_worker.decode(body), len(body) + _HEAD)
 
 
 async def read_hello(reader: asyncio.StreamReader) -> Hello | None:
@@ -128,7 +155,7 @@ async def read_hello(reader: asyncio.StreamReader) -> Hello | None:
 async def _read(reader: asyncio.StreamReader, most: int = LARGEST_MESSAGE) -> bytes | None:
     """One message; None once the other side is gone."""
     try:
-        size = int.from_bytes(await reader.readexactly(4), "little")
+        size = int.from_bytes(await reader.readexactly(_HEAD), "little")
         if size > most:
             raise ValueError(f"a message of {size} bytes; at most {most} are read")
         return await reader.readexactly(size)

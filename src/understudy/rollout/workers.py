@@ -5,17 +5,22 @@
 To the rest of the system this is a `LoopChoice` like any other: generation, seeds and batches stay with the run, so the
 results are the same as without workers. A worker that dies is started again and its sessions are run once more from the
 start; with the same seeds they draw the same tokens.
+
+Workers with a `Keeper` (`worker.py`) keep trajectories themselves (`run_kept`) and run errands. Each piece of such work carries
+a ticket, given out for the life of one worker: what an earlier life still does is not mistaken for the work of a later one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,13 +34,63 @@ from understudy.types.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 _START_S = 120.0
-_LEFT_OUT_SECONDS = 30.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_MOST_IN_VAIN = 5
 _TRIES = 3
 """Times a session is begun; a prompt that kills its worker each time is that prompt's fault."""
 
 
 class _WorkerDiedError(Exception):
     """The process is gone; the session may be begun again elsewhere."""
+
+
+class _LeftOutError(Exception):
+    """The process could not be started a moment ago."""
+
+
+class WorkersLost(DataError):
+    """A session or an errand whose workers died again and again."""
+
+
+class Ticket(Protocol):
+    @property
+    def number(self) -> int: ...
+
+
+class Tickets(Protocol):
+    """Who says where a worker keeps what it makes."""
+
+    def take(self, writer: int) -> Ticket:
+        """For one piece of work of this life of a worker; valid for as long as somebody has it."""
+        ...
+
+    def end(self, writer: int) -> None:
+        """This life is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker says of something it kept."""
+
+    body: bytes
+    ticket: Ticket
+    """To be held until whatever the body announces was taken note of."""
+    life: int
+    """Of the worker that has it at hand."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes between the run and its workers, so far."""
+
+    sent: int = 0
+    received: int = 0
+    generation: int = 0
+    """Of both: prompts and tokens of generations, which pass here on their way to and from the engine."""
+
+
+Result = TypeVar("Result")
 
 
 class LoopWorkers:
@@ -52,9 +107,14 @@ class LoopWorkers:
         options: Mapping[str, Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
         open_line: OpenLine = PipeLine.open,
+        tickets: Tickets | None = None,
+        extra: bytes = b"",
     ) -> None:
-        """`open_line` starts a worker; on this machine when not given."""
+        """`open_line` starts a worker; on this machine when not given. `tickets` and `extra` are for workers with a keeper."""
         self._open_line = open_line
+        self._tickets = tickets
+        self._lives = itertools.count(1)
+        self.traffic = Traffic()
         self._setup = wire.Setup(
             tokenizer=str(tokenizer),
             agent=agent,
@@ -63,10 +123,13 @@ class LoopWorkers:
             reserve=reserve,
             template_options=dict(template_options or {}),
             import_paths=[path for path in sys.path if path],
+            extra=extra,
         )
         self._channels: list[_Channel | None] = [None] * count
         self._starting = [asyncio.Lock() for _ in range(count)]
         self._left_out_until = [0.0] * count
+        self._in_vain = [0] * count
+        """Starts since one last succeeded."""
 
     async def start(self) -> None:
         await asyncio.gather(*(self._channel(i) for i in range(len(self._channels))))
@@ -76,28 +139,70 @@ class LoopWorkers:
         return self
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        return await self._tried(
+            row_key(prompt.key, context.session), lambda channel: channel.run(prompt, context)
+        )
+
+    async def run_kept(self, prompt: Prompt, context: LoopContext) -> Answer:
+        """A session whose trajectories stay with the worker's keeper; what that says of them."""
+
+        async def attempt(channel: _Channel) -> Answer:
+            ticket = self._ticket(channel)
+            return Answer(await channel.run_kept(prompt, context, ticket.number), ticket, channel.life)
+
+        return await self._tried(row_key(prompt.key, context.session), attempt)
+
+    async def errand(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
+        """Something else a worker can do; by the one whose life is `prefer`, where it still lives. Done again where one died."""
+
+        async def attempt(channel: _Channel) -> Answer:
+            ticket = self._ticket(channel)
+            return Answer(await channel.errand(name, body, ticket.number), ticket, channel.life)
+
+        return await self._tried(f"errand {name}", attempt, prefer)
+
+    def _ticket(self, channel: _Channel) -> Ticket:
+        if self._tickets is None:
+            raise ConfigError("these workers were started without a keeper")
+        return self._tickets.take(channel.life)
+
+    async def _tried(
+        self, what: str, attempt: Callable[[_Channel], Awaitable[Result]], prefer: int | None = None
+    ) -> Result:
         for _ in range(_TRIES):
-            channel = await self._least_loaded()
+            channel = self._living(prefer) or await self._least_loaded()
             try:
-                return await channel.run(prompt, context)
+                return await attempt(channel)
             except _WorkerDiedError as error:
-                logger.warning("%s; session %s is begun again", error, row_key(prompt.key, context.session))
-        raise DataError(f"{row_key(prompt.key, context.session)}: its worker process died {_TRIES} times")
+                logger.warning("%s; %s is begun again", error, what)
+        raise WorkersLost(f"{what}: its worker process died {_TRIES} times")
+
+    def _living(self, life: int | None) -> _Channel | None:
+        return next(
+            (one for one in self._channels if one is not None and one.life == life and one.alive), None
+        )
 
     async def _least_loaded(self) -> _Channel:
-        """A worker that cannot be started again now, because its machine is gone, is left out while others are there."""
+        """A worker that cannot be started again now, because its machine is gone, is left out for a while. Where none lives they are
+        waited for, until each was started `_MOST_IN_VAIN` times in a row in vain."""
         while True:
             now = time.monotonic()
             index = min(
                 range(len(self._channels)), key=lambda one: (self._left_out_until[one] > now, self._load(one))
             )
+            if self._left_out_until[index] > now:
+                await asyncio.sleep(min(self._left_out_until) - now)
+                continue
             try:
                 return await self._channel(index)
+            except _LeftOutError:
+                continue
             except UnderstudyError as error:
-                if not any(channel is not None and channel.alive for channel in self._channels):
+                others = any(channel is not None and channel.alive for channel in self._channels)
+                if not others and min(self._in_vain) >= _MOST_IN_VAIN:
                     raise
-                logger.warning("rollout worker %d is left out for %g s: %s", index, _LEFT_OUT_SECONDS, error)
-                self._left_out_until[index] = time.monotonic() + _LEFT_OUT_SECONDS
+                pause = self._left_out_until[index] - time.monotonic()
+                logger.warning("rollout worker %d is left out for %.0f s: %s", index, pause, error)
 
     def _load(self, index: int) -> int:
         channel = self._channels[index]
@@ -108,8 +213,16 @@ class LoopWorkers:
             channel = self._channels[index]
             if channel is None or not channel.alive:
                 line = await self._open_line(index)
-                channel = self._channels[index] = await _Channel.open(line, self._setup, index)
+                fresh = _Channel(
+                    line, f"rollout worker {index}", next(self._lives), self.traffic, self._ended
+                )
+                await fresh.begin(self._setup)
+                channel = self._channels[index] = fresh
             return channel
+
+    def _ended(self, life: int) -> None:
+        if self._tickets is not None:
+            self._tickets.end(life)
 
     @property
     def pids(self) -> list[int]:
@@ -120,35 +233,37 @@ class LoopWorkers:
 
 
 class _Channel:
-    """One worker process and the sessions in it."""
+    """One life of a worker process, and the sessions and errands in it."""
 
-    def __init__(self, line: Line, name: str) -> None:
-        self._line, self._name = line, name
+    def __init__(
+        self, line: Line, name: str, life: int, traffic: Traffic, on_end: Callable[[int], None]
+    ) -> None:
+        self._line, self._name, self.life = line, name, life
+        self._traffic, self._on_end = traffic, on_end
         self._next = 0
-        self._results: dict[int, asyncio.Future[list[Trajectory]]] = {}
+        self._results: dict[int, asyncio.Future[Any]] = {}
         self._contexts: dict[int, LoopContext] = {}
         self._generating: dict[int, set[asyncio.Task[None]]] = {}
         self._listener: asyncio.Task[None] | None = None
 
-    @staticmethod
-    async def open(line: Line, setup: wire.Setup, index: int) -> _Channel:
-        channel = _Channel(line, f"rollout worker {index}")
+    async def begin(self, setup: wire.Setup) -> None:
+        """Tell the worker what it needs, and wait until it is ready."""
         try:
-            channel._say(setup)
-            first = await asyncio.wait_for(wire.read_from_worker(line.reader), _START_S)
+            self._say(setup)
+            first = await asyncio.wait_for(wire.read_from_worker(self._line.reader), _START_S)
         except BaseException:
-            await line.close(at_once=True)
+            await self._line.close(at_once=True)
             raise
-        if not isinstance(first, wire.Ready):
-            await line.close()
+        if first is None or not isinstance(first[0], wire.Ready):
+            await self._line.close()
             raise ConfigError(
-                f"{channel._name} could not start its loop {setup.agent!r}; its own words are on stderr above"
+                f"{self._name} could not start its loop {setup.agent!r}; its own words are on stderr above"
             )
-        channel._listener = asyncio.create_task(channel._listen())
-        return channel
+        self._listener = asyncio.create_task(self._listen())
 
     @property
     def alive(self) -> bool:
+        """Until it is known to be gone: one whose line is cut may still be at work, and is not replaced before it is ended."""
         return self._listener is not None and not self._listener.done()
 
     @property
@@ -160,37 +275,66 @@ class _Channel:
         return len(self._results)
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
-        self._next += 1
-        session_id = self._next
-        result: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
-        self._results[session_id], self._contexts[session_id] = result, context
-        sampling = wire.pack_sampling(context.sampling)
+        trajectories: list[Trajectory] = await self._session(prompt, context, None)
+        return trajectories
+
+    async def run_kept(self, prompt: Prompt, context: LoopContext, ticket: int) -> bytes:
+        body: bytes = await self._session(prompt, context, ticket)
+        return body
+
+    async def errand(self, name: str, body: bytes, ticket: int) -> bytes:
+        session_id = self._number()
+        answer: bytes = await self._answer(session_id, wire.Errand(session_id, name, body, ticket))
+        return answer
+
+    async def _session(self, prompt: Prompt, context: LoopContext, ticket: int | None) -> Any:
+        session_id = self._number()
+        self._contexts[session_id] = context
+        begin = wire.Begin(
+            session_id,
+            wire.pack_prompt(prompt),
+            context.session,
+            wire.pack_sampling(context.sampling),
+            context.context,
+            context.max_generated,
+            ticket,
+        )
         try:
-            self._say(
-                wire.Begin(
-                    session_id,
-                    wire.pack_prompt(prompt),
-                    context.session,
-                    sampling,
-                    context.context,
-                    context.max_generated,
-                )
-            )
-            return await result
+            return await self._answer(session_id, begin)
         finally:
-            del self._results[session_id], self._contexts[session_id]
+            del self._contexts[session_id]
             for task in self._generating.pop(session_id, ()):
                 task.cancel()
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    async def _answer(self, session_id: int, message: wire.Begin | wire.Errand) -> Any:
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._results[session_id] = result
+        try:
+            self._say(message)
+            return await result
+        finally:
+            del self._results[session_id]
             if not result.done() or result.cancelled() or result.exception() is not None:
                 self._say(wire.Drop(session_id))
 
     def _say(self, message: wire.ToWorker) -> None:
         if not self._line.writer.is_closing():
-            self._line.writer.write(wire.frame(message))
+            frame = wire.frame(message)
+            self._traffic.sent += len(frame)
+            if isinstance(message, wire.Generated):
+                self._traffic.generation += len(frame)
+            self._line.writer.write(frame)
 
     async def _listen(self) -> None:
-        while (message := await wire.read_from_worker(self._line.reader)) is not None:
+        while (came := await wire.read_from_worker(self._line.reader)) is not None:
+            message, size = came
+            self._traffic.received += size
             if isinstance(message, wire.Generate):
+                self._traffic.generation += size
                 if message.session_id in self._contexts:
                     tasks = self._generating.setdefault(message.session_id, set())
                     tasks.add(task := asyncio.create_task(self._generate(message)))
@@ -199,10 +343,13 @@ class _Channel:
                 self._settle(
                     message.session_id, [wire.unpack_trajectory(one) for one in message.trajectories]
                 )
+            elif isinstance(message, wire.Kept | wire.ErrandDone):
+                self._settle(message.session_id, message.body)
             elif isinstance(message, wire.Failed):
                 text = message.message if message.data_error else f"the agent loop raised:\n{message.message}"
                 self._settle(message.session_id, DataError(text))
         how = await self._line.ended()
+        self._on_end(self.life)
         for session_id in list(self._results):
             self._settle(session_id, _WorkerDiedError(f"{self._name} (pid {self.pid}) {how}"))
 
@@ -216,7 +363,7 @@ class _Channel:
             return
         self._say(wire.pack_generation(message.session_id, message.question, generation))
 
-    def _settle(self, session_id: int, outcome: list[Trajectory] | Exception) -> None:
+    def _settle(self, session_id: int, outcome: list[Trajectory] | bytes | Exception) -> None:
         result = self._results.get(session_id)
         if result is None or result.done():
             return

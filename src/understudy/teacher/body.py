@@ -15,6 +15,7 @@ from enum import StrEnum
 import numpy as np
 import torch
 
+from understudy.engines.last_layer import LastLayer
 from understudy.errors import TeacherError
 from understudy.teacher import varlen
 from understudy.teacher.model import FrozenModel
@@ -60,15 +61,16 @@ class Body:
         self._groups = varlen.takes_groups(
             frozen.device, next(frozen.model.parameters()).dtype, *_heads(frozen)
         )
+        self._last = LastLayer(frozen.body)
         varlen.register()
 
     def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
         """Cut the rows into micro-batches; a function of the request alone."""
         singles = [Family((row,), 0) for row in rows]
-        if self.layout is not Layout.PADDED:
+        total = int(lengths_N[list(rows)].sum())
+        if self.layout is not Layout.PADDED and not self._too_short_to_share(len(rows), total):
             found = self._families(request, rows, lengths_N) if self.share_prefixes else singles
             saved = saved_tokens(found)
-            total = int(lengths_N[list(rows)].sum())
             if self.layout is Layout.AUTO and self.frozen.device.type == "cpu":
                 packed = saved > WORTH_SHARING * total + CPU_SEGMENT_COST * (len(rows) + len(found))
             else:
@@ -81,6 +83,12 @@ class Body:
                 return [MicroBatch(Layout.PACKED, tuple(batch)) for batch in batches]
         members = padded_plan(lengths_N[list(rows)].tolist(), self.budget)
         return [MicroBatch(Layout.PADDED, tuple(singles[i] for i in batch)) for batch in members]
+
+    def _too_short_to_share(self, rows: int, total: int) -> bool:
+        """Whether even one prefix shared by all could not pay, so that looking for prefixes would be in vain."""
+        if self.layout is not Layout.AUTO or self.frozen.device.type != "cpu":
+            return False
+        return total <= WORTH_SHARING * total + CPU_SEGMENT_COST * (rows + 1)
 
     def _families(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[Family]:
         starts_N = request.starts_N
@@ -111,9 +119,14 @@ class Body:
     ) -> torch.Tensor:
         self._use_attention(self._own_attention)
         padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, rows)
-        hidden_BLH = self.frozen.body(input_ids=self.to_device(padded_BL), use_cache=False).last_hidden_state
-        places_P = np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
-        return hidden_BLH.flatten(0, 1)[self.to_device(places_P)]
+        places_P = self.to_device(
+            np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
+        )
+        with self._last.read_only_at(places_P, padded_BL.size):
+            hidden_BLH = self.frozen.body(
+                input_ids=self.to_device(padded_BL), use_cache=False
+            ).last_hidden_state
+        return hidden_BLH.flatten(0, 1)[places_P]
 
     def _packed_states(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,15 @@ class Launcher(Protocol):
 
     def alive(self, replica: str) -> bool:
         """Whether the replica's process exists; says nothing about whether it answers."""
+        ...
+
+
+@runtime_checkable
+class Witness(Protocol):
+    """A launcher that heard its processes."""
+
+    def last_words(self, replica: str) -> str:
+        """What the replica's process said last, for an error that begins with it."""
         ...
 
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
+from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher.balance import least_loaded
 from understudy.teacher.cache import ScoreCache
 from understudy.teacher.canary import Canary
@@ -293,7 +293,14 @@ class TeacherPool:
         self._keeper.tell(EventKind.RETRIED, replica.name, str(error))
 
     async def _wait(self, attempts: _Attempts) -> None:
-        """Every usable replica has been tried, or there is none: wait a little, or for one to come back."""
+        """Every usable replica has been tried, or there is none: wait a little, or for one to come back.
+
+        `ClusterError` where none ever will: that is no row's fault.
+        """
+        if self._keeper.hopeless is not None:
+            raise ClusterError(
+                f"{self._keeper.hopeless}\nno replica of teacher {self.name} is left; no row is lost"
+            )
         if attempts.answers_seen != self._answers:
             attempts.answers_seen, attempts.rounds = self._answers, 0
         if not self._keeper.usable() or attempts.rounds >= 2:

@@ -30,6 +30,10 @@ class Replica:
     failures: dict[Failure, int] = field(default_factory=dict)
     ejections: int = 0
     restarts: int = 0
+    in_vain: int = 0
+    """Restarts since it last was healthy for a while."""
+    given_up: str | None = None
+    """Why it is not started again, its own last words first."""
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES_KEPT))
 
     @property

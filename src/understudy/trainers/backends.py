@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,18 @@ def processes_of(recipe: Recipe, run: RunDir) -> LocalProcesses:
         run.logs, cluster.start_timeout_seconds, settings, partial(ray_layout, recipe)
     )
     return processes
+
+
+def lasting(recipe: Recipe) -> AbstractContextManager[None]:
+    """What outlives one attempt of a run and serves the next: a Ray of the run's own, which may be started once only."""
+    if recipe.cluster.backend != "ray" or recipe.cluster.address is not None:
+        return nullcontext()
+    _require(recipe)
+    ray_module: Any = importlib.import_module("understudy.cluster.ray_cluster")
+    if ray_module.is_connected():  # somebody else's, which we leave as it is
+        return nullcontext()
+    held: AbstractContextManager[None] = ray_module.held_ray()
+    return held
 
 
 async def open_plane(recipe: Recipe, run: RunDir, deterministic: bool, stack: AsyncExitStack) -> DataPlane:

@@ -1,7 +1,8 @@
-"""Columns of the data plane as a batch: the columns a step needs, and rows laid out for training."""
+"""Rollouts and scores as columns of the data plane, and such columns as a batch laid out for training."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,13 +11,17 @@ import numpy as np
 import torch
 
 from understudy.config import LossConfig
+from understudy.errors import DataError
 from understudy.types.batch import Batch
 from understudy.types.far_batch import STREAMS
 from understudy.types.jagged import Jagged
+from understudy.types.scores import TeacherScores
 from understudy.types.trajectory import Trajectory
 
 SCORED = "teacher"
 """The column that is there once a row's scores are."""
+CANDIDATES = "candidate_ids"
+"""The column of the student's own best ids, where the teacher is asked about them."""
 SIZES = "sizes"
 """The column that says how long a row is, and which weights wrote it, for whoever does not read the row."""
 FACTS = (SIZES, "reward", "stop_reason", "turns", "metrics")
@@ -25,13 +30,46 @@ FACTS = (SIZES, "reward", "stop_reason", "turns", "metrics")
 
 def sizes_of(trajectory: Trajectory) -> dict[str, int]:
     """A row's `SIZES`; versions are −1 where no token of it was generated."""
-    versions = trajectory.weight_versions[trajectory.weight_versions >= 0]
+    versions = [version for version in set(trajectory.weight_versions.tolist()) if version >= 0]
     return {
         "tokens": len(trajectory.tokens),
-        "loss": int(trajectory.loss_mask.sum()),
-        "oldest": int(versions.min()) if len(versions) else -1,
-        "newest": int(versions.max()) if len(versions) else -1,
+        "loss": int(np.count_nonzero(trajectory.loss_mask)),
+        "oldest": min(versions, default=-1),
+        "newest": max(versions, default=-1),
     }
+
+
+def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
+    own = {} if trajectory.candidate_ids is None else {CANDIDATES: trajectory.candidate_ids}
+    return own | {
+        "tokens": trajectory.tokens,
+        "loss_mask": trajectory.loss_mask,
+        "behaviour_logprobs": trajectory.behaviour_logprobs,
+        "weight_versions": trajectory.weight_versions,
+        SIZES: sizes_of(trajectory),
+        "stop_reason": str(trajectory.stop_reason),
+        "reward": trajectory.reward,
+        "turns": trajectory.turns,
+        "metrics": dict(trajectory.metrics),
+    }
+
+
+def score_columns(scores: TeacherScores) -> dict[str, Any]:
+    columns: dict[str, Any] = {SCORED: scores.teacher, "teacher_logprobs": scores.sampled_logprobs}
+    if scores.ids is not None:
+        columns["teacher_ids"] = scores.ids
+        columns["teacher_topk_logprobs"] = scores.logprobs
+    if scores.hidden is not None:
+        columns["teacher_hidden"] = scores.hidden
+    return columns
+
+
+def finite(trajectory: Trajectory) -> Trajectory:
+    if trajectory.reward is not None and not math.isfinite(trajectory.reward):
+        raise DataError(
+            f"row {trajectory.key} came with reward {trajectory.reward}; expected a finite number"
+        )
+    return trajectory
 
 
 def fact_columns(judged: bool) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -32,8 +33,10 @@ from understudy.policy.policy import Policy, PolicySettings
 from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import Dataset, load_dataset
+from understudy.rollout.loops import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
+from understudy.rollout.workers import LoopWorkers
 from understudy.teacher.vocabulary import SPECIAL, Vocabulary
 from understudy.trainers.backends import open_plane
 from understudy.trainers.best import BestSoFar
@@ -42,13 +45,16 @@ from understudy.trainers.critic import critic_of, reference_of
 from understudy.trainers.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.trainers.evaluate import eval_prompts
 from understudy.trainers.far_rows import open_far_rows
+from understudy.trainers.far_scoring import FarScoring
+from understudy.trainers.far_writing import MODULE as ROW_WORKER
+from understudy.trainers.far_writing import RowWorkers, settings_of, writes_rows
 from understudy.trainers.gather import Lane
 from understudy.trainers.loading import LoadedModel, load_model
-from understudy.trainers.loops import open_loops
+from understudy.trainers.loops import Keeping, open_loops
 from understudy.trainers.prompt_facts import longest_prompt, mixed_teachers
 from understudy.trainers.ranks import start_ranks
 from understudy.trainers.seating import with_rollout_devices
-from understudy.trainers.system import System
+from understudy.trainers.system import PARTITION, System
 from understudy.trainers.teacher_admin import open_for_requests
 from understudy.trainers.teachers import (
     StudentFacts,
@@ -79,6 +85,7 @@ async def build(
         with view.work(f"loading the student {recipe.student.model}"):
             student = await asyncio.to_thread(load_student_of, recipe)
         prompts = load_dataset(recipe.data.train)
+        far_scoring = FarScoring() if writes_rows(recipe, processes) else None
         teachers = await start_teachers(
             recipe,
             processes,
@@ -87,6 +94,7 @@ async def build(
             view,
             secrets.token_urlsafe(24),
             deterministic,
+            far_scoring,
         )
         stack.push_async_callback(teachers.close)
         await stack.enter_async_context(open_for_requests(run, teachers))
@@ -109,7 +117,7 @@ async def build(
             reserve=recipe.rollout.max_new_tokens,
             template_options=recipe.rollout.template_options,
         )
-        loops = await open_loops(recipe, renderer, run.path / "tokenizer", processes, stack)
+        loops, row_workers = await _loops(recipe, run, renderer, processes, plane, stack, far_scoring)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
         metrics = ToldMetrics(
@@ -163,7 +171,31 @@ async def build(
             critic=critic,
             reference=reference,
             far_rows=far_rows,
+            row_workers=row_workers,
+            far_scoring=far_scoring,
         )
+
+
+async def _loops(
+    recipe: Recipe,
+    run: RunDir,
+    renderer: Renderer,
+    processes: LocalProcesses,
+    plane: Any,
+    stack: AsyncExitStack,
+    far_scoring: FarScoring | None,
+) -> tuple[Loops, RowWorkers | None]:
+    """Agent loops; and the same workers once more, where they write rows themselves."""
+    keeping = None
+    if far_scoring is not None:
+        keeping = Keeping(ROW_WORKER, plane.lent, settings_of(recipe, run, plane, PARTITION))
+    loops = await open_loops(recipe, renderer, run.path / "tokenizer", processes, stack, keeping)
+    if far_scoring is None:
+        return loops, None
+    assert isinstance(loops, LoopWorkers)
+    row_workers = RowWorkers(loops, plane, PARTITION)
+    far_scoring.open(row_workers)
+    return loops, row_workers
 
 
 async def _policy_and_engine(
@@ -286,6 +318,7 @@ def policy_settings(recipe: Recipe) -> PolicySettings:
             kind=trainer.optimizer,
         ),
         gradient_checkpointing=recipe.student.gradient_checkpointing,
+        compile=recipe.student.compile,
         loss_temperature=recipe.loss.student_temperature,
         lora=lora_settings(recipe),
         ema_decay=trainer.ema_decay,

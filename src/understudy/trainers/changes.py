@@ -41,6 +41,7 @@ ACCEPTED: Mapping[str, str] = {
     "trainer.offload_optimizer": "where the optimizer's state lives",
     "student.device": _ROUNDING,
     "student.gradient_checkpointing": _ROUNDING,
+    "student.compile": _ROUNDING,
     "loss.backend": _ROUNDING,
     "rollout.max_batch": _ROUNDING,
     "rollout.replicas": "who generates, not what",

@@ -5,6 +5,7 @@
     hf        `processes` of its own               a snapshot in memory that each process copies in between two tokens
     hf        `processes` on other machines        the same, broadcast to all of them (`cluster.roles.rollout`)
     vllm      servers we start, watch, restart     a snapshot in memory that each server loads in place
+    vllm      the same on other machines           broadcast into a snapshot there, which each server loads
     vllm      running servers at `urls`            the same, through `rollout.snapshots`
     sglang    running servers at `urls`            the same, by SGLang's own route
     openai    running servers at `urls`            cannot: `live_weights = false`
@@ -28,9 +29,9 @@ from understudy.engines.gpu_handover import GpuHandover
 from understudy.engines.hf import HFEngine
 from understudy.engines.remote import RemoteEngine
 from understudy.engines.schedule import Batching
-from understudy.engines.vllm import VLLMSettings, start_vllm
+from understudy.engines.vllm import HostLauncher, VLLMSettings, start_vllm
 from understudy.errors import ConfigError
-from understudy.trainers.hosts import HostLauncher, hosts_of
+from understudy.trainers.hosts import hosts_of
 from understudy.trainers.loading import LoadedModel
 from understudy.trainers.student_servers import endpoints_of, vllm_python
 from understudy.weights.base import WeightPublisher, WeightSource
@@ -120,7 +121,8 @@ async def _remote(
         snapshots.mkdir(parents=True, exist_ok=True)
     if rollout.starts_servers:
         notes.phase(f"starting {rollout.replicas} vLLM server(s)")
-        handover = GpuHandover() if at_rest and student.device.type == "cuda" else None
+        beside = "rollout" not in recipe.cluster.roles or recipe.cluster.backend == "local"
+        handover = GpuHandover() if at_rest and beside and student.device.type == "cuda" else None
         settings = vllm_settings(recipe, student)
         return await start_vllm(settings, launcher, snapshots=snapshots, handover=handover, seeded=seeded)
     return RemoteEngine(

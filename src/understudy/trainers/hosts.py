@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -16,7 +15,7 @@ from understudy.engines.hosted_delivery import WeightDelivery
 from understudy.engines.hosted_weights import Snapshots
 from understudy.engines.replicas import Endpoint
 from understudy.engines.schedule import Batching
-from understudy.engines.vllm import Child, ChildLauncher
+from understudy.engines.vllm import Child, HostLauncher
 from understudy.trainers.loading import LoadedModel
 
 HOST_MODULE = "understudy.engines.host"
@@ -51,17 +50,6 @@ class HostSettings:
         return words + (["--revision", self.revision] if self.revision else [])
 
 
-class HostLauncher(ChildLauncher, Protocol):
-    """A launcher that may start processes on other machines too."""
-
-    @property
-    def address(self) -> str: ...
-
-    def is_elsewhere(self, name: str) -> bool: ...
-
-    def shares_memory(self, name: str) -> bool: ...
-
-
 class Hosts:
     """Starts and restarts engine processes, here or wherever the launcher has a place (an `engines.hosted.HostKeeper`)."""
 
@@ -81,13 +69,10 @@ class Hosts:
     async def restart(self, name: str) -> Endpoint:
         await self.stop(name)
         env, process = self._env[self.names.index(name)], process_name(name)
-        arguments = list(self._arguments)
-        if self._launcher.is_elsewhere(process):  # it may lose its launcher there while we live on
-            arguments.append("--keep-weights")
-        child = await self._launcher.start(process, HOST_MODULE, arguments, env)
+        child = await self._launcher.start(process, HOST_MODULE, list(self._arguments), env)
         self._children[name] = child
         shares = self._launcher.shares_memory(process)
-        return Endpoint(child.ready["url"], key=self._token, shares_memory=shares)
+        return Endpoint(child.ready["url"], key=self._token, shares_memory=shares, gpu=child.ready.get("gpu"))
 
     async def stop(self, name: str) -> None:
         await self._launcher.stop(process_name(name))

@@ -22,7 +22,7 @@ from understudy.observability.redact import redact
 from understudy.observability.report import write_report
 from understudy.observability.rundir import RunDir, write_atomically
 from understudy.observability.watchdog import watched
-from understudy.trainers.backends import processes_of
+from understudy.trainers.backends import lasting, processes_of
 from understudy.trainers.build import build, is_deterministic
 from understudy.trainers.changes import Change, changed_recipe
 from understudy.trainers.fully_async import train_fully_async
@@ -85,7 +85,11 @@ async def _train(
     outcome, detail, steps = "failed", "", 0
     facts: dict[str, object] = {"objective": describe(recipe).name}
     try:
-        with LiveView(recipe.trainer.steps, enabled=progress) as view, Interrupts(view.note) as stop:
+        with (
+            lasting(recipe),
+            LiveView(recipe.trainer.steps, enabled=progress) as view,
+            Interrupts(view.note) as stop,
+        ):
             _write_state(run, "running", "", facts)
             steps = await with_restarts(
                 lambda: _attempt(recipe, run, view, stop, facts),

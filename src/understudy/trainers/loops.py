@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from understudy.cluster.local import LocalProcesses
@@ -11,7 +12,16 @@ from understudy.config import Recipe
 from understudy.rollout.loops import LoopChoice, Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.worker_line import WORKER_MODULE, OpenLine, PipeLine, SwitchBoard
-from understudy.rollout.workers import LoopWorkers
+from understudy.rollout.workers import LoopWorkers, Tickets
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Workers that keep what they make: the module they are, where they may keep it, and what they need to know."""
+
+    module: str
+    tickets: Tickets
+    extra: bytes
 
 
 async def open_loops(
@@ -20,9 +30,10 @@ async def open_loops(
     tokenizer_folder: Path,
     processes: LocalProcesses,
     stack: AsyncExitStack,
+    keeping: Keeping | None = None,
 ) -> Loops:
     """Ready to run, and closed by `stack`. Workers read the tokenizer from `tokenizer_folder`, in the run directory, so that all
-    use the very one this run uses."""
+    use the very one this run uses. With `keeping` they can keep what they make."""
     rollout = recipe.rollout
     if rollout.workers == 0:
         here = LoopChoice(rollout.agent, rollout.agent_options)
@@ -37,14 +48,16 @@ async def open_loops(
         reserve=rollout.max_new_tokens,
         options=rollout.agent_options,
         template_options=rollout.template_options,
-        open_line=await _lines(processes, stack),
+        open_line=await _lines(processes, stack, WORKER_MODULE if keeping is None else keeping.module),
+        tickets=None if keeping is None else keeping.tickets,
+        extra=b"" if keeping is None else keeping.extra,
     )
     stack.push_async_callback(workers.close)
     await workers.start()
     return workers
 
 
-async def _lines(processes: LocalProcesses, stack: AsyncExitStack) -> OpenLine:
+async def _lines(processes: LocalProcesses, stack: AsyncExitStack, module: str = WORKER_MODULE) -> OpenLine:
     """Workers are started here, or wherever the launcher has a place for them (`cluster.roles.workers`)."""
     if not processes.is_elsewhere(_name(0)):
         return PipeLine.open
@@ -54,13 +67,17 @@ async def _lines(processes: LocalProcesses, stack: AsyncExitStack) -> OpenLine:
         await processes.stop(_name(number))
         arguments = ["--call", address, "--number", str(number)]
         # The token goes through the environment: command lines are readable by every user of the machine.
-        child = await processes.start(_name(number), WORKER_MODULE, arguments, {"UNDERSTUDY_TOKEN": token})
+        child = await processes.start(_name(number), module, arguments, {"UNDERSTUDY_TOKEN": token})
         return int(child.ready["pid"])
 
     async def dismiss(number: int) -> None:
         await processes.stop(_name(number))
 
-    board = SwitchBoard(launch, dismiss, token)
+    def lives(number: int) -> bool:
+        child = processes.children.get(_name(number))
+        return child is not None and child.alive
+
+    board = SwitchBoard(launch, dismiss, lives, token)
     await board.listen(processes.address)
     stack.push_async_callback(board.close)
     return board.open

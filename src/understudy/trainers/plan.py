@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from understudy.config import CriticConfig, Recipe, ReferenceConfig, TeacherConfig
 from understudy.trainers.model_folder import ModelFolder, is_hub_id
-from understudy.trainers.seating import STUDENT, Seating, teacher_role
+from understudy.trainers.seating import STUDENT, WORKERS, Seating, teacher_role
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PROCESS_BYTES = 400 * 2**20
@@ -56,9 +56,15 @@ def _rollouts(recipe: Recipe) -> list[PlannedProcess]:
         if rollout.processes
     ]
     return planned + [
-        PlannedProcess(f"rollout-worker-{i}", "agent loops", "cpu", None, _PROCESS_BYTES)
+        PlannedProcess(f"rollout-worker-{i}", _loops(recipe), "cpu", None, _PROCESS_BYTES)
         for i in range(rollout.workers)
     ]
+
+
+def _loops(recipe: Recipe) -> str:
+    elsewhere = recipe.cluster.backend == "ray" and WORKERS in recipe.cluster.roles
+    writes = elsewhere and recipe.dataplane.backend == "transfer_queue"
+    return "agent loops, rewards; writes its rows" if writes else "agent loops"
 
 
 def _student(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:

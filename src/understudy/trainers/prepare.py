@@ -28,6 +28,7 @@ from understudy.losses.advantages import (
 )
 from understudy.losses.estimators import estimate
 from understudy.trainers.correction import behaviour_of, corrected, needs_old_logprobs
+from understudy.trainers.memory import within_memory
 from understudy.trainers.system import System
 from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
@@ -52,12 +53,18 @@ class Prepared:
 
 def prepare(system: System, batch: AnyBatch, updates: int) -> Prepared:
     recipe = system.recipe
-    loss, max_tokens = recipe.loss, recipe.trainer.micro_batch_tokens
+    loss = recipe.loss
     ready = Prepared(batch)
     if needs_old_logprobs(loss, updates):
         with ready.timed("old_logprobs"):
-            ready.old_logprobs = system.policy.logprobs(batch, max_tokens, loss.student_temperature)
+            ready.old_logprobs = within_memory(
+                system,
+                system.policy,
+                batch,
+                lambda tokens: system.policy.logprobs(batch, tokens, loss.student_temperature),
+            )
         ready.batch, ready.metrics = corrected(ready.batch, ready.old_logprobs, loss)
+    max_tokens = system.micro_batches.tokens(recipe)
     if system.reference is not None:
         with ready.timed("reference"):
             known = system.reference.logprobs(batch.streams(), max_tokens, loss.student_temperature)

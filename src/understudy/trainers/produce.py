@@ -4,13 +4,14 @@
 
 The rollout is journalled before it is scored, so a teacher outage never costs a finished rollout. A sample that
 fails (its template, its reward, its tool, its score) becomes a dead letter with the reason; the run goes on.
+
+Where workers on other machines write rows themselves (`far_writing.py`), the same steps are taken for rows known by name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -24,7 +25,9 @@ from understudy.errors import ClusterError, DataError, DataPlaneError, EngineErr
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.seeds import derive_seed
 from understudy.teacher.score import score_mixture
-from understudy.trainers.batches import SCORED, SIZES, sizes_of
+from understudy.trainers.batches import CANDIDATES, SCORED, finite, rollout_columns, score_columns
+from understudy.trainers.far_scoring import FarScoreItem, FarScores
+from understudy.trainers.far_writing import FarRow, RowWorkers
 from understudy.trainers.gather import Arrivals, Cohort, Gather
 from understudy.trainers.system import PARTITION, System
 from understudy.types.batch import BatchMeta
@@ -34,8 +37,6 @@ from understudy.types.trajectory import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
-CANDIDATES = "candidate_ids"
-"""The column of the student's own best ids, where the teacher is asked about them."""
 _INFRASTRUCTURE = (ClusterError, DataPlaneError, EngineError)
 """Not one sample's fault: these end the run."""
 
@@ -51,8 +52,10 @@ async def produce_step(
     keys = [row_key(prompt.key, session) for prompt, session in samples]
     group = GroupPolicy(system.recipe.rollout.group_failure) if system.recipe.rollout.n > 1 else None
     tags = {key: _tags(prompt, step) for key, (prompt, _) in zip(keys, samples, strict=True)}
-    issued = await system.plane.issue(PARTITION, keys, step=step, group=group, tags=tags)
+    issued = set(await system.plane.issue(PARTITION, keys, step=step, group=group, tags=tags))
     system.tally.issued += len(issued)
+    if issued and not system.recipe.rollout.workers:
+        system.renderer.ahead(prompts)
     held = {} if len(issued) == len(keys) else await system.plane.list(PARTITION)
     waiting = [
         (prompt, session, held.get(key))
@@ -80,10 +83,9 @@ async def _produce(
     async with gather.member():
         try:
             if held is None or "tokens" not in held.columns:
-                trajectories = await _roll_out(system, prompt, session, gather)
-                await _journal(system, prompt, trajectories, step)
+                trajectories = await _roll_out(system, prompt, session, step, gather)
             elif SCORED not in held.columns:
-                trajectories = [await _stored(system, key)]
+                trajectories = [await _held(system, key)]
             else:
                 return
             if system.router is not None:
@@ -103,17 +105,15 @@ async def _journal(system: System, prompt: Prompt, trajectories: Sequence[Trajec
     Where its group was taken out meanwhile (a sibling failed, or there was no signal), the rollouts are dropped. The sample
     still goes on to its teacher: whether it was quicker than its sibling must not decide what else is scored with it.
     """
-    tags = {one.key: _tags(prompt, step) for one in trajectories}
-    if system.recipe.rollout.filter_groups:
-        for one in trajectories:
-            if one.reward is not None:
-                tags[one.key]["reward"] = one.reward
+    tags = {one.key: _row_tags(system, prompt, step, one.reward) for one in trajectories}
     with suppress(LeaseLost):
         await system.plane.put(PARTITION, {one.key: rollout_columns(one) for one in trajectories}, tags)
 
 
-async def _roll_out(system: System, prompt: Prompt, session: int, gather: Gather) -> list[Trajectory]:
-    """The sample's own loop and reward, within `rollout.deadline_seconds` of its own time."""
+async def _roll_out(
+    system: System, prompt: Prompt, session: int, step: int, gather: Gather
+) -> Sequence[Trajectory | FarRow]:
+    """The sample's own loop and reward, within `rollout.deadline_seconds` of its own time; durable afterwards."""
     key = row_key(prompt.key, session)
     clock = asyncio.timeout(system.recipe.rollout.deadline_seconds)
 
@@ -134,17 +134,31 @@ async def _roll_out(system: System, prompt: Prompt, session: int, gather: Gather
         max_generated=system.recipe.rollout.max_trajectory_tokens,
     )
     gate = system.turnstile.rollout() if system.turnstile else nullcontext()
+    if system.row_workers is not None:
+        async with gate, clock:
+            return await _roll_out_far(system, system.row_workers, prompt, context, step)
     async with gate, clock:
         with system.spans.span("rollout", key=key):
             trajectories = await system.loops.of(prompt).run(prompt, context)
         for one in trajectories:
             system.timings.add(one.key, one.extra.get("seconds", {}))
         with system.spans.span("reward", key=key), system.timings.during(key, "reward"):
-            judged = [await system.rewards.judge(prompt, trajectory) for trajectory in trajectories]
-    for one in judged:
-        if one.reward is not None and not math.isfinite(one.reward):
-            raise DataError(f"row {one.key} came with reward {one.reward}; expected a finite number")
+            judged = [finite(await system.rewards.judge(prompt, trajectory)) for trajectory in trajectories]
+    await _journal(system, prompt, judged, step)
     return judged
+
+
+async def _roll_out_far(
+    system: System, workers: RowWorkers, prompt: Prompt, context: LoopContext, step: int
+) -> Sequence[FarRow]:
+    """The same by a worker that judges and writes what its loop made, and sends names."""
+    with system.spans.span("rollout", key=context.row_key()):
+        return await workers.roll_out(
+            prompt,
+            context,
+            lambda row: _row_tags(system, prompt, step, row.reward),
+            system.timings.add,
+        )
 
 
 @contextmanager
@@ -162,37 +176,53 @@ def _stopped(clock: asyncio.Timeout) -> Iterator[None]:
         clock.reschedule(loop.time() + left)
 
 
-async def _score(system: System, prompt: Prompt, trajectory: Trajectory, gather: Gather) -> None:
+async def _score(system: System, prompt: Prompt, trajectory: Trajectory | FarRow, gather: Gather) -> None:
     """Ask the row's teacher, or its mixture of them, as soon as this rollout is there, and journal the answer."""
     assert system.router is not None
+    weights = prompt.columns.get(system.recipe.data.mixture_key)
+    teacher = system.router.route(routing_value(system, prompt)) if weights is None else None
+    if isinstance(trajectory, FarRow) and not (system.far_scoring and system.far_scoring.serves(teacher)):
+        trajectory = await _stored(system, trajectory.key)
+    item = _score_item(system, trajectory)
+
+    async def ask(teacher: str, wanted: ScoreItem) -> TeacherScores:
+        with system.spans.span("score", key=item.key, teacher=teacher):
+            scores: TeacherScores = await gather.call(system.teacher_lanes[teacher], item.key, wanted)
+        return scores
+
+    with system.timings.during(item.key, "score"):
+        if teacher is not None:
+            scores = await ask(teacher, item)
+        else:
+            scores = await score_mixture(system.router, item, weights or {}, ask)
+    with suppress(LeaseLost):  # its group was taken out meanwhile
+        if isinstance(scores, FarScores):
+            assert system.row_workers is not None
+            await system.row_workers.plane.adopt(PARTITION, {item.key: scores.written})
+        else:
+            await system.plane.put(PARTITION, {item.key: score_columns(scores)})
+
+
+def _score_item(system: System, trajectory: Trajectory | FarRow) -> ScoreItem:
+    """What the teacher is asked about this rollout."""
     loss = system.recipe.loss
-    if loss.signal == "at_ids" and trajectory.candidate_ids is None:
+    lacks = trajectory.candidates == 0 if isinstance(trajectory, FarRow) else trajectory.candidate_ids is None
+    if loss.signal == "at_ids" and lacks:
         raise DataError(
             f"row {trajectory.key} came without candidate_ids, which loss.signal = 'at_ids' needs; build trajectories with "
             "understudy.rollout.transcript.Transcript, or use loss.signal = 'topk'"
         )
-    item = ScoreItem(
+    k = loss.topk if loss.signal == "topk" else 0
+    if isinstance(trajectory, FarRow):
+        return FarScoreItem.of(trajectory, Signal(loss.signal), k)
+    return ScoreItem(
         trajectory.key,
         trajectory.tokens,
         trajectory.positions,
         Signal(loss.signal),
-        k=loss.topk if loss.signal == "topk" else 0,
+        k=k,
         ids=trajectory.candidate_ids,
     )
-
-    async def ask(teacher: str, wanted: ScoreItem) -> TeacherScores:
-        with system.spans.span("score", key=trajectory.key, teacher=teacher):
-            scores: TeacherScores = await gather.call(system.teacher_lanes[teacher], trajectory.key, wanted)
-        return scores
-
-    weights = prompt.columns.get(system.recipe.data.mixture_key)
-    with system.timings.during(trajectory.key, "score"):
-        if weights is None:
-            scores = await ask(system.router.route(routing_value(system, prompt)), item)
-        else:
-            scores = await score_mixture(system.router, item, weights, ask)
-    with suppress(LeaseLost):  # its group was taken out meanwhile
-        await system.plane.put(PARTITION, {trajectory.key: score_columns(scores)})
 
 
 def routing_value(system: System, prompt: Prompt) -> Any:
@@ -231,8 +261,15 @@ async def _bury(system: System, key: str, error: Exception) -> None:
         system.view.note(f"row {key} failed and was set aside ({reason}); see {system.run.dead_letters}")
 
 
-async def _stored(system: System, key: str) -> Trajectory:
+async def _held(system: System, key: str) -> Trajectory | FarRow:
     """A rollout that an earlier launch journalled and did not get scored."""
+    if system.row_workers is not None:
+        return await system.row_workers.stored(key, with_candidates=system.sampling.candidates > 0)
+    return await _stored(system, key)
+
+
+async def _stored(system: System, key: str) -> Trajectory:
+    """A rollout as it lies in the plane."""
     streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
     own = (CANDIDATES,) if system.sampling.candidates else ()
     columns = await system.plane.get(BatchMeta(PARTITION, (key,)), (*streams, *own, "stop_reason"))
@@ -248,31 +285,14 @@ async def _stored(system: System, key: str) -> Trajectory:
     )
 
 
-def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
-    own = {} if trajectory.candidate_ids is None else {CANDIDATES: trajectory.candidate_ids}
-    return own | {
-        "tokens": trajectory.tokens,
-        "loss_mask": trajectory.loss_mask,
-        "behaviour_logprobs": trajectory.behaviour_logprobs,
-        "weight_versions": trajectory.weight_versions,
-        SIZES: sizes_of(trajectory),
-        "stop_reason": str(trajectory.stop_reason),
-        "reward": trajectory.reward,
-        "turns": trajectory.turns,
-        "metrics": dict(trajectory.metrics),
-    }
-
-
-def score_columns(scores: TeacherScores) -> dict[str, Any]:
-    columns: dict[str, Any] = {SCORED: scores.teacher, "teacher_logprobs": scores.sampled_logprobs}
-    if scores.ids is not None:
-        columns["teacher_ids"] = scores.ids
-        columns["teacher_topk_logprobs"] = scores.logprobs
-    if scores.hidden is not None:
-        columns["teacher_hidden"] = scores.hidden
-    return columns
-
-
 def _tags(prompt: Prompt, step: int) -> dict[str, Any]:
     """What rows are chosen by: after a resume the journal may hold rows of several steps."""
     return {"step": step, "data_source": prompt.data_source}
+
+
+def _row_tags(system: System, prompt: Prompt, step: int, reward: float | None) -> dict[str, Any]:
+    """The same once a row is there: its reward too, where groups are looked at."""
+    tags = _tags(prompt, step)
+    if system.recipe.rollout.filter_groups and reward is not None:
+        tags["reward"] = reward
+    return tags

@@ -39,6 +39,8 @@ def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
                 homes[f"rank-{rank}"] = Home(f"pool {students}", seats[0].node, _share(seats))
     if recipe.rollout.processes:
         homes |= _in_pool(recipe, placement, ROLLOUT, "rollout", recipe.rollout.processes)
+    elif recipe.rollout.starts_servers:
+        homes |= _in_pool(recipe, placement, ROLLOUT, "vllm-replica", recipe.rollout.replicas)
     homes |= _in_pool(recipe, placement, WORKERS, "rollout-worker", recipe.rollout.workers)
     for name, teacher in recipe.teachers.items():
         role = teacher_role(name)
@@ -64,9 +66,13 @@ def beside_the_trainer(recipe: Recipe) -> Recipe:
     elsewhere = sum(
         any(one.node for one in placement.of(STUDENT, rank)) for rank in range(1, recipe.trainer.ranks)
     )
+    rollout = recipe.rollout
+    if ROLLOUT in recipe.cluster.roles:  # its servers take no GPU here
+        rollout = rollout.model_copy(update={"engine": "hf", "processes": 0})
     return recipe.model_copy(
         update={
             "teachers": {},
+            "rollout": rollout,
             "trainer": recipe.trainer.model_copy(update={"ranks": recipe.trainer.ranks - elsewhere}),
             "cluster": recipe.cluster.model_copy(update={"pools": {}, "roles": {}}),
         }

@@ -26,7 +26,7 @@ WORKERS: Final = "workers"
 
 
 _WAYS_OUT = {
-    ROLLOUT: "set rollout.processes, or take it out",
+    ROLLOUT: "set rollout.processes (or rollout.engine = 'vllm'), or take it out",
     WORKERS: "set rollout.workers, or take it out",
 }
 
@@ -151,12 +151,6 @@ def _check_rollout_pool(recipe: Recipe, pool: str) -> None:
     if recipe.rollout.devices:
         raise ClusterError(
             f"cluster.roles.rollout = {pool!r} and rollout.devices both say where the rollout engines sit; take one of them out"
-        )
-    if recipe.rollout.starts_servers and recipe.cluster.backend == "ray":
-        raise ClusterError(
-            f"cluster.roles.rollout = {pool!r}: vLLM servers that a run starts sit beside the trainer, whose memory they read new "
-            "weights from; take it out, use rollout.engine = 'hf' with rollout.processes, or start servers yourself "
-            "(rollout.urls, with rollout.snapshots on a file system that all machines see)"
         )
 
 

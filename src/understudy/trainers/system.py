@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from understudy.trainers.best import BestSoFar
     from understudy.trainers.critic import Critic
     from understudy.trainers.far_rows import LeadingRows
+    from understudy.trainers.far_scoring import FarScoring
+    from understudy.trainers.far_writing import RowWorkers
     from understudy.trainers.turnstile import Turnstile
     from understudy.trainers.window_cursor import WindowCursor
     from understudy.types.loss import TeacherHead
@@ -51,6 +53,17 @@ class Tally:
     rows_trained: int = 0
     dead_letters: int = 0
     issued: int = 0
+
+
+@dataclass
+class MicroBatches:
+    """What this launch found out about the size of its micro-batches (`memory.py`)."""
+
+    most_tokens: int | None = None
+    """What the GPU's memory allows, where that is less than the recipe asks for."""
+
+    def tokens(self, recipe: Recipe) -> int:
+        return recipe.trainer.micro_batch_tokens if self.most_tokens is None else self.most_tokens
 
 
 @dataclass(frozen=True)
@@ -93,9 +106,14 @@ class System:
     """The frozen model of a run that keeps its student near one."""
     far_rows: LeadingRows | None = None
     """Where ranks fetch their own rows from; None: the trainer's process reads a batch and hands it on."""
+    row_workers: RowWorkers | None = None
+    """Workers on other machines that write their rows themselves; None: the trainer's process writes every row."""
+    far_scoring: FarScoring | None = None
+    """How such rows are judged."""
     turnstile: Turnstile | None = None
     """Rollouts pass it, where a publish has to wait for them."""
     tally: Tally = field(default_factory=Tally)
+    micro_batches: MicroBatches = field(default_factory=MicroBatches)
     timings: BatchTimings = field(default_factory=BatchTimings)
     """Where the time of the rows made since the last step went."""
     saving: set[asyncio.Task[None]] = field(default_factory=set)

@@ -79,6 +79,10 @@ class LocalTeachers:
         ]
         return all(child is not None and child.alive for child in children)
 
+    def last_words(self, replica: str) -> str:
+        """Of the rank that answers; the others end with it."""
+        return self._processes.last_words(self._process(replica, 0))
+
     def forget(self, replica: str) -> None:
         """The replica has left for good: its seat is free."""
         self._seats.leave(teacher_role(self._name), int(replica))

@@ -26,7 +26,7 @@ from understudy.teacher.client import ReplicaClient
 from understudy.teacher.discover import Backend, connect_external
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.integrity import check_signals, check_vocabulary
-from understudy.teacher.keeper import connect_native
+from understudy.teacher.keeper import KeeperOptions, connect_native
 from understudy.teacher.launch import Endpoint, ReplicaSpec
 from understudy.teacher.manifest import Batching, Manifest
 from understudy.teacher.mixture import needed_signals
@@ -34,8 +34,10 @@ from understudy.teacher.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool_events import EventKind, PoolEvent, log_event
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.vocabulary import Vocabulary
+from understudy.trainers.far_scoring import FarScoring
 from understudy.trainers.gather import Lane
 from understudy.trainers.ray_seating import beside_the_trainer
+from understudy.trainers.row_wire import External
 from understudy.trainers.seating import Seating, Seats, seat
 from understudy.trainers.system import System
 from understudy.trainers.teacher_processes import LocalTeachers
@@ -53,7 +55,7 @@ _TOLD = (
     EventKind.ADDED,
     EventKind.REMOVED,
 )
-_SCORE_CHUNK = 32
+_SCORE_CHUNK = 64
 """Sequences of one scoring request under full determinism: a constant, so that scores do not depend on replica counts."""
 
 
@@ -136,8 +138,10 @@ async def start_teachers(
     view: LiveView,
     token: str,
     deterministic: bool,
+    far: FarScoring | None = None,
 ) -> Teachers:
-    """Every teacher's pool, started at once and checked against the student; nothing is left running when one fails."""
+    """Every teacher's pool, started at once and checked against the student; nothing is left running when one fails. With
+    `far`, rows are judged through workers that have them."""
     batching = Batching.BY_REQUEST if deterministic else Batching.BY_ARRIVAL
     seats, teachers = Seats(seating, gpu_names()), Teachers({})
     for name, teacher in recipe.teachers.items():
@@ -145,7 +149,8 @@ async def start_teachers(
             teachers.tokens[name] = _token(name, teacher)
         else:
             teachers.launchers[name] = LocalTeachers(processes, name, teacher, batching, token, seats)
-        teachers.pools[name] = _pool(name, teacher, teachers, student, view)
+        restarts = recipe.cluster.restarts.teacher
+        teachers.pools[name] = _pool(name, teacher, teachers, student, view, far, restarts)
     replicas = sum(len(teacher.urls) or teacher.replicas for teacher in recipe.teachers.values())
     view.phase(f"starting {len(teachers.pools)} teacher(s), {replicas} replica(s)")
     try:
@@ -160,7 +165,13 @@ async def start_teachers(
 
 
 def _pool(
-    name: str, teacher: TeacherConfig, teachers: Teachers, student: StudentFacts, view: LiveView
+    name: str,
+    teacher: TeacherConfig,
+    teachers: Teachers,
+    student: StudentFacts,
+    view: LiveView,
+    far: FarScoring | None,
+    restarts: int,
 ) -> TeacherPool:
     def tell(event: PoolEvent) -> None:
         log_event(event)
@@ -171,14 +182,18 @@ def _pool(
         deadline_base=teacher.deadline_seconds,
         hedge_after=teacher.hedge_after_seconds,
         cache_bytes=teacher.cache_bytes,
+        keeper=KeeperOptions(max_restarts=restarts),
     )
+    near = teacher.cache_bytes > 0 or teacher.hedge_after_seconds is not None
     if teacher.placement != "external":
         specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
         launcher = teachers.launchers[name]
-        return TeacherPool(name, specs, launcher, options=options, connect=connect_native, on_event=tell)
-    connect = connect_external(
-        student.head_rows, student.vocabulary.fingerprint, teacher.model, Backend(teacher.backend)
-    )
+        native = connect_native if far is None else far.connect(name, connect_native, near=near)
+        return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell)
+    told = External(student.head_rows, student.vocabulary.fingerprint, teacher.model, teacher.backend)
+    connect = connect_external(told.vocab_size, told.vocab_fingerprint, told.model, Backend(told.backend))
+    if far is not None:
+        connect = far.connect(name, connect, told, near=near)
     specs = [ReplicaSpec(str(i), Endpoint(url, teachers.tokens[name])) for i, url in enumerate(teacher.urls)]
     return TeacherPool(name, specs, options=options, connect=connect, on_event=tell)
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from understudy.config import Recipe
 from understudy.dataplane.base import Lease, Order
 from understudy.errors import DataError
 from understudy.losses.reduce import Reduction, token_weights
@@ -24,6 +24,7 @@ from understudy.policy.policy import StepResult
 from understudy.trainers.batches import assemble, fact_columns, rollout_metrics, token_columns
 from understudy.trainers.critic import Critic, critic_metrics
 from understudy.trainers.far_rows import far_batch_of
+from understudy.trainers.memory import within_memory
 from understudy.trainers.minibatches import combine, split_rows
 from understudy.trainers.prepare import Prepared, prepare, rows_to_train, with_advantages
 from understudy.trainers.system import PARTITION, System
@@ -85,18 +86,17 @@ def learn(system: System, batch: AnyBatch) -> StepResult:
     if critic is not None:
         with ready.timed("critic"):
             here = ready.batch.streams()
-            extra |= critic_metrics(here, _teach_critic(critic, recipe, here, parts))
+            extra |= critic_metrics(here, _teach_critic(system, critic, here, parts))
     result = _nothing_to_learn(system, batch) if alone else _teach_student(system, ready, parts)
     return replace(result, metrics={**result.metrics, **extra}, seconds={**result.seconds, **ready.seconds})
 
 
-def _teach_critic(critic: Critic, recipe: Recipe, batch: Batch, parts: Sequence[list[int]]) -> StepResult:
+def _teach_critic(system: System, critic: Critic, batch: Batch, parts: Sequence[list[int]]) -> StepResult:
     results = []
     for number, rows in enumerate(parts, start=1):
-        part, weights = _cut(batch, rows, recipe.loss.reduction)
-        results.append(
-            critic.update(part, weights, recipe.trainer.micro_batch_tokens, ends_step=number == len(parts))
-        )
+        part, weights = _cut(batch, rows, system.recipe.loss.reduction)
+        learn_part = partial(critic.update, part, weights, ends_step=number == len(parts))
+        results.append(within_memory(system, critic.policy, part, learn_part))
     return combine(list(zip(parts, results, strict=True)), len(batch))
 
 
@@ -106,17 +106,16 @@ def _teach_student(system: System, ready: Prepared, parts: Sequence[list[int]]) 
     for number, rows in enumerate(parts, start=1):
         part, weights = _cut(ready.batch, rows, recipe.loss.reduction)
         old = ready.old_logprobs
-        results.append(
-            system.policy.update(
-                part,
-                system.objective,
-                weights,
-                recipe.trainer.micro_batch_tokens,
-                old_logprobs=old if old is None or len(rows) == every else old.select(rows),
-                teacher_heads=system.teacher_heads,
-                ends_step=number == len(parts),
-            )
+        learn_part = partial(
+            system.policy.update,
+            part,
+            system.objective,
+            weights,
+            old_logprobs=old if old is None or len(rows) == every else old.select(rows),
+            teacher_heads=system.teacher_heads,
+            ends_step=number == len(parts),
         )
+        results.append(within_memory(system, system.policy, part, learn_part))
     return combine(list(zip(parts, results, strict=True)), every)
 
 

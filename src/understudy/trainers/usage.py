@@ -32,7 +32,8 @@ _KILO = 1 if sys.platform == "darwin" else 1024
 def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[str, float]:
     """Of one step that took `seconds` in all; call it once per step, for the memory peak starts again.
 
-    `bytes_sent` (rank 0 to each other rank) and `bytes_fetched` (rows, by rank 0) count from the start of the launch.
+    `bytes_sent` (rank 0 to each other rank) and `bytes_fetched` (rows, by rank 0) count from the start of the launch, and so do
+    bytes between the trainer's process and workers that write rows themselves, or the queue.
     """
     model, device = system.policy.model, system.policy.device
     updating = max(sum(result.seconds.values()), 1e-9)  # nothing, where a step left the weights alone
@@ -41,6 +42,7 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
         "perf/completion_tokens_per_second": result.loss_tokens / seconds,
         "perf/update_tokens_per_second": result.tokens / updating,
         "perf/model_tflops": flops_per_second / 1e12,
+        "perf/micro_batch_tokens": float(system.micro_batches.tokens(system.recipe)),
         "perf/memory/rss_gb": psutil.Process().memory_info().rss / 1e9,
         "perf/memory/rss_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KILO / 1e9,
     }
@@ -48,6 +50,16 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
         metrics["perf/ranks/bytes_sent"] = float(system.policy.bytes_sent)
     if system.far_rows is not None:
         metrics["perf/ranks/bytes_fetched"] = float(system.far_rows.bytes_got)
+    if system.row_workers is not None and system.far_scoring is not None:
+        traffic, shelf = system.row_workers.workers.traffic, system.row_workers.plane.shelf
+        metrics |= {
+            "perf/workers/bytes_sent": float(traffic.sent),
+            "perf/workers/bytes_received": float(traffic.received),
+            "perf/workers/bytes_of_generation": float(traffic.generation),
+            "perf/workers/rows_judged_here": float(system.far_scoring.rows_judged_here),
+            "perf/queue/bytes_put": float(shelf.bytes_put),
+            "perf/queue/bytes_got": float(shelf.bytes_got),
+        }
     if device.type == "cuda":
         peak = next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name(device)), None)
         if peak is not None and system.recipe.student.dtype != "float32":

@@ -136,7 +136,7 @@ class Batch:
     @property
     def loss_lengths(self) -> tuple[int, ...]:
         """Loss-bearing tokens of each row."""
-        return tuple(int(mask.sum()) for mask in self.loss_mask)
+        return self.loss_mask.count_true()
 
     def with_columns(self, **columns: Jagged) -> Batch:
         return replace(self, **columns)  # type: ignore[arg-type]

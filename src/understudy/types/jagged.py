@@ -67,6 +67,12 @@ class Jagged:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.values.split(self.lengths.tolist()))
 
+    def count_true(self) -> tuple[int, ...]:
+        """How many values of each row are true; all rows at once."""
+        before = self.values.new_zeros(len(self.values) + 1, dtype=torch.int64)
+        torch.cumsum(self.values, 0, out=before[1:])
+        return tuple(before[self.offsets].diff().tolist())
+
     def select(self, indexes: Sequence[int]) -> Jagged:
         """The named rows, in the order named."""
         rows = list(self)

@@ -30,6 +30,7 @@ from understudy.engines import host
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.host_wire import MAGIC, PREFIX, encode_call
 from understudy.engines.hosted import HostedEngine, Restarts
+from understudy.engines.owned_folder import OwnedFolder
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 
@@ -289,10 +290,16 @@ def test_a_host_that_cannot_load_its_model_says_so_in_one_line(
     assert "refused without a token" in capsys.readouterr().err
 
 
-def test_it_ends_with_its_launcher_and_takes_the_snapshots_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", ["gone", "lives"])
+def test_it_ends_with_its_launcher_and_takes_the_snapshots_along_where_the_trainer_is_gone_too(
+    tmp_path: Path, trainer: str
+) -> None:
+    """On a cluster its launcher there may go alone, and the trainer that owns the folder lives on."""
     make_model().save_pretrained(tmp_path / "student")
-    weights, ready = tmp_path / "weights", tmp_path / "ready"
-    weights.mkdir()
+    owned, ready = OwnedFolder("weights-", tmp_path), tmp_path / "ready"
+    weights = owned.path
+    if trainer == "gone":
+        os.close(owned._file or -1)
     for name in ("v3.safetensors", ".v4.safetensors"):
         (weights / name).write_bytes(b"x")
     read, write = os.pipe()
@@ -305,7 +312,8 @@ def test_it_ends_with_its_launcher_and_takes_the_snapshots_along(tmp_path: Path)
             assert process.poll() is None
             time.sleep(0.05)
         os.close(write)
-        assert process.wait(timeout=30) == 3 and not weights.exists()
+        assert process.wait(timeout=30) == 3
+        assert (weights / "v3.safetensors").exists() == (trainer == "lives")
     finally:
         process.kill()
         process.wait()

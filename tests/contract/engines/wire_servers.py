@@ -127,7 +127,7 @@ class WireServer:
         params = body["sampling_params"]
         assert body["cache_salt"]
         sampling = self._sampling(params, params["max_tokens"], params["logprobs"])
-        generation = await self._generate(body["token_ids"], sampling, params["seed"])
+        generation = await self._generate(body["token_ids"], sampling, params.get("seed", 0))
         ids, logprobs = generation.tokens.tolist(), generation.logprobs.tolist()
         finish = {StopReason.EOS: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}[
             generation.stop_reason

@@ -43,6 +43,7 @@ def test_defaults_are_sound() -> None:
         (changed(loss={"task_coef": 1.0}), "needs data.reward"),
         (changed(loss={"distill_coef": 0.0}), "nothing would be learnt"),
         (changed(loss={"teacher_temperature": 0.7}), "cannot be re-tempered"),
+        (changed(student={"dtype": "float16"}), "vanish without a sign"),
         ({**GOOD, "teachers": {}}, "no teacher"),
         (
             {**GOOD, "teachers": {"a": {"model": "m", "key": "x"}, "b": {"model": "m"}}},

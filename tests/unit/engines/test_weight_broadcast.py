@@ -14,6 +14,7 @@ from understudy.engines.weight_broadcast import (
     MeetingPlace,
     PackedWeights,
     Receiver,
+    Stage,
     TransferBroken,
     notes_of,
     plan,
@@ -62,8 +63,11 @@ def test_buckets_hold_every_tensor_once_aligned_and_within_their_size(sizes: lis
         assert ends[-1] <= bucket.size and (ends[-1] <= most or len(bucket.pieces) == 1)
 
 
-def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_group() -> None:
+@pytest.mark.parametrize("staged", [False, True], ids=["host-memory", "through-a-stage"])
+def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_group(staged: bool) -> None:
+    """Through a stage as on GPUs, where NCCL carries the buckets; here the stage's device is the CPU."""
     meeting = MeetingPlace("127.0.0.1")
+    stage = Stage("cpu") if staged else None
     lead, *others = orders(meeting, "all", 4)
     receivers = [Receiver("127.0.0.1") for _ in others]
     group: Any = None
@@ -74,11 +78,11 @@ def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_gr
             packed = PackedWeights(named, bucket_bytes=128, before=before)
             assert len(packed.buckets) > 4
             coming = [
-                threads.submit(r.receive, StreamOrder(order, packed.bucket_bytes, packed.notes))
+                threads.submit(r.receive, StreamOrder(order, packed.bucket_bytes, packed.notes, staged))
                 for r, order in zip(receivers, others, strict=True)
             ]
             group = group or meeting.join(lead)
-            send(group, packed)
+            send(group, packed, lead, stage)
             for received in coming:
                 assert bits(received.result(30)) == bits(named)
             assert before == [] or packed.flats[0].data_ptr() == before[0].data_ptr(), "memory is used again"

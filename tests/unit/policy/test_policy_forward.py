@@ -97,7 +97,7 @@ def test_packed_sliding_window_equals_padded() -> None:
 def test_packing_is_refused_where_rows_would_see_each_other() -> None:
     """Gemma 2 caps its attention scores, which the packed attention does not; a layer that mixes neighbours is worse."""
     assert choose_layout(ready("qwen3"), Layout.PACKED) is Layout.PACKED
-    assert choose_layout(ready("qwen3")) is Layout.PADDED
+    assert choose_layout(ready("qwen3")) is Layout.PACKED
     with pytest.raises(PolicyError, match="cannot train on packed rows"):
         choose_layout(gemma2(), Layout.PACKED)
     mixing = ready("qwen3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from small_student import (
 )
 
 from understudy.errors import CheckpointError, PolicyError
+from understudy.policy import compiled
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.microbatch import Layout
 from understudy.policy.optimizer import AdamWSettings
@@ -143,6 +145,21 @@ def test_gradient_checkpointing_changes_no_number() -> None:
     assert loss == pytest.approx(expected, abs=1e-6)
     for mine, theirs in zip(found, kept, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(Layout))
+def test_compiled_layers_change_no_number(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced, differentiated and run as a graph; generating code for it takes minutes on a CPU and is left to the GPU."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    batch, found = varied_batch(rows=20), []
+    for compile_layers in (False, True):
+        policy = Policy(qwen3(), replace(settings(layout=layout), compile=compile_layers))
+        results = [
+            policy.update(batch, cross_entropy, token_mean(batch), budget) for budget in (64, 100, 4096)
+        ]
+        found.append([(result.loss, result.grad_norm) for result in results])
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

@@ -66,3 +66,36 @@ def test_a_chat_needs_a_template() -> None:
             Renderer(tokenizer, context=50).render(prompt(messages=CHAT))
     finally:
         tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_rendered_ahead_are_those_rendered_one_by_one(family: str) -> None:
+    tokenizer = chat_tokenizer(family)
+    tool = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
+    prompts = [
+        prompt(key="a", messages=CHAT),
+        prompt(key="b", messages=({"role": "user", "content": "Sort the letters of bca."},)),
+        prompt(key="c", text="12+34="),
+        prompt(key="d", messages=CHAT, columns={"tools": [tool]}),
+    ]
+    ready, alone = Renderer(tokenizer, context=900), Renderer(tokenizer, context=900)
+    ready.ahead(prompts)
+    for one in prompts:
+        assert ready.render(one).tolist() == alone.render(one).tolist()
+    assert ready.render(prompts[0]) is ready.render(prompts[0])
+    assert ready.render(prompts[0], tools=[tool]).tolist() == alone.render(prompts[0], tools=[tool]).tolist()
+    other = prompt(key="a", messages=prompts[1].messages)
+    assert ready.render(other).tolist() == alone.render(other).tolist()
+
+
+def test_one_bad_prompt_ahead_spoils_no_other() -> None:
+    renderer = Renderer(chat_tokenizer("chatml"), context=60)
+    good, bad = prompt(key="a", messages=CHAT), prompt(key="b", messages=({"role": "user"},))
+    long = prompt(key="c", messages=({"role": "user", "content": "letters " * 200},))
+    renderer.ahead([good, bad, long])
+    assert len(renderer.render(good))
+    with pytest.raises(DataError, match="cannot be rendered"):
+        renderer.render(bad)
+    renderer.ahead([good, long])
+    with pytest.raises(DataError, match="Shorten the prompt"):
+        renderer.render(long)

@@ -9,11 +9,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from understudy.config import Recipe, parse_recipe
+from understudy.observability.live import LiveView
 from understudy.policy.critic import give_value_head
 from understudy.policy.policy import Policy
 from understudy.policy.reference import FrozenModel
 from understudy.trainers.build import objective_of, policy_settings
 from understudy.trainers.critic import Critic
+from understudy.trainers.system import MicroBatches
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 
@@ -92,6 +94,9 @@ def system_of(recipe: Recipe, seed: int = 0) -> Any:
         teacher_heads={},
         critic=critic,
         reference=FrozenModel(model(seed + 2)) if recipe.loss.kl_coef else None,
+        micro_batches=MicroBatches(),
+        deterministic=False,
+        view=LiveView(0, enabled=False),
     )
 
 

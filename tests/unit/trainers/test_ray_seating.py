@@ -1,9 +1,12 @@
 """A recipe's roles on a cluster's machines."""
 
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from understudy.cli.main import main
 from understudy.cluster.ray_layout import Bundle, NodeFacts, Spread
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
@@ -11,6 +14,7 @@ from understudy.trainers.extras import missing_extras
 from understudy.trainers.ray_seating import beside_the_trainer, ray_layout
 
 NODES = [NodeFacts("a", Bundle(8), Bundle(8), True), NodeFacts("b", Bundle(8), Bundle(8))]
+QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 WITH_GPUS = [NodeFacts("a", Bundle(8, 4), Bundle(8, 4), True)]
 
 
@@ -112,13 +116,26 @@ def test_engines_and_workers_sit_in_the_pool_they_are_given() -> None:
     assert not [name for name in ray_layout(beside, NODES).homes if name.startswith("rollout")]
 
 
+def test_vllm_servers_sit_in_the_pool_of_rollouts_and_take_nothing_of_the_trainers_machine() -> None:
+    pools = {"write": {"nodes": 2, "gpus_per_node": 2}}
+    cluster = {"backend": "ray", "pools": pools, "roles": {"rollout": "write"}}
+    whole = recipe(
+        student={"model": "s"},
+        cluster=cluster,
+        rollout={"engine": "vllm", "replicas": 2, "engine_args": ["--tensor-parallel-size=2"]},
+    )
+    layout = ray_layout(whole, WITH_GPUS)
+    assert [layout.homes[f"vllm-replica-{unit}"].bundle for unit in range(2)] == [0, 1]
+    assert {layout.homes[f"vllm-replica-{unit}"].share for unit in range(2)} == {Bundle(0, 2)}
+    assert not beside_the_trainer(whole).rollout.starts_servers
+
+
 @pytest.mark.parametrize(
     ("role", "rollout", "word"),
     [
         ("rollout", {}, "set rollout.processes"),
         ("workers", {"processes": 1}, "set rollout.workers"),
         ("critic", {"processes": 1}, "lives in the trainer's and on the student's devices; take it out"),
-        ("rollout", {"engine": "vllm"}, "vLLM servers that a run starts sit beside the trainer"),
         ("rollout", {"processes": 1, "devices": ["0"]}, "both say where"),
     ],
 )
@@ -134,3 +151,25 @@ def test_a_role_nobody_knows_is_refused_with_those_there_are() -> None:
     cluster = {"backend": "ray", "pools": {"p": {"cpus_per_node": 4}}, "roles": {"teacher-math": "p"}}
     with pytest.raises(ConfigError, match=r"student.*rollout.*workers"):
         recipe(cluster=cluster)
+
+
+def test_plan_draws_every_pool_with_rollouts_and_workers_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "cluster.backend=ray",
+        "cluster.pools.write.nodes=2",
+        "cluster.pools.write.cpus_per_node=2",
+        "cluster.roles.rollout=write",
+        "cluster.roles.workers=write",
+        "rollout.processes=3",
+        "rollout.workers=1",
+        "run.threads=1",
+        "dataplane.backend=transfer_queue",
+    ]
+    assert main(["plan", str(QUICKSTART), *words]) == 0
+    drawn = capsys.readouterr().out
+    assert "pool write: 2 nodes × 2 CPUs" in drawn
+    assert "node 0 │ 0 rollout/0 │ 1 rollout/1 │" in drawn and "node 1 │ 0 rollout/2 │ 1 workers/0 │" in drawn
+    assert "on Ray, pool write: 2 × (2 CPU) on machines of their own" in drawn
+    assert "on Ray, TransferQueue: 3 × (1 CPU)" in drawn and "rollout-worker-0" in drawn

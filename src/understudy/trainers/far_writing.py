@@ -1,0 +1,108 @@
+"""Rows that workers on other machines write themselves: the trainer's process learns their names, sizes and rewards.
+
+    run ──Begin──> worker: loop, reward, columns into run directory and queue ──KeptRow──> ledger and journal (here)
+
+Exactly once as ever: a row counts from the moment `adopt` took it, and a worker that died before is replaced by another that makes
+the row again. What the dead one left in the queue is overwritten with it, or cleared with its row; what it left in the run
+directory is in a segment of its own that nobody refers to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from understudy.config import Recipe
+from understudy.errors import DataPlaneError, LeaseLost
+from understudy.observability.rundir import RunDir
+from understudy.rollout.agent import LoopContext
+from understudy.trainers import row_wire as wire
+from understudy.trainers.batches import CANDIDATES, SIZES
+from understudy.trainers.far_rows import address_of
+from understudy.types.batch import BatchMeta
+from understudy.types.prompt import Prompt, row_key
+
+if TYPE_CHECKING:
+    from understudy.cluster.local import LocalProcesses
+    from understudy.rollout.workers import LoopWorkers
+
+FIRST_WORKER = "rollout-worker-0"
+MODULE = "understudy.trainers.row_worker"
+
+
+def writes_rows(recipe: Recipe, processes: LocalProcesses) -> bool:
+    """Whether this run's workers write rows themselves: they are on other machines, and so is the queue."""
+    return (
+        recipe.dataplane.backend == "transfer_queue"
+        and recipe.rollout.workers > 0
+        and processes.is_elsewhere(FIRST_WORKER)
+    )
+
+
+def settings_of(recipe: Recipe, run: RunDir, plane: Any, partition: str) -> bytes:
+    """What each such worker needs."""
+    return wire.encode(
+        wire.RowSettings(
+            str(run.dataplane.absolute()),
+            address_of(plane),
+            partition,
+            recipe.dataplane.queue_timeout_seconds,
+            recipe.dataplane.spill_bytes,
+            recipe.data.reward,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FarRow:
+    """A row of the ledger as its maker told of it."""
+
+    key: str
+    tokens: int
+    loss: int
+    """Loss-bearing tokens."""
+    candidates: int
+    maker: int | None = None
+    """The life of the worker that has its tokens at hand."""
+
+
+class RowWorkers:
+    def __init__(self, workers: LoopWorkers, plane: Any, partition: str) -> None:
+        self.workers = workers
+        self.plane = plane
+        self.partition = partition
+
+    async def roll_out(
+        self,
+        prompt: Prompt,
+        context: LoopContext,
+        tags_of: Callable[[wire.KeptRow], Mapping[str, Any]],
+        add_seconds: Callable[[str, Mapping[str, float]], None],
+    ) -> list[FarRow]:
+        """One session, its rows in the ledger afterwards; not where its group was taken out meanwhile."""
+        self.plane.expect(self.partition, row_key(prompt.key, context.session))
+        answer = await self.workers.run_kept(prompt, context)
+        rows = wire.decode_kept(answer.body)
+        for row in rows:
+            add_seconds(row.key, row.seconds)
+        with suppress(LeaseLost):
+            await self.plane.adopt(
+                self.partition,
+                {row.key: row.written for row in rows},
+                {row.key: dict(tags_of(row)) for row in rows},
+            )
+        return [FarRow(row.key, row.tokens, row.loss, row.candidates, answer.life) for row in rows]
+
+    async def stored(self, key: str, with_candidates: bool) -> FarRow:
+        """A row that an earlier launch wrote and did not get judged; what judging needs of it is put into the queue."""
+        meta = BatchMeta(self.partition, (key,))
+        sizes = (await self.plane.get(meta, (SIZES,)))[SIZES][0]
+        own = (CANDIDATES,) if with_candidates else ()
+        width = 0
+        if with_candidates:
+            width = (await self.plane.get(meta, own))[CANDIDATES].values.shape[1]
+        with suppress(DataPlaneError):  # the queue is lost: the row is judged from the run directory
+            await self.plane.hand_over(meta, ("tokens", "loss_mask", *own))
+        return FarRow(key, sizes["tokens"], sizes["loss"], width)

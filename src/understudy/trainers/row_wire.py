@@ -1,0 +1,163 @@
+"""What the run and a worker that writes rows itself say to each other, inside `rollout.worker_wire`'s bytes.
+
+RowSettings   what such a worker needs once
+KeptRow       a trajectory it wrote: where its columns lie, and what the run decides by
+ScoreOrder    rows to be judged at one replica's door, by name; a few items (the fixed tokens) with their tokens
+ScoreAnswer   where the verdicts lie, or what went wrong in the words the teacher's pool understands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from understudy.dataplane.lent import Written
+from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
+from understudy.teacher.channel import ReplicaTimeout, RequestRefused, ServerFailed
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+SCORE = "score"
+"""The errand."""
+
+
+class RowSettings(msgspec.Struct):
+    folder: str
+    """The data plane's, in the run directory."""
+    queue: str
+    """`far_rows.address_of`."""
+    partition: str
+    patience: float
+    disk_bytes: float | None
+    reward: str | None
+
+
+class KeptRow(msgspec.Struct):
+    key: str
+    tokens: int
+    loss: int
+    """Loss-bearing tokens."""
+    candidates: int
+    """The student's own ids per loss-bearing token; 0 where none were asked for."""
+    reward: float | None
+    seconds: dict[str, float]
+    written: Written
+
+
+class External(msgspec.Struct, frozen=True):
+    """What is needed to speak to a server that is not one of ours."""
+
+    vocab_size: int
+    vocab_fingerprint: str
+    model: str
+    backend: str
+
+
+class Door(msgspec.Struct, frozen=True):
+    """Where one replica of a teacher answers."""
+
+    teacher: str
+    replica: str
+    url: str
+    token: str | None
+    external: External | None = None
+
+
+class Inline(msgspec.Struct):
+    """The tokens of an item that is not a row."""
+
+    tokens: bytes
+    positions: bytes
+    ids: tuple[int, bytes] | None = None
+
+
+class OrderItem(msgspec.Struct):
+    key: str
+    signal: str
+    k: int
+    inline: Inline | None = None
+
+
+class ScoreOrder(msgspec.Struct):
+    door: Door
+    items: list[OrderItem]
+    seconds: float | None
+
+
+class Verdict(msgspec.Struct):
+    key: str
+    teacher: str
+    written: Written | None = None
+    logprobs: bytes = b""
+    """float32, of an inline item."""
+
+
+class ScoreAnswer(msgspec.Struct):
+    verdicts: list[Verdict]
+    trouble: str | None = None
+    """A name in `TROUBLES`, or `ROWS`."""
+    message: str = ""
+
+
+ROWS = "rows"
+"""The worker could not get at the rows; the teacher was not asked."""
+TROUBLES: dict[str, type[TeacherError]] = {
+    "reply": TeacherReplyError,
+    "timeout": ReplicaTimeout,
+    "server": ServerFailed,
+    "refused": RequestRefused,
+    "unavailable": TeacherUnavailable,
+    "teacher": TeacherError,
+}
+"""Narrowest first: how a pool treats a failed request depends on its kind."""
+
+encode = msgspec.msgpack.Encoder().encode
+decode_settings = msgspec.msgpack.Decoder(RowSettings).decode
+decode_kept = msgspec.msgpack.Decoder(list[KeptRow]).decode
+decode_order = msgspec.msgpack.Decoder(ScoreOrder).decode
+decode_answer = msgspec.msgpack.Decoder(ScoreAnswer).decode
+
+
+def trouble_of(error: TeacherError) -> str:
+    return next(name for name, kind in TROUBLES.items() if isinstance(error, kind))
+
+
+def inline(item: ScoreItem) -> OrderItem:
+    ids = None if item.ids is None else (item.ids.shape[1], _bytes(item.ids))
+    return OrderItem(
+        item.key, str(item.signal), item.k, Inline(_bytes(item.tokens), _bytes(item.positions), ids)
+    )
+
+
+def from_inline(item: OrderItem, told: Inline) -> ScoreItem:
+    ids = None if told.ids is None else _ints(told.ids[1]).reshape(-1, told.ids[0])
+    return ScoreItem(item.key, _ints(told.tokens), _ints(told.positions), Signal(item.signal), item.k, ids)
+
+
+def inline_scores(verdict: Verdict, signal: Signal) -> TeacherScores:
+    return TeacherScores(
+        verdict.key,
+        verdict.teacher,
+        signal,
+        np.frombuffer(verdict.logprobs, "<f4").astype(np.float32),
+    )
+
+
+def verdicts_of(
+    items: Sequence[OrderItem], scores: Sequence[TeacherScores], written: dict[str, Written]
+) -> list[Verdict]:
+    return [
+        Verdict(one.key, one.teacher, written[one.key])
+        if item.inline is None
+        else Verdict(one.key, one.teacher, logprobs=one.sampled_logprobs.astype("<f4").tobytes())
+        for item, one in zip(items, scores, strict=True)
+    ]
+
+
+def _bytes(ids: np.ndarray) -> bytes:
+    return ids.astype("<i4").tobytes()
+
+
+def _ints(told: bytes) -> np.ndarray:
+    return np.frombuffer(told, "<i4").astype(np.int32)

@@ -1,0 +1,203 @@
+"""An agent-loop worker on another machine that writes its rows itself, and has them judged.
+
+    loop ──trajectories──> reward ──> columns into run directory and queue ──KeptRow──> the run
+    ScoreOrder ──> tokens (at hand, or from the queue) ──> the teacher's replica ──> scores the same way ──ScoreAnswer──> the run
+
+So what the trainer's process sees of a row is its name, its sizes, its reward and where its columns lie. Which replica is
+asked, when, and again after a failure, is decided there, by the teacher's pool; here a request is carried out.
+
+Started as `python -m understudy.trainers.row_worker`, in the place of `understudy.rollout.worker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from understudy.errors import RowsUnreachable, TeacherError
+from understudy.observability.faults import point
+from understudy.rollout import worker
+from understudy.rollout.render import Renderer
+from understudy.rollout.rewards import Rewards, load_reward
+from understudy.rollout.worker_wire import Setup
+from understudy.teacher.client import ScoringClient
+from understudy.teacher.discover import Backend, connect_external
+from understudy.teacher.keeper import connect_native
+from understudy.teacher.launch import Endpoint
+from understudy.trainers import row_wire as wire
+from understudy.trainers.batches import CANDIDATES, finite, rollout_columns, score_columns
+from understudy.types.prompt import Prompt
+from understudy.types.scores import ScoreItem, Signal
+from understudy.types.trajectory import Trajectory
+
+_AT_HAND_BYTES = 256 * 2**20
+"""Of token ids of rows that were not judged yet; others are fetched from the queue."""
+
+
+class RowKeeper:
+    def __init__(self, setup: Setup, renderer: Renderer) -> None:
+        settings = wire.decode_settings(setup.extra)
+        queue: Any = importlib.import_module("understudy.dataplane.transfer_queue_writer")
+        told = json.loads(settings.queue)
+        self._writer = queue.RowWriter(
+            Path(settings.folder),
+            queue.QueueAddress.load(told["queue"]),
+            prefix=told["prefix"],
+            patience=settings.patience,
+            disk_bytes=math.inf if settings.disk_bytes is None else settings.disk_bytes,
+        )
+        self._partition = settings.partition
+        self._rewards = Rewards([load_reward(settings.reward)] if settings.reward else [], renderer)
+        self._at_hand = _AtHand()
+        self._clients: dict[tuple[str, str], tuple[wire.Door, ScoringClient]] = {}
+
+    @property
+    def errands(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]:
+        return {wire.SCORE: self.score}
+
+    async def keep(self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int) -> bytes:
+        judged, seconds = [], []
+        for one in trajectories:
+            began = time.perf_counter()
+            judged.append(finite(await self._rewards.judge(prompt, one)))
+            seconds.append({**one.extra.get("seconds", {}), "reward": time.perf_counter() - began})
+        columns = {one.key: rollout_columns(one) for one in judged}
+        try:
+            written = await self._writer.write(self._partition, columns, ticket)
+        except asyncio.CancelledError:  # the run wants them no more
+            self._writer.forget(self._partition, list(columns))
+            raise
+        point("row_worker.written")
+        kept = []
+        for one, spent in zip(judged, seconds, strict=True):
+            self._at_hand.put(one)
+            ids = one.candidate_ids
+            kept.append(
+                wire.KeptRow(
+                    one.key,
+                    len(one.tokens),
+                    int(one.loss_mask.sum()),
+                    0 if ids is None else ids.shape[1],
+                    one.reward,
+                    spent,
+                    written[one.key],
+                )
+            )
+        return wire.encode(kept)
+
+    async def score(self, body: bytes, ticket: int | None) -> bytes:
+        order = wire.decode_order(body)
+        assert ticket is not None
+        try:
+            items = await self._items(order.items)
+            scores = await (await self._client(order.door)).score(items, order.seconds)
+        except RowsUnreachable as error:
+            return wire.encode(wire.ScoreAnswer([], wire.ROWS, str(error)))
+        except TeacherError as error:
+            return wire.encode(wire.ScoreAnswer([], wire.trouble_of(error), str(error)))
+        rows = {
+            one.key: score_columns(one)
+            for item, one in zip(order.items, scores, strict=True)
+            if item.inline is None
+        }
+        written = await self._writer.write(self._partition, rows, ticket)
+        point("row_worker.judged")
+        for key in rows:
+            self._at_hand.drop(key)
+        return wire.encode(wire.ScoreAnswer(wire.verdicts_of(order.items, scores, written)))
+
+    async def _items(self, wanted: Sequence[wire.OrderItem]) -> list[ScoreItem]:
+        """With their tokens, in the order asked."""
+        found = {item.key: wire.from_inline(item, item.inline) for item in wanted if item.inline is not None}
+        rows = [item for item in wanted if item.inline is None]
+        away = []
+        for item in rows:
+            streams = self._at_hand.get(item.key)
+            if streams is None:
+                away.append(item)
+            else:
+                found[item.key] = _score_item(item, *streams)
+        if away:
+            names = ["tokens", "loss_mask"]
+            if any(item.signal == Signal.AT_IDS for item in away):
+                names.append(CANDIDATES)
+            columns = await self._writer.read(self._partition, [item.key for item in away], names)
+            for index, item in enumerate(away):
+                tokens, mask, *ids = (np.asarray(columns[name][index]) for name in names)
+                found[item.key] = _score_item(item, tokens, mask, ids[0] if ids else None)
+        return [found[item.key] for item in wanted]
+
+    async def _client(self, door: wire.Door) -> ScoringClient:
+        """Kept per replica; another one where it answers elsewhere now, after a restart."""
+        place = (door.teacher, door.replica)
+        known = self._clients.get(place)
+        if known is not None and known[0] == door:
+            return known[1]
+        client = client_of(door)
+        self._clients[place] = (door, client)
+        if known is not None:
+            await known[1].close()
+        return client
+
+    async def close(self) -> None:
+        for _, client in self._clients.values():
+            await client.close()
+        await self._rewards.close()
+        self._writer.close()
+
+
+def client_of(door: wire.Door) -> ScoringClient:
+    endpoint = Endpoint(door.url, door.token)
+    if door.external is None:
+        return connect_native(door.teacher, door.replica, endpoint)
+    told = door.external
+    connect = connect_external(told.vocab_size, told.vocab_fingerprint, told.model, Backend(told.backend))
+    return connect(door.teacher, door.replica, endpoint)
+
+
+def _score_item(
+    item: wire.OrderItem, tokens: np.ndarray, mask: np.ndarray, ids: np.ndarray | None
+) -> ScoreItem:
+    positions = np.flatnonzero(mask).astype(np.int32)
+    own = ids if item.signal == Signal.AT_IDS else None
+    return ScoreItem(item.key, tokens, positions, Signal(item.signal), item.k, own)
+
+
+class _AtHand:
+    """What this worker wrote and nobody has judged yet, the newest first to stay."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, one: Trajectory) -> None:
+        self.drop(one.key)
+        self._rows[one.key] = (one.tokens, one.loss_mask, one.candidate_ids)
+        self._bytes += _size(self._rows[one.key])
+        while self._bytes > _AT_HAND_BYTES and len(self._rows) > 1:
+            self.drop(next(iter(self._rows)))
+
+    def get(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
+        return self._rows.get(key)
+
+    def drop(self, key: str) -> None:
+        row = self._rows.pop(key, None)
+        if row is not None:
+            self._bytes -= _size(row)
+
+
+def _size(row: tuple[np.ndarray, np.ndarray, np.ndarray | None]) -> int:
+    return sum(part.nbytes for part in row if part is not None)
+
+
+if __name__ == "__main__":
+    worker.main(RowKeeper)

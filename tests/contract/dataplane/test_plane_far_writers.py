@@ -1,0 +1,174 @@
+"""Rows that processes elsewhere write: the plane is told where they lie, and what is not announced does not count."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plane_rig
+import pytest
+from plane_rig import ROOMY
+
+from understudy.dataplane.base import Order
+from understudy.dataplane.ledger import audit
+from understudy.errors import LeaseLost, RowsUnreachable
+from understudy.types.batch import BatchMeta
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("queue")]
+
+
+def row(number: int) -> dict[str, Any]:
+    return {
+        "tokens": np.arange(200 + number, dtype=np.int32),
+        "topk": np.full((50 + number, 8), number, np.float32),
+        "reward": number / 3,
+    }
+
+
+class Site:
+    """A plane, and a writer as a worker has it."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        from understudy.dataplane.transfer_queue_writer import RowWriter
+
+        self.plane: Any = plane_rig.IMPLEMENTATIONS["transfer_queue"](folder, **{**ROOMY, **settings})
+        link = self.plane.shelf.link
+        self.writer = RowWriter(folder, link.address, prefix=link.partition_id(""))
+
+    async def write(self, key: str, columns: dict[str, Any], worker: int = 1) -> Any:
+        ticket = self.plane.lent.take(worker)
+        return (await self.writer.write("train", {key: columns}, ticket.number))[key]
+
+
+def run(folder: Path, body: Any, **settings: Any) -> None:
+    async def whole() -> None:
+        site = Site(folder, **settings)
+        try:
+            await asyncio.wait_for(body(site), 60)
+        finally:
+            site.writer.close()
+            await site.plane.close()
+
+    asyncio.run(whole())
+
+
+def segments(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / "spill").glob("*.seg"))
+
+
+def test_announced_rows_are_claimed_read_and_trained_without_a_byte_through_the_plane(tmp_path: Path) -> None:
+    keys = [f"p{number}_0_0" for number in range(4)]
+
+    async def body(site: Site) -> None:
+        plane = site.plane
+        await plane.issue("train", keys, step=1)
+        for number, key in enumerate(keys):
+            columns = row(number)
+            scores = {"topk": columns.pop("topk")}
+            await plane.adopt("train", {key: await site.write(key, columns)}, {key: {"n": number}})
+            await plane.adopt("train", {key: await site.write(key, scores, worker=2)})
+        lease = await plane.claim("train", 4, fields=("topk",), order=Order.KEY)
+        assert [tags["n"] for tags in lease.meta.tags] == [0, 1, 2, 3]
+        await plane.hand_over(lease.meta, ("tokens", "topk"))
+        assert plane.shelf.bytes_put == 0, "everything was in the queue already"
+        from_disk = await super(type(plane), plane).get(lease.meta, ("tokens", "topk", "reward"))
+        assert plane.shelf.bytes_got == 0
+        found = await plane.get(lease.meta)
+        for name in ("tokens", "topk"):
+            wanted = np.concatenate([row(number)[name] for number in range(4)])
+            assert np.array_equal(found[name].values.numpy(), wanted)
+            assert np.array_equal(from_disk[name].values.numpy(), wanted)
+        assert found["reward"] == [number / 3 for number in range(4)] == from_disk["reward"]
+        assert plane.shelf.bytes_got > 0
+        await plane.ack(lease, 1)
+        await plane.settle(1)
+        await plane.shelf.drain()
+        assert await plane.shelf.keys("train") == [], "trained rows leave the queue"
+        assert (await plane.depth("train")).resident_bytes == 0
+        await plane.settle(1)
+        assert segments(tmp_path) == 0, "and the run directory"
+        with pytest.raises(LeaseLost):
+            await plane.adopt("train", {keys[0]: await site.write(keys[0], row(0))})
+
+    run(tmp_path, body)
+    report = audit(tmp_path)
+    assert report.balanced and report.trained == 4
+
+
+def test_a_later_life_reads_them_from_the_run_directory(tmp_path: Path) -> None:
+    async def write(site: Site) -> None:
+        await site.plane.adopt("train", {"a_0_0": await site.write("a_0_0", row(5))})
+        await site.write("b_0_0", row(6))  # its writer died before it told
+
+    async def read(site: Site) -> None:
+        found = await site.plane.get(BatchMeta("train", ("a_0_0",)), ("tokens", "topk", "reward"))
+        assert found["tokens"].values.tolist() == list(range(205)) and found["reward"] == [5 / 3]
+        assert list(await site.plane.list("train")) == ["a_0_0"]
+        await site.plane.hand_over(BatchMeta("train", ("a_0_0",)), ("tokens",))
+        again = await site.writer.read("train", ("a_0_0",), ("tokens",))
+        assert again["tokens"].values.tolist() == list(range(205))  # type: ignore[union-attr]
+
+    run(tmp_path, write)
+    run(tmp_path, read)
+
+
+def test_what_a_dead_writer_left_is_overwritten_or_cleared_and_never_counts(tmp_path: Path) -> None:
+    async def body(site: Site) -> None:
+        plane = site.plane
+        await plane.issue("train", ["a_0_0", "b_0_0"], step=1)
+        for key in ("a_0_0", "b_0_0"):
+            plane.expect("train", key)
+        await site.write("a_0_0", row(1))
+        await site.write("b_0_0", row(1))
+        await site.write("b_0_1", row(1))  # another output of the same session
+        plane.lent.end(1)
+        depth = await plane.depth("train", fields=("tokens",))
+        assert depth.pending == 2 and depth.ready == 0, "nobody announced them"
+        await plane.adopt("train", {"a_0_0": await site.write("a_0_0", row(2), worker=2)})
+        found = await plane.get(BatchMeta("train", ("a_0_0",)), ("topk",))
+        assert found["topk"].values.unique().tolist() == [2.0]
+        assert await plane.clear_orphans() == 0, "b is still being made"
+        await plane.dead_letter("train", "b_0_0", "its worker died too often")
+        await plane.shelf.drain()
+        assert await plane.clear_orphans() == 1
+        await plane.shelf.drain()
+        assert await plane.shelf.keys("train") == ["a_0_0"]
+        await plane.ack(await plane.claim("train", 1), 1)
+        await plane.settle(1)
+        await plane.settle(1)
+        assert segments(tmp_path) == 0
+        with pytest.raises(RowsUnreachable):
+            await site.writer.read("train", ("a_0_0",), ("tokens",))
+
+    run(tmp_path, body)
+
+
+def test_rows_beyond_the_queues_memory_are_read_from_the_run_directory(tmp_path: Path) -> None:
+    async def body(site: Site) -> None:
+        plane = site.plane
+        keys = tuple(f"p{number}_0_0" for number in range(6))
+        await plane.issue("train", keys, step=1)
+        for number, key in enumerate(keys):
+            await plane.adopt("train", {key: await site.write(key, row(number))})
+        await plane.shelf.drain()
+        held = await plane.shelf.keys("train")
+        assert 0 < len(held) < 6, "some had to leave the queue"
+        assert (await plane.depth("train")).resident_bytes <= 8000
+        found = await plane.get(BatchMeta("train", keys), ("topk",))
+        assert [rows.numpy()[0, 0] for rows in found["topk"]] == list(range(6))
+
+    run(tmp_path, body, max_bytes=8000)
+
+
+def test_a_writer_without_a_queue_still_writes(tmp_path: Path) -> None:
+    async def body(site: Site) -> None:
+        site.writer._shelf.give_up("gone")
+        written = await site.write("a_0_0", row(3))
+        assert written.queued == ()
+        await site.plane.adopt("train", {"a_0_0": written})
+        found = await site.plane.get(BatchMeta("train", ("a_0_0",)), ("tokens",))
+        assert len(found["tokens"].values) == 203
+        with pytest.raises(RowsUnreachable, match="gone"):
+            await site.writer.read("train", ("a_0_0",), ("tokens",))
+
+    run(tmp_path, body)

@@ -1,0 +1,1 @@
+"""Stands in for vLLM where its start would take a minute."""

@@ -1,0 +1,165 @@
+"""Workers on another node write their rows themselves: bytes through the trainer's process, counted both ways."""
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_runs import QUEUE, STORE, figures, lines, node_of, ranks_recipe
+
+import understudy
+from understudy.dataplane.ledger import audit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from small_runs import start_cli, write_toml
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+TOPK, NEW, ROWS, STEPS = 40, 12, 16, 2
+
+
+def on_two_nodes(cluster: Any, **changes: Any) -> dict[str, Any]:
+    """Two ranks, the first beside the trainer; two agent-loop workers on a node of their own."""
+    pools = {"train": {"nodes": 2, "cpus_per_node": 1}, "loops": {"nodes": 1, "cpus_per_node": 2}}
+    roles = {"student": "train", "workers": "loops"}
+    return {
+        "cluster": {"backend": "ray", "address": cluster.address, "pools": pools, "roles": roles},
+        "dataplane": QUEUE,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
+def test_rows_are_written_and_judged_without_passing_the_trainer(cluster: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        cluster.add_node(num_cpus=3, object_store_memory=STORE)
+    wide: dict[str, Any] = {
+        "loss": {"topk": TOPK},
+        "rollout": {"max_new_tokens": NEW, "workers": 2},
+        "trainer": {"batch_size": ROWS},
+    }
+    here = understudy.train(ranks_recipe(tmp_path / "here", STEPS, **wide), progress=False)
+    there = understudy.train(
+        ranks_recipe(tmp_path / "there", STEPS, **wide, **on_two_nodes(cluster)), progress=False
+    )
+    assert figures(there.dir) == figures(here.dir), "to the bit: requests to teachers are composed as ever"
+    report = audit(there.dir / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (ROWS * STEPS, 0)
+
+    last, rows = lines(there.dir)[-1], ROWS * STEPS
+    told = traffic(there.dir)
+    print({name: count / rows for name, count in told.items()})
+    assert last["perf/workers/rows_judged_here"] == 0 and last["perf/queue/bytes_put"] == 0
+    assert last["perf/queue/bytes_got"] == 0, "ranks fetch, the ledger does not"
+    assert told["besides"] / rows < 1500, "the prompt, sizes and reward, where columns lie"
+    assert last["perf/ranks/bytes_sent"] < 150 * rows
+
+    wide["loss"]["topk"] = 4
+    narrow = understudy.train(
+        ranks_recipe(tmp_path / "narrow", STEPS, **wide, **on_two_nodes(cluster)), progress=False
+    )
+    written = sum(line["response_length/mean"] * line["rollout/rows"] for line in lines(there.dir))
+    assert written * (TOPK - 4) * 8 > told["besides"], "the rest of the scores weighs more than all of it"
+    assert abs(traffic(narrow.dir)["besides"] - told["besides"]) < 0.05 * told["besides"], (
+        "and does not pass here"
+    )
+
+
+def traffic(run: Path) -> dict[str, float]:
+    """Bytes between the trainer's process and workers, both ways; `besides` those of generations."""
+    last = lines(run)[-1]
+    told = {name: last[f"perf/workers/bytes_{name}"] for name in ("sent", "received", "of_generation")}
+    return {**told, "besides": told["sent"] + told["received"] - told["of_generation"]}
+
+
+@pytest.mark.parametrize("fault", ["row_worker.written:6", "row_worker.judged:2"])
+@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
+def test_a_worker_that_dies_between_writing_and_telling_costs_no_row_and_trains_none_twice(
+    cluster: Any, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every life of a worker ends by kill -9 when it has written columns (or scores) that nobody heard of yet."""
+    monkeypatch.setenv("UNDERSTUDY_FAULT", fault)
+    for _ in range(2):
+        cluster.add_node(num_cpus=3, object_store_memory=STORE)
+    monkeypatch.delenv("UNDERSTUDY_FAULT")
+    steps, small = 3, {"max_new_tokens": 6, "workers": 2}
+    table = ranks_recipe(tmp_path / "run", steps, **on_two_nodes(cluster, rollout=small))
+    run = understudy.train(table, progress=False)
+    log = (run.dir / "logs" / "trainer.log").read_text()
+    what = "errand score" if "judged" in fault else "_0_0"
+    assert f"{what} is begun again" in log, "somebody died"
+    report = audit(run.dir / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)
+    whole = understudy.train(ranks_recipe(tmp_path / "whole", steps, rollout=small), progress=False)
+    assert figures(run.dir) == figures(whole.dir), "a death changes no bit"
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
+def test_a_killed_trainer_finds_the_rows_its_workers_wrote(cluster: Any, tmp_path: Path) -> None:
+    """Groups, rewards of a worker's own and rows by arrival: what was announced is in the run directory, and is trained once."""
+    for _ in range(2):
+        cluster.add_node(num_cpus=3, object_store_memory=STORE)
+    steps, rows = 24, 16
+    table = ranks_recipe(
+        tmp_path / "run",
+        steps,
+        **on_two_nodes(cluster, rollout={"max_new_tokens": 6, "workers": 2, "n": 2}),
+        trainer={"mode": "fully_async", "max_staleness": 1, "checkpoint_every": 3},
+        run={"determinism": "fast"},
+    )
+    table["data"]["reward"] = "understudy.rollout.reward:exact_match"
+    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=60)
+    assert any((tmp_path / "run" / "dataplane" / "spill").glob("*.seg"))
+    again = start_cli("resume", str(tmp_path / "run"), "--quiet")
+    output, _ = again.communicate(timeout=400)
+    assert again.returncode == 0, output[-3000:]
+    run = tmp_path / "run"
+    assert len(lines(run)) == steps
+    report = audit(run / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (rows * steps, 0)
+    last = lines(run)[-1]
+    assert last["perf/workers/rows_judged_here"] == 0
+    assert "critic/score/mean" in last and last["perf/workers/bytes_received"] > 0
+    left = [path for path in (run / "dataplane" / "spill").glob("*.seg") if path.stat().st_size]
+    assert len(left) <= 12, "segments of trained rows are gone"
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
+def test_a_run_outlives_the_node_of_its_workers(cluster: Any, tmp_path: Path) -> None:
+    """Whoever else was there (a teacher, a part of the queue) goes with it; the workers come back on another node."""
+    for _ in range(3):
+        cluster.add_node(num_cpus=3, object_store_memory=STORE)
+    steps, small = 30, {"max_new_tokens": 6, "workers": 2}
+    pools = {"loops": {"nodes": 1, "cpus_per_node": 2}}
+    table = ranks_recipe(
+        tmp_path / "run",
+        steps,
+        rollout=small,
+        trainer={"ranks": 1},
+        cluster={
+            "backend": "ray", "address": cluster.address, "pools": pools, "roles": {"workers": "loops"}
+        },
+        dataplane={**QUEUE, "queue_timeout_seconds": 10.0},
+    )  # fmt: skip
+    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+    metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "logs" / "trainer.log"
+    deadline = time.monotonic() + 300
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 4:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.02)
+    pid = int(re.findall(r"process rollout-worker-0 runs on \S+ \(pid (\d+)\)", log.read_text())[-1])
+    cluster.remove_node(node_of(cluster, pid), allow_graceful=False)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output[-3000:]
+    assert log.read_text().count("process rollout-worker-0 runs on") > 1, "on another node"
+    report = audit(tmp_path / "run" / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)
+    whole = ranks_recipe(tmp_path / "whole", steps, rollout=small, trainer={"ranks": 1})
+    assert figures(tmp_path / "run") == figures(understudy.train(whole, progress=False).dir)

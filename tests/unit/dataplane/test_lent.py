@@ -1,0 +1,90 @@
+"""Segments that other processes write: what they announce is read, what they leave behind is deleted, and not before."""
+
+import asyncio
+import gc
+from pathlib import Path
+
+import pytest
+
+from understudy.dataplane.frame import SpillRef
+from understudy.dataplane.lent import LentSegments, SegmentWriter, Written
+from understudy.dataplane.spill import SpillFiles
+
+
+def on_disk(folder: Path) -> list[int]:
+    return sorted(int(path.stem) for path in folder.glob("*.seg"))
+
+
+def test_what_a_writer_appends_is_read_by_the_plane_and_flushed_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    flushes: list[int] = []
+    real = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda file: (flushes.append(file), real(file)))
+    spill = SpillFiles(tmp_path)
+    frames = [[bytes([i]) * (100 + i), bytes([i]) * 3] for i in range(20)]
+
+    async def body() -> list[list[SpillRef]]:
+        writer = SegmentWriter(tmp_path)
+        try:
+            return await asyncio.gather(*(writer.append(7, pair) for pair in frames))
+        finally:
+            writer.close()
+
+    places = asyncio.run(body())
+    assert [[spill.read(ref) for ref in refs] for refs in places] == frames
+    assert len(flushes) <= 2, "one for the first, one for all that came meanwhile"
+
+    async def more() -> SpillRef:
+        writer = SegmentWriter(tmp_path)
+        (ref,) = await writer.append(7, [b"later"])
+        return ref
+
+    ref = asyncio.run(more())
+    assert ref.offset == sum(len(frame) for pair in frames for frame in pair) and spill.read(ref) == b"later"
+
+
+def test_a_segment_stays_until_every_ticket_is_back_and_its_rows_are_committed(tmp_path: Path) -> None:
+    spill = SpillFiles(tmp_path)
+    lent = LentSegments(spill)
+    first, second = lent.take(1), lent.take(1)
+    assert first.number == second.number and lent.take(2).number != first.number
+    before = spill.segment
+    lent.end(1)
+    spill.keep_only((), before + 100)
+    assert first.number in on_disk(tmp_path), "somebody may still announce what lies there"
+    number = first.number
+    sealed = spill.segment
+    del first, second
+    gc.collect()
+    spill.keep_only((), sealed)
+    assert number in on_disk(tmp_path), (
+        "a batch from before the last ticket came back may not know of its rows"
+    )
+    spill.keep_only((number,), spill.segment)
+    assert number in on_disk(tmp_path), "rows refer to it"
+    spill.keep_only((), spill.segment)
+    assert number not in on_disk(tmp_path)
+
+
+def test_full_segments_and_checkpoints_begin_new_ones(tmp_path: Path) -> None:
+    spill = SpillFiles(tmp_path)
+    lent = LentSegments(spill, most_bytes=100)
+    number = lent.take(1).number
+    assert lent.take(1).number == number
+    lent.noted(Written({"x": SpillRef(number, 90, 10, 0), "reward": b"small"}))
+    after = lent.take(1).number
+    assert after > number
+    lent.roll()
+    assert lent.take(1).number == after, "nothing was written there yet"
+    lent.noted(Written({"x": SpillRef(after, 0, 10, 0)}))
+    lent.roll()
+    assert lent.take(1).number > after
+    assert spill.reserve(b"own").segment not in on_disk(tmp_path), "the plane's own frames go elsewhere"
+
+
+def test_a_later_life_never_takes_a_number_that_was_lent(tmp_path: Path) -> None:
+    lent = SpillFiles(tmp_path).lend()
+    assert SpillFiles(tmp_path).segment > lent

@@ -1,0 +1,149 @@
+"""Calls with one row each take short cuts; nothing that can be seen may depend on them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from understudy.dataplane.base import Count, GroupPolicy, Order, RowStatus
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.dataplane.ledger import Ledger, audit
+from understudy.errors import DataPlaneError, LeaseLost
+from understudy.types.batch import BatchMeta
+
+BOUNDS: dict[str, Any] = {"max_rows": 1000, "max_bytes": 2**20, "spill_bytes": 2**16}
+
+
+def row_of(number: int) -> dict[str, Any]:
+    return {"tokens": np.arange(number, dtype=np.int32), "reward": float(number), "note": f"row {number}"}
+
+
+def run(folder: Path, body: Callable[[Any], Awaitable[Any]], **bounds: Any) -> Any:
+    async def whole() -> Any:
+        plane = EmbeddedDataPlane.open(folder, **{**BOUNDS, **bounds})
+        try:
+            return await asyncio.wait_for(body(plane), 20)
+        finally:
+            await plane.close()
+
+    return asyncio.run(whole())
+
+
+async def seen(plane: Any) -> Any:
+    depth = await plane.depth("train", fields=("tokens",))
+    return await plane.list("train"), depth
+
+
+def test_rows_put_one_by_one_are_the_rows_put_together(tmp_path: Path) -> None:
+    keys = [f"{i:02d}_0_0" for i in range(20)]
+    tags = {keys[3]: {"source": "a"}}
+
+    async def one_by_one(plane: Any) -> Any:
+        for i, key in enumerate(keys):
+            await plane.put("train", {key: row_of(i)}, tags={key: tags[key]} if key in tags else None)
+        return await seen(plane)
+
+    async def together(plane: Any) -> Any:
+        await plane.put("train", {key: row_of(i) for i, key in enumerate(keys)}, tags=tags)
+        return await seen(plane)
+
+    assert run(tmp_path / "a", one_by_one) == run(tmp_path / "b", together)
+    assert run(tmp_path / "a", seen) == run(tmp_path / "b", seen), "and so after the journal was read"
+
+
+def test_columns_of_a_row_that_arrived_alone_are_as_written_also_where_they_spill(tmp_path: Path) -> None:
+    async def write(plane: Any) -> None:
+        for i in (5, 400):
+            await plane.put("train", {f"{i}_0_0": row_of(i)})
+
+    async def read(plane: Any) -> None:
+        for i in (5, 400):
+            found = await plane.get(BatchMeta("train", (f"{i}_0_0",)))
+            assert found["tokens"][0].tolist() == list(range(i)) and found["note"] == [f"row {i}"]
+
+    run(tmp_path, write, spill_bytes=1000)
+    assert list((tmp_path / "spill").iterdir())
+    run(tmp_path, read, spill_bytes=1000)
+
+
+@pytest.mark.parametrize("order", Order)
+def test_claims_of_one_row_follow_the_order_and_are_trained_once(tmp_path: Path, order: Order) -> None:
+    keys = ["c_0_0", "a_0_0", "d_0_0", "b_0_0"]
+
+    async def body(plane: Any) -> None:
+        for key in keys:
+            await plane.put("train", {key: row_of(1)})
+        released = await plane.claim("train", 1, order=order)
+        await plane.release(released)
+        for step in range(1, 5):
+            lease = await plane.claim("train", 1, order=order)
+            await plane.ack(lease, step)
+            with pytest.raises(LeaseLost):
+                await plane.ack(lease, step)
+        with pytest.raises(LeaseLost):
+            await plane.put("train", {keys[0]: row_of(1)})
+
+    run(tmp_path, body)
+    expected = sorted(keys) if order is Order.KEY else keys
+    assert [key for _, key in Ledger.read(tmp_path).trained_keys("train")] == expected
+    report = audit(tmp_path)
+    assert report.balanced and report.trained == 4 and report.in_flight == 0
+
+
+def test_a_claim_of_one_does_not_split_a_group(tmp_path: Path) -> None:
+    async def body(plane: Any) -> None:
+        await plane.issue("train", ["p_0_0", "p_1_0"], step=1, group=GroupPolicy.TRAIN_REST)
+        for key in ("p_0_0", "p_1_0", "q_0_0"):
+            await plane.put("train", {key: row_of(2)})
+        with pytest.raises(DataPlaneError, match="cannot hold the next group"):
+            await plane.claim("train", 1)
+        group = await plane.claim("train", 1, count=Count.GROUPS)
+        assert group.meta.keys == ("p_0_0", "p_1_0")
+        assert (await plane.claim("train", 1)).meta.keys == ("q_0_0",)
+        await plane.release(group)
+        await plane.ack(await plane.claim("train", 1, count=Count.GROUPS), 1)
+
+    run(tmp_path, body)
+
+
+def test_a_row_whose_status_changed_under_a_lease_leaves_the_line_with_its_ack(tmp_path: Path) -> None:
+    """Written as running again, it is worth waiting for in key order; once trained it must not be waited for."""
+
+    async def body(plane: Any) -> None:
+        await plane.put("train", {"a_0_0": row_of(1)})
+        lease = await plane.claim("train", 1, order=Order.KEY)
+        await plane.put("train", {"a_0_0": {"more": 1.0}}, status=RowStatus.RUNNING)
+        await plane.put("train", {"b_0_0": row_of(1)})
+        await plane.ack(lease, 1)
+        assert (await plane.claim("train", 1, order=Order.KEY, timeout=5)).meta.keys == ("b_0_0",)
+
+    run(tmp_path, body)
+
+
+def test_every_claim_sees_a_row_that_another_kind_of_claim_gave_back(tmp_path: Path) -> None:
+    async def body(plane: Any) -> None:
+        await plane.put("train", {"a_0_0": row_of(1)})
+        for fields, order in ((("tokens",), Order.KEY), ((), Order.ARRIVAL), (("reward",), Order.KEY)):
+            lease = await plane.claim("train", 1, fields=fields, order=order, timeout=5)
+            assert (await plane.depth("train")).ready == 0
+            await plane.release(lease)
+            assert (await plane.depth("train")).ready == 1
+
+    run(tmp_path, body)
+
+
+def test_keys_of_any_script_are_counted_once(tmp_path: Path) -> None:
+    keys = ['ключ"_0_0', "鍵\\_0_0", "emoji 🙂_0_0"]
+
+    async def body(plane: Any) -> None:
+        for key in keys:
+            await plane.put("train", {key: row_of(1)})
+        await plane.ack(await plane.claim("train", 3), 1)
+
+    run(tmp_path, body)
+    assert [key for _, key in Ledger.read(tmp_path).trained_keys("train")] == keys and audit(
+        tmp_path
+    ).balanced

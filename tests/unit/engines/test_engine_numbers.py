@@ -1,0 +1,28 @@
+"""Numbers that are none do not leave the engine as if they were."""
+
+import asyncio
+
+import pytest
+import torch
+from engine_models import engine_over, make_model, make_requests
+
+from understudy.engines.base import Sampling
+from understudy.engines.hf import Layout
+from understudy.errors import EngineError
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_weights_that_are_no_numbers_are_told_by_the_first_answer(layout: Layout, temperature: float) -> None:
+    model = make_model("qwen3-16")
+    requests = make_requests(3, Sampling(4, temperature=temperature))
+
+    async def body() -> None:
+        async with engine_over(model, layout=layout) as engine:
+            assert len(await engine.generate(requests)) == 3
+            with torch.no_grad():
+                model.model.norm.weight[3] = torch.nan
+            with pytest.raises(EngineError, match=r"row-0 was answered .* no numbers"):
+                await engine.generate(requests)
+
+    asyncio.run(body())

@@ -1,0 +1,104 @@
+"""A step that met a full GPU is taken again with smaller micro-batches, as long as nothing was touched."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from learning_rig import assert_same_weights, batch_of, recipe_of, system_of
+from rich.console import Console
+
+from understudy.observability.live import LiveView
+from understudy.trainers.update import learn
+from understudy.trainers.usage import usage_metrics
+from understudy.types.loss import LossInputs, LossOutput, StudentHead
+
+FULL = "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 139.80 GiB."
+
+
+class SmallGpu:
+    """An objective whose backward would not fit above a number of loss-bearing tokens in one pass."""
+
+    def __init__(self, objective: Any, fits: int) -> None:
+        self._objective, self._fits = objective, fits
+        self.passes: list[int] = []
+
+    def __call__(self, head: StudentHead, inputs: LossInputs) -> LossOutput:
+        output: LossOutput = self._objective(head, inputs)
+        self.passes.append(len(output.per_token_N))
+        if self.passes[-1] > self._fits:
+            raise torch.OutOfMemoryError(FULL)
+        return output
+
+
+def small_gpu_system(tokens: int, fits: int, **changes: Any) -> tuple[Any, io.StringIO]:
+    system = system_of(recipe_of(trainer={"micro_batch_tokens": tokens}))
+    told = io.StringIO()
+    system.view = LiveView(0, console=Console(file=told, width=400))
+    system.objective = SmallGpu(system.objective, fits)
+    for name, value in changes.items():
+        setattr(system, name, value)
+    return system, told
+
+
+def usage_of(system: Any, result: Any) -> dict[str, float]:
+    system.far_rows = system.row_workers = system.far_scoring = None
+    return usage_metrics(system, result, 1.0)
+
+
+def test_it_halves_until_it_fits_says_so_once_and_keeps_to_it() -> None:
+    batch = batch_of()
+    system, told = small_gpu_system(tokens=64, fits=12)
+    result = learn(system, batch)
+    assert max(system.objective.passes[-result.micro_batches :]) <= 12 < system.objective.passes[0]
+    assert system.micro_batches.most_tokens in (32, 16)
+    assert usage_of(system, result)["perf/micro_batch_tokens"] == system.micro_batches.most_tokens
+    assert told.getvalue().count("the GPU's memory was full with micro-batches of 64 tokens") == 1
+    plain = system_of(recipe_of(trainer={"micro_batch_tokens": 64}))
+    expected = learn(plain, batch)
+    assert result.loss == pytest.approx(expected.loss, abs=1e-6)
+    assert_same_weights(system.policy.model, plain.policy.model)
+
+    passes = len(system.objective.passes)
+    second = learn(system, batch_of(seed=1))
+    assert len(system.objective.passes) - passes == second.micro_batches, "the second step starts small"
+    assert told.getvalue().count("the GPU's memory was full") == 1
+
+
+def test_a_run_with_room_keeps_what_the_recipe_says() -> None:
+    system, told = small_gpu_system(tokens=64, fits=10_000)
+    result = learn(system, batch_of())
+    assert usage_of(system, result)["perf/micro_batch_tokens"] == 64 and not told.getvalue()
+
+
+def test_a_row_that_does_not_fit_alone_ends_the_run_with_the_weights_as_they_were() -> None:
+    system, told = small_gpu_system(tokens=20, fits=1)
+    before = {name: value.clone() for name, value in system.policy.model.state_dict().items()}
+    with pytest.raises(torch.OutOfMemoryError):
+        learn(system, batch_of())
+    assert all(torch.equal(value, before[name]) for name, value in system.policy.model.state_dict().items())
+    assert system.policy.step == 0 and system.micro_batches.most_tokens is None and not told.getvalue()
+
+
+def test_a_run_that_repeats_to_the_bit_stops_instead() -> None:
+    system, _ = small_gpu_system(tokens=64, fits=12, deterministic=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        learn(system, batch_of())
+    assert len(system.objective.passes) == 1
+
+
+def test_memory_that_ends_in_the_optimizer_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some weights may be new by then."""
+    system, _ = small_gpu_system(tokens=64, fits=10_000)
+    calls = []
+
+    def full(*_: Any) -> None:
+        calls.append(1)
+        raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr(system.policy.optimizer, "step", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        learn(system, batch_of())
+    assert len(calls) == 1

@@ -1,0 +1,183 @@
+"""An engine may give its modules other code; the modules that are trained keep theirs, and share no more than tensors with them."""
+
+import asyncio
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from understudy.assets import quickstart_model
+from understudy.config import Recipe, parse_recipe
+from understudy.engines import decode_attention, hf
+from understudy.engines.base import Sampling
+from understudy.engines.fused_decode import fuse_decoding
+from understudy.engines.fused_norm import fuse_norms
+from understudy.engines.hf import HFEngine, sharing_copy
+from understudy.engines.slots import SlotPool
+from understudy.errors import EngineError
+from understudy.policy.attention import VARLEN
+from understudy.policy.forward import attention_for
+from understudy.policy.microbatch import Layout
+from understudy.policy.policy import Policy, PolicySettings
+from understudy.trainers.engines import open_engine, publisher_of
+from understudy.trainers.gather import Lane
+from understudy.trainers.lending import lender_of
+from understudy.trainers.loading import LoadedModel, load_model
+from understudy.weights.in_process import CopiedWeights, SharedWeights
+
+
+class Silent:
+    def phase(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines on the host take slots and put the decode kernels into their modules."""
+    monkeypatch.setattr(hf, "KERNEL_DEVICES", {"cpu"})
+    monkeypatch.setattr(decode_attention, "kernel_fits", lambda *_: True)
+    yield
+
+
+@pytest.fixture
+def student() -> LoadedModel:
+    return load_model(str(quickstart_model("student")), device="cpu")
+
+
+RECIPE: Recipe = parse_recipe(
+    {
+        "student": {"model": "s"},
+        "teachers": {"t": {"model": "m"}},
+        "data": {"train": "d.jsonl"},
+        "rollout": {"max_batch": 4},
+    }
+)
+
+
+def opened(student: LoadedModel, *, shared: bool) -> HFEngine:
+    engine = asyncio.run(
+        open_engine(RECIPE, student, None, Silent(), shared=shared, deterministic=True)  # type: ignore[arg-type]
+    )
+    assert isinstance(engine, HFEngine)
+    return engine
+
+
+def own_code(model: Any) -> list[str]:
+    """Modules that run something else than their class says."""
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+def test_an_engine_shares_tensors_with_the_trained_model_and_never_modules(
+    student: LoadedModel, shared: bool
+) -> None:
+    engine = opened(student, shared=shared)
+    policy = Policy(student.model, PolicySettings())
+    publisher = publisher_of(RECIPE, policy, engine, shared=shared)
+    assert isinstance(publisher, SharedWeights if shared else CopiedWeights)
+    assert own_code(engine._model) and not own_code(policy.model), "the kernels belong to the engine"
+    theirs = {id(module) for module in policy.model.modules()}
+    assert not theirs & {id(module) for module in engine._model.modules()}
+    assert engine._model.config is not policy.model.config
+    trained, used = dict(policy.model.named_parameters()), dict(engine._model.named_parameters())
+    assert trained.keys() == used.keys()
+    assert all((trained[name].data_ptr() == used[name].data_ptr()) is shared for name in trained)
+    assert all(module.training for module in policy.model.modules())
+    assert not any(module.training for module in engine._model.modules())
+
+
+def test_the_engine_a_trainer_lends_has_modules_of_its_own(student: LoadedModel) -> None:
+    policy = Policy(student.model, PolicySettings())
+    lending = RECIPE.model_copy(update={"trainer": RECIPE.trainer.model_copy(update={"lend_after": 1.0})})
+    system: Any = SimpleNamespace(
+        recipe=lending,
+        policy=policy,
+        sampling=Sampling(4, student.stop_ids),
+        renderer=SimpleNamespace(context=student.context),
+        engine_lane=Lane("generate", None, 4),  # type: ignore[arg-type]
+    )
+    lender = lender_of(system)
+    assert lender is not None and isinstance(lender.here, HFEngine)
+    assert own_code(lender.here._model) and not own_code(policy.model)
+    assert lender.here._shares(policy.model)
+
+
+def test_whoever_trains_an_engines_modules_is_stopped_at_the_first_step(student: LoadedModel) -> None:
+    """What went unnoticed once: an engine made over the very modules that are trained."""
+    student.engine(max_batch=4)
+    model = student.model.train()
+    with pytest.raises(EngineError, match="generates only"):
+        model(input_ids=torch.arange(3, 9)[None])
+    for layer in model.model.layers:  # wherever a gradient begins
+        with pytest.raises(EngineError, match="generates only"):
+            layer.mlp(torch.zeros(1, 2, model.config.hidden_size))
+        with pytest.raises(EngineError, match="generates only"):
+            layer.self_attn(torch.zeros(1, 2, model.config.hidden_size))
+
+
+@pytest.mark.parametrize("fuse", [fuse_norms, fuse_decoding])
+def test_a_model_in_training_is_given_no_kernels(student: LoadedModel, fuse: Any) -> None:
+    assert student.model.training
+    with pytest.raises(EngineError, match="training mode"):
+        fuse(student.model)
+    assert not own_code(student.model)
+    assert fuse(student.model.eval()) > 0 and own_code(student.model)
+
+
+def test_a_copy_of_an_engines_model_runs_its_own_modules(student: LoadedModel) -> None:
+    """A function that remembers its module would go on with the original's after a copy."""
+    model = student.model.eval()
+    fuse_norms(model)
+    fuse_decoding(model)
+    for twin in (copy.deepcopy(model), sharing_copy(model)):
+        for name in own_code(twin):
+            module = twin.get_submodule(name)
+            assert module.forward.__self__ is module
+
+
+def test_the_trainers_attention_is_not_the_engines(student: LoadedModel) -> None:
+    """The trainer changes its attention for every update, while an engine's thread may be in the midst of a step."""
+    engine, copied = opened(student, shared=True), opened(student, shared=False)
+    before = engine._model.config._attn_implementation
+    with attention_for(student.model, Layout.PACKED):
+        assert student.model.config._attn_implementation == VARLEN
+        assert {one._model.config._attn_implementation for one in (engine, copied)} == {before}
+    for one in (engine, copied):
+        one._model.set_attn_implementation("eager")
+    assert student.model.config._attn_implementation == before
+
+
+def test_sharing_twice_keeps_the_one_pool(student: LoadedModel) -> None:
+    """A second pool beside the first may not fit, and the engine would fall back to the slow layout."""
+    engine = opened(student, shared=True)
+    pool = engine._pool
+    assert pool is not None
+    engine.share_parameters_with(student.model)
+    assert engine._pool is pool
+    other = load_model(str(quickstart_model("student")), device="cpu").model
+    engine.share_parameters_with(other)
+    assert engine._pool is not pool
+    assert next(engine._model.parameters()) is next(other.parameters())
+
+
+def test_recorded_steps_are_forgotten_when_a_weight_moves(student: LoadedModel) -> None:
+    engine = opened(student, shared=True)
+    pool = engine._pool
+    assert isinstance(pool, SlotPool)
+
+    def publish(version: int) -> None:
+        asyncio.run(engine.update_weights(version, ()))
+
+    pool._steps[4] = object()  # type: ignore[assignment]  # stands for a recorded step
+    weight = student.model.model.norm.weight
+    with torch.no_grad():
+        weight.mul_(2.0)
+    publish(1)
+    assert pool._steps, "writing into a weight leaves it where it is"
+    weight.data = weight.data.clone()
+    publish(2)
+    assert not pool._steps, "a graph would have read the memory it lay in before"
