@@ -30,5 +30,5 @@ def _teachers_start_early(request: pytest.FixtureRequest, teachers: Teachers) ->
     """They load while tests that need none are running."""
     for item in request.session.items:
         settings = getattr(item, "callspec", None)
-        if settings is not None and "name" in settings.params:
+        if settings is not None and {"name", "device"} <= settings.params.keys():
             teachers.start(settings.params["device"])

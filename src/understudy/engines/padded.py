@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from understudy.engines import kv
-from understudy.engines.last_layer import last_layer_of
 from understudy.engines.writing import Row, RowBatch, Writing
 
 
@@ -33,11 +32,9 @@ class PaddedBatch:
         positions_BT = np.maximum(np.arange(self._width) - self._pad_B[:, None], 0)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.cache: Cache = kv.new_cache(layers, self._width, most=self._mask_BT.shape[1])
-        newest_B = torch.arange(1, len(rows) + 1, device=device) * self._width - 1
-        with last_layer_of(model.get_decoder()).read_only_at(newest_B, tokens_BT.size):
-            self.logits_BV = self._forward(
-                torch.from_numpy(tokens_BT).to(device), torch.from_numpy(positions_BT).to(device)
-            )
+        self.logits_BV = self._forward(
+            torch.from_numpy(tokens_BT).to(device), torch.from_numpy(positions_BT).to(device)
+        )
 
     def _lay_out(self) -> None:
         """Mask and positions of the rows as they are now."""

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from understudy.engines.last_layer import LastLayer
 from understudy.errors import PolicyError
 from understudy.policy.assemble import MicroBatch
 from understudy.policy.attention import VARLEN
@@ -45,7 +44,6 @@ class StudentForward(nn.Module):
         self.model = model
         self.facts = head_facts(model)
         self.temperature = temperature
-        self.last = LastLayer(body_of(model))
 
     def forward(
         self,
@@ -61,13 +59,10 @@ class StudentForward(nn.Module):
     def hidden(self, micro: MicroBatch) -> torch.Tensor:
         """hidden_NH: after the final norm, at the positions that predict the loss-bearing tokens."""
         body = body_of(self.model)
-        # A checkpointed layer runs again in the backward pass, where nothing would be left out.
-        whole = getattr(self.model, "is_gradient_checkpointing", False)
-        with nullcontext() if whole else self.last.read_only_at(micro.predict_N, micro.ids.numel()):
-            if micro.layout is Layout.PADDED:
-                states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
-            else:
-                states = packed_states(body, micro.ids, micro.lengths)
+        if micro.layout is Layout.PADDED:
+            states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
+        else:
+            states = packed_states(body, micro.ids, micro.lengths)
         return states.reshape(-1, states.shape[-1]).index_select(0, micro.predict_N)
 
 

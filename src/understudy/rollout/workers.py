@@ -211,14 +211,24 @@ class LoopWorkers:
     async def _channel(self, index: int) -> _Channel:
         async with self._starting[index]:
             channel = self._channels[index]
-            if channel is None or not channel.alive:
+            if channel is not None and channel.alive:
+                return channel
+            if self._left_out_until[index] > time.monotonic():
+                raise _LeftOutError
+            try:
                 line = await self._open_line(index)
                 fresh = _Channel(
                     line, f"rollout worker {index}", next(self._lives), self.traffic, self._ended
                 )
                 await fresh.begin(self._setup)
-                channel = self._channels[index] = fresh
-            return channel
+            except UnderstudyError:
+                self._in_vain[index] += 1
+                pause = _FIRST_PAUSE_SECONDS * 2 ** (self._in_vain[index] - 1)
+                self._left_out_until[index] = time.monotonic() + min(pause, _LONGEST_PAUSE_SECONDS)
+                raise
+            self._in_vain[index] = 0
+            self._channels[index] = fresh
+            return fresh
 
     def _ended(self, life: int) -> None:
         if self._tickets is not None:

@@ -15,7 +15,6 @@ from enum import StrEnum
 import numpy as np
 import torch
 
-from understudy.engines.last_layer import LastLayer
 from understudy.errors import TeacherError
 from understudy.teacher import varlen
 from understudy.teacher.model import FrozenModel
@@ -61,7 +60,6 @@ class Body:
         self._groups = varlen.takes_groups(
             frozen.device, next(frozen.model.parameters()).dtype, *_heads(frozen)
         )
-        self._last = LastLayer(frozen.body)
         varlen.register()
 
     def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
@@ -119,14 +117,9 @@ class Body:
     ) -> torch.Tensor:
         self._use_attention(self._own_attention)
         padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, rows)
-        places_P = self.to_device(
-            np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
-        )
-        with self._last.read_only_at(places_P, padded_BL.size):
-            hidden_BLH = self.frozen.body(
-                input_ids=self.to_device(padded_BL), use_cache=False
-            ).last_hidden_state
-        return hidden_BLH.flatten(0, 1)[places_P]
+        hidden_BLH = self.frozen.body(input_ids=self.to_device(padded_BL), use_cache=False).last_hidden_state
+        places_P = np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
+        return hidden_BLH.flatten(0, 1)[self.to_device(places_P)]
 
     def _packed_states(
         self,

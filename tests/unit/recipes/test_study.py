@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from study import points_of
-from study_draw import curve, draw, seconds_of, table
+from study_draw import curve, draw, step_seconds, table
 from study_jobs import METHODS, Job, Task, command, metrics_of, read_lines
 from understudy.config import load_recipe
 
@@ -70,7 +70,10 @@ def test_a_curve_has_only_steps_that_every_seed_reached() -> None:
     ]
     assert list(curve(runs, "accuracy")) == [0, 5]
     timing = {"k1": {"step_seconds": 2.0}, "sft-teacher": {"step_seconds": 1.0, "answer_seconds": 0.5}}
-    assert seconds_of(timing, "k1", 5) == 10.0 and seconds_of(timing, "sft-teacher", 1) == 1.0 + 128 * 0.5
+    assert step_seconds(timing, runs) == 2.0
+    assert step_seconds(timing, [{"method": "sft-teacher", "steps": []}]) == 1.0 + 128 * 0.5
+    clocks = [{"time/step": 3.0}, {}, {"time/step": 5.0}, {"time/step": 4.0}]
+    assert step_seconds({}, [{"method": "k1", "steps": clocks}]) == 4.0
     (row,) = table({"runs": runs}, timing)[2:]
     assert "| 2 | 640 | 50.5% ± 0.7% | 1.000 ± 0.000 |" in row and row.endswith("| 2.00 | 10 |")
     assert table({"runs": runs}, None)[2].endswith("| 1.000 ± 0.000 |")
