@@ -27,7 +27,8 @@ from transformers import AttentionInterface
 
 log = logging.getLogger(__name__)
 
-NAME = "understudy_varlen"
+NAME = "understudy_scoring"
+"""Its own: the policy registers another function for packed rows, and both may live in one process."""
 MAX_FLASH_HEAD = 256
 MAX_GROUPED_HEAD = 128
 HOPPER = 9

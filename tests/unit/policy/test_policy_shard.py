@@ -76,8 +76,7 @@ def test_a_batch_smaller_than_the_ranks_works(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     expected = train(None, str(tmp_path / "alone"), steps=2, rows=1)
     for lines in on_ranks(2, tmp_path, "train", steps=2, rows=1):
-        # Losses agree to 4e-6. Adam's first step takes tiny gradients for large ones, so one of its logprobs is off by 1.02e-5.
-        assert_same(lines, expected, 2e-5)
+        assert_same(lines, expected, 1e-5)
 
 
 def test_a_run_moves_between_rank_counts(tmp_path: Path) -> None:
@@ -215,7 +214,7 @@ def near(steps: int = 3) -> list[float]:
 
 def test_ranks_told_of_rows_by_name_fetch_their_own_and_no_others(tmp_path: Path) -> None:
     (losses, sent, mine, brought), theirs = on_ranks(2, tmp_path, "rows_by_name")
-    assert losses == pytest.approx(near(), abs=1e-5, rel=1e-6) and not brought
+    assert losses == pytest.approx(near(), abs=1e-5) and not brought
     batch = varied_batch()
     lengths = batch.tokens.lengths.tolist()
     shares = deal_rows(range(len(batch)), lengths, batch.keys, 2)
@@ -231,9 +230,7 @@ def test_ranks_told_of_rows_by_name_fetch_their_own_and_no_others(tmp_path: Path
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_cannot_fetch_is_handed_its_rows(tmp_path: Path, who: int) -> None:
     (losses, _, mine, brought), theirs = on_ranks(2, tmp_path, "rows_by_name", fails_on=who)
-    assert losses == pytest.approx(near(), abs=1e-5, rel=1e-6), (
-        "from the fourth command on by the leader's own copy"
-    )
+    assert losses == pytest.approx(near(), abs=1e-5), "from the fourth command on by the leader's own copy"
     assert len(brought) == 6 and len((mine, theirs)[who]) == 9
     expected = "the queue is gone" if who == 0 else "1 other rank(s) cannot use their rows"
     assert set(brought) == {expected}

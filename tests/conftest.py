@@ -1,0 +1,25 @@
+"""What one test leaves behind in its process does not move another test's numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def numbers_as_in_a_fresh_process() -> Iterator[None]:
+    """A run inside the test's process sets threads and determinism for good. And torch switches oneDNN off, for the rest of the
+    process and for all dtypes, when it cannot do a bfloat16 product on this CPU: float32 sums then end in other last digits."""
+    torch = sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch is not None else None
+    yield
+    if torch is None:
+        return
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+    if not torch.backends.mkldnn.enabled:
+        torch.backends.mkldnn.enabled = True
