@@ -9,6 +9,9 @@ size of batch. The pool holds `max_length` columns for every slot: memory is tak
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,10 +187,27 @@ class SlotPool:
             run()
         own.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=own, capture_error_mode="thread_local"):
+        with (
+            nothing_collected(),
+            torch.cuda.graph(graph, pool=self._memory, stream=own, capture_error_mode="thread_local"),
+        ):
             run()
         self._memory = self._memory or graph.pool()
         return graph
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Garbage may hold graphs of an engine that is gone. Python collects when it likes, in whichever thread it is; a graph destroyed in
+    the thread that is recording ends the recording, and with it every later use of the device's random numbers."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Step:

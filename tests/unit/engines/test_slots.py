@@ -1,9 +1,12 @@
 """Rows in slots: the same tokens as rows padded to one length, and the kernel equals its plain twin."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
+import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from understudy.engines.decode_attention import kernel_fits, slot_attention, slo
 from understudy.engines.fused_norm import rms_norm
 from understudy.engines.hf import Layout
 from understudy.engines.schedule import Batching
-from understudy.engines.slots import MODEL_TYPES, SlotPool
+from understudy.engines.slots import MODEL_TYPES, SlotPool, nothing_collected
 from understudy.errors import EngineError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -89,7 +92,7 @@ def test_a_row_that_has_filled_its_slot_writes_nowhere_else(device: str) -> None
     model = make_model("qwen3-16").to(device)
     pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device))
     full, other = torch.tensor([0, 2], device=device), torch.tensor([1], device=device)
-    with torch.inference_mode():
+    with torch.inference_mode(), a_stream_of_its_own(device):
         step = pool.step_for(2)
         step.place(full, torch.tensor([6, 7], device=device))
         for _ in range(5):
@@ -97,6 +100,61 @@ def test_a_row_that_has_filled_its_slot_writes_nowhere_else(device: str) -> None
     assert step._places.lengths_B[:2].tolist() == [7, 7]
     for layer in pool._layers:
         assert not layer.keys[other].any() and not layer.values[other].any()
+
+
+def a_stream_of_its_own(device: str) -> AbstractContextManager[Any]:
+    """As an engine has; graphs are not recorded on the default one."""
+    return nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
+
+
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self, held: object) -> None:
+        self.held, self.itself = held, self
+
+
+def test_nothing_is_collected_while_a_step_is_recorded() -> None:
+    class Old: ...
+
+    before, during = Old(), Old()
+    fates = [weakref.ref(before), weakref.ref(during)]
+    Cycle(before)
+    del before
+    with nothing_collected():
+        assert fates[0]() is None, "what was garbage already goes first"
+        Cycle(during)
+        del during
+        for _ in range(3 * gc.get_threshold()[0]):  # more than enough to call the collector
+            [].append([])
+        assert fates[1]() is not None
+    assert gc.isenabled()
+    gc.collect()
+    assert fates[1]() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_of_an_engine_that_is_gone_do_not_end_a_recording() -> None:
+    model = make_model("qwen3-16").to("cuda")
+    with torch.inference_mode(), a_stream_of_its_own("cuda"):
+
+        def recorded() -> SlotPool:
+            pool = SlotPool(model, slots=3, max_length=8, device=torch.device("cuda"))
+            pool.step_for(2)
+            return pool
+
+        Cycle(recorded())
+        thresholds = gc.get_threshold()
+        gc.set_threshold(1, 1, 1)
+        try:
+            step = recorded().step_for(2)
+        finally:
+            gc.set_threshold(*thresholds)
+        step.run(torch.tensor([5, 6], device="cuda"))
+    assert torch.randn(3, device="cuda").isfinite().all(), (
+        "random numbers are not left in the middle of a recording"
+    )
 
 
 @needs_triton

@@ -171,18 +171,19 @@ def test_a_teachers_verdict_is_that_of_plain_transformers(device: str, tmp_path:
     scorer = Scorer("t", load_frozen(str(tmp_path), dtype=str(dtype).removeprefix("torch."), device=device))
     scorer.warm_up()
     scores = scorer.score(request_of(items)).split()
-    exact, errors = teacher.float(), []
-    for item, score in zip(items, scores, strict=True):
+    rounded = [plain_logprobs(teacher, item.tokens)[item.positions - 1] for item in items]
+    exact, errors, rounding = teacher.float(), [], []
+    for item, score, rounded_PV in zip(items, scores, rounded, strict=True):
         plain_PV = plain_logprobs(exact, item.tokens)[item.positions - 1]
         assert score.ids is not None and score.logprobs is not None
-        errors.append(
-            plain_PV.gather(1, torch.from_numpy(score.ids).long()) - torch.from_numpy(score.logprobs)
-        )
-        errors.append(plain_PV.topk(K).values - torch.from_numpy(score.logprobs))
-    error = torch.cat(errors).abs()
-    assert error.mean() < (1e-5 if device == "cpu" else 0.02) and error.max() < (
-        1e-4 if device == "cpu" else 0.15
-    )
+        ids_PK, found_PK = torch.from_numpy(score.ids).long(), torch.from_numpy(score.logprobs)
+        errors += [plain_PV.gather(1, ids_PK) - found_PK, plain_PV.topk(K).values - found_PK]
+        rounding.append((plain_PV - rounded_PV).gather(1, ids_PK))
+    error, own = torch.cat(errors).abs(), torch.cat(rounding).abs()
+    if device == "cpu":
+        assert error.mean() < 1e-5 and error.max() < 1e-4
+    else:  # no further from float32 than transformers' own bfloat16 pass over one sequence at a time
+        assert error.mean() < 1.1 * own.mean() and error.max() < 1.5 * own.max()
 
 
 @pytest.mark.parametrize("device", DEVICES)
