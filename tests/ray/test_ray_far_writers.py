@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ray_runs import QUEUE, STORE, figures, lines, node_of, ranks_recipe
 
@@ -93,6 +94,47 @@ def test_a_worker_that_dies_between_writing_and_telling_costs_no_row_and_trains_
     assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)
     whole = understudy.train(ranks_recipe(tmp_path / "whole", steps, rollout=small), progress=False)
     assert figures(run.dir) == figures(whole.dir), "a death changes no bit"
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
+def test_a_worker_that_stops_and_goes_on_when_it_was_replaced_changes_nothing(
+    cluster: Any, tmp_path: Path
+) -> None:
+    """SIGSTOP in the middle of its rows, its supervisor gone, its rows made again by others; then SIGCONT."""
+    for _ in range(2):
+        cluster.add_node(num_cpus=3, object_store_memory=STORE)
+    steps, small = 15, {"max_new_tokens": 6, "workers": 2}
+    table = ranks_recipe(tmp_path / "run", steps, **on_two_nodes(cluster, rollout=small))
+    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+    metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "logs" / "trainer.log"
+
+    def steps_done() -> int:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.02)
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    deadline = time.monotonic() + 400
+    while steps_done() < 3:
+        pass
+    pid = int(re.findall(r"process rollout-worker-0 runs on \S+ \(pid (\d+)\)", log.read_text())[-1])
+    stopped = psutil.Process(pid)
+    supervisor = stopped.parent()
+    assert supervisor is not None and "ray::" in " ".join(supervisor.cmdline())
+    stopped.suspend()
+    supervisor.kill()
+    before = steps_done()
+    while steps_done() < before + 3:
+        pass
+    assert stopped.status() == psutil.STATUS_STOPPED, "it is still there"
+    stopped.resume()
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output[-3000:]
+    stopped.wait(30)
+    assert "is begun again" in log.read_text()
+    report = audit(tmp_path / "run" / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)
+    whole = understudy.train(ranks_recipe(tmp_path / "whole", steps, rollout=small), progress=False)
+    assert figures(tmp_path / "run") == figures(whole.dir)
 
 
 @pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])

@@ -21,6 +21,7 @@ import msgspec
 
 from understudy.dataplane.frame import SpillRef
 from understudy.dataplane.spill import SEGMENT_BYTES, SpillFiles
+from understudy.errors import RowsUnreachable
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -30,6 +31,8 @@ class Written(msgspec.Struct, frozen=True):
     """By column: the frame itself where it is small, or where in the run directory it lies."""
     queued: tuple[str, ...] = ()
     """Columns that are in the queue too."""
+    mark: str = ""
+    """Under which name they are there (`marks.py`)."""
 
 
 class Ticket:
@@ -160,6 +163,22 @@ class SegmentWriter:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._files[segment] = (file, os.fstat(file).st_size)
         return self._files[segment]
+
+    async def read(self, refs: Sequence[SpillRef]) -> list[bytes]:
+        """Frames of any segment, whoever wrote it; `RowsUnreachable` where they are not there as they were written."""
+        return await asyncio.to_thread(lambda: [self._read(ref) for ref in refs])
+
+    def _read(self, ref: SpillRef) -> bytes:
+        path = self._folder / f"{ref.segment:08d}.seg"
+        try:
+            with path.open("rb") as file:
+                file.seek(ref.offset)
+                frame = file.read(ref.length)
+        except OSError as error:
+            raise RowsUnreachable(f"{path} cannot be read: {error}") from None
+        if len(frame) != ref.length or zlib.crc32(frame) != ref.crc:
+            raise RowsUnreachable(f"{path} at {ref.offset} holds other bytes than were written")
+        return frame
 
     def close(self) -> None:
         for file, _ in self._files.values():

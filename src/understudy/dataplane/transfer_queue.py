@@ -21,6 +21,7 @@ again and again.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,9 @@ import transfer_queue
 from understudy.dataplane.base import Retain, RowStatus
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.folder import FolderLock
+from understudy.dataplane.frame import SpillRef, decode
 from understudy.dataplane.lent import LentSegments, Written
+from understudy.dataplane.marks import row_of
 from understudy.dataplane.store import Store
 from understudy.dataplane.transfer_queue_link import QueueAddress, QueueLink
 from understudy.dataplane.transfer_queue_shelf import PATIENCE, Shelf
@@ -92,7 +95,8 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         in_queue = [
             name for name in names if rows and all(store.is_best_read_there(row, name) for row in rows)
         ]
-        found = await self.shelf.get(meta.partition, meta.keys, in_queue) if in_queue else None
+        marks = store.marks(rows, in_queue)
+        found = await self.shelf.get(meta.partition, meta.keys, in_queue, marks) if in_queue else None
         if not found:
             return await super().get(meta, names)
         rest = [name for name in names if name not in found]
@@ -121,8 +125,10 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
                 )
             for key, columns in frames.items():
                 if key in home.rows:
-                    store.shelve(home, home.rows[key], dict.fromkeys(columns, 0))
-        return BatchMeta(meta.partition, meta.keys, tuple(fields), meta.tags, meta.extra)
+                    new = [name for name in columns if not store.is_shelved(home.rows[key], name)]
+                    store.shelve(home, home.rows[key], dict.fromkeys(new, 0))
+        marks = store.marks(rows, fields)
+        return BatchMeta(meta.partition, meta.keys, tuple(fields), meta.tags, meta.extra, marks)
 
     # ---- rows whose columns other processes write
 
@@ -130,10 +136,6 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
     def lent(self) -> LentSegments:
         """Which segment of the run directory each of them appends to."""
         return self._store.lent
-
-    def expect(self, partition: str, key: str) -> None:
-        """A process elsewhere is about to write this row; whatever becomes of it, the queue is cleared of it in the end."""
-        self._store.expect(partition, key)
 
     async def adopt(
         self,
@@ -147,8 +149,18 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         self._check()
         return await self._intake.adopt(partition, rows, tags, status)
 
+    async def cells(self, written: Written) -> dict[str, Any]:
+        """Columns that a process elsewhere has written, adopted or not, from the run directory."""
+        spill = self._store.spill
+        return await asyncio.to_thread(
+            lambda: {
+                name: decode(spill.read(cell) if isinstance(cell, SpillRef) else cell)
+                for name, cell in written.cells.items()
+            }
+        )
+
     async def clear_orphans(self) -> int:
-        """Take out of the queue what writers that died left there; how many rows that was."""
+        """Take out of the queue what writers left there that died, or were too late; how many copies of rows that was."""
         found = 0
         for name, home in list(self._store.partitions.items()):
             known = await self.shelf.keys(name)
@@ -168,20 +180,27 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         return self.shelf.link.partition_of(partition_id)
 
     async def keys_of(self, global_indexes: Sequence[int], partition_id: str) -> tuple[str, ...]:
-        return await self.shelf.link.keys_of(global_indexes, partition_id)
+        return tuple(row_of(name) for name in await self.shelf.link.keys_of(global_indexes, partition_id))
 
     async def columnar(self, meta: BatchMeta) -> transfer_queue.BatchMeta:
-        return await self.shelf.link.columnar(meta.partition, meta.keys)
+        return await self.shelf.link.columnar(meta.partition, self._queue_keys(meta))
 
     def keyed(self, meta: BatchMeta) -> transfer_queue.KVBatchMeta:
         """These rows for code that speaks TransferQueue: `tq.kv_batch_get_by_meta(plane.keyed(lease.meta))`."""
         return transfer_queue.KVBatchMeta(
-            keys=list(meta.keys),
+            keys=self._queue_keys(meta),
             tags=[dict(tags) for tags in meta.tags] or [{} for _ in meta.keys],
             partition_id=self.shelf.link.partition_id(meta.partition),
             fields=list(meta.fields),
             extra_info=dict(meta.extra),
         )
+
+    def _queue_keys(self, meta: BatchMeta) -> list[str]:
+        rows = self._home(meta.partition).rows
+        return [
+            self._store.queue_key(rows[key], meta.fields or tuple(rows[key].columns)) if key in rows else key
+            for key in meta.keys
+        ]
 
     async def close(self) -> None:
         """Lets go of the folder, and of the queue's memory."""
@@ -207,7 +226,7 @@ class QueueReader:
         names = tuple(fields or meta.fields)
         if not meta.keys or not names:
             return {}
-        found = await self._link.get(meta.partition, meta.keys, names)
+        found = await self._link.get(meta.partition, meta.keys, names, meta.marks)
         if found is None:
             raise DataPlaneError(
                 f"TransferQueue lacks columns {', '.join(names)} of rows {meta.keys[0]} …: `hand_over` uploads them, and "

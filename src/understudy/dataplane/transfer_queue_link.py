@@ -38,12 +38,14 @@ from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 from understudy.dataplane.frame import decode
+from understudy.dataplane.marks import Marks, by_name
 from understudy.errors import DataPlaneError
 from understudy.types.jagged import Jagged
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+_UNMARKED: Marks = {}
 FRAME_DTYPE = torch.uint8
 _IO_THREADS = 2
 
@@ -148,25 +150,31 @@ class QueueLink:
         await self._run(work())
 
     async def get(
-        self, partition: str, keys: Sequence[str], names: Sequence[str]
+        self, partition: str, keys: Sequence[str], names: Sequence[str], marks: Marks = _UNMARKED
     ) -> dict[str, Jagged | list[Any]] | None:
         """Columns of these rows, in this order; None when the queue lacks a row or a column."""
+        parts = [self._fetched(partition, own, columns) for own, columns in by_name(keys, names, marks)]
+        found: dict[str, Jagged | list[Any] | None] = {}
+        for columns in await self._run(_all_of(parts)):
+            found |= columns
+        if any(found.get(name) is None for name in names):
+            return None
+        return {name: found[name] for name in names}  # type: ignore[misc]
 
-        async def work() -> dict[str, Jagged | list[Any]] | None:
-            meta = await self._client.async_kv_retrieve_meta(
-                list(keys), self.partition_id(partition), create=False
-            )
-            # A key it does not know is left out without a word.
-            if meta.size != len(keys) or not set(names) <= set(meta.field_names):
-                return None
-            try:
-                found = await self._client.storage_manager.get_data(meta.select_fields(list(names)))
-            except transfer_queue.StorageKeyNotFoundError:
-                return None
-            columns = {name: _column(found.get(name)) for name in names}
-            return None if any(column is None for column in columns.values()) else columns  # type: ignore[return-value]
-
-        return await self._run(work())
+    async def _fetched(
+        self, partition: str, keys: Sequence[str], names: Sequence[str]
+    ) -> dict[str, Jagged | list[Any] | None]:
+        meta = await self._client.async_kv_retrieve_meta(
+            list(keys), self.partition_id(partition), create=False
+        )
+        # A key it does not know is left out without a word.
+        if meta.size != len(keys) or not set(names) <= set(meta.field_names):
+            return {}
+        try:
+            found = await self._client.storage_manager.get_data(meta.select_fields(list(names)))
+        except transfer_queue.StorageKeyNotFoundError:
+            return {}
+        return {name: _column(found.get(name)) for name in names}
 
     async def clear(self, partition: str, keys: Sequence[str]) -> None:
         """Rows it does not have are no error."""
@@ -232,6 +240,10 @@ def _units_where_there_is_room() -> Iterator[None]:
         yield
     finally:
         simple_storage_bootstrap.get_node_round_robin_scheduling_strategies = counted_off
+
+
+async def _all_of(parts: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    return await asyncio.gather(*parts)
 
 
 def _plain(info: ZMQServerInfo) -> dict[str, Any]:

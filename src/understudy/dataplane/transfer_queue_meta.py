@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from understudy.dataplane.marks import row_of
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 
@@ -52,7 +53,8 @@ async def named_by(plane: Any, batch: Any) -> BatchMeta:
         if batch.partition_id is None:
             raise DataPlaneError("a KVBatchMeta without partition_id names no rows; set it")
         partition = names.partition_of(batch.partition_id) if names else batch.partition_id
-        keys, fields, tags, extra = batch.keys, batch.fields or (), batch.tags, batch.extra_info or {}
+        keys = tuple(row_of(name) for name in batch.keys)
+        fields, tags, extra = batch.fields or (), batch.tags, batch.extra_info or {}
     else:
         if names is None:
             raise DataPlaneError(
@@ -67,7 +69,7 @@ async def named_by(plane: Any, batch: Any) -> BatchMeta:
         keys = await names.keys_of(batch.global_indexes, partition_id)
         fields, tags, extra = batch.field_names, batch.custom_meta, batch.extra_info
     told = tuple(tags) if len(tags) == len(keys) and any(tags) else ()
-    return BatchMeta(partition, tuple(keys), tuple(fields), told, dict(extra))
+    return BatchMeta(partition, keys, tuple(fields), told, dict(extra))
 
 
 async def in_kind(plane: Any, batch: Any, meta: BatchMeta) -> Any:

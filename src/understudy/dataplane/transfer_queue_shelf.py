@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from understudy.dataplane.frame import FIRST_ARRAY, decode
+from understudy.dataplane.marks import Marks
 from understudy.dataplane.transfer_queue_link import FRAME_DTYPE, QueueLink
 from understudy.types.jagged import Jagged
 
@@ -58,7 +59,7 @@ class Shelf:
         self._worker: asyncio.Task[None] | None = None
 
     async def put(self, partition: str, rows: Mapping[str, Mapping[str, bytes]]) -> bool:
-        """Frames of rows, by key and column. False: the shelf is lost and holds nothing of them."""
+        """Frames of rows, by name in the queue and column. False: the shelf is lost and holds nothing of them."""
         if self.lost is not None:
             return False
         size = sum(len(frame) for columns in rows.values() for frame in columns.values())
@@ -67,19 +68,19 @@ class Shelf:
         return await job.answer
 
     def clear(self, partition: str, keys: Sequence[str]) -> None:
-        """These rows may go, after everything put before."""
+        """What lies under these names may go, after everything put before."""
         if self.lost is None and keys:
             self._enqueue(_Clear(partition, list(keys)))
 
     async def get(
-        self, partition: str, keys: Sequence[str], names: Sequence[str]
+        self, partition: str, keys: Sequence[str], names: Sequence[str], marks: Marks | None = None
     ) -> dict[str, Jagged | list[Any]] | None:
         """Whole columns of these rows; None when something of them is not here."""
         if self.lost is not None:
             return None
         try:
             async with asyncio.timeout(self._patience):
-                found = await self.link.get(partition, keys, names)
+                found = await self.link.get(partition, keys, names, marks or {})
         except Exception as error:
             self._lose(error)
             return None
@@ -89,7 +90,7 @@ class Shelf:
         return found
 
     async def keys(self, partition: str) -> list[str]:
-        """Every row the queue has something of, whoever wrote it; nothing once the shelf is lost."""
+        """Every name the queue has something under, whoever wrote it; nothing once the shelf is lost."""
         if self.lost is not None:
             return []
         try:

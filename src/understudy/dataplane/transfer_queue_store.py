@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from understudy.dataplane.base import Columns, Lease, RowStatus, split_key
@@ -19,11 +19,12 @@ from understudy.dataplane.intake import Frames, Intake, Tags, checked_tags, fram
 from understudy.dataplane.journal_schema import PACK_SHIFT
 from understudy.dataplane.lent import LentSegments, Written
 from understudy.dataplane.loading import Loaded
+from understudy.dataplane.marks import queue_key, row_of
 from understudy.dataplane.partition import Partition
 from understudy.dataplane.rows import Row
 from understudy.dataplane.store import Store
 from understudy.dataplane.transfer_queue_shelf import Shelf
-from understudy.errors import DataPlaneError
+from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta
 
 INLINE_BYTES = 512
@@ -43,8 +44,10 @@ class QueueStore(Store):
         """Columns of this size or more are on disk alone."""
         self._shelved: dict[int, dict[str, int]] = {}
         """By row: columns that can be read from the queue, with the bytes they are counted for."""
-        self._uploaded: dict[str, set[str]] = {}
-        """By partition: every key the queue may know, whatever became of the upload."""
+        self._marks: dict[int, dict[str, str]] = {}
+        """By row: columns that lie there under another name than the row's key."""
+        self._uploaded: dict[str, dict[str, set[str]]] = {}
+        """By partition and key: every name the queue may know of a row, whatever became of the upload."""
         self._on_the_way: Counter[tuple[str, str, str]] = Counter()
         """By partition, key and column: uploads that have not arrived yet."""
         self.lent = LentSegments(self.spill)
@@ -57,18 +60,37 @@ class QueueStore(Store):
         """On the shelf, and not here as well."""
         return self._shelved.get(row.id, {}).get(name, 0) > 0
 
+    def marks(self, rows: Sequence[Row], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Under which names these columns lie in the queue, for those that are not under the rows' own keys."""
+        told = {name: tuple(self._marks.get(row.id, {}).get(name, "") for row in rows) for name in names}
+        return {name: marks for name, marks in told.items() if any(marks)}
+
+    def queue_key(self, row: Row, names: Iterable[str]) -> str:
+        """The one name that these columns of a row lie under."""
+        marks = {self._marks.get(row.id, {}).get(name, "") for name in names}
+        if len(marks) > 1:
+            raise DataPlaneError(
+                f"columns {', '.join(names)} of row {row.key} were written by several processes and lie under "
+                f"{len(marks)} names in the queue; name the columns of one of them, or read with `hand_over` and `QueueReader`"
+            )
+        return queue_key(row.key, marks.pop() if marks else "")
+
     def overwriting(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
         """These columns are about to change: whatever the queue holds in them, now or soon, is not read."""
         for key, columns in frames.items():
             row = home.rows.get(key)
             if row is not None and row.id in self._shelved:
+                marks = self._marks.get(row.id, {})
+                for name in columns:
+                    marks.pop(name, None)
                 size = sum(self._shelved[row.id].pop(name, 0) for name in columns)
                 row.resident -= size
                 self.admission.leave(0, size)
 
     def uploading(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
         """From now on the queue may know these rows, and hold anything in these columns."""
-        self._uploaded.setdefault(home.name, set()).update(frames)
+        for key in frames:
+            self._known(home.name, key).add(key)
         self._on_the_way.update((home.name, key, name) for key, names in frames.items() for name in names)
 
     def uploaded(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
@@ -90,9 +112,8 @@ class QueueStore(Store):
                 shelf[name] = size
                 row.resident += size
 
-    def expect(self, partition: str, key: str) -> None:
-        """Somebody elsewhere is about to upload this row: the queue may know it from now on."""
-        self._uploaded.setdefault(partition, set()).add(key)
+    def _known(self, partition: str, key: str) -> set[str]:
+        return self._uploaded.setdefault(partition, {}).setdefault(key, set())
 
     def write(self, home: Partition, row: Row, frames: dict[str, bytes] | Written, status: RowStatus) -> None:
         if not isinstance(frames, Written):
@@ -131,33 +152,43 @@ class QueueStore(Store):
         self._shelve_adopted(home, row, written)
 
     def _shelve_adopted(self, home: Partition, row: Row, written: Written) -> None:
-        """Count what is in the queue of them; where memory has no room for it, the whole row leaves the queue."""
+        """Count what is in the queue of them; where memory has no room for it, it leaves the queue."""
         if self.shelf is None or self.shelf.lost is not None or not written.queued:
             return
         cells = written.cells
         sizes = {
             name: cell.length if isinstance(cell := cells[name], SpillRef) else 0 for name in written.queued
         }
-        self.expect(home.name, row.key)
-        if self.admission.hold(sum(sizes.values())):
-            self.shelve(home, row, sizes)
-        else:
-            self.overwriting(home, {row.key: list(self._shelved.get(row.id, ()))})
-            self.forget(home.name, [row.key])
+        if not self.admission.hold(sum(sizes.values())):
+            self.disown(home.name, {row.key: written})
+            return
+        # Nobody else ever writes under this name, so whatever else is on its way to this row does not touch it.
+        self._known(home.name, row.key).add(queue_key(row.key, written.mark))
+        self._shelved.setdefault(row.id, {}).update(sizes)
+        self._marks.setdefault(row.id, {}).update(dict.fromkeys(sizes, written.mark))
+        row.resident += sum(sizes.values())
 
-    def orphans(self, home: Partition, keys: Iterable[str]) -> list[str]:
-        """Of the keys the queue has: those whose session is over, or never was. Their writer died before it announced them."""
+    def disown(self, partition: str, rows: Mapping[str, Written]) -> None:
+        """Nobody will read these copies."""
+        if self.shelf is not None:
+            self.shelf.clear(
+                partition, [queue_key(key, written.mark) for key, written in rows.items() if written.queued]
+            )
+
+    def orphans(self, home: Partition, names: Iterable[str]) -> list[str]:
+        """Of the names the queue has: those of rows whose session is over, or never was. Their writer died before it announced
+        them, or came too late."""
         return [
-            key
-            for key in keys
-            if key not in home.rows and "{}_{}_0".format(*split_key(key)[:2]) not in home.rows
+            name
+            for name in names
+            if (key := row_of(name)) not in home.rows
+            and "{}_{}_0".format(*split_key(key)[:2]) not in home.rows
         ]
 
     def forget(self, partition: str, keys: Iterable[str]) -> None:
         """The queue need not hold these rows any more."""
-        known = self._uploaded.get(partition, set())
-        gone = [key for key in keys if key in known]
-        known.difference_update(gone)
+        known = self._uploaded.get(partition, {})
+        gone = [name for key in keys for name in known.pop(key, ())]
         if self.shelf is not None:
             self.shelf.clear(partition, gone)
 
@@ -165,11 +196,13 @@ class QueueStore(Store):
         for partition, keys in self._uploaded.items():
             self.forget(partition, list(keys))
         self._shelved.clear()
+        self._marks.clear()
 
     def _remove(self, home: Partition, rows: list[Row]) -> None:
         super()._remove(home, rows)
         for row in rows:
             self._shelved.pop(row.id, None)
+            self._marks.pop(row.id, None)
         self.forget(home.name, [row.key for row in rows])
 
     def install(self, state: Loaded) -> None:
@@ -209,6 +242,7 @@ class QueueIntake(Intake):
             if store.leases.epoch == epoch and self._takes_work():
                 self._undo(home, frames, held, room)
             raise
+        store.overwriting(home, frames)  # again: somebody elsewhere may have been quicker
         self._write(home, frames, given, status, room)
         for key, sizes in held.items():
             if arrived and key in home.rows:
@@ -224,16 +258,20 @@ class QueueIntake(Intake):
         """`put` of rows whose columns somebody else has written."""
         store, given = self._queue, checked_tags(tags)
         home = store.partition(partition)
-        room = self._look(home, rows, None)
-        if room:
-            await store.admission.admit(room, 0)
-            home = store.partition(partition)
-            try:
-                self._look(home, rows, None)
-            except BaseException:
-                store.admission.leave(room)
-                store.admission.serve()
-                raise
+        try:
+            room = self._look(home, rows, None)
+            if room:
+                await store.admission.admit(room, 0)
+                home = store.partition(partition)
+                try:
+                    self._look(home, rows, None)
+                except BaseException:
+                    store.admission.leave(room)
+                    store.admission.serve()
+                    raise
+        except LeaseLost:
+            store.disown(partition, rows)
+            raise
         self._write(home, rows, given, status, room)  # type: ignore[arg-type]
         await store.journal.durable()
         return BatchMeta(partition, tuple(rows), shared_columns([one.cells for one in rows.values()]))

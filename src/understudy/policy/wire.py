@@ -70,6 +70,7 @@ def far_columns(batch: FarBatch, **others: Jagged | None) -> tuple[dict[str, Any
         "keys": list(batch.keys),
         "fields": list(batch.meta.fields),
         "extra": dict(batch.meta.extra),
+        "marks": _grouped(batch.meta.marks),
         "token_lengths": list(batch.token_lengths),
         "loss_lengths": list(batch.loss_lengths),
         "teachers": list(batch.teachers),
@@ -91,7 +92,9 @@ def far_from(
     for key, tensor in tensors.items():
         name, _, form = key.rpartition(".")
         columns[name] = Jagged(tensor.repeat_interleave(lengths) if form == "rows" else tensor, offsets)
-    meta = BatchMeta(head["partition"], tuple(head["keys"]), tuple(head["fields"]), extra=head["extra"])
+    marks = {name: tuple(own) for names, own in head["marks"] for name in names}
+    keys, columns_wanted = tuple(head["keys"]), tuple(head["fields"])
+    meta = BatchMeta(head["partition"], keys, columns_wanted, extra=head["extra"], marks=marks)
     batch = FarBatch(
         meta,
         tuple(head["token_lengths"]),
@@ -114,6 +117,14 @@ def told_of(
     batch, columns = far_from(head["far"], tensors, source)
     others = {name: columns.pop(name) for name in _OTHERS if name in columns}
     return batch.with_columns(**columns), others
+
+
+def _grouped(marks: Mapping[str, tuple[str, ...]]) -> list[tuple[list[str], tuple[str, ...]]]:
+    """Columns that were written together share their marks."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, own in marks.items():
+        groups.setdefault(own, []).append(name)
+    return [(names, own) for own, names in groups.items()]
 
 
 def _by_row(name: str, column: Jagged) -> dict[str, torch.Tensor]:

@@ -46,21 +46,32 @@ def needed_signals(signal: Signal) -> list[Signal]:
 async def opinions_of(item: ScoreItem, shares: Mapping[str, float], ask: Ask) -> list[Opinion]:
     """Every teacher's scores, heaviest first, one teacher after another; for `topk` all of them at the same C ids."""
     needed_signals(item.signal)
-    names = sorted(shares, key=lambda name: (-shares[name], name))
+    names = heaviest_first(shares)
     found = [await ask(name, item) for name in names]
     if item.signal is Signal.TOPK and len(names) > 1:
-        found = [await _at_all_ids(i, found, names, item, ask) for i in range(len(names))]
+        rest = []
+        for own, name in enumerate(names):
+            answer = await ask(name, at_others_ids(item, own, [_candidates(scores)[0] for scores in found]))
+            rest.append(_candidates(answer)[1])
+        found = [at_all_ids(own, found, rest[own]) for own in range(len(names))]
     return [Opinion(shares[name], scores) for name, scores in zip(names, found, strict=True)]
 
 
-async def _at_all_ids(
-    own: int, best: Sequence[TeacherScores], names: Sequence[str], item: ScoreItem, ask: Ask
-) -> TeacherScores:
-    """One teacher at its own K best, which it has told, and at the others', which it is asked for now."""
-    ids_PK = [_candidates(scores)[0] for scores in best]
+def heaviest_first(shares: Mapping[str, float]) -> list[str]:
+    """The order in which the teachers of a mixture are asked."""
+    return sorted(shares, key=lambda name: (-shares[name], name))
+
+
+def at_others_ids(item: ScoreItem, own: int, ids_PK: Sequence[np.ndarray]) -> ScoreItem:
+    """What one teacher is asked after each has told its K best: its verdict on the others'."""
     others_PC = np.concatenate([ids for i, ids in enumerate(ids_PK) if i != own], axis=1)
-    answer = await ask(names[own], replace(item, signal=Signal.AT_IDS, k=0, ids=others_PC))
-    rest = np.split(_candidates(answer)[1], len(names) - 1, axis=1)
+    return replace(item, signal=Signal.AT_IDS, k=0, ids=others_PC)
+
+
+def at_all_ids(own: int, best: Sequence[TeacherScores], others_PC: np.ndarray) -> TeacherScores:
+    """One teacher at its own K best, which it has told, and at the others', which it was asked for then."""
+    ids_PK = [_candidates(scores)[0] for scores in best]
+    rest = np.split(others_PC, len(best) - 1, axis=1)
     rest.insert(own, _candidates(best[own])[1])
     return replace(best[own], ids=np.concatenate(ids_PK, axis=1), logprobs=np.concatenate(rest, axis=1))
 

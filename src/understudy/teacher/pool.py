@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher.balance import least_loaded
-from understudy.teacher.cache import ScoreCache
+from understudy.teacher.cache import PoolCache, ScoreCache
 from understudy.teacher.canary import Canary
 from understudy.teacher.channel import ReplicaTimeout, ServerFailed
 from understudy.teacher.clock import Clock, MonotonicClock
@@ -92,7 +92,9 @@ class TeacherPool:
         *,
         connect: Connect = connect_native,
         on_event: Callable[[PoolEvent], None] = log_event,
+        cache: PoolCache | None = None,
     ) -> None:
+        """`cache` stands in for one of `options.cache_bytes` in this process."""
         if not replicas:
             raise TeacherError(f"teacher {name} needs at least one replica")
         self.name = name
@@ -102,7 +104,9 @@ class TeacherPool:
         self._rng = rng or random.Random(name)
         self._keeper = Keeper(name, launcher, connect, self._clock, self.options.keeper, on_event)
         self._totals = PoolTotals()
-        self._cache = ScoreCache(self.options.cache_bytes) if self.options.cache_bytes else None
+        self._cache = cache
+        if cache is None and self.options.cache_bytes:
+            self._cache = ScoreCache(self.options.cache_bytes)
         self._canary: Canary | None = None
         self._waiting = 0
         self._answers = 0
@@ -155,12 +159,12 @@ class TeacherPool:
             return await self._ask(items)
         return await self._ask_cached(self._cache, items)
 
-    async def _ask_cached(self, cache: ScoreCache, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+    async def _ask_cached(self, cache: PoolCache, items: Sequence[ScoreItem]) -> list[TeacherScores]:
         parts = cache.parts(self.manifest, items)
         scores: list[TeacherScores | None] = [None] * len(items)
         missing: list[tuple[bytes, list[int]]] = []
         for key, members in parts:
-            found = cache.get(key, [items[i] for i in members])
+            found = await cache.find(key, [items[i] for i in members])
             if found is None:
                 missing.append((key, members))
             for i, one in zip(members, found or [], strict=False):

@@ -3,8 +3,10 @@
     pool (here): which replica, when, how long, again ──ScoreOrder──> worker ──tokens──> replica
     ledger (here) <──where the scores lie── pool: fixed tokens right? <──ScoreAnswer── worker <──scores──┘
 
-To the pool a replica looks as ever (`ScoringClient`): deadlines, retries, ejections and the fixed tokens that ride along are its
-own. Requests are composed as without workers, so under `determinism = "full"` the scores are the same to the bit.
+To the pool a replica looks as ever (`ScoringClient`): deadlines, retries, ejections, second requests after a straggler and the
+fixed tokens that ride along are its own. Requests are composed as without workers, so under `determinism = "full"` the scores
+are the same to the bit. Of two answers the pool keeps one, and the ledger takes that one's name: what the other worker wrote
+lies under another. Scores that are remembered are `far_cache.py`, mixtures of teachers `far_mixture.py`.
 
 The trainer's process asks by itself, reading rows from the run directory, where a worker cannot: the queue is lost, no worker
 lives, or an external server is named by this machine's loopback.
@@ -21,9 +23,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from understudy.dataplane.frame import SpillRef
 from understudy.dataplane.lent import Written
 from understudy.errors import ClusterError
 from understudy.rollout.workers import WorkersLost
+from understudy.teacher.canary import KEY as FIXED_TOKENS
 from understudy.teacher.client import ScoringClient
 from understudy.teacher.keeper import Connect
 from understudy.teacher.launch import Endpoint
@@ -31,6 +35,7 @@ from understudy.teacher.manifest import Manifest
 from understudy.trainers import row_wire as wire
 from understudy.trainers.batches import CANDIDATES
 from understudy.trainers.far_writing import FarRow, RowWorkers
+from understudy.trainers.row_verdicts import IDS, scores_of
 from understudy.types.batch import BatchMeta
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
@@ -40,6 +45,12 @@ class FarScoreItem(ScoreItem):
     """A row to be judged, by name. Its arrays have the right lengths and nothing in them."""
 
     maker: int | None = None
+    mark: str = ""
+    digest: bytes = b""
+    """Of what the arrays would hold; empty where nobody knows."""
+    use: wire.Use = wire.Use.VERDICT
+    others: tuple[FarScores, ...] = ()
+    """Whose candidates are the ids to judge."""
 
     @staticmethod
     def of(row: FarRow, signal: Signal, k: int) -> FarScoreItem:
@@ -47,7 +58,27 @@ class FarScoreItem(ScoreItem):
             return np.broadcast_to(np.int32(0), shape)
 
         ids = blank(row.loss, row.candidates) if signal is Signal.AT_IDS else None
-        return FarScoreItem(row.key, blank(row.tokens), blank(row.loss), signal, k, ids, maker=row.maker)
+        return FarScoreItem(
+            row.key,
+            blank(row.tokens),
+            blank(row.loss),
+            signal,
+            k,
+            ids,
+            maker=row.maker,
+            mark=row.mark,
+            digest=row.digest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Scores that a worker remembers."""
+
+    life: int
+    name: str
+    size: int
+    """Bytes of its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +88,9 @@ class FarScores(TeacherScores):
     written: Written = field(default_factory=lambda: Written({}))
     ticket: Any = None
     """Held until the ledger knows it."""
+    memory: Memory | None = None
+    ids_digest: bytes = b""
+    """Of an opinion's candidates."""
 
 
 class FarScoring:
@@ -64,48 +98,75 @@ class FarScoring:
 
     def __init__(self) -> None:
         self._workers: RowWorkers | None = None
-        self._teachers: set[str] = set()
+        self._asked: Counter[str] = Counter()
+        """Rows by how many requests about them are under way."""
         self.rows_judged_here = 0
         """Whose tokens and scores passed the trainer's process after all."""
 
     def open(self, workers: RowWorkers) -> None:
         self._workers = workers
 
-    def serves(self, teacher: str | None) -> bool:
-        """Whether this teacher can be asked about rows by name; a mixture (None) is made here, of scores."""
-        return teacher in self._teachers
-
     def connect(
-        self, teacher: str, connect: Connect, external: wire.External | None = None, *, near: bool = False
+        self, connect: Connect, external: wire.External | None = None, remember_bytes: int = 0
     ) -> Connect:
-        """Clients that know both ways to the teacher's replicas. `near`: its scores are wanted here (a cache of them, or the
-        quicker of two answers), so rows are never named to it."""
-        if near:
-            return connect
-        self._teachers.add(teacher)
+        """Clients that know both ways to a teacher's replicas; workers remember so much of its scores."""
 
         def both(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
             direct = connect(teacher, replica, endpoint)
             door = wire.Door(teacher, replica, endpoint.url, endpoint.token, external)
             # A replica of our own told its machine's address; somebody's server may be this machine's alone.
-            return FarClient(self, direct, None if external and is_loopback(endpoint.url) else door)
+            reachable = None if external and is_loopback(endpoint.url) else door
+            return FarClient(self, direct, reachable, remember_bytes)
 
         return both
 
     async def ask(
-        self, door: wire.Door, items: Sequence[ScoreItem], timeout: float | None
+        self, door: wire.Door, items: Sequence[ScoreItem], timeout: float | None, remember_bytes: int = 0
     ) -> list[TeacherScores] | None:
         """By a worker; None where none can."""
+        order = wire.ScoreOrder(door, [_order(item) for item in items], timeout, remember_bytes)
+        rows = [item for item in items if isinstance(item, FarScoreItem)]
+        self._asked.update(item.key for item in rows)
+        try:
+            return await self._errand(wire.SCORE, wire.encode(order), items, self._preferred(rows))
+        finally:
+            self._asked.subtract(item.key for item in rows)
+            for item in rows:
+                if not self._asked[item.key]:
+                    del self._asked[item.key]
+
+    def _preferred(self, rows: Sequence[FarScoreItem]) -> int | None:
+        """Who has most of these rows at hand; anybody, where they are being asked about already: it may be the worker that is slow."""
+        if any(self._asked[item.key] > 1 for item in rows):
+            return None
+        makers = Counter(item.maker for item in rows if item.maker is not None)
+        return makers.most_common(1)[0][0] if makers else None
+
+    async def recall(
+        self, teacher: str, memories: Sequence[Memory], items: Sequence[FarScoreItem]
+    ) -> list[TeacherScores] | None:
+        """Scores that one worker remembers, as these rows' own; None where it does not any more."""
+        named = [
+            wire.RecallItem(item.key, memory.name, item.use)
+            for memory, item in zip(memories, items, strict=True)
+        ]
+        order = wire.encode(wire.RecallOrder(teacher, named))
+        return await self._errand(wire.RECALL, order, items, memories[0].life)
+
+    async def mix(self, item: FarScoreItem, opinions: Sequence[wire.OpinionAt]) -> TeacherScores | None:
+        """Several teachers' opinions as one verdict, made by a worker; None where none can."""
+        order = wire.encode(wire.MixOrder(item.key, str(item.signal), item.k, list(opinions)))
+        found = await self._errand(wire.MIX, order, [item], item.maker)
+        return None if found is None else found[0]
+
+    async def _errand(
+        self, name: str, order: bytes, items: Sequence[ScoreItem], prefer: int | None
+    ) -> list[TeacherScores] | None:
         workers = self._workers
         if workers is None or workers.plane.shelf.lost is not None:
             return None
-        order = wire.ScoreOrder(door, [_order(item) for item in items], timeout)
-        makers = Counter(
-            item.maker for item in items if isinstance(item, FarScoreItem) and item.maker is not None
-        )
-        prefer = makers.most_common(1)[0][0] if makers else None
         try:
-            told = await workers.workers.errand(wire.SCORE, wire.encode(order), prefer)
+            told = await workers.workers.errand(name, order, prefer)
         except (WorkersLost, ClusterError):
             return None
         answer = wire.decode_answer(told.body)
@@ -123,16 +184,26 @@ class FarScoring:
                 _NOTHING,
                 written=verdict.written,
                 ticket=told.ticket,
+                memory=Memory(told.life, verdict.memory, verdict.size) if verdict.memory else None,
+                ids_digest=verdict.ids_digest,
             )
             for item, verdict in zip(items, answer.verdicts, strict=True)
         ]
+
+    async def brought(self, scores: TeacherScores) -> TeacherScores:
+        """An opinion with its numbers, read by this process from the run directory."""
+        if not isinstance(scores, FarScores):
+            return scores
+        assert self._workers is not None
+        cells = await self._workers.plane.cells(scores.written)
+        return scores_of(scores.key, scores.teacher, scores.signal, cells)
 
     async def near(self, items: Sequence[ScoreItem]) -> list[ScoreItem]:
         """The items with their tokens, read by this process."""
         assert self._workers is not None
         far = [item for item in items if isinstance(item, FarScoreItem)]
         names = ["tokens", "loss_mask"]
-        if any(item.signal is Signal.AT_IDS for item in far):
+        if any(item.signal is Signal.AT_IDS and not item.others for item in far):
             names.append(CANDIDATES)
         meta = BatchMeta(self._workers.partition, tuple(item.key for item in far))
         columns = await self._workers.plane.get(meta, names)
@@ -143,7 +214,10 @@ class FarScoring:
             if isinstance(item, FarScoreItem):
                 tokens, mask, *ids = (np.asarray(columns[name][place[item.key]]) for name in names)
                 positions = np.flatnonzero(mask).astype(np.int32)
-                own = ids[0] if item.signal is Signal.AT_IDS else None
+                own = ids[0] if ids and item.signal is Signal.AT_IDS else None
+                if item.others:
+                    theirs = [(await self.brought(one)).ids for one in item.others]
+                    own = np.concatenate([one for one in theirs if one is not None], axis=1)
                 item = ScoreItem(item.key, tokens, positions, item.signal, item.k, own)
             found.append(item)
         return found
@@ -152,16 +226,21 @@ class FarScoring:
 class FarClient:
     """One replica (a `ScoringClient`): asked about rows through a worker, about anything else from here."""
 
-    def __init__(self, scoring: FarScoring, near: ScoringClient, door: wire.Door | None) -> None:
+    def __init__(
+        self, scoring: FarScoring, near: ScoringClient, door: wire.Door | None, remember_bytes: int = 0
+    ) -> None:
         self._scoring = scoring
         self._near = near
         self._door = door
+        self._remember_bytes = remember_bytes
 
     async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
         if not any(isinstance(item, FarScoreItem) for item in items):
             return await self._near.score(items, timeout)
-        if self._door is not None:
-            found = await self._scoring.ask(self._door, items, timeout)
+        # Beside rows by name only the fixed tokens may be told: their answer comes back without candidates.
+        by_name = all(isinstance(item, FarScoreItem) or item.key == FIXED_TOKENS for item in items)
+        if self._door is not None and by_name:
+            found = await self._scoring.ask(self._door, items, timeout, self._remember_bytes)
             if found is not None:
                 return found
         return await self._near.score(await self._scoring.near(items), timeout)
@@ -180,9 +259,17 @@ _NOTHING = np.zeros(0, np.float32)
 
 
 def _order(item: ScoreItem) -> wire.OrderItem:
-    if isinstance(item, FarScoreItem):
-        return wire.OrderItem(item.key, str(item.signal), item.k)
-    return wire.inline(item)
+    if not isinstance(item, FarScoreItem):
+        return wire.inline(item)
+    places = [one.written.cells[IDS] for one in item.others]
+    return wire.OrderItem(
+        item.key,
+        str(item.signal),
+        item.k,
+        mark=item.mark,
+        use=item.use,
+        ids_at=[place for place in places if isinstance(place, SpillRef)],
+    )
 
 
 def is_loopback(url: str) -> bool:

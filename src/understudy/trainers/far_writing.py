@@ -3,8 +3,8 @@
     run ──Begin──> worker: loop, reward, columns into run directory and queue ──KeptRow──> ledger and journal (here)
 
 Exactly once as ever: a row counts from the moment `adopt` took it, and a worker that died before is replaced by another that makes
-the row again. What the dead one left in the queue is overwritten with it, or cleared with its row; what it left in the run
-directory is in a segment of its own that nobody refers to.
+the row again. What the dead one left, or writes late, is in the queue under a name of its own (`dataplane/marks.py`) that is
+cleared with its row, and in the run directory in a segment of its own that nobody refers to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from understudy.trainers import row_wire as wire
 from understudy.trainers.batches import CANDIDATES, SIZES
 from understudy.trainers.far_rows import address_of
 from understudy.types.batch import BatchMeta
-from understudy.types.prompt import Prompt, row_key
+from understudy.types.prompt import Prompt
 
 if TYPE_CHECKING:
     from understudy.cluster.local import LocalProcesses
@@ -51,6 +51,7 @@ def settings_of(recipe: Recipe, run: RunDir, plane: Any, partition: str) -> byte
             recipe.dataplane.queue_timeout_seconds,
             recipe.dataplane.spill_bytes,
             recipe.data.reward,
+            any(teacher.cache_bytes for teacher in recipe.teachers.values()),
         )
     )
 
@@ -66,6 +67,10 @@ class FarRow:
     candidates: int
     maker: int | None = None
     """The life of the worker that has its tokens at hand."""
+    mark: str = ""
+    """Which write of it the ledger took."""
+    digest: bytes = b""
+    """Of what a teacher is told of it; empty where nobody knows or asks."""
 
 
 class RowWorkers:
@@ -82,7 +87,6 @@ class RowWorkers:
         add_seconds: Callable[[str, Mapping[str, float]], None],
     ) -> list[FarRow]:
         """One session, its rows in the ledger afterwards; not where its group was taken out meanwhile."""
-        self.plane.expect(self.partition, row_key(prompt.key, context.session))
         answer = await self.workers.run_kept(prompt, context)
         rows = wire.decode_kept(answer.body)
         for row in rows:
@@ -93,7 +97,10 @@ class RowWorkers:
                 {row.key: row.written for row in rows},
                 {row.key: dict(tags_of(row)) for row in rows},
             )
-        return [FarRow(row.key, row.tokens, row.loss, row.candidates, answer.life) for row in rows]
+        return [
+            FarRow(row.key, row.tokens, row.loss, row.candidates, answer.life, row.written.mark, row.digest)
+            for row in rows
+        ]
 
     async def stored(self, key: str, with_candidates: bool) -> FarRow:
         """A row that an earlier launch wrote and did not get judged; what judging needs of it is put into the queue."""
@@ -103,6 +110,8 @@ class RowWorkers:
         width = 0
         if with_candidates:
             width = (await self.plane.get(meta, own))[CANDIDATES].values.shape[1]
+        mark = ""
         with suppress(DataPlaneError):  # the queue is lost: the row is judged from the run directory
-            await self.plane.hand_over(meta, ("tokens", "loss_mask", *own))
-        return FarRow(key, sizes["tokens"], sizes["loss"], width)
+            there = await self.plane.hand_over(meta, ("tokens", "loss_mask", *own))
+            mark = there.marks.get("tokens", ("",))[0]
+        return FarRow(key, sizes["tokens"], sizes["loss"], width, mark=mark)

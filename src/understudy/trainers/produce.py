@@ -26,6 +26,7 @@ from understudy.rollout.agent import LoopContext
 from understudy.rollout.seeds import derive_seed
 from understudy.teacher.score import score_mixture
 from understudy.trainers.batches import CANDIDATES, SCORED, finite, rollout_columns, score_columns
+from understudy.trainers.far_mixture import score_far_mixture
 from understudy.trainers.far_scoring import FarScoreItem, FarScores
 from understudy.trainers.far_writing import FarRow, RowWorkers
 from understudy.trainers.gather import Arrivals, Cohort, Gather
@@ -181,8 +182,6 @@ async def _score(system: System, prompt: Prompt, trajectory: Trajectory | FarRow
     assert system.router is not None
     weights = prompt.columns.get(system.recipe.data.mixture_key)
     teacher = system.router.route(routing_value(system, prompt)) if weights is None else None
-    if isinstance(trajectory, FarRow) and not (system.far_scoring and system.far_scoring.serves(teacher)):
-        trajectory = await _stored(system, trajectory.key)
     item = _score_item(system, trajectory)
 
     async def ask(teacher: str, wanted: ScoreItem) -> TeacherScores:
@@ -193,6 +192,10 @@ async def _score(system: System, prompt: Prompt, trajectory: Trajectory | FarRow
     with system.timings.during(item.key, "score"):
         if teacher is not None:
             scores = await ask(teacher, item)
+        elif isinstance(item, FarScoreItem):
+            assert system.far_scoring is not None
+            shares = system.router.mixture(weights or {})
+            scores = await score_far_mixture(system.far_scoring, item, shares, ask)
         else:
             scores = await score_mixture(system.router, item, weights or {}, ask)
     with suppress(LeaseLost):  # its group was taken out meanwhile

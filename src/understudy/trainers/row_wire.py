@@ -3,23 +3,37 @@
 RowSettings   what such a worker needs once
 KeptRow       a trajectory it wrote: where its columns lie, and what the run decides by
 ScoreOrder    rows to be judged at one replica's door, by name; a few items (the fixed tokens) with their tokens
+RecallOrder   rows whose verdict a worker remembers from another row with the same tokens
+MixOrder      a row that several teachers were asked about, whose opinions are to be made one verdict
 ScoreAnswer   where the verdicts lie, or what went wrong in the words the teacher's pool understands
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from enum import StrEnum
 
 import msgspec
 import numpy as np
 
+from understudy.dataplane.frame import SpillRef
 from understudy.dataplane.lent import Written
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher.channel import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
-SCORE = "score"
-"""The errand."""
+SCORE, RECALL, MIX = "score", "recall", "mix"
+"""The errands."""
+
+
+class Use(StrEnum):
+    """What scores are for."""
+
+    VERDICT = "verdict"
+    """The row's own."""
+    OPINION = "opinion"
+    """Of one teacher among several, to be mixed with the others'."""
+    REST = "rest"
+    """Of the same teacher, on candidates of the others."""
 
 
 class RowSettings(msgspec.Struct):
@@ -31,6 +45,8 @@ class RowSettings(msgspec.Struct):
     patience: float
     disk_bytes: float | None
     reward: str | None
+    digests: bool = False
+    """Whether some teacher's scores are remembered, so that rows with the same tokens must be told."""
 
 
 class KeptRow(msgspec.Struct):
@@ -43,6 +59,8 @@ class KeptRow(msgspec.Struct):
     reward: float | None
     seconds: dict[str, float]
     written: Written
+    digest: bytes = b""
+    """Of what a teacher is told of it, where somebody asks."""
 
 
 class External(msgspec.Struct, frozen=True):
@@ -72,25 +90,66 @@ class Inline(msgspec.Struct):
     ids: tuple[int, bytes] | None = None
 
 
-class OrderItem(msgspec.Struct):
+class OrderItem(msgspec.Struct, omit_defaults=True):
     key: str
     signal: str
     k: int
     inline: Inline | None = None
+    mark: str = ""
+    """Which write of the row is meant (`dataplane/marks.py`)."""
+    use: Use = Use.VERDICT
+    ids_at: list[SpillRef] = []
+    """Where the ids to be judged lie, side by side: other teachers' best."""
 
 
 class ScoreOrder(msgspec.Struct):
     door: Door
     items: list[OrderItem]
     seconds: float | None
+    remember_bytes: int = 0
+    """Of this teacher's scores the worker keeps as much in memory."""
 
 
-class Verdict(msgspec.Struct):
+class RecallItem(msgspec.Struct):
+    key: str
+    memory: str
+    use: Use
+
+
+class RecallOrder(msgspec.Struct):
+    teacher: str
+    items: list[RecallItem]
+
+
+class OpinionAt(msgspec.Struct):
+    """One teacher's scores of a row, by where they lie."""
+
+    teacher: str
+    weight: float
+    best: Written
+    rest: Written | None
+    """Its logprobs at the others' candidates."""
+
+
+class MixOrder(msgspec.Struct):
+    key: str
+    signal: str
+    k: int
+    opinions: list[OpinionAt]
+
+
+class Verdict(msgspec.Struct, omit_defaults=True):
     key: str
     teacher: str
     written: Written | None = None
     logprobs: bytes = b""
     """float32, of an inline item."""
+    memory: str = ""
+    """What it is remembered as, where it is."""
+    size: int = 0
+    """Of memory that takes."""
+    ids_digest: bytes = b""
+    """Of an opinion's candidates, where rows are told by their digests."""
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -101,7 +160,7 @@ class ScoreAnswer(msgspec.Struct):
 
 
 ROWS = "rows"
-"""The worker could not get at the rows; the teacher was not asked."""
+"""The worker could not get at the rows, or at what it remembered; no teacher was asked."""
 TROUBLES: dict[str, type[TeacherError]] = {
     "reply": TeacherReplyError,
     "timeout": ReplicaTimeout,
@@ -116,6 +175,8 @@ encode = msgspec.msgpack.Encoder().encode
 decode_settings = msgspec.msgpack.Decoder(RowSettings).decode
 decode_kept = msgspec.msgpack.Decoder(list[KeptRow]).decode
 decode_order = msgspec.msgpack.Decoder(ScoreOrder).decode
+decode_recall = msgspec.msgpack.Decoder(RecallOrder).decode
+decode_mix = msgspec.msgpack.Decoder(MixOrder).decode
 decode_answer = msgspec.msgpack.Decoder(ScoreAnswer).decode
 
 
@@ -144,15 +205,8 @@ def inline_scores(verdict: Verdict, signal: Signal) -> TeacherScores:
     )
 
 
-def verdicts_of(
-    items: Sequence[OrderItem], scores: Sequence[TeacherScores], written: dict[str, Written]
-) -> list[Verdict]:
-    return [
-        Verdict(one.key, one.teacher, written[one.key])
-        if item.inline is None
-        else Verdict(one.key, one.teacher, logprobs=one.sampled_logprobs.astype("<f4").tobytes())
-        for item, one in zip(items, scores, strict=True)
-    ]
+def inline_verdict(scores: TeacherScores) -> Verdict:
+    return Verdict(scores.key, scores.teacher, logprobs=scores.sampled_logprobs.astype("<f4").tobytes())
 
 
 def _bytes(ids: np.ndarray) -> bytes:

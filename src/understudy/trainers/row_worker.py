@@ -2,6 +2,7 @@
 
     loop ──trajectories──> reward ──> columns into run directory and queue ──KeptRow──> the run
     ScoreOrder ──> tokens (at hand, or from the queue) ──> the teacher's replica ──> scores the same way ──ScoreAnswer──> the run
+    RecallOrder, MixOrder ──> scores that were given before (`row_verdicts.py`) ──> the same way
 
 So what the trainer's process sees of a row is its name, its sizes, its reward and where its columns lie. Which replica is
 asked, when, and again after a failure, is decided there, by the teacher's pool; here a request is carried out.
@@ -11,13 +12,12 @@ Started as `python -m understudy.trainers.row_worker`, in the place of `understu
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ from understudy.rollout import worker
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
 from understudy.rollout.worker_wire import Setup
+from understudy.teacher.cache import content_digest
 from understudy.teacher.client import ScoringClient
 from understudy.teacher.discover import Backend, connect_external
 from understudy.teacher.keeper import connect_native
 from understudy.teacher.launch import Endpoint
 from understudy.trainers import row_wire as wire
-from understudy.trainers.batches import CANDIDATES, finite, rollout_columns, score_columns
+from understudy.trainers.batches import CANDIDATES, finite, rollout_columns
+from understudy.trainers.row_verdicts import Verdicts
 from understudy.types.prompt import Prompt
 from understudy.types.scores import ScoreItem, Signal
 from understudy.types.trajectory import Trajectory
@@ -57,12 +59,14 @@ class RowKeeper:
         )
         self._partition = settings.partition
         self._rewards = Rewards([load_reward(settings.reward)] if settings.reward else [], renderer)
+        self._digests = settings.digests
+        self._verdicts = Verdicts(self._writer, settings.partition, digests=settings.digests)
         self._at_hand = _AtHand()
         self._clients: dict[tuple[str, str], tuple[wire.Door, ScoringClient]] = {}
 
     @property
     def errands(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]:
-        return {wire.SCORE: self.score}
+        return {wire.SCORE: self.score, wire.RECALL: self.recall, wire.MIX: self.mix}
 
     async def keep(self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int) -> bytes:
         judged, seconds = [], []
@@ -71,15 +75,11 @@ class RowKeeper:
             judged.append(finite(await self._rewards.judge(prompt, one)))
             seconds.append({**one.extra.get("seconds", {}), "reward": time.perf_counter() - began})
         columns = {one.key: rollout_columns(one) for one in judged}
-        try:
-            written = await self._writer.write(self._partition, columns, ticket)
-        except asyncio.CancelledError:  # the run wants them no more
-            self._writer.forget(self._partition, list(columns))
-            raise
+        written = await self._writer.write(self._partition, columns, ticket)
         point("row_worker.written")
         kept = []
         for one, spent in zip(judged, seconds, strict=True):
-            self._at_hand.put(one)
+            self._at_hand.put(one, written[one.key].mark)
             ids = one.candidate_ids
             kept.append(
                 wire.KeptRow(
@@ -90,6 +90,7 @@ class RowKeeper:
                     one.reward,
                     spent,
                     written[one.key],
+                    content_digest(one.tokens, one.positions, ids) if self._digests else b"",
                 )
             )
         return wire.encode(kept)
@@ -104,36 +105,48 @@ class RowKeeper:
             return wire.encode(wire.ScoreAnswer([], wire.ROWS, str(error)))
         except TeacherError as error:
             return wire.encode(wire.ScoreAnswer([], wire.trouble_of(error), str(error)))
-        rows = {
-            one.key: score_columns(one)
-            for item, one in zip(order.items, scores, strict=True)
-            if item.inline is None
-        }
-        written = await self._writer.write(self._partition, rows, ticket)
+        verdicts = await self._verdicts.keep(order, scores, ticket)
         point("row_worker.judged")
-        for key in rows:
-            self._at_hand.drop(key)
-        return wire.encode(wire.ScoreAnswer(wire.verdicts_of(order.items, scores, written)))
+        for item in order.items:
+            if item.use is wire.Use.VERDICT:
+                self._at_hand.drop(item.key)
+        return wire.encode(wire.ScoreAnswer(verdicts))
+
+    async def recall(self, body: bytes, ticket: int | None) -> bytes:
+        order = wire.decode_recall(body)
+        assert ticket is not None
+        return await _answered(self._verdicts.recall(order, ticket))
+
+    async def mix(self, body: bytes, ticket: int | None) -> bytes:
+        order = wire.decode_mix(body)
+        assert ticket is not None
+        answer = await _answered(self._verdicts.mix(order, ticket))
+        point("row_worker.mixed")
+        self._at_hand.drop(order.key)
+        return answer
 
     async def _items(self, wanted: Sequence[wire.OrderItem]) -> list[ScoreItem]:
         """With their tokens, in the order asked."""
         found = {item.key: wire.from_inline(item, item.inline) for item in wanted if item.inline is not None}
         rows = [item for item in wanted if item.inline is None]
+        others = {item.key: await self._verdicts.ids(item.ids_at) for item in rows if item.ids_at}
         away = []
         for item in rows:
-            streams = self._at_hand.get(item.key)
+            streams = self._at_hand.get(item.key, item.mark)
             if streams is None:
                 away.append(item)
             else:
-                found[item.key] = _score_item(item, *streams)
+                found[item.key] = _score_item(item, *streams, others.get(item.key))
         if away:
             names = ["tokens", "loss_mask"]
-            if any(item.signal == Signal.AT_IDS for item in away):
+            if any(item.signal == Signal.AT_IDS and not item.ids_at for item in away):
                 names.append(CANDIDATES)
-            columns = await self._writer.read(self._partition, [item.key for item in away], names)
+            marks = dict.fromkeys(names, tuple(item.mark for item in away))
+            columns = await self._writer.read(self._partition, [item.key for item in away], names, marks)
             for index, item in enumerate(away):
                 tokens, mask, *ids = (np.asarray(columns[name][index]) for name in names)
-                found[item.key] = _score_item(item, tokens, mask, ids[0] if ids else None)
+                own = ids[0] if ids else None
+                found[item.key] = _score_item(item, tokens, mask, own, others.get(item.key))
         return [found[item.key] for item in wanted]
 
     async def _client(self, door: wire.Door) -> ScoringClient:
@@ -164,12 +177,27 @@ def client_of(door: wire.Door) -> ScoringClient:
     return connect(door.teacher, door.replica, endpoint)
 
 
+async def _answered(work: Coroutine[Any, Any, list[wire.Verdict]]) -> bytes:
+    """Where the verdicts lie, or that what they are made of could not be read."""
+    try:
+        return wire.encode(wire.ScoreAnswer(await work))
+    except RowsUnreachable as error:
+        return wire.encode(wire.ScoreAnswer([], wire.ROWS, str(error)))
+
+
 def _score_item(
-    item: wire.OrderItem, tokens: np.ndarray, mask: np.ndarray, ids: np.ndarray | None
+    item: wire.OrderItem,
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    own: np.ndarray | None,
+    others: np.ndarray | None,
 ) -> ScoreItem:
+    """`own` are the student's ids, `others` those of other teachers; only `at_ids` asks about either."""
     positions = np.flatnonzero(mask).astype(np.int32)
-    own = ids if item.signal == Signal.AT_IDS else None
-    return ScoreItem(item.key, tokens, positions, Signal(item.signal), item.k, own)
+    ids = None
+    if item.signal == Signal.AT_IDS:
+        ids = own if others is None else others
+    return ScoreItem(item.key, tokens, positions, Signal(item.signal), item.k, ids)
 
 
 class _AtHand:
@@ -177,21 +205,25 @@ class _AtHand:
 
     def __init__(self) -> None:
         self._rows: OrderedDict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = OrderedDict()
+        self._marks: dict[str, str] = {}
         self._bytes = 0
 
-    def put(self, one: Trajectory) -> None:
+    def put(self, one: Trajectory, mark: str) -> None:
         self.drop(one.key)
         self._rows[one.key] = (one.tokens, one.loss_mask, one.candidate_ids)
+        self._marks[one.key] = mark
         self._bytes += _size(self._rows[one.key])
         while self._bytes > _AT_HAND_BYTES and len(self._rows) > 1:
             self.drop(next(iter(self._rows)))
 
-    def get(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-        return self._rows.get(key)
+    def get(self, key: str, mark: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
+        """As written under this mark: another worker may have made the row since, with other tokens."""
+        return self._rows.get(key) if self._marks.get(key) == mark else None
 
     def drop(self, key: str) -> None:
         row = self._rows.pop(key, None)
         if row is not None:
+            del self._marks[key]
             self._bytes -= _size(row)
 
 

@@ -34,6 +34,7 @@ from understudy.teacher.pool import PoolOptions, TeacherPool
 from understudy.teacher.pool_events import EventKind, PoolEvent, log_event
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.vocabulary import Vocabulary
+from understudy.trainers.far_cache import FarScoreCache
 from understudy.trainers.far_scoring import FarScoring
 from understudy.trainers.gather import Lane
 from understudy.trainers.ray_seating import beside_the_trainer
@@ -184,18 +185,18 @@ def _pool(
         cache_bytes=teacher.cache_bytes,
         keeper=KeeperOptions(max_restarts=restarts),
     )
-    near = teacher.cache_bytes > 0 or teacher.hedge_after_seconds is not None
+    cache = FarScoreCache(far, name, teacher.cache_bytes) if far is not None and teacher.cache_bytes else None
     if teacher.placement != "external":
         specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
         launcher = teachers.launchers[name]
-        native = connect_native if far is None else far.connect(name, connect_native, near=near)
-        return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell)
+        native = connect_native if far is None else far.connect(connect_native, None, teacher.cache_bytes)
+        return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell, cache=cache)
     told = External(student.head_rows, student.vocabulary.fingerprint, teacher.model, teacher.backend)
     connect = connect_external(told.vocab_size, told.vocab_fingerprint, told.model, Backend(told.backend))
     if far is not None:
-        connect = far.connect(name, connect, told, near=near)
+        connect = far.connect(connect, told, teacher.cache_bytes)
     specs = [ReplicaSpec(str(i), Endpoint(url, teachers.tokens[name])) for i, url in enumerate(teacher.urls)]
-    return TeacherPool(name, specs, options=options, connect=connect, on_event=tell)
+    return TeacherPool(name, specs, options=options, connect=connect, on_event=tell, cache=cache)
 
 
 def _token(name: str, teacher: TeacherConfig) -> str | None:

@@ -22,6 +22,8 @@ class BatchMeta:
     tags: tuple[Mapping[str, Any], ...] = ()
     """One small dict per key, or nothing at all."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    marks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By column, one per key: which write of it is meant, where a queue may hold several (`dataplane/marks.py`)."""
 
     def __post_init__(self) -> None:
         if len(self.keys) > 1 and len(set(self.keys)) != len(self.keys):
@@ -36,7 +38,8 @@ class BatchMeta:
 
     def at(self, indexes: Sequence[int]) -> BatchMeta:
         tags = tuple(self.tags[i] for i in indexes) if self.tags else ()
-        return replace(self, keys=tuple(self.keys[i] for i in indexes), tags=tags)
+        marks = {name: tuple(own[i] for i in indexes) for name, own in self.marks.items()}
+        return replace(self, keys=tuple(self.keys[i] for i in indexes), tags=tags, marks=marks)
 
     def select(self, keys: Iterable[str]) -> BatchMeta:
         """Only these keys, in the order given."""
@@ -74,6 +77,10 @@ class BatchMeta:
             fields=fields,
             tags=tuple(tag for part in parts for tag in part.tags) if tagged else (),
             extra={name: value for part in parts for name, value in part.extra.items()},
+            marks={
+                name: tuple(mark for part in parts for mark in part.marks.get(name, ("",) * len(part)))
+                for name in dict.fromkeys(name for part in parts for name in part.marks)
+            },
         )
 
     def union(self, other: BatchMeta) -> BatchMeta:
@@ -87,7 +94,8 @@ class BatchMeta:
             else self.tags
         )
         fields = self.fields + tuple(name for name in other.fields if name not in self.fields)
-        return replace(self, fields=fields, tags=tags, extra={**self.extra, **other.extra})
+        marks = {**other.marks, **self.marks}
+        return replace(self, fields=fields, tags=tags, extra={**self.extra, **other.extra}, marks=marks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,25 @@
 """Rows that processes elsewhere write: the plane is told where they lie, and what is not announced does not count."""
 
 import asyncio
+import json
+import os
+import signal
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import plane_rig
+import psutil
 import pytest
 from plane_rig import ROOMY
 
 from understudy.dataplane.base import Order
 from understudy.dataplane.ledger import audit
-from understudy.errors import LeaseLost, RowsUnreachable
+from understudy.dataplane.marks import row_of
+from understudy.dataplane.transfer_queue_meta import named_by
+from understudy.errors import DataPlaneError, LeaseLost, RowsUnreachable
 from understudy.types.batch import BatchMeta
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("queue")]
@@ -89,6 +97,8 @@ def test_announced_rows_are_claimed_read_and_trained_without_a_byte_through_the_
         assert segments(tmp_path) == 0, "and the run directory"
         with pytest.raises(LeaseLost):
             await plane.adopt("train", {keys[0]: await site.write(keys[0], row(0))})
+        await plane.shelf.drain()
+        assert await plane.shelf.keys("train") == [], "a copy that was refused goes at once"
 
     run(tmp_path, body)
     report = audit(tmp_path)
@@ -112,12 +122,10 @@ def test_a_later_life_reads_them_from_the_run_directory(tmp_path: Path) -> None:
     run(tmp_path, read)
 
 
-def test_what_a_dead_writer_left_is_overwritten_or_cleared_and_never_counts(tmp_path: Path) -> None:
+def test_what_a_dead_writer_left_is_cleared_and_never_counts(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         plane = site.plane
         await plane.issue("train", ["a_0_0", "b_0_0"], step=1)
-        for key in ("a_0_0", "b_0_0"):
-            plane.expect("train", key)
         await site.write("a_0_0", row(1))
         await site.write("b_0_0", row(1))
         await site.write("b_0_1", row(1))  # another output of the same session
@@ -130,15 +138,106 @@ def test_what_a_dead_writer_left_is_overwritten_or_cleared_and_never_counts(tmp_
         assert await plane.clear_orphans() == 0, "b is still being made"
         await plane.dead_letter("train", "b_0_0", "its worker died too often")
         await plane.shelf.drain()
-        assert await plane.clear_orphans() == 1
+        assert await plane.clear_orphans() == 2
         await plane.shelf.drain()
-        assert await plane.shelf.keys("train") == ["a_0_0"]
+        left = await plane.shelf.keys("train")
+        assert [row_of(name) for name in left] == ["a_0_0"] * 2 and len(set(left)) == 2, (
+            "a's own, and the dead one's"
+        )
         await plane.ack(await plane.claim("train", 1), 1)
         await plane.settle(1)
         await plane.settle(1)
         assert segments(tmp_path) == 0
+        await plane.shelf.drain()
+        assert await plane.shelf.keys("train") == []
         with pytest.raises(RowsUnreachable):
             await site.writer.read("train", ("a_0_0",), ("tokens",))
+
+    run(tmp_path, body)
+
+
+def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp_path: Path) -> None:
+    """Stopped between run directory and queue; its row is made again with other tokens and announced; then it goes on."""
+
+    async def body(site: Site) -> None:
+        plane, link = site.plane, site.plane.shelf.link
+        await plane.issue("train", ["a_0_0"], step=1)
+        late = await asyncio.create_subprocess_exec(
+            sys.executable, str(Path(__file__).parent / "late_writer_child.py"),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert late.stdin is not None and late.stdout is not None
+        told = {
+            "folder": str(tmp_path), "address": link.address.dump(), "prefix": link.partition_id(""),
+            "key": "a_0_0", "token": 1, "segment": plane.lent.take(1).number,
+        }  # fmt: skip
+        late.stdin.write(json.dumps(told).encode() + b"\n")
+        while psutil.Process(late.pid).status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.05)
+        plane.lent.end(1)
+        again = {"tokens": np.full(300, 2, np.int32), "reward": 2.0}
+        await plane.adopt("train", {"a_0_0": await site.write("a_0_0", again, worker=2)})
+        os.kill(late.pid, signal.SIGCONT)
+        assert json.loads(await late.stdout.readline())["queued"] == ["tokens", "reward"], "it did write"
+        await late.wait()
+        lease = await plane.claim("train", 1)
+        meta = await plane.hand_over(lease.meta, ("tokens", "reward"))
+        assert plane.shelf.bytes_put == 0
+        reader = import_module("understudy.dataplane.transfer_queue").QueueReader(
+            link.address, prefix=link.partition_id("")
+        )
+        copies = [
+            await plane.get(lease.meta, ("tokens",)),
+            await super(type(plane), plane).get(lease.meta, ("tokens",)),
+            await reader.get(meta),
+            await site.writer.read("train", meta.keys, ("tokens",), meta.marks),
+        ]
+        reader.close()
+        assert [copy["tokens"].values.unique().tolist() for copy in copies] == [[2]] * 4
+        assert copies[2]["reward"] == [2.0]
+        assert len(await plane.shelf.keys("train")) == 2, "the late copy lies beside it"
+        await plane.ack(lease, 1)
+        await plane.settle(1)
+        await plane.shelf.drain()
+        assert await plane.shelf.keys("train") == [], "what it left goes with the row"
+
+    run(tmp_path, body)
+    report = audit(tmp_path)
+    assert report.balanced and report.trained == 1
+
+
+def test_rows_of_several_writers_are_named_for_others_one_writer_at_a_time(tmp_path: Path) -> None:
+    async def body(site: Site) -> None:
+        plane = site.plane
+        await plane.issue("train", ["a_0_0"], step=1)
+        columns = row(1)
+        scores = {"topk": columns.pop("topk")}
+        await plane.adopt("train", {"a_0_0": await site.write("a_0_0", columns)})
+        await plane.adopt("train", {"a_0_0": await site.write("a_0_0", scores)})
+        for names in (("tokens", "reward"), ("topk",)):
+            meta = BatchMeta("train", ("a_0_0",), names)
+            theirs = plane.keyed(meta)
+            assert row_of(theirs.keys[0]) == "a_0_0" != theirs.keys[0]
+            assert set((await plane.columnar(meta)).field_names) >= set(names)
+            assert (await named_by(plane, theirs)).keys == ("a_0_0",)
+        with pytest.raises(DataPlaneError, match="several processes"):
+            plane.keyed(BatchMeta("train", ("a_0_0",), ("tokens", "topk")))
+
+    run(tmp_path, body)
+
+
+def test_a_write_that_is_cancelled_leaves_nothing_in_the_queue(tmp_path: Path) -> None:
+    async def body(site: Site) -> None:
+        for pause in (0.0, 0.001, 0.003, 0.01):
+            work = asyncio.create_task(site.write("a_0_0", row(1)))
+            await asyncio.sleep(pause)
+            work.cancel()
+            await asyncio.wait([work])
+            await site.writer._shelf.drain()
+            left = await site.plane.shelf.keys("train")
+            assert work.cancelled() == (not left)
+            site.plane.shelf.clear("train", left)
+            await site.plane.shelf.drain()
 
     run(tmp_path, body)
 

@@ -70,9 +70,9 @@ def ask(
 ) -> tuple[list[TeacherScores], Near, Workers, FarScoring]:
     near, workers, scoring = Near(), Workers(answer), FarScoring()
     scoring.open(RowWorkers(workers, Plane(), "train"))  # type: ignore[arg-type]
-    connect = scoring.connect("math", lambda *_: near, **more)  # type: ignore[arg-type, return-value]
+    connect = scoring.connect(lambda *_: near, **more)  # type: ignore[arg-type, return-value]
     client = connect("math", "0", Endpoint(url, "secret"))
-    item = FarScoreItem.of(FarRow("row_0_0", 5, 3, 2, maker=7), signal, 4)
+    item = FarScoreItem.of(FarRow("row_0_0", 5, 3, 2, maker=7, mark="5f0c2a.1"), signal, 4)
     return asyncio.run(client.score([item, CANARY], 9.0)), near, workers, scoring
 
 
@@ -95,6 +95,7 @@ def test_a_worker_is_told_names_and_the_fixed_tokens_and_prefers_who_has_the_row
     (order,) = workers.orders
     assert order.door == wire.Door("math", "0", "http://10.0.0.2:1", "secret") and order.seconds == 9.0
     assert [item.inline is None for item in order.items] == [True, False] and order.items[0].k == 4
+    assert order.items[0].mark == "5f0c2a.1" and order.remember_bytes == 0
     told = wire.from_inline(order.items[1], order.items[1].inline)  # type: ignore[arg-type]
     assert told.tokens.tolist() == [1, 2, 3] and told.positions.tolist() == [1, 2]
     assert workers.preferred == [7] and not near.asked and scoring.rows_judged_here == 0
@@ -134,11 +135,47 @@ def test_a_teachers_failure_reaches_the_pool_as_what_it_was(kind: type[TeacherEr
     assert type(caught.value) is kind
 
 
-def test_a_teacher_whose_scores_are_wanted_here_is_never_told_names() -> None:
-    scoring, near = FarScoring(), Near()
-    scoring.connect("cached", lambda *_: near, near=True)  # type: ignore[arg-type, return-value]
-    scoring.connect("plain", lambda *_: near)  # type: ignore[arg-type, return-value]
-    assert scoring.serves("plain") and not scoring.serves("cached") and not scoring.serves(None)
+def test_a_row_that_is_here_keeps_its_request_here() -> None:
+    """Its answer would come back through a worker without candidates."""
+    near, workers, scoring = Near(), Workers(VERDICTS), FarScoring()
+    scoring.open(RowWorkers(workers, Plane(), "train"))  # type: ignore[arg-type]
+    client = scoring.connect(lambda *_: near)("math", "0", Endpoint("http://10.0.0.2:1"))  # type: ignore[arg-type, return-value]
+    far = FarScoreItem.of(FarRow("row_0_0", 5, 3, 2), Signal.TOPK, 4)
+    here = ScoreItem("row_1_0", TOKENS, np.array([3], np.int32), Signal.TOPK, 4)
+    asyncio.run(client.score([far, here, CANARY]))
+    assert [item.key for item in near.asked] == ["row_0_0", "row_1_0", "fixed tokens"] and not workers.orders
+    assert near.asked[0].tokens.tolist() == TOKENS.tolist() and near.asked[1] is here
+
+
+def test_a_second_request_about_a_row_goes_to_anybody() -> None:
+    """Perhaps it is the row's own worker that is slow; and of the two answers each has a name of its own."""
+    verdicts = [
+        wire.ScoreAnswer([wire.Verdict("row_0_0", "math", Written({}, ("teacher",), mark))])
+        for mark in ("5f0c2a.2", "77aa01.1")
+    ]
+
+    class Slow(Workers):
+        async def errand(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
+            turn = len(self.preferred)
+            self.preferred.append(prefer)
+            await asyncio.sleep(0.02 * turn)
+            return Answer(wire.encode(verdicts[turn % 2]), SimpleNamespace(number=turn), turn)
+
+    async def body() -> None:
+        near, workers, scoring = Near(), Slow(VERDICTS), FarScoring()
+        scoring.open(RowWorkers(workers, Plane(), "train"))  # type: ignore[arg-type]
+        client = scoring.connect(lambda *_: near)("math", "0", Endpoint("http://10.0.0.2:1"))  # type: ignore[arg-type, return-value]
+        item = FarScoreItem.of(FarRow("row_0_0", 5, 3, 2, maker=7), Signal.TOPK, 4)
+        first, second = [asyncio.create_task(client.score([item])) for _ in range(2)]
+        done, late = await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {first} and [task.cancel() for task in late] == [True]
+        (kept,) = first.result()
+        assert isinstance(kept, FarScores) and kept.written.mark == "5f0c2a.2"
+        await asyncio.wait(late)
+        await client.score([item])
+        assert workers.preferred == [7, None, 7], "none of them is under way any more"
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize(

@@ -45,3 +45,14 @@ def test_union_joins_columns_of_the_same_rows() -> None:
     assert both.fields == ("tokens", "mask", "scores") and both.tags[0] == {"n": 1, "m": 1}
     with pytest.raises(ValueError, match="same keys"):
         META.union(BatchMeta("train", ("a",)))
+
+
+def test_marks_go_with_their_rows() -> None:
+    marked = BatchMeta("p", ("a", "b"), ("tokens",), marks={"tokens": ("1", "2")})
+    assert marked.at([1]).marks == {"tokens": ("2",)} and marked.select(("b", "a")).marks == {
+        "tokens": ("2", "1")
+    }
+    whole = BatchMeta.concat([BatchMeta("p", ("z",), ("tokens",)), marked])
+    assert whole.marks == {"tokens": ("", "1", "2")}
+    scores = BatchMeta("p", ("b", "a"), ("scores",), marks={"scores": ("8", "9")})
+    assert marked.union(scores).marks == {"tokens": ("1", "2"), "scores": ("9", "8")}

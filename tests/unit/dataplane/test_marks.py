@@ -1,0 +1,29 @@
+"""Names of copies in the queue: no two alike, each telling its row, and fetched together where they were written together."""
+
+import doctest
+
+from understudy.dataplane import marks
+from understudy.dataplane.marks import Marking, by_name, queue_key, row_of
+
+
+def test_examples() -> None:
+    assert doctest.testmod(marks).failed == 0
+
+
+def test_every_write_has_a_name_of_its_own_and_tells_its_row() -> None:
+    lives = [Marking() for _ in range(50)]
+    names = {queue_key(key, life.new()) for life in lives for key in ("p_0_0", "q~3_0_0") for _ in range(20)}
+    assert len(names) == 50 * 2 * 20
+    assert {row_of(name) for name in names} == {"p_0_0", "q~3_0_0"}
+    for plain in ("p_0_0", "00000-0000017_3_0", "a~b_0_0", "x~5f0c2a_0_0", ""):
+        assert row_of(plain) == queue_key(plain, "") == plain
+
+
+def test_columns_that_lie_together_are_fetched_together() -> None:
+    keys = ("a", "b")
+    own = {"tokens": ("5f0c2a.1", "5f0c2a.2"), "mask": ("5f0c2a.1", "5f0c2a.2"), "scores": ("", "77aa01.9")}
+    assert by_name(keys, ("tokens", "reward", "mask", "scores"), own) == [
+        (("a~5f0c2a.1", "b~5f0c2a.2"), ["tokens", "mask"]),
+        (("a", "b"), ["reward"]),
+        (("a", "b~77aa01.9"), ["scores"]),
+    ]
