@@ -32,15 +32,25 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    nodes_T: torch.Tensor | None = None,
+    places_U: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each row; returns [1, T, Q, D] as transformers expects."""
+    """Causal attention inside each row; returns [1, T, Q, D] as transformers expects.
+
+    With `nodes_T` and `places_U` (see `packed.py`) tokens that rows share come once, and are answered once: T is then U.
+    """
     twists = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if twists:
         raise ValueError(f"packed attention knows no {', '.join(twists)}; this model's rows must be padded")
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(
             "packed attention needs cu_seq_lens_q and max_length_q; the model did not pass them on to its layers"
+        )
+    if nodes_T is not None and places_U is not None:
+        query_1QTD, key_1GTD, value_1GTD = (
+            heads_1XUD[0].transpose(0, 1).index_select(0, nodes_T).transpose(0, 1)[None]
+            for heads_1XUD in (query_1QTD, key_1GTD, value_1GTD)
         )
     if query_1QTD.is_cuda and query_1QTD.dtype in (torch.float16, torch.bfloat16):
         out_TQD = _flash(
@@ -52,6 +62,8 @@ def varlen_attention(
         out_TQD = _side_by_side(
             query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window
         )
+    if places_U is not None:
+        out_TQD = out_TQD.index_select(0, places_U)
     return out_TQD[None], None
 
 

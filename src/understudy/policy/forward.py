@@ -12,7 +12,7 @@ after it, and the filling's own hidden states are never read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from understudy.policy.assemble import MicroBatch
 from understudy.policy.attention import VARLEN
 from understudy.policy.head import body_of, head_facts, logits_of, output_layer, student_head
 from understudy.policy.microbatch import Layout
+from understudy.policy.packed import packed_states, packed_states_at
 from understudy.types.loss import LossInputs, LossOutput, StudentHead
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,9 @@ class StudentForward(nn.Module):
     def hidden(self, micro: MicroBatch) -> torch.Tensor:
         """hidden_NH: after the final norm, at the positions that predict the loss-bearing tokens."""
         body = body_of(self.model)
-        if micro.layout is Layout.PADDED:
-            states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
-        else:
-            states = packed_states(body, micro.ids, micro.lengths)
+        if micro.layout is Layout.PACKED:
+            return packed_states_at(body, micro.ids, micro.lengths, micro.predict_N)
+        states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
         return states.reshape(-1, states.shape[-1]).index_select(0, micro.predict_N)
 
 
@@ -101,28 +101,6 @@ def keeps_rows_apart(model: PreTrainedModel) -> bool:
             return False
     tolerance = 1e-4 if embedding.dtype == torch.float32 else 5e-2
     return bool((alone - packed).abs().max() <= tolerance * max(1.0, float(alone.abs().max())))
-
-
-def packed_states(body: nn.Module, ids_1T: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """[1, T, H]: final hidden states of rows that lie one after another."""
-    device, lengths_B, longest = ids_1T.device, torch.tensor(lengths), max(lengths)
-    ends_B = lengths_B.cumsum(0)
-    bounds = nn.functional.pad(ends_B, (1, 0)).to(torch.int32).to(device, non_blocking=True)
-    if device.type == "cuda":
-        # A bound to the kernel; a compiled layer should see few different ones.
-        longest = 1 << (longest - 1).bit_length()
-    begins_T = (ends_B - lengths_B).repeat_interleave(lengths_B)
-    position_ids = (torch.arange(len(begins_T)) - begins_T)[None]
-    states: torch.Tensor = body(
-        input_ids=ids_1T,
-        position_ids=position_ids.to(device, non_blocking=True),
-        use_cache=False,
-        cu_seq_lens_q=bounds,
-        cu_seq_lens_k=bounds,
-        max_length_q=longest,
-        max_length_k=longest,
-    ).last_hidden_state
-    return states
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from enum import StrEnum
 import numpy as np
 import torch
 
+from understudy.engines.lean_forward import LeanForward, lean_forward
+from understudy.engines.prefix_tree import prefix_tree
 from understudy.errors import TeacherError
 from understudy.teacher import varlen
 from understudy.teacher.model import FrozenModel
@@ -116,10 +118,27 @@ class Body:
         counts_B: np.ndarray,
     ) -> torch.Tensor:
         self._use_attention(self._own_attention)
+        if (lean := lean_forward(self.frozen.model, int(lengths_N[rows].max()))) is not None:
+            return self._lean_states(lean, request, rows, lengths_N, positions_P, counts_B)
         padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, rows)
         hidden_BLH = self.frozen.body(input_ids=self.to_device(padded_BL), use_cache=False).last_hidden_state
         places_P = np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
         return hidden_BLH.flatten(0, 1)[self.to_device(places_P)]
+
+    def _lean_states(
+        self,
+        lean: LeanForward,
+        request: ScoreRequest,
+        rows: Sequence[int],
+        lengths_N: np.ndarray,
+        positions_P: np.ndarray,
+        counts_B: np.ndarray,
+    ) -> torch.Tensor:
+        """On a CPU, for the models it knows: what several sequences begin with is read once, and filling not at all."""
+        starts_N = request.starts_N
+        tree = prefix_tree([request.tokens_T[starts_N[row] : starts_N[row] + lengths_N[row]] for row in rows])
+        row_P = np.repeat(np.arange(len(rows)), counts_B)
+        return lean.states(tree, torch.from_numpy(tree.nodes_BL[row_P, positions_P]))
 
     def _packed_states(
         self,

@@ -154,7 +154,7 @@ def rows_by_name(ranks: Any, folder: str, fails_on: int = -1) -> Any:
         losses.append(leader.update(told, cross_entropy, token_mean(batch), 40).loss)
         sent = leader.bytes_sent - before
         part = leader.update(told.select([4, 0, 9]), cross_entropy, token_mean(batch.select([4, 0, 9])), 40, old_logprobs=old.select([4, 0, 9]))  # fmt: skip
-        losses += [part.loss, *part.row_losses, float(old.values.sum())]
+        losses += [part.loss, *part.row_losses, *old.values.tolist()]
     leader.close()
     return losses, sent, source.fetched, source.brought
 

@@ -208,7 +208,7 @@ def near(steps: int = 3) -> list[float]:
         old = policy.logprobs(batch, 40)
         losses.append(policy.update(batch, cross_entropy, token_mean(batch), 40).loss)
         result = policy.update(part, cross_entropy, token_mean(part), 40, old_logprobs=old.select([4, 0, 9]))
-        losses += [result.loss, *result.row_losses, float(old.values.sum())]
+        losses += [result.loss, *result.row_losses, *old.values.tolist()]
     return losses
 
 
