@@ -17,6 +17,7 @@ from transformers import (
 
 from understudy.policy.forward import Objective
 from understudy.policy.head import logits_of
+from understudy.policy.load import switch_off_dropout
 from understudy.policy.optimizer import AdamWSettings
 from understudy.policy.policy import PolicySettings
 from understudy.policy.schedule import Schedule, ScheduleKind
@@ -44,6 +45,17 @@ def qwen3(seed: int = 0, tied: bool = True, dtype: torch.dtype = torch.float32) 
         attention_dropout=0.5,
     )
     return Qwen3ForCausalLM(config).to(dtype)
+
+
+def windowed() -> PreTrainedModel:
+    """Its first layer sees four tokens back and no further."""
+    model = qwen3()
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    model.config.sliding_window = 4
+    rebuilt = type(model)(model.config)
+    rebuilt.load_state_dict(model.state_dict())
+    switch_off_dropout(rebuilt)
+    return rebuilt.train()
 
 
 def llama(seed: int = 0) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from small_student import (
     settings,
     token_mean,
     varied_batch,
+    windowed,
 )
 from torch import nn
 
@@ -74,15 +75,6 @@ def test_packed_equals_padded(name: str) -> None:
 
 
 def test_packed_sliding_window_equals_padded() -> None:
-    def windowed() -> nn.Module:
-        model = qwen3()
-        model.config.layer_types = ["sliding_attention", "full_attention"]
-        model.config.sliding_window = 4
-        rebuilt = type(model)(model.config)
-        rebuilt.load_state_dict(model.state_dict())
-        switch_off_dropout(rebuilt)
-        return rebuilt.train()
-
     batch = varied_batch(seed=5)
     losses = []
     for layout in Layout:

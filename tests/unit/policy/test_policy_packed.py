@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_student import VOCAB, cross_entropy, llama, plain_loss, qwen3, token_mean
+from small_student import VOCAB, cross_entropy, llama, plain_loss, qwen3, token_mean, windowed
 
 from understudy.policy.assemble import Assembler
 from understudy.policy.forward import StudentForward, attention_for
@@ -107,15 +107,6 @@ def test_a_last_layer_that_somebody_waits_for_is_called_whole(reason: str) -> No
 
 
 def test_a_windowed_layer_sees_the_row_and_not_the_tree() -> None:
-    def windowed() -> Any:
-        model = qwen3()
-        model.config.layer_types = ["sliding_attention", "full_attention"]
-        model.config.sliding_window = 4
-        rebuilt = type(model)(model.config)
-        rebuilt.load_state_dict(model.state_dict())
-        switch_off_dropout(rebuilt)
-        return rebuilt.train()
-
     batch = related_rows(6)
     found = trained(windowed(), batch)[0]
     assert found.item() == pytest.approx(plain_loss(windowed(), batch).item(), abs=1e-5)
