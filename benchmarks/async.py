@@ -141,7 +141,10 @@ def main() -> None:
     gpu.add_argument("--gpu", action="store_true", help="compare on one GPU (async_gpu.py)")
     gpu.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, to try the script")
     gpu.add_argument("--quick", action="store_true", help="a smaller batch and shorter answers")
-    gpu.add_argument("--systems", nargs="*", choices=["sync", "trl"], default=["sync", "trl"])
+    gpu.add_argument(
+        "--systems", nargs="*", choices=["plain", "sync", "trl"], default=["plain", "sync", "trl"],
+        help="besides fully async runs under --mps; plain: fully async without it",
+    )  # fmt: skip
     gpu.add_argument(
         "--trl-python", default=sys.executable, help="an interpreter that can import trl and vllm"
     )
@@ -153,6 +156,10 @@ def main() -> None:
     gpu.add_argument(
         "--mps", action="store_true", help="one more run under the driver's multi-process service"
     )
+    gpu.add_argument(
+        "--share", type=float, nargs="*", default=[],
+        help="with --mps: runs with training and scoring kept to this share of the multiprocessors",
+    )  # fmt: skip
     gpu.add_argument("--each", type=float, default=120.0, help="seconds for one of our runs at most")
     gpu.add_argument("--budget", type=float, default=320.0, help="seconds for everything")
     arguments = parser.parse_args()

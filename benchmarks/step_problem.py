@@ -47,6 +47,8 @@ class Shape:
     threads: int = 0
     compile_student: bool = True
     """On a GPU."""
+    gpu_share: float = 1.0
+    """Of the multiprocessors, for training and for scoring (ours)."""
 
 
 @dataclass(slots=True)
@@ -103,12 +105,14 @@ def run_ours(
     run = folder / name
     extra = dict(trainer or {})
     ahead = 4 if extra.get("mode") == "fully_async" else 0
+    share = {"gpu_share": shape.gpu_share} if shape.gpu_share < 1 else {}
     recipe = {
         "student": {
             "model": student,
             "dtype": shape.dtype,
             "device": shape.device,
             "compile": shape.compile_student and shape.device != "cpu",
+            **share,
         },
         "teachers": {
             "teacher": {
@@ -116,6 +120,7 @@ def run_ours(
                 "dtype": shape.dtype,
                 "device": shape.device,
                 "compile": shape.device != "cpu",
+                **share,
             }
         },
         "loss": {"kind": "forward_kl", "signal": "topk", "topk": shape.topk},

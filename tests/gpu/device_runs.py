@@ -288,7 +288,15 @@ def kernels_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(hf, "KERNEL_DEVICES", {"cuda", "cpu"})
     patch.setattr(slots, "RUN_AHEAD", {"cuda", "cpu"})
+
+    def add_norm(
+        x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + before, norm(x + before, weight, epsilon)
+
+    patch.setattr(slots, "FUSED", {"cuda", "cpu"})
     patch.setattr(fused_norm, "rms_norm", without_gradient(norm))
+    patch.setattr(fused_norm, "add_norm", torch.no_grad()(add_norm))
     patch.setattr(fused_decode, "silu_times", without_gradient(lambda g, u: torch.nn.functional.silu(g) * u))
     patch.setattr(fused_decode, "place_heads", without_gradient(heads))
     patch.setattr(decode_attention, "slot_attention", decode_attention.slot_attention_plain)

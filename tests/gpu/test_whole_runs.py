@@ -44,6 +44,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "sync": {},
     "sync to the bit": {"run__determinism": "full", "student__model": "llama"},
     "fully async": {"trainer__mode": "fully_async", "trainer__steps": 3},
+    "a share of the GPU": {
+        "trainer__mode": "fully_async",
+        "trainer__steps": 3,
+        "student__gpu_share": 0.6,
+    },
     "an engine of its own process": {"rollout__processes": 1},
     "lora": {"student__lora": {"rank": 4, "alpha": 16.0}, "trainer__learning_rate": 2e-2},
     "gradient checkpointing": {"student__gradient_checkpointing": True},
@@ -68,6 +73,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 QUICK = {"sync", "lora", "grpo and distillation", "fully async"}
 """Those that every `make test` runs on the host."""
+GPU_ONLY = {"a share of the GPU"}
 LONG = {"compiled"}
 """Those that take a minute on a GPU too; `-m "gpu and not slow"` leaves them out."""
 
@@ -95,7 +101,8 @@ def cases() -> list[Any]:
     found = []
     for name in CONFIGURATIONS:
         slow = [] if name in QUICK else [pytest.mark.slow]
-        found.append(pytest.param("cpu", name, marks=slow, id=f"cpu-{name}"))
+        if name not in GPU_ONLY:
+            found.append(pytest.param("cpu", name, marks=slow, id=f"cpu-{name}"))
         on_gpu = [*GPU, pytest.mark.slow] if name in LONG else GPU
         found.append(pytest.param("cuda", name, marks=on_gpu, id=f"cuda-{name}"))
     return found

@@ -54,7 +54,7 @@ if triton is not None:
     @triton.jit
     def _heads_kernel(  # type: ignore[no-untyped-def]
         query, key, value, query_weight, key_weight, cosine, sine, slots, lengths, out, keys, values, epsilon,
-        turn_row, pool_slot, pool_head, pool_column,
+        query_row, key_row, value_row, turn_row, pool_slot, pool_head, pool_column,
         QUERIES: tl.constexpr, HEADS: tl.constexpr, NORMED: tl.constexpr, SIZE: tl.constexpr,
     ):  # fmt: skip
         row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -64,30 +64,31 @@ if triton is not None:
         slot = tl.load(slots + row).to(tl.int64)
         place = slot * pool_slot + tl.load(lengths + row).to(tl.int64) * pool_column
         if head < QUERIES:
+            own_query = query + row * query_row + head * SIZE
             at = (row * QUERIES + head) * SIZE
-            tl.store(out + at + size, _turned(query + at, query_weight, cosine, sine, epsilon, NORMED, SIZE))
+            tl.store(out + at + size, _turned(own_query, query_weight, cosine, sine, epsilon, NORMED, SIZE))
         elif head < QUERIES + HEADS:
             own = head - QUERIES
-            at = (row * HEADS + own) * SIZE
-            turned = _turned(key + at, key_weight, cosine, sine, epsilon, NORMED, SIZE)
+            own_key = key + row * key_row + own * SIZE
+            turned = _turned(own_key, key_weight, cosine, sine, epsilon, NORMED, SIZE)
             tl.store(keys + place + own * pool_head + size, turned)
         else:
             own = head - QUERIES - HEADS
-            written = tl.load(value + (row * HEADS + own) * SIZE + size)
+            written = tl.load(value + row * value_row + own * SIZE + size)
             tl.store(values + place + own * pool_head + size, written)
 
     @triton.jit
-    def _gate_kernel(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < count
-        g = tl.load(gate + at, mask=inside, other=0.0)
+    def _gate_kernel(  # type: ignore[no-untyped-def]
+        gate, up, out, gate_row, up_row, features, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < features
+        g = tl.load(gate + row * gate_row + column, mask=inside, other=0.0)
         wide = g.to(tl.float32)
         activated = (wide / (1 + tl.exp(-wide))).to(g.dtype).to(tl.float32)
-        tl.store(
-            out + at,
-            (activated * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(g.dtype),
-            mask=inside,
-        )
+        factor = tl.load(up + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * features + column, (activated * factor).to(g.dtype), mask=inside)
 
 
 def place_heads(
@@ -107,26 +108,40 @@ def place_heads(
     returns the queries [B, Q, D]."""
     rows, queries, size = query_BQD.shape
     heads = key_BHD.shape[1]
-    query_BQD, key_BHD, value_BHD = (x.contiguous() for x in (query_BQD, key_BHD, value_BHD))
+    query_BQD, key_BHD, value_BHD = (_rows_of_heads(x) for x in (query_BQD, key_BHD, value_BHD))
     cosine_BD, sine_BD = cosine_BD.contiguous(), sine_BD.contiguous()
     query_weight, key_weight = weights or (query_BQD, key_BHD)
-    out_BQD = torch.empty_like(query_BQD)
+    out_BQD = torch.empty((rows, queries, size), dtype=query_BQD.dtype, device=query_BQD.device)
     _heads_kernel[(rows, queries + 2 * heads)](
         query_BQD, key_BHD, value_BHD, query_weight, key_weight, cosine_BD, sine_BD, slots_B, lengths_B,
         out_BQD, keys_SHCD, values_SHCD, epsilon,
-        cosine_BD.stride(0), keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2),
+        query_BQD.stride(0), key_BHD.stride(0), value_BHD.stride(0), cosine_BD.stride(0), keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2),
         QUERIES=queries, HEADS=heads, NORMED=weights is not None, SIZE=size, num_warps=1,
     )  # fmt: skip
     return out_BQD
 
 
-def silu_times(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    gate_RF, up_RF = gate_RF.contiguous(), up_RF.contiguous()
-    out_RF = torch.empty_like(gate_RF)
-    block = 2048
-    _gate_kernel[(-(-gate_RF.numel() // block),)](gate_RF, up_RF, out_RF, gate_RF.numel(), BLOCK=block)
-    return out_RF
+def _rows_of_heads(heads_BXD: Tensor) -> Tensor:
+    """A row's heads lie one after another; rows may lie apart, as pieces of one wider product do."""
+    together = heads_BXD.stride(2) == 1 and heads_BXD.stride(1) == heads_BXD.shape[2]
+    return heads_BXD if together else heads_BXD.contiguous()
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, for tensors of one shape; rows may lie apart."""
+    features = gate.shape[-1]
+    gate_RF, up_RF = (_flat(one, features) for one in (gate, up))
+    out_RF = torch.empty(gate_RF.shape, dtype=gate.dtype, device=gate.device)
+    block = min(2048, 1 << (features - 1).bit_length())
+    _gate_kernel[(len(gate_RF), -(-features // block))](
+        gate_RF, up_RF, out_RF, gate_RF.stride(0), up_RF.stride(0), features, BLOCK=block
+    )
+    return out_RF.view(gate.shape)
+
+
+def _flat(x: Tensor, features: int) -> Tensor:
+    flat_RF = x.reshape(-1, features)
+    return flat_RF if flat_RF.stride(1) == 1 else flat_RF.contiguous()
 
 
 def fuse_decoding(model: Any) -> int:

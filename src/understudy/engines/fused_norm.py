@@ -38,6 +38,24 @@ if triton is not None:
         factors = tl.load(weight + column, mask=inside, other=0.0)
         tl.store(out + row * features + column, scaled * factors, mask=inside)
 
+    @triton.jit
+    def _add_kernel(  # type: ignore[no-untyped-def]
+        x, before, weight, after, out, features, epsilon, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        inside = column < features
+        at = row * features + column
+        added = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        added += tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = added.to(after.dtype.element_ty)
+        tl.store(after + at, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+        variance = tl.sum(values * values, 0) / features
+        scaled = (values * tl.rsqrt(variance + epsilon)).to(out.dtype.element_ty)
+        factors = tl.load(weight + column, mask=inside, other=0.0)
+        tl.store(out + at, scaled * factors, mask=inside)
+
 
 def rms_norm(x_RF: Tensor, weight_F: Tensor, epsilon: float) -> Tensor:
     """As `Qwen3RMSNorm.forward` and its kin compute it; rows may have any strides that make them evenly spaced."""
@@ -52,6 +70,18 @@ def rms_norm(x_RF: Tensor, weight_F: Tensor, epsilon: float) -> Tensor:
         flat_RF, weight_F, out_RF, flat_RF.stride(0), features, epsilon, BLOCK=block, num_warps=warps
     )
     return out_RF.view(x_RF.shape)
+
+
+def add_norm(x_RF: Tensor, before_RF: Tensor, weight_F: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x + before, and the norm of that: the end of one block and the beginning of the next. Both contiguous."""
+    rows, features = x_RF.shape
+    after_RF, out_RF = torch.empty_like(x_RF), torch.empty_like(x_RF)
+    block = 1 << (features - 1).bit_length()
+    warps = 1 if block <= 256 else 4 if block <= 2048 else 8
+    _add_kernel[(rows,)](
+        x_RF, before_RF, weight_F, after_RF, out_RF, features, epsilon, BLOCK=block, num_warps=warps
+    )
+    return after_RF, out_RF
 
 
 def generates_only(model: Any) -> None:

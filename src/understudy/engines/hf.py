@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from understudy.engines import decode_loop
 from understudy.engines.base import GenerateRequest, Generation
 from understudy.engines.fused_decode import fuse_decoding
 from understudy.engines.fused_norm import fuse_norms
@@ -169,6 +170,8 @@ class HFEngine:
         if self._device.type in KERNEL_DEVICES:
             fuse_norms(model)
             fuse_decoding(model)
+            if decode_loop.fits(model):
+                decode_loop.join_products(model)
         with torch.inference_mode():
             return SlotPool(model, slots=self._max_batch, max_length=self._max_length, device=self._device)
 

@@ -10,7 +10,7 @@ size of batch. The pool holds `max_length` columns for every slot: memory is tak
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from understudy.engines import decode_attention
+from understudy.engines import decode_attention, decode_loop
 from understudy.engines.padded import PaddedBatch
 from understudy.engines.writing import Row, RowBatch, Writing
 
@@ -30,6 +30,8 @@ AttentionInterface.register(ATTENTION, decode_attention.attend)
 
 RUN_AHEAD = {"cuda"}
 """Device types that work while the host does something else."""
+FUSED = {"cuda"}
+"""Device types where a step is one loop of our own kernels (`decode_loop`)."""
 SMALLEST = 16
 """Rows of the smallest recorded step."""
 MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
@@ -107,6 +109,7 @@ class SlotPool:
         self._most = slots
         self._steps: dict[int, _Step] = {}
         self._addresses = self._weight_addresses()
+        self._loop = self._fused_loop()
         self._memory: Any = None
         """Graphs share one memory pool: they never run at the same time."""
 
@@ -128,6 +131,27 @@ class SlotPool:
             layer.keys[slots_N, :, places_N] = source.keys[rows_N, :, columns_N]
             layer.values[slots_N, :, places_N] = source.values[rows_N, :, columns_N]
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether `read` can be asked; elsewhere prompts are read by transformers, and filled in."""
+        return self._loop is not None
+
+    def read(self, slots: list[int], rows: Sequence[np.ndarray]) -> Tensor:
+        """Reads prompts straight into their slots; logits [B, V] after each."""
+        assert self._loop is not None
+        lengths = [len(row) for row in rows]
+        bounds = np.cumsum([0, *lengths])
+        tokens_T = np.concatenate(rows).astype(np.int64)
+        slots_T = np.repeat(np.asarray(slots), lengths)
+        before_T = np.arange(len(tokens_T)) - np.repeat(bounds[:-1], lengths)
+        # One trip to the device for everything that is by token, one for what is by row.
+        told_3T = torch.from_numpy(np.stack([tokens_T, slots_T, before_T])).to(self._device)
+        ends_B = torch.from_numpy(bounds[1:]).to(self._device)
+        places = Places(told_3T[1], told_3T[2], told_3T[2])
+        begins = torch.nn.functional.pad(ends_B, (1, 0)).to(torch.int32)
+        prompts = decode_loop.Prompts(told_3T[0], places, begins, max(lengths), ends_B - 1)
+        return self._loop.read(prompts, self._layers)
+
     def step_for(self, rows: int) -> _Step:
         """The recorded step of the smallest size that holds so many rows: powers of two, and the whole pool.
 
@@ -145,6 +169,12 @@ class SlotPool:
         if addresses != self._addresses:
             self._steps.clear()
             self._addresses = addresses
+            self._loop = self._fused_loop()
+
+    def _fused_loop(self) -> decode_loop.DecodeLoop | None:
+        """Where the engine gave this model its kernels, and the model is one whose every layer is known."""
+        fused = self._device.type in FUSED and decode_loop.fits(self._model)
+        return decode_loop.DecodeLoop(self._model) if fused else None
 
     def _weight_addresses(self) -> tuple[int, ...]:
         return tuple(parameter.data_ptr() for parameter in self._model.parameters())
@@ -154,6 +184,8 @@ class SlotPool:
         for layer in self._layers:
             layer.places = places
         torch.add(places.lengths_B, 1, out=places.ends_B)
+        if self._loop is not None:
+            return self._loop.step(tokens_B, places, self._layers)
         config = self._model.config.get_text_config(decoder=True)
         before, config._attn_implementation = config._attn_implementation, ATTENTION
         try:
@@ -254,11 +286,14 @@ class SlotBatch:
         self, pool: SlotPool, model: Any, writing: Writing, *, pad_id: int, device: torch.device
     ) -> None:
         self._pool, self._device, self.writing = pool, device, writing
-        prompts = PaddedBatch(model, writing, pad_id=pad_id, device=device)
         self._slots = pool.take(len(writing.rows))
-        pool.fill(self._slots, prompts)
         self._lengths = [len(row) for row in writing.rows]
-        self._logits_BV = prompts.logits_BV
+        if pool.reads_prompts:
+            self._logits_BV = pool.read(self._slots, [row.ids for row in writing.rows])
+        else:
+            prompts = PaddedBatch(model, writing, pad_id=pad_id, device=device)
+            pool.fill(self._slots, prompts)
+            self._logits_BV = prompts.logits_BV
         self._step: _Step | None = None
         self._ahead = False
         """Whether the step after the newest draw is queued already."""

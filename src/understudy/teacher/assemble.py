@@ -6,6 +6,7 @@ import argparse
 
 import torch
 
+from understudy.engines.gpu_share import GpuShare
 from understudy.errors import TeacherError
 from understudy.teacher import lockstep
 from understudy.teacher.body import Layout
@@ -30,7 +31,9 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
         )
     digest = weights_sha256(frozen.model)
     scorer = _scorer(args, frozen)
-    scorer.warm_up()
+    share = GpuShare(args.device, args.gpu_share, "gpu_share")
+    with share.inside():
+        scorer.warm_up()
     vocabulary = vocabulary_of(args.model)
     manifest = Manifest(
         teacher=args.name,
@@ -50,7 +53,7 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
         ),
         batching=Batching(args.batching),
     )
-    return ScoringWorker(scorer, Batching(args.batching)), manifest, vocabulary
+    return ScoringWorker(scorer, Batching(args.batching), share), manifest, vocabulary
 
 
 def follow(args: argparse.Namespace) -> None:

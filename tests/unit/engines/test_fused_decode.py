@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine_models import make_model
 
-from understudy.engines import fused_decode
+from understudy.engines import decode_loop, fused_decode
 from understudy.engines.base import Sampling
 from understudy.engines.draw_kernel import draw_unfiltered
 from understudy.engines.fused_decode import fuse_decoding, silu_times
@@ -23,23 +24,35 @@ needs_triton = pytest.mark.skipif(fused_decode.triton is None, reason="triton is
 def check_decoding(kind: str, device: str) -> None:
     """Two steps over slots, with the kernels and without: the same logits, and the same keys and values in the pool."""
     model = make_model(kind).to(device)
-    twin = make_model(kind).to(device)
-    twin.load_state_dict(model.state_dict())
-    assert fuse_decoding(twin) == 2 * model.config.num_hidden_layers
-    results = []
-    for one in (model, twin):
-        pool = SlotPool(one, slots=3, max_length=8, device=torch.device(device))
-        places = pool.scratch_places(3)
-        places.slots_B.copy_(torch.tensor([2, 0, 1]))
-        logits = []
-        with torch.inference_mode():
-            for tokens in ([5, 6, 7], [8, 5, 5]):
-                logits.append(pool.forward(torch.tensor(tokens, device=device), places).clone())
-                places.lengths_B += torch.tensor([1, 2, 1], device=device)
-        # Columns nobody wrote are zero in both.
-        results.append((torch.stack(logits), torch.stack([layer.keys for layer in pool._layers])))
-    for plain, fused in zip(*results, strict=True):
-        torch.testing.assert_close(fused, plain, atol=2e-5, rtol=1e-4)
+
+    def twin() -> Any:
+        other = make_model(kind).to(device)
+        other.load_state_dict(model.state_dict())
+        return other
+
+    fused, looped, joined = twin(), twin(), twin()
+    assert fuse_decoding(fused) == 2 * model.config.num_hidden_layers
+    assert decode_loop.fits(joined)
+    decode_loop.join_products(joined)
+    expected = two_steps(model, device, loop=False)
+    for one, loop in ((fused, False), (looped, True), (joined, True)):
+        for plain, found in zip(expected, two_steps(one, device, loop), strict=True):
+            torch.testing.assert_close(found, plain, atol=2e-5, rtol=1e-4)
+
+
+def two_steps(model: Any, device: str, loop: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and the keys left in the pool."""
+    pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device))
+    pool._loop = decode_loop.DecodeLoop(model) if loop else None
+    places = pool.scratch_places(3)
+    places.slots_B.copy_(torch.tensor([2, 0, 1]))
+    logits = []
+    with torch.inference_mode():
+        for tokens in ([5, 6, 7], [8, 5, 5]):
+            logits.append(pool.forward(torch.tensor(tokens, device=device), places).clone())
+            places.lengths_B += torch.tensor([1, 2, 1], device=device)
+    # Columns nobody wrote are zero in both.
+    return torch.stack(logits), torch.stack([layer.keys for layer in pool._layers])
 
 
 def check_drawing(device: str, vocab: int, dtype: torch.dtype) -> None:
@@ -65,6 +78,26 @@ def check_gate(device: str) -> None:
     torch.testing.assert_close(silu_times(gate, up), torch.nn.functional.silu(gate) * up)
 
 
+def check_prompts(kind: str, device: str) -> None:
+    """Prompts of different lengths read into slots out of order: logits and keys as transformers' own of each row alone."""
+    model = make_model(kind).to(device)
+    pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device))
+    pool._loop = decode_loop.DecodeLoop(model)
+    rows, slots = (
+        [np.array(row, dtype=np.int32) for row in ([5, 6, 7, 8], [9], [5, 6, 3, 4, 2, 8])],
+        [2, 0, 1],
+    )
+    with torch.inference_mode():
+        found_BV = pool.read(slots, rows)
+        for row, slot, found_V in zip(rows, slots, found_BV, strict=True):
+            plain = model(input_ids=torch.from_numpy(row).long()[None].to(device), use_cache=True)
+            torch.testing.assert_close(found_V, plain.logits[0, -1], atol=2e-5, rtol=1e-4)
+            for layer, own in zip(pool._layers, plain.past_key_values.layers, strict=True):
+                for kept, wanted in ((layer.keys, own.keys), (layer.values, own.values)):
+                    torch.testing.assert_close(kept[slot, :, : len(row)], wanted[0], atol=2e-5, rtol=1e-4)
+                    assert not kept[slot, :, len(row) :].any()
+
+
 CASES = [(100, torch.float32), (5000, torch.float32), (6144, torch.bfloat16)]
 
 
@@ -72,9 +105,10 @@ CASES = [(100, torch.float32), (5000, torch.float32), (6144, torch.bfloat16)]
 def test_the_kernels_in_triton_s_interpreter() -> None:
     """In a process of its own: Triton decides when a kernel is defined whether it will be interpreted."""
     code = """
-from test_fused_decode import CASES, check_decoding, check_drawing, check_gate
-check_decoding("qwen3-16", "cpu")
-check_decoding("llama-16", "cpu")
+from test_fused_decode import CASES, check_decoding, check_drawing, check_gate, check_prompts
+for kind in ("qwen3-16", "llama-16"):
+    check_decoding(kind, "cpu")
+    check_prompts(kind, "cpu")
 check_gate("cpu")
 for vocab, dtype in CASES:
     check_drawing("cpu", vocab, dtype)
@@ -88,6 +122,7 @@ for vocab, dtype in CASES:
 @pytest.mark.parametrize("kind", ["qwen3-16", "llama-16"])
 def test_a_fused_step_on_the_gpu(kind: str) -> None:
     check_decoding(kind, "cuda")
+    check_prompts(kind, "cuda")
 
 
 @pytest.mark.gpu
