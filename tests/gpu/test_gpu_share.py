@@ -88,7 +88,9 @@ def test_layers_and_their_gradients(share: float) -> None:
 
 @on_gpu
 def test_a_teachers_verdict(share: float, world: World) -> None:
-    scorer = Scorer("t", load_frozen(str(world.model("teacher")), dtype="bfloat16", device="cuda"))
+    def scorer() -> Scorer:
+        return Scorer("t", load_frozen(str(world.model("teacher")), dtype="bfloat16", device="cuda"))
+
     rng = np.random.default_rng(0)
     items = [
         ScoreItem(
@@ -100,8 +102,10 @@ def test_a_teachers_verdict(share: float, world: World) -> None:
         )
         for i, n in enumerate((40, 64, 64, 9))
     ]
-    everywhere = scorer.score(request_of(items))
+    whole, narrow = scorer(), scorer()
+    whole.warm_up()
+    everywhere = whole.score(request_of(items))
     with GpuShare("cuda", share, "gpu_share").inside():
-        scorer.warm_up()
-        here = scorer.score(request_of(items))
+        narrow.warm_up()
+        here = narrow.score(request_of(items))
     np.testing.assert_allclose(here.sampled_P, everywhere.sampled_P, atol=0.02)

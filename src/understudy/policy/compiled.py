@@ -16,7 +16,8 @@ BACKEND = "inductor"
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Micro-batches differ in length; torch learns from the first two that they do."""
+    """For any lengths, from the first micro-batch on: left to find out what varies, torch would compile a second time in the first
+    step, and once more in some later one whose last micro-batch is a short row, ten seconds in which everybody waits."""
     body = body_of(model)
     layers = getattr(body, "layers", None)
     if layers is None:
@@ -24,6 +25,6 @@ def compile_layers(model: PreTrainedModel) -> None:
             f"{type(model).__name__} keeps its layers where compiling them is not supported; set student.compile = false"
         )
     for layer in layers:
-        layer.compile(backend=BACKEND)
+        layer.compile(backend=BACKEND, dynamic=True)
     if (last := getattr(body, "norm", None)) is not None:
-        last.compile(backend=BACKEND)
+        last.compile(backend=BACKEND, dynamic=True)
