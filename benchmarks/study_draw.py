@@ -55,12 +55,11 @@ def spread(values: Sequence[float]) -> float:
 
 def draw(study: dict[str, Any], timing: dict[str, Any] | None, teacher: float | None, picture: Path) -> None:
     mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    columns = 2 if timing else 1
-    layout = (2, 2) if timing else (1, 2)
-    figure, found = plt.subplots(*layout, figsize=(10, 7.2 if timing else 4.2), squeeze=False)
-    axes = [
-        [found[row][column] if timing else found[0][row] for column in range(columns)] for row in range(2)
-    ]
+    timed = timing is not None
+    columns = 2 if timed else 1
+    layout = (2, 2) if timed else (1, 2)
+    figure, found = plt.subplots(*layout, figsize=(10, 7.2 if timed else 4.2), squeeze=False)
+    axes = [[found[row][column] if timed else found[0][row] for column in range(columns)] for row in range(2)]
     for method, label in METHODS.items():
         runs = [run for run in study["runs"] if run["method"] == method and run["points"]]
         if not runs:
@@ -70,9 +69,9 @@ def draw(study: dict[str, Any], timing: dict[str, Any] | None, teacher: float | 
             means = [mean(values) for values in points.values()]
             lows, highs = [min(v) for v in points.values()], [max(v) for v in points.values()]
             for column in range(columns):
-                unit = step_seconds(timing, runs) if timing and column else SAMPLES
+                unit = SAMPLES if timing is None or not column else step_seconds(timing, runs)
                 x = [step * unit for step in points]
-                shared = timing and column and not timed_alone(timing, method)
+                shared = timing is not None and column and not timed_alone(timing, method)
                 axes[row][column].plot(
                     x,
                     means,
@@ -95,7 +94,7 @@ def draw(study: dict[str, Any], timing: dict[str, Any] | None, teacher: float | 
     axes[0][0].set_ylabel("accuracy on held-out problems")
     axes[1][0].set_ylabel("KL(student ‖ teacher) per token")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper center", ncols=4, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.92 if timing else 0.87))
+    figure.tight_layout(rect=(0, 0, 1, 0.92 if timed else 0.87))
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=130)
     print(f"wrote {picture}")
@@ -107,7 +106,7 @@ def table(study: dict[str, Any], timing: dict[str, Any] | None) -> list[str]:
         "| method | learning rate | seeds | samples | accuracy | KL to the teacher |",
         "|---|---|---|---|---|---|",
     ]
-    if timing:
+    if timing is not None:
         lines = [
             line + more for line, more in zip(lines, (" s a step | GPU-seconds |", "---|---|"), strict=True)
         ]
@@ -122,7 +121,7 @@ def table(study: dict[str, Any], timing: dict[str, Any] | None) -> list[str]:
             f"| {label} | {runs[0]['rate']:g} | {len(runs)} | {step * SAMPLES:,} | "
             f"{mean(values):.1%} ± {spread(values):.1%} | {mean(near):.3f} ± {spread(near):.3f} |"
         )
-        if timing:
+        if timing is not None:
             seconds, most = step_seconds(timing, runs), "" if timed_alone(timing, method) else "≤ "
             line += f" {most}{seconds:.2f} | {most}{seconds * step:.0f} |"
         lines.append(line)
@@ -133,11 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("study", type=Path)
     parser.add_argument("timing", type=Path, nargs="?")
+    parser.add_argument(
+        "--own-clocks", action="store_true", help="GPU-seconds without TIMING.json, all dotted"
+    )
     parser.add_argument("--teacher", type=float, help="the teacher's own accuracy")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "study.png")
     options = parser.parse_args()
     study = json.loads(options.study.read_text())
-    timing = json.loads(options.timing.read_text()) if options.timing else None
+    timing = json.loads(options.timing.read_text()) if options.timing else {} if options.own_clocks else None
     draw(study, timing, options.teacher, options.picture)
     print("\n".join(table(study, timing)))
 
