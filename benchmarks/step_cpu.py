@@ -1,15 +1,19 @@
 """A whole sync step on a CPU beside TRL's DistillationTrainer: same weights, prompts, batch, budget, forward KL.
 
-    python benchmarks/step_cpu.py --trl-python /path/to/an/environment/with/trl/bin/python     about 3 minutes on two cores
+    python benchmarks/step_cpu.py --trl-python /path/to/an/environment/with/trl/bin/python     about 6 minutes on two cores
 
     quickstart    the quickstart's student and its addition teacher (0.4 M and 1 M parameters), 128 prompts, 8 new tokens
     long          the same sizes with random weights, 32 prompts, up to 96 new tokens
+
+Each twice: with one thread a process (rows `quickstart` and `long`: TRL has one process, we have two, trainer and teacher) and
+with two (rows `…, two threads`). Threads are set by OMP_NUM_THREADS as well as in torch, which on ARM gives some products to a
+library with threads of its own. Nothing is pinned: both systems have all cores of the machine.
 
 TRL takes the full vocabulary from a teacher in its own process; ours sends the best 8 of 44 tokens and the mass of the rest
 from a teacher process. The systems run alternately, several rounds each, and the better half of each counts: other work
 on the machine can only slow a round down.
 
-Results go to benchmarks/results/step_cpu-<hardware>-<date>.json.
+Results go to benchmarks/results/step_cpu-<hardware>-<date>.json, or to the folder named by `--out`.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -36,6 +41,8 @@ SHAPES = {
     ),
     "long": Shape("long", 32, 96, 32, 8192, 8, 128, steps=6, skip=2, threads=1),
 }
+THREADS = {1: "", 2: ", two threads"}
+"""Of every process, and how that is said in the names of rows."""
 GOAL = 1.5
 TIMEOUT = 300.0
 
@@ -45,10 +52,12 @@ def main() -> None:
     why_not = has_trl(options.trl_python, vllm=False)
     rows = []
     with tempfile.TemporaryDirectory(prefix="understudy-step-") as name:
-        for shape in [SHAPES[shape] for shape in options.shapes]:
-            folder = Path(name) / shape.name
+        wanted = [(SHAPES[shape], threads) for shape in options.shapes for threads in options.threads]
+        for plain, threads in wanted:
+            shape = replace(plain, name=plain.name + THREADS[threads], threads=threads)
+            folder = Path(name) / f"{plain.name}-{threads}"
             folder.mkdir()
-            student, teacher, prompts = _problem(shape, folder)
+            student, teacher, prompts = _problem(plain, folder)
             ours: list[Timing | str] = []
             theirs: list[Timing | str] = []
             for turn in range(options.rounds):
@@ -67,7 +76,7 @@ def main() -> None:
                 )
             rows += compare(shape, _better(ours), _better(theirs), "TRL 1.16 DistillationTrainer", GOAL)
     if rows:
-        save("step_cpu", cpu_name(), rows)
+        save("step_cpu", cpu_name(), rows, options.out)
 
 
 def _problem(shape: Shape, folder: Path) -> tuple[str, str, Path]:
@@ -116,7 +125,9 @@ def _options() -> argparse.Namespace:
         "--trl-python", default=sys.executable, help="an interpreter that can import trl 1.16"
     )
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
+    parser.add_argument("--threads", nargs="+", type=int, choices=sorted(THREADS), default=list(THREADS))
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="folder of the result file, for trials")
     return parser.parse_args()
 
 

@@ -121,6 +121,7 @@ def run_ours(
                 "device": shape.device,
                 "compile": shape.device != "cpu",
                 **share,
+                **({"threads": shape.threads} if shape.threads else {}),
             }
         },
         "loss": {"kind": "forward_kl", "signal": "topk", "topk": shape.topk},
@@ -140,7 +141,14 @@ def run_ours(
     path.write_text(_toml(recipe))
     metrics = run / "metrics.jsonl"
     command = [sys.executable, "-m", "understudy.cli.main", "train", str(path), "--quiet"]
-    said, spent = _run(command, timeout, folder / f"{name}.log", metrics, shape.steps, environment)
+    said, spent = _run(
+        command,
+        timeout,
+        folder / f"{name}.log",
+        metrics,
+        shape.steps,
+        {**_threads(shape), **(environment or {})},
+    )
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     lines = [line for line in lines if shape.skip < line["step"] <= shape.steps]
     if not lines:
@@ -154,9 +162,13 @@ def run_ours(
     )
 
 
+def _threads(shape: Shape) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(shape.threads)} if shape.threads else {}
+
+
 def _our_parts(run: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Where a step's time goes. Rollouts and scores overlap each other, so each is the time during which any was under way;
-    `idle` is what no span covers."""
+    `idle` is what no span covers. `forward, meanwhile` is what the student did while its rows were scored."""
     spans = [json.loads(line) for line in (run / "spans.jsonl").read_text().splitlines()]
     parts: dict[str, list[float]] = {}
     for line in lines:
@@ -178,7 +190,9 @@ def _our_parts(run: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, float
         parts.setdefault("idle", []).append(
             line["time/step"] - _covered([s for s in inside if s["name"] != "produce"])
         )
-    return {name: median(values) for name, values in parts.items()}
+    ahead = median(line["time/update/ahead"] for line in lines)
+    during = {"forward, meanwhile": ahead} if ahead else {}
+    return {name: median(values) for name, values in parts.items()} | during
 
 
 def _async_parts(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -223,7 +237,7 @@ def run_trl(
     out = folder / "trl.jsonl"
     (folder / "trl-spec.json").write_text(json.dumps(spec))
     command = [python, str(HERE / "step_trl.py"), str(folder / "trl-spec.json"), str(out)]
-    said, spent = _run(command, timeout, folder / "trl.log", out, shape.steps)
+    said, spent = _run(command, timeout, folder / "trl.log", out, shape.steps, _threads(shape))
     steps = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     steps = steps[shape.skip :]
     if not steps:
@@ -298,8 +312,8 @@ def show(row: Row) -> str:
     return text
 
 
-def save(name: str, hardware: str, rows: Sequence[Row]) -> Path:
-    folder = HERE / "results"
+def save(name: str, hardware: str, rows: Sequence[Row], folder: Path | None = None) -> Path:
+    folder = folder or HERE / "results"
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}-{hardware}-{time.strftime('%Y-%m-%d')}.json"
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

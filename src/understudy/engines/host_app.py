@@ -1,6 +1,7 @@
 """The HTTP face of an engine process: who may ask, what is refused, and how.
 
     POST /v1/generate   one composed batch in, its generations in the same order out (frames of `host_wire`)
+    POST /v1/compose    one batch by name; answered when it was written       POST /v1/deposit   one request of it (`compositions`)
     POST /v1/weights    load a snapshot from the folder both sides know, or one that is broadcast, under a new version
     POST /v1/pause      answered once no token is being computed       POST /v1/resume
     POST /v1/abort      ends every call up to the one named
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,11 +28,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from torch import Tensor
 
-from understudy.engines.base import Engine, Generation
+from understudy.engines.base import Engine, GenerateRequest, Generation
+from understudy.engines.compositions import Compositions
+from understudy.engines.far import CallGivenUp
 from understudy.engines.host_wire import (
     BROKEN_TRANSFER,
     CONTENT_TYPE,
+    GIVEN_UP,
     AbortOrder,
+    Composed,
+    ComposeOrder,
     FrameError,
     WeightsOrder,
     decode_call,
@@ -47,9 +53,12 @@ _SNAPSHOT = re.compile(r"v-?\d{1,18}\.safetensors")
 _LARGEST_ORDER = 4096
 _LARGEST_WEIGHTS_ORDER = 16 << 20
 """Names every tensor of a broadcast."""
+_LARGEST_COMPOSE_ORDER = 16 << 20
+"""Names every row of a batch."""
 _REFUSED = (
     (FrameError, 400, "frame"),
     (TransferBroken, BROKEN_TRANSFER, "transfer"),
+    (CallGivenUp, GIVEN_UP, "call"),
     (EngineError, 422, "engine"),
 )
 Order = TypeVar("Order")
@@ -71,8 +80,11 @@ class HostApp:
         self._engine, self._weights = engine, weights
         self._receiver, self._receiving = Receiver(address, device), asyncio.Lock()
         self._aborted_through = -1
+        self._compositions = Compositions(self._written)
         routes = {
             "/v1/generate": self.generate,
+            "/v1/compose": self.compose,
+            "/v1/deposit": self.deposit,
             "/v1/weights": self.load_weights,
             "/v1/pause": self.pause,
             "/v1/resume": self.resume,
@@ -91,11 +103,26 @@ class HostApp:
 
     async def generate(self, http: Request) -> Response:
         call, requests = decode_call(await read_body(http, MAX_CALL_BYTES))
-        if call <= self._aborted_through:  # the abort overtook it on the way
-            generations = [_nothing_written() for _ in requests]
-        else:
-            generations = await unless_gone(http, asyncio.ensure_future(self._engine.generate(requests)))
+        generations = await unless_gone(http, asyncio.ensure_future(self._written(call, requests)))
         return Response(encode_answer(self._engine.version, generations), media_type=CONTENT_TYPE)
+
+    async def _written(self, call: int, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        if call <= self._aborted_through:  # the abort overtook it on the way
+            return [_nothing_written() for _ in requests]
+        return await self._engine.generate(requests)
+
+    async def compose(self, http: Request) -> Response:
+        order = await read_order(http, ComposeOrder, _LARGEST_COMPOSE_ORDER)
+        missing = await unless_gone(http, asyncio.ensure_future(self._compositions.run(order)))
+        return as_json(Composed(missing))
+
+    async def deposit(self, http: Request) -> Response:
+        call, requests = decode_call(await read_body(http, MAX_CALL_BYTES))
+        if len(requests) != 1:
+            raise FrameError(f"{len(requests)} requests in one deposit; expected 1")
+        bringing = asyncio.ensure_future(self._compositions.deposit(call, requests[0]))
+        written = await unless_gone(http, bringing)
+        return Response(encode_answer(self._engine.version, [written]), media_type=CONTENT_TYPE)
 
     async def load_weights(self, http: Request) -> Response:
         order = await read_order(http, WeightsOrder, _LARGEST_WEIGHTS_ORDER)

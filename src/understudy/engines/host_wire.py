@@ -26,6 +26,8 @@ PREFIX = struct.Struct("<4sI")
 CONTENT_TYPE = "application/x-understudy-engine-frame"
 BROKEN_TRANSFER = 409
 """Status of an order for weights that did not arrive whole: the engine goes on under those it had."""
+GIVEN_UP = 410
+"""Status of a deposit whose call came to nothing."""
 MAX_HEADER_BYTES = 64 << 20
 _TYPES = {"<i4": np.int32, "<f4": np.float32, "<u2": np.uint16, "|b1": np.bool_}
 _STREAMS = tuple(field.name for field in fields(Generation) if field.name != "stop_reason")
@@ -115,6 +117,23 @@ class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):
 class AbortOrder(msgspec.Struct, forbid_unknown_fields=True):
     through: int
     """Every call up to this one."""
+
+
+class ComposeOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /v1/compose`: a batch by name, whose requests others bring (`POST /v1/deposit`, a call frame of one request)."""
+
+    call: int
+    keys: list[str]
+    """In the order they are written in."""
+    patience_s: float | None = None
+    """How long deposits may take."""
+
+
+class Composed(msgspec.Struct, forbid_unknown_fields=True):
+    """The answer, once the call is over."""
+
+    missing: list[str]
+    """Keys that did not come in time; then nothing was written."""
 
 
 _calls = msgspec.msgpack.Decoder(CallHeader)

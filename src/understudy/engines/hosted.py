@@ -26,9 +26,11 @@ import numpy as np
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.far import FarRequest, NotBrought
 from understudy.engines.host_wire import AbortOrder, decode_answer, encode_call
-from understudy.engines.hosted_channel import HostChannel, HostLost
+from understudy.engines.hosted_channel import HostChannel, HostLost, Traffic
 from understudy.engines.hosted_delivery import WeightDelivery
+from understudy.engines.hosted_far import composed_call
 from understudy.engines.replicas import Endpoint, Replica, Replicas
 from understudy.engines.schedule import Batching
 from understudy.errors import EngineError, UnderstudyError
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 _BEAT_S = 5.0
 _TRIES = 5
 """Times one batch may lose its host: a batch that kills every process it meets is that batch's fault."""
+_NOT_BROUGHT_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,10 @@ class HostedEngine:
     ) -> None:
         self._replicas = Replicas(endpoints)
         self._keeper, self._delivery, self._batching = keeper, delivery, batching
-        self._channels = {host.name: HostChannel(host.name, host.endpoint) for host in self._replicas.all}
+        self.traffic = Traffic()
+        self._channels = {
+            host.name: HostChannel(host.name, host.endpoint, self.traffic) for host in self._replicas.all
+        }
         self._patience_s, self._silence_s = patience_s, silence_s
         self._restarts = restarts or Restarts()
         self._in_vain = {host.name: 0 for host in self._replicas.all}
@@ -123,6 +129,7 @@ class HostedEngine:
     # --- generation -------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Of a `FarRequest` the tokens do not pass here: its generation tells lengths."""
         if not requests:
             return []
         if self._batching is Batching.COMPOSED:
@@ -167,18 +174,32 @@ class HostedEngine:
             channel = self._channels[host.name]
             self._calls += 1
             try:
-                answer = await channel.ask("/v1/generate", encode_call(self._calls, requests))
-                _, generations = decode_answer(answer, len(requests))
+                return await self._call(channel, host.endpoint, self._calls, requests)
             except HostLost as error:
                 problem = str(error)
                 self._lost(host, channel, problem)
-                continue
+            except NotBrought as error:
+                problem = f"{host.name} lives, and a worker could not reach it: {error}"
+                logger.warning("the batch of %s … is asked again: %s", requests[0].key, problem)
+                await asyncio.sleep(_NOT_BROUGHT_PAUSE_S)
             finally:
                 self._replicas.withdrawn(host, size)
-            return generations
         raise EngineError(
-            f"the batch of {requests[0].key} … lost its engine process {_TRIES} times; the last time: {problem}"
+            f"the batch of {requests[0].key} … lost its engine process, or the way to it, {_TRIES} times; the last time: {problem}"
         )
+
+    async def _call(
+        self, channel: HostChannel, door: Endpoint, call: int, requests: Sequence[GenerateRequest]
+    ) -> list[Generation]:
+        far = [request for request in requests if isinstance(request, FarRequest)]
+        if len(far) == len(requests):
+            return await composed_call(channel, door, call, far)
+        if far:
+            raise EngineError(
+                f"{len(far)} of {len(requests)} requests of a batch are held elsewhere; expected all or none"
+            )
+        answer = await channel.ask("/v1/generate", encode_call(call, requests))
+        return decode_answer(answer, len(requests))[1]
 
     async def _host(self, choose: Callable[[], Replica | None], aborts: int) -> Replica | None:
         """Waits for a host that serves; None when the batch was aborted first."""
@@ -295,7 +316,7 @@ class HostedEngine:
     async def _bring_back(self, host: Replica) -> None:
         """A new process with the newest weights, and paused where we are: only then does it get requests."""
         endpoint = await self._keeper.restart(host.name)
-        old, fresh = self._channels[host.name], HostChannel(host.name, endpoint)
+        old, fresh = self._channels[host.name], HostChannel(host.name, endpoint, self.traffic)
         host.endpoint, self._channels[host.name] = endpoint, fresh
         await old.close()
         async with self._changing:

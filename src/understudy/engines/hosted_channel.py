@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -18,11 +19,20 @@ class HostLost(EngineError):
     """The process does not answer any more; what it was asked may be asked again elsewhere."""
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of batches and of what was written for them, to and from all engine processes so far; HTTP's own words not counted."""
+
+    sent: int = 0
+    received: int = 0
+
+
 class HostChannel:
     """Kept-alive connections to one process, from its start to its end."""
 
-    def __init__(self, name: str, endpoint: Endpoint) -> None:
+    def __init__(self, name: str, endpoint: Endpoint, traffic: Traffic | None = None) -> None:
         self.name = name
+        self._traffic = traffic or Traffic()
         self.shares_memory = endpoint.shares_memory
         self.gpu = endpoint.gpu
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -36,8 +46,11 @@ class HostChannel:
         )
 
     async def ask(self, path: str, frame: bytes) -> bytes:
-        """A frame for a frame."""
-        return await self._post(path, frame, CONTENT_TYPE)
+        """A frame for a frame; both are counted."""
+        self._traffic.sent += len(frame)
+        answer = await self._post(path, frame, CONTENT_TYPE)
+        self._traffic.received += len(answer)
+        return answer
 
     async def order(self, path: str, order: msgspec.Struct | None = None) -> None:
         body = b"" if order is None else msgspec.json.encode(order)

@@ -51,9 +51,12 @@ class StudentForward(nn.Module):
         micro: MicroBatch,
         objective: Callable[[StudentHead, LossInputs], Result],
         temperature: float | None = None,
+        known_NH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, Result]:
-        """(loss, what the objective returned). The loss stands apart because sharding hooks itself to plain tensors."""
-        head = student_head(self.model, self.facts, self.hidden(micro), temperature or self.temperature)
+        """(loss, what the objective returned). The loss stands apart because sharding hooks itself to plain tensors. `known_NH`:
+        the hidden states, where they have been computed already."""
+        hidden_NH = self.hidden(micro) if known_NH is None else known_NH
+        head = student_head(self.model, self.facts, hidden_NH, temperature or self.temperature)
         result = objective(head, micro.inputs)
         return (result.loss if isinstance(result, LossOutput) else None), result
 

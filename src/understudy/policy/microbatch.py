@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+from understudy.policy.lanes import spread
+
 
 class Layout(StrEnum):
     PADDED = "padded"
@@ -18,11 +20,16 @@ class Layout(StrEnum):
 
 
 def plan_microbatches(
-    lengths: Sequence[int], keys: Sequence[str], max_tokens: int, layout: Layout = Layout.PADDED
+    lengths: Sequence[int],
+    keys: Sequence[str],
+    max_tokens: int,
+    layout: Layout = Layout.PADDED,
+    lanes: int = 1,
 ) -> list[list[int]]:
     """Row indexes of each micro-batch, longest rows first (so that a memory limit shows at once).
 
-    A micro-batch holds at most `max_tokens` tokens, filling included; a single longer row travels alone.
+    A micro-batch holds at most `max_tokens` tokens, filling included; a single longer row travels alone. With several `lanes`
+    so many of them at a time hold as much, if the rows give enough.
     """
     if len(lengths) != len(keys):
         raise ValueError(f"{len(lengths)} lengths for {len(keys)} keys")
@@ -40,4 +47,10 @@ def plan_microbatches(
                 continue
         groups.append([row])
         tokens = longest = lengths[row]
-    return groups
+
+    def fits(group: list[int], share: int) -> bool:
+        own = [lengths[row] for row in group]
+        tokens = sum(own) if layout is Layout.PACKED else max(own) * len(own)
+        return tokens * share <= max_tokens or len(own) == 1
+
+    return spread(groups, lengths, lanes, fits)

@@ -8,7 +8,7 @@ With float32 weights the masters *are* the weights and nothing is copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,6 +94,18 @@ class MasterAdamW:
             weight.grad = None
         for master in self.masters.values():
             master.grad = None
+
+    def add_gradients(self, found: Sequence[torch.Tensor | None]) -> None:
+        """What one backward pass found for `weights`, in their order: added up as `backward` itself would."""
+        for (name, weight), grad in zip(self.weights.items(), found, strict=True):
+            if grad is None:
+                continue
+            master = self.masters[name]
+            if master.grad is None:
+                # A copy laid out like the weight: two weights may have been given one tensor, or a turned one.
+                master.grad = torch.empty_like(weight).copy_(grad).to(master.device, torch.float32)
+            else:
+                master.grad += grad.to(master.device)
 
     def grad_norm(self) -> float:
         """The global norm of the gradients added up so far, over all ranks."""

@@ -42,16 +42,17 @@ def plan_step(
     layout: Layout,
     rank: int = 0,
     size: int = 1,
+    lanes: int = 1,
 ) -> Plan:
-    """Deals the rows out to ranks and cuts each share into micro-batches; `lengths`, `keys` and `groups` are by row, and
-    rows of different groups never share a pass."""
+    """Deals the rows out to ranks and cuts each share into micro-batches, of which `lanes` are worked on at a time; `lengths`,
+    `keys` and `groups` are by row, and rows of different groups never share a pass."""
     plans = []
     for share in deal_rows(rows, lengths, keys, size):
         plan: list[list[int]] = []
         for name in sorted({groups[row] for row in share}):
             members = [row for row in share if groups[row] == name]
             pieces = plan_microbatches(
-                [lengths[row] for row in members], [keys[row] for row in members], max_tokens, layout
+                [lengths[row] for row in members], [keys[row] for row in members], max_tokens, layout, lanes
             )
             plan += [[members[place] for place in piece] for piece in pieces]
         plans.append(plan)

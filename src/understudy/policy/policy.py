@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from understudy.errors import CheckpointError, PolicyError, RowsUnreachable, UnderstudyError
+from understudy.errors import CheckpointError, PolicyError
 from understudy.policy.assemble import Assembler
 from understudy.policy.compiled import compile_layers
 from understudy.policy.ema import WeightAverage
@@ -34,16 +35,19 @@ from understudy.policy.forward import (
     sampled_logprobs,
 )
 from understudy.policy.head import output_layer, verify_head
+from understudy.policy.head_start import HeadStart, HeadStarts
+from understudy.policy.lanes import Lanes
 from understudy.policy.load import context_length, switch_off_dropout
 from understudy.policy.lora import LoraSettings, add_lora, is_adapter, merged_weights
 from understudy.policy.microbatch import Layout
 from understudy.policy.optimizer import AdamWSettings, MasterAdamW, assign
 from understudy.policy.plan import Plan, plan_step
+from understudy.policy.rows import hold_rows, row_sums, trainable_rows
 from understudy.policy.schedule import Schedule
 from understudy.policy.shard import Alone, Ranks, whole
 from understudy.policy.state import PolicyState, random_state, restore_random_state, unique_tensors
 from understudy.types.batch import Batch
-from understudy.types.far_batch import AnyBatch, FarBatch
+from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead, TeacherHead
 from understudy.types.loss_metrics import Metric, merge_metrics, metrics_to_host
@@ -65,6 +69,8 @@ class PolicySettings:
     """How rows lie in a forward pass; None chooses by device and dtype."""
     lora: LoraSettings | None = None
     """Trains small adapters and leaves the weights themselves frozen."""
+    lanes: int = 1
+    """Micro-batches at a time, on as many threads (`lanes.py`): for a small student on a CPU, on one rank."""
     ema_decay: float | None = None
     """Keeps an exponential average of the weights beside them, for evaluation and export."""
 
@@ -91,7 +97,8 @@ class StepResult:
     row_tokens: tuple[int, ...]
     """Loss-bearing tokens of each row."""
     seconds: Mapping[str, float]
-    """Wall time of `prepare`, `compute` (forward and backward) and `optimizer`."""
+    """Wall time of `prepare`, `compute` (forward and backward) and `optimizer`, and of what was done `ahead` of them, while
+    teachers were at work."""
     updates: int = 1
     """Optimizer steps it took."""
 
@@ -118,6 +125,9 @@ class Policy:
             raise PolicyError(
                 "offload keeps one rank's optimizer on the host; with several ranks the shards are small already"
             )
+        if settings.lanes > 1 and (self.ranks.size > 1 or settings.compile):
+            raise PolicyError("lanes are for a student on one rank whose layers are not compiled")
+        self.lanes = Lanes(settings.lanes)
         self.step = 0
         """Trainer steps behind it."""
         self.updates = 0
@@ -141,6 +151,7 @@ class Policy:
         self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw, self._dtypes)
         decay = settings.ema_decay
         self.average = WeightAverage(self.optimizer.masters, decay) if decay is not None else None
+        self._head_starts = HeadStarts()
 
     @property
     def device(self) -> torch.device:
@@ -149,6 +160,32 @@ class Policy:
     def _own_device(self) -> AbstractContextManager[object]:
         """Kernels go to the current device, which in a fresh thread is the first one, wherever the student lives."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    @property
+    def can_get_ahead(self) -> bool:
+        """On a CPU, where the wait for teachers is idle time; several ranks would have to agree."""
+        return self.device.type == "cpu" and self.ranks.size == 1
+
+    def get_ahead(self, rows: Callable[[], Batch | None], max_tokens_per_microbatch: int = 8192) -> None:
+        """Begins the first forward pass of the next update on a thread of its own, and returns at once (`head_start.py`). `rows`,
+        called there, gives the batch of that update as far as it is known: tokens and loss mask are read. Until it is taken
+        a head start holds as much memory as a micro-batch does while it is trained on."""
+        if not self.can_get_ahead:
+            raise PolicyError("a head start is for a student on a CPU, on one rank")
+        self._head_starts.begin(partial(self._read_ahead, rows, max_tokens_per_microbatch))
+
+    def _read_ahead(self, rows: Callable[[], Batch | None], max_tokens: int) -> HeadStart:
+        started = time.perf_counter()
+        batch = rows()
+        if batch is None:
+            raise PolicyError("no row of this batch is trained on")
+        assembler = Assembler(batch, [torch.zeros(count) for count in batch.loss_lengths])
+        plan = self._plan(assembler, trainable_rows(assembler, self.context_length), max_tokens)
+        hold_rows(assembler, plan, self.ranks, self.vocab_size)
+        micros = [assembler.cut(group, self.layout) for group in plan.mine[: self.lanes.count]]
+        with attention_for(self.model, self.layout):
+            passes = [(micro, self.forward.hidden(micro)) for micro in micros]
+        return HeadStart(self.updates, passes, time.perf_counter() - started)
 
     def update(
         self,
@@ -168,16 +205,19 @@ class Policy:
         `ends_step` is False where further updates of the same trainer step follow.
         """
         started = time.perf_counter()
+        head_start = self._head_starts.take()
+        ahead = head_start.seconds if head_start is not None else 0.0
         assembler = Assembler(batch, weights, old_logprobs, teacher_heads)
-        rows = self._trainable_rows(assembler)
+        rows = trainable_rows(assembler, self.context_length)
         plan = self._plan(assembler, rows, max_tokens_per_microbatch)
-        self._hold(assembler, plan)
+        hold_rows(assembler, plan, self.ranks, self.vocab_size)
         self.optimizer.zero_grad()
         planned = time.perf_counter()
         try:
             with self._own_device(), attention_for(self.model, self.layout):
-                outputs = self._accumulate(assembler, plan, objective)
-                sums = self.ranks.total(_row_sums(assembler, plan.mine, outputs))
+                outputs = self._accumulate(assembler, plan, objective, head_start)
+                del head_start
+                sums = self.ranks.total(row_sums(assembler, plan.mine, outputs))
                 loss, row_losses = float(sums[0]), sums[1:].tolist()
                 self.optimizer.check_reach()
                 grad_norm = self.optimizer.grad_norm()
@@ -208,6 +248,7 @@ class Policy:
             row_losses=tuple(row_losses),
             row_tokens=tuple(assembler.loss_offsets.diff().tolist()),
             seconds={
+                "ahead": ahead,
                 "prepare": planned - started,
                 "compute": computed - planned,
                 "optimizer": time.perf_counter() - computed,
@@ -233,16 +274,24 @@ class Policy:
         temperature: float = 1.0,
     ) -> Jagged:
         """float32 [P] per row: what `reader` makes of each loss-bearing token under the current weights."""
+        self._head_starts.wait()
         assembler = Assembler(batch, [torch.zeros(count) for count in batch.loss_lengths])
-        plan = self._plan(assembler, self._trainable_rows(assembler), max_tokens_per_microbatch)
-        self._hold(assembler, plan)
+        plan = self._plan(
+            assembler, trainable_rows(assembler, self.context_length), max_tokens_per_microbatch
+        )
+        hold_rows(assembler, plan, self.ranks, self.vocab_size)
         found = torch.zeros(int(assembler.loss_offsets[-1]), dtype=torch.float64)
+
+        @torch.no_grad()
+        def read_pass(which: tuple[list[int], bool]) -> None:
+            group, counted = which
+            micro = assembler.cut(group, self.layout).to(self.device)
+            _, values = self.forward(micro, reader, temperature=temperature)
+            if counted:
+                found[assembler.loss_places(group)] = values.to("cpu", torch.float64)
+
         with self._own_device(), attention_for(self.model, self.layout):
-            for group, counted in plan.passes():
-                micro = assembler.cut(group, self.layout).to(self.device)
-                _, values = self.forward(micro, reader, temperature=temperature)
-                if counted:
-                    found[assembler.loss_places(group)] = values.to("cpu", torch.float64)
+            self.lanes.run(read_pass, list(plan.passes()))
         self.ranks.settle(self.forward)
         return Jagged(self.ranks.total(found).to(torch.float32), assembler.loss_offsets)
 
@@ -282,6 +331,7 @@ class Policy:
 
     def load_state(self, state: PolicyState) -> None:
         """Continues from a saved state, in place: whoever shares the weights' memory sees the restored ones."""
+        self._head_starts.take()
         mine = self._trained_tensors()
         missing, unknown = sorted(mine.keys() - state.model.keys()), sorted(state.model.keys() - mine.keys())
         if missing or unknown:
@@ -317,57 +367,43 @@ class Policy:
             return tensors
         return {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
 
-    def _accumulate(self, assembler: Assembler, plan: Plan, objective: Objective) -> list[LossOutput]:
+    def _accumulate(
+        self, assembler: Assembler, plan: Plan, objective: Objective, head_start: HeadStart | None = None
+    ) -> list[LossOutput]:
         """Forward and backward of this rank's micro-batches; gradients add up over micro-batches and ranks."""
+        if self.lanes.count > 1:
+            return self._accumulate_side_by_side(assembler, plan, objective, head_start)
         outputs = []
-        for group, counted in plan.passes():
+        for place, (group, counted) in enumerate(plan.passes()):
             micro = assembler.cut(group, self.layout, silent=not counted).to(self.device)
-            loss, output = self.forward(micro, objective)
+            known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
+            loss, output = self.forward(micro, objective, known_NH=known_NH)
+            del known_NH
             # Sharded gradients come back averaged over ranks; the loss is a sum.
             (loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
             if counted:
                 outputs.append(replace(output, loss=loss.detach()))
         return outputs
 
-    def _trainable_rows(self, assembler: Assembler) -> list[int]:
-        """Rows that bear loss, after the checks that would otherwise surface as an index error deep in a kernel."""
-        keys, lengths = assembler.keys, assembler.token_lengths
-        rows = assembler.rows_with_loss()
-        if not rows:
-            raise PolicyError(
-                f"none of the {len(keys)} rows of this batch bears loss: every loss mask is empty"
-            )
-        if int(lengths.max()) > self.context_length:
-            row = int(lengths.argmax())
-            raise PolicyError(
-                f"row {keys[row]} has {int(lengths[row])} tokens, the student's context holds {self.context_length}; "
-                "lower rollout.max_new_tokens or the prompt length"
-            )
-        return rows
+    def _accumulate_side_by_side(
+        self, assembler: Assembler, plan: Plan, objective: Objective, head_start: HeadStart | None
+    ) -> list[LossOutput]:
+        """The same on several threads: each pass keeps its gradients to itself, and they are added up in the plan's order."""
+        weights = list(self.optimizer.weights.values())
 
-    def _hold(self, assembler: Assembler, plan: Plan) -> None:
-        """This rank's rows are here and sound. Where one rank cannot have its share, none goes on: all raise alike."""
-        if not isinstance(assembler.whole, FarBatch):
-            self._check_ids(assembler.batch)
-            return
-        trouble: UnderstudyError | None = None
-        try:
-            assembler.hold(plan.rows())
-            self._check_ids(assembler.batch)
-        except UnderstudyError as error:
-            trouble = error
-        ranks_in_trouble = int(self.ranks.total(torch.tensor([float(trouble is not None)])))
-        if trouble is not None:
-            raise trouble
-        if ranks_in_trouble:
-            raise RowsUnreachable(f"{ranks_in_trouble} other rank(s) cannot use their rows")
+        def one(place: int) -> tuple[LossOutput, tuple[torch.Tensor | None, ...]]:
+            micro = assembler.cut(plan.mine[place], self.layout)
+            known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
+            loss, output = self.forward(micro, objective, known_NH=known_NH)
+            return replace(output, loss=loss.detach()), torch.autograd.grad(loss, weights, allow_unused=True)
 
-    def _check_ids(self, batch: Batch) -> None:
-        low, high = (int(bound) for bound in torch.aminmax(batch.tokens.values))
-        if low < 0 or high >= self.vocab_size:
-            raise PolicyError(
-                f"token ids run from {low} to {high}, the student's vocabulary from 0 to {self.vocab_size - 1}"
-            )
+        outputs = []
+        for first in range(0, len(plan.mine), self.lanes.count):
+            places = range(first, min(first + self.lanes.count, len(plan.mine)))
+            for output, gradients in self.lanes.run(one, places):
+                self.optimizer.add_gradients(gradients)
+                outputs.append(output)
+        return outputs
 
     def _plan(self, assembler: Assembler, rows: Sequence[int], max_tokens: int) -> Plan:
         lengths = assembler.token_lengths.tolist()
@@ -380,6 +416,7 @@ class Policy:
             self.layout,
             self.ranks.rank,
             self.ranks.size,
+            self.lanes.count,
         )
 
     def _refusal(
@@ -409,15 +446,3 @@ class Policy:
             if counted and (broken or (gradient_broken and not losses_broken)):
                 accused[plan.mine[index]] = 1.0
         return self.ranks.total(accused).nonzero().flatten().tolist()
-
-
-def _row_sums(assembler: Assembler, plan: list[list[int]], outputs: list[LossOutput]) -> torch.Tensor:
-    """float64 [1 + rows]: the loss of this rank's micro-batches, then per-token losses added up by row."""
-    counts = assembler.loss_offsets.diff()
-    sums = torch.zeros(1 + len(counts), dtype=torch.float64)
-    if outputs:
-        sums[0] = torch.stack([output.loss for output in outputs]).double().sum()
-        values_N = torch.cat([output.per_token_N.detach() for output in outputs]).to("cpu", torch.float64)
-        rows = torch.tensor([row for group in plan for row in group])
-        sums.index_add_(0, 1 + rows.repeat_interleave(counts[rows]), values_N)
-    return sums

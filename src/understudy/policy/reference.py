@@ -9,6 +9,7 @@ from understudy.errors import PolicyError
 from understudy.policy.assemble import Assembler
 from understudy.policy.forward import StudentForward, attention_for, choose_layout, sampled_logprobs
 from understudy.policy.head import verify_head
+from understudy.policy.lanes import Lanes
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.plan import plan_step
 from understudy.types.batch import Batch
@@ -18,7 +19,7 @@ from understudy.types.jagged import Jagged
 class FrozenModel:
     """Micro-batches are composed as the student's are, so equal weights give equal bits."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, lanes: int = 1) -> None:
         switch_off_dropout(model)
         verify_head(model)
         model.requires_grad_(False)
@@ -26,6 +27,7 @@ class FrozenModel:
         self.model = model
         self.layout = choose_layout(model)
         self.forward = StudentForward(model)
+        self.lanes = Lanes(lanes)
 
     @torch.no_grad()
     def logprobs(
@@ -45,12 +47,22 @@ class FrozenModel:
             )
         lengths = assembler.token_lengths.tolist()
         plan = plan_step(
-            rows, lengths, batch.keys, assembler.groups(), max_tokens_per_microbatch, self.layout
+            rows,
+            lengths,
+            batch.keys,
+            assembler.groups(),
+            max_tokens_per_microbatch,
+            self.layout,
+            lanes=self.lanes.count,
         )
         device = next(self.model.parameters()).device
+
+        @torch.no_grad()
+        def read(group: list[int]) -> None:
+            micro = assembler.cut(group, self.layout).to(device)
+            _, values = self.forward(micro, sampled_logprobs, temperature=temperature)
+            found[assembler.loss_places(group)] = values.float().cpu()
+
         with attention_for(self.model, self.layout):
-            for group, _ in plan.passes():
-                micro = assembler.cut(group, self.layout).to(device)
-                _, values = self.forward(micro, sampled_logprobs, temperature=temperature)
-                found[assembler.loss_places(group)] = values.float().cpu()
+            self.lanes.run(read, plan.mine)
         return Jagged(found, assembler.loss_offsets)

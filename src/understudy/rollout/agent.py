@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from understudy.engines.base import Generation, Sampling
+from understudy.engines.far import Bearer
 from understudy.errors import DataError
 from understudy.rollout.render import Renderer
 from understudy.types.prompt import Prompt, row_key
@@ -17,6 +18,9 @@ from understudy.types.trajectory import Trajectory
 Generate = Callable[[np.ndarray, Sampling, int], Awaitable[Generation]]
 """(tokens, sampling, turn) → what the student wrote. `turn` names the randomness: give each generation of a session
 its own, counted from 0."""
+
+FarGenerate = Callable[[int, int, int, Bearer], Awaitable[Generation]]
+"""(how many tokens, how many more at most, turn, who has them) → how many were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class LoopContext:
     """The longest sequence a rollout may be."""
     max_generated: int | None = None
     """Tokens the student may write in all turns of one trajectory; None leaves that to the context."""
+    generate_far: FarGenerate | None = None
+    """The same where the loop runs in a worker that brings tokens to the engine itself; never a loop's to call."""
 
     def spent(self, generated: int) -> bool:
         """Whether a trajectory in which the student wrote this many tokens may have no more."""

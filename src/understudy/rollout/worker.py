@@ -4,7 +4,8 @@ Started by `workers.py` as `python -m understudy.rollout.worker`; talks on stdin
 when stdin closes, so it never outlives its run. Loops may print as they like: their output goes to stderr. On another
 machine it is started with `--call HOST:PORT`, where the run listens, and ends with that connection.
 
-Another module may start it with a `Keeper` of its own, which takes finished trajectories instead of the run, and runs errands.
+Another module may start it with a `Keeper` of its own, which takes finished trajectories instead of the run, brings tokens to engines, and
+runs errands.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from understudy.engines.base import Generation, Sampling
+from understudy.engines.far import Grant
 from understudy.errors import DataError, UnderstudyError
 from understudy.rollout import worker_wire as wire
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
+from understudy.rollout.worker_questions import Questions
 from understudy.serving.child import end_with_launcher
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
@@ -43,6 +46,10 @@ class Keeper(Protocol):
 
     async def keep(self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int) -> bytes:
         """Put a session's trajectories where they belong; what the run is told of them."""
+        ...
+
+    async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling) -> Generation:
+        """Take tokens to the engine process that the run named; what was written there."""
         ...
 
     async def close(self) -> None: ...
@@ -63,8 +70,7 @@ class Worker:
         self._keeper = make_keeper(setup, self._renderer) if make_keeper is not None else None
         self._send = send
         self._sessions: dict[int, asyncio.Task[None]] = {}
-        self._questions: dict[tuple[int, int], asyncio.Future[Generation]] = {}
-        self._asked = 0
+        self._questions = Questions(self.say, self._keeper.bring if self._keeper is not None else None)
 
     def say(self, message: wire.ToRun) -> None:
         self._send(wire.frame(message))
@@ -76,10 +82,8 @@ class Worker:
                 self._begin(message.session_id, self._session(message))
             elif isinstance(message, wire.Errand):
                 self._begin(message.session_id, self._errand(message))
-            elif isinstance(message, wire.Generated):
-                answer = self._questions.pop((message.session_id, message.question), None)
-                if answer is not None and not answer.done():
-                    answer.set_result(wire.unpack_generation(message))
+            elif isinstance(message, wire.Generated | wire.Grant | wire.Take):
+                self._questions.told(message)
             elif isinstance(message, wire.Drop):
                 task = self._sessions.pop(message.session_id, None)
                 if task is not None:
@@ -104,8 +108,6 @@ class Worker:
             self.say(wire.Failed(session_id, False, traceback.format_exc()))
         finally:
             self._sessions.pop(session_id, None)
-            for key in [key for key in self._questions if key[0] == session_id]:
-                del self._questions[key]
 
     async def _errand(self, errand: wire.Errand) -> wire.ToRun:
         run = self._keeper.errands.get(errand.name) if self._keeper is not None else None
@@ -119,7 +121,7 @@ class Worker:
         sampling = wire.unpack_sampling(begin.sampling)
 
         async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-            return await self._ask(session_id, tokens, sampling, turn)
+            return await self._questions.ask(session_id, tokens, sampling, turn, far=begin.far)
 
         context = LoopContext(
             generate, self._renderer, sampling, prompt.key, begin.session, begin.context, begin.max_generated
@@ -128,15 +130,6 @@ class Worker:
         if begin.ticket is None or self._keeper is None:
             return wire.Done(session_id, [wire.pack_trajectory(one) for one in trajectories])
         return wire.Kept(session_id, await self._keeper.keep(prompt, trajectories, begin.ticket))
-
-    async def _ask(self, session_id: int, tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        self._asked += 1
-        question = self._asked
-        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._questions[session_id, question] = answer
-        ids = np.asarray(tokens, dtype=np.int32).astype("<i4").tobytes()
-        self.say(wire.Generate(session_id, question, ids, wire.pack_sampling(sampling), turn))
-        return await answer
 
 
 Channel = tuple[asyncio.StreamReader, Callable[[bytes], None]]

@@ -3,6 +3,8 @@
     run ──> worker    Begin (a session), Generated (an answer), Errand, Drop (a session or an errand)
     worker ──> run    Hello (from another machine), Ready, Generate (a question), Done (trajectories), Kept, ErrandDone, Failed
 
+    Want, Grant, Have or NotBrought, Take, Withdraw    a question whose tokens the worker brings to the engine itself (`worker_questions.py`)
+
 A message belongs to a session by `session_id`, which the run gives out; an errand is a session without a loop. What errands
 there are, and what it means to keep trajectories, is known to whoever started the worker's module; here their words are bytes.
 """
@@ -16,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from understudy.engines import far
 from understudy.engines.base import Generation, Sampling
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
@@ -56,6 +59,8 @@ class Begin(msgspec.Struct, tag=True):
     max_generated: int | None = None
     ticket: int | None = None
     """Where the worker keeps the trajectories itself, instead of sending them."""
+    far: bool = False
+    """Whether it brings tokens to the engine itself."""
 
 
 class Errand(msgspec.Struct, tag=True):
@@ -76,6 +81,19 @@ class Generated(msgspec.Struct, tag=True):
     """K, and int32 [N, K] row after row."""
 
 
+class Grant(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    grant: far.Grant
+
+
+class Take(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    call: int | None
+    """Whose answer counts; None: nothing was written."""
+
+
 class Drop(msgspec.Struct, tag=True):
     session_id: int
 
@@ -90,6 +108,36 @@ class Generate(msgspec.Struct, tag=True):
     tokens: bytes
     sampling: dict[str, Any]
     turn: int
+
+
+class Want(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    tokens: int
+    """How many there are."""
+    max_new_tokens: int
+    turn: int
+
+
+class Have(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    call: int
+    brought: far.Brought
+
+
+class NotBrought(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    call: int
+    problem: str
+
+
+class Withdraw(msgspec.Struct, tag=True):
+    """A loop waits for this no longer."""
+
+    session_id: int
+    question: int
 
 
 class Done(msgspec.Struct, tag=True):
@@ -116,8 +164,9 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-ToWorker = Setup | Begin | Errand | Generated | Drop
-ToRun = Ready | Generate | Done | Kept | ErrandDone | Failed
+ToWorker = Setup | Begin | Errand | Generated | Grant | Take | Drop
+ToRun = Ready | Generate | Want | Have | NotBrought | Withdraw | Done | Kept | ErrandDone | Failed
+OF_GENERATION = (Generate, Generated, Want, Grant, Have, NotBrought, Withdraw, Take)
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
 _from_run = msgspec.msgpack.Decoder(ToWorker)
@@ -208,6 +257,13 @@ def unpack_generation(message: Generated) -> Generation:
         StopReason(message.stop_reason),
         _unpacked_ids(message.candidates),
     )
+
+
+def brought_of(generation: Generation) -> far.Brought:
+    """What the run is told of a generation that stays with its worker."""
+    versions, count = generation.weight_versions, len(generation.tokens)
+    oldest, newest = (int(versions.min()), int(versions.max())) if count else (-1, -1)
+    return far.Brought(count, generation.stop_reason, oldest, newest)
 
 
 def _packed_ids(ids: np.ndarray | None) -> tuple[int, bytes] | None:

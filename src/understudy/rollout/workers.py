@@ -8,6 +8,7 @@ start; with the same seeds they draw the same tokens.
 
 Workers with a `Keeper` (`worker.py`) keep trajectories themselves (`run_kept`) and run errands. Each piece of such work carries
 a ticket, given out for the life of one worker: what an earlier life still does is not mistaken for the work of a later one.
+Such a worker may also bring its tokens to the engine itself (`LoopContext.generate_far`): then they do not pass here.
 """
 
 from __future__ import annotations
@@ -22,26 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from understudy.errors import ConfigError, DataError, UnderstudyError
 from understudy.rollout import worker_wire as wire
 from understudy.rollout.agent import LoopContext
-from understudy.rollout.worker_line import Line, OpenLine, PipeLine
+from understudy.rollout.worker_channel import Channel, Traffic, WorkerDied
+from understudy.rollout.worker_line import OpenLine, PipeLine
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_START_S = 120.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _MOST_IN_VAIN = 5
 _TRIES = 3
 """Times a session is begun; a prompt that kills its worker each time is that prompt's fault."""
-
-
-class _WorkerDiedError(Exception):
-    """The process is gone; the session may be begun again elsewhere."""
 
 
 class _LeftOutError(Exception):
@@ -80,16 +75,6 @@ class Answer:
     """Of the worker that has it at hand."""
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Bytes between the run and its workers, so far."""
-
-    sent: int = 0
-    received: int = 0
-    generation: int = 0
-    """Of both: prompts and tokens of generations, which pass here on their way to and from the engine."""
-
-
 Result = TypeVar("Result")
 
 
@@ -125,7 +110,7 @@ class LoopWorkers:
             import_paths=[path for path in sys.path if path],
             extra=extra,
         )
-        self._channels: list[_Channel | None] = [None] * count
+        self._channels: list[Channel | None] = [None] * count
         self._starting = [asyncio.Lock() for _ in range(count)]
         self._left_out_until = [0.0] * count
         self._in_vain = [0] * count
@@ -146,7 +131,7 @@ class LoopWorkers:
     async def run_kept(self, prompt: Prompt, context: LoopContext) -> Answer:
         """A session whose trajectories stay with the worker's keeper; what that says of them."""
 
-        async def attempt(channel: _Channel) -> Answer:
+        async def attempt(channel: Channel) -> Answer:
             ticket = self._ticket(channel)
             return Answer(await channel.run_kept(prompt, context, ticket.number), ticket, channel.life)
 
@@ -155,34 +140,34 @@ class LoopWorkers:
     async def errand(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
         """Something else a worker can do; by the one whose life is `prefer`, where it still lives. Done again where one died."""
 
-        async def attempt(channel: _Channel) -> Answer:
+        async def attempt(channel: Channel) -> Answer:
             ticket = self._ticket(channel)
             return Answer(await channel.errand(name, body, ticket.number), ticket, channel.life)
 
         return await self._tried(f"errand {name}", attempt, prefer)
 
-    def _ticket(self, channel: _Channel) -> Ticket:
+    def _ticket(self, channel: Channel) -> Ticket:
         if self._tickets is None:
             raise ConfigError("these workers were started without a keeper")
         return self._tickets.take(channel.life)
 
     async def _tried(
-        self, what: str, attempt: Callable[[_Channel], Awaitable[Result]], prefer: int | None = None
+        self, what: str, attempt: Callable[[Channel], Awaitable[Result]], prefer: int | None = None
     ) -> Result:
         for _ in range(_TRIES):
             channel = self._living(prefer) or await self._least_loaded()
             try:
                 return await attempt(channel)
-            except _WorkerDiedError as error:
+            except WorkerDied as error:
                 logger.warning("%s; %s is begun again", error, what)
         raise WorkersLost(f"{what}: its worker process died {_TRIES} times")
 
-    def _living(self, life: int | None) -> _Channel | None:
+    def _living(self, life: int | None) -> Channel | None:
         return next(
             (one for one in self._channels if one is not None and one.life == life and one.alive), None
         )
 
-    async def _least_loaded(self) -> _Channel:
+    async def _least_loaded(self) -> Channel:
         """A worker that cannot be started again now, because its machine is gone, is left out for a while. Where none lives they are
         waited for, until each was started `_MOST_IN_VAIN` times in a row in vain."""
         while True:
@@ -208,7 +193,7 @@ class LoopWorkers:
         channel = self._channels[index]
         return channel.sessions if channel is not None else 0
 
-    async def _channel(self, index: int) -> _Channel:
+    async def _channel(self, index: int) -> Channel:
         async with self._starting[index]:
             channel = self._channels[index]
             if channel is not None and channel.alive:
@@ -217,9 +202,7 @@ class LoopWorkers:
                 raise _LeftOutError
             try:
                 line = await self._open_line(index)
-                fresh = _Channel(
-                    line, f"rollout worker {index}", next(self._lives), self.traffic, self._ended
-                )
+                fresh = Channel(line, f"rollout worker {index}", next(self._lives), self.traffic, self._ended)
                 await fresh.begin(self._setup)
             except UnderstudyError:
                 self._in_vain[index] += 1
@@ -240,149 +223,3 @@ class LoopWorkers:
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels if channel is not None))
-
-
-class _Channel:
-    """One life of a worker process, and the sessions and errands in it."""
-
-    def __init__(
-        self, line: Line, name: str, life: int, traffic: Traffic, on_end: Callable[[int], None]
-    ) -> None:
-        self._line, self._name, self.life = line, name, life
-        self._traffic, self._on_end = traffic, on_end
-        self._next = 0
-        self._results: dict[int, asyncio.Future[Any]] = {}
-        self._contexts: dict[int, LoopContext] = {}
-        self._generating: dict[int, set[asyncio.Task[None]]] = {}
-        self._listener: asyncio.Task[None] | None = None
-
-    async def begin(self, setup: wire.Setup) -> None:
-        """Tell the worker what it needs, and wait until it is ready."""
-        try:
-            self._say(setup)
-            first = await asyncio.wait_for(wire.read_from_worker(self._line.reader), _START_S)
-        except BaseException:
-            await self._line.close(at_once=True)
-            raise
-        if first is None or not isinstance(first[0], wire.Ready):
-            await self._line.close()
-            raise ConfigError(
-                f"{self._name} could not start its loop {setup.agent!r}; its own words are on stderr above"
-            )
-        self._listener = asyncio.create_task(self._listen())
-
-    @property
-    def alive(self) -> bool:
-        """Until it is known to be gone: one whose line is cut may still be at work, and is not replaced before it is ended."""
-        return self._listener is not None and not self._listener.done()
-
-    @property
-    def pid(self) -> int:
-        return self._line.pid
-
-    @property
-    def sessions(self) -> int:
-        return len(self._results)
-
-    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
-        trajectories: list[Trajectory] = await self._session(prompt, context, None)
-        return trajectories
-
-    async def run_kept(self, prompt: Prompt, context: LoopContext, ticket: int) -> bytes:
-        body: bytes = await self._session(prompt, context, ticket)
-        return body
-
-    async def errand(self, name: str, body: bytes, ticket: int) -> bytes:
-        session_id = self._number()
-        answer: bytes = await self._answer(session_id, wire.Errand(session_id, name, body, ticket))
-        return answer
-
-    async def _session(self, prompt: Prompt, context: LoopContext, ticket: int | None) -> Any:
-        session_id = self._number()
-        self._contexts[session_id] = context
-        begin = wire.Begin(
-            session_id,
-            wire.pack_prompt(prompt),
-            context.session,
-            wire.pack_sampling(context.sampling),
-            context.context,
-            context.max_generated,
-            ticket,
-        )
-        try:
-            return await self._answer(session_id, begin)
-        finally:
-            del self._contexts[session_id]
-            for task in self._generating.pop(session_id, ()):
-                task.cancel()
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next
-
-    async def _answer(self, session_id: int, message: wire.Begin | wire.Errand) -> Any:
-        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._results[session_id] = result
-        try:
-            self._say(message)
-            return await result
-        finally:
-            del self._results[session_id]
-            if not result.done() or result.cancelled() or result.exception() is not None:
-                self._say(wire.Drop(session_id))
-
-    def _say(self, message: wire.ToWorker) -> None:
-        if not self._line.writer.is_closing():
-            frame = wire.frame(message)
-            self._traffic.sent += len(frame)
-            if isinstance(message, wire.Generated):
-                self._traffic.generation += len(frame)
-            self._line.writer.write(frame)
-
-    async def _listen(self) -> None:
-        while (came := await wire.read_from_worker(self._line.reader)) is not None:
-            message, size = came
-            self._traffic.received += size
-            if isinstance(message, wire.Generate):
-                self._traffic.generation += size
-                if message.session_id in self._contexts:
-                    tasks = self._generating.setdefault(message.session_id, set())
-                    tasks.add(task := asyncio.create_task(self._generate(message)))
-                    task.add_done_callback(tasks.discard)
-            elif isinstance(message, wire.Done):
-                self._settle(
-                    message.session_id, [wire.unpack_trajectory(one) for one in message.trajectories]
-                )
-            elif isinstance(message, wire.Kept | wire.ErrandDone):
-                self._settle(message.session_id, message.body)
-            elif isinstance(message, wire.Failed):
-                text = message.message if message.data_error else f"the agent loop raised:\n{message.message}"
-                self._settle(message.session_id, DataError(text))
-        how = await self._line.ended()
-        self._on_end(self.life)
-        for session_id in list(self._results):
-            self._settle(session_id, _WorkerDiedError(f"{self._name} (pid {self.pid}) {how}"))
-
-    async def _generate(self, message: wire.Generate) -> None:
-        context = self._contexts[message.session_id]
-        tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
-        try:
-            generation = await context.generate(tokens, wire.unpack_sampling(message.sampling), message.turn)
-        except Exception as error:  # the engine's trouble is the caller's to know, not the loop's to handle
-            self._settle(message.session_id, error)
-            return
-        self._say(wire.pack_generation(message.session_id, message.question, generation))
-
-    def _settle(self, session_id: int, outcome: list[Trajectory] | bytes | Exception) -> None:
-        result = self._results.get(session_id)
-        if result is None or result.done():
-            return
-        if isinstance(outcome, Exception):
-            result.set_exception(outcome)
-        else:
-            result.set_result(outcome)
-
-    async def close(self) -> None:
-        await self._line.close()
-        if self._listener is not None:
-            await self._listener

@@ -18,6 +18,8 @@ from understudy.teacher.vocabulary import Vocabulary
 from understudy.teacher.worker import ScoringWorker
 from understudy.types.scores import Signal
 
+SMALL = 1 << 22
+"""Parameters of a model whose threads score requests side by side."""
 CPU_CHUNK_MIB = 64
 CUDA_CHUNK_MIB = 2048
 
@@ -53,7 +55,18 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
         ),
         batching=Batching(args.batching),
     )
-    return ScoringWorker(scorer, Batching(args.batching), share), manifest, vocabulary
+    lanes = _lanes(args, scorer)
+    if lanes > 1:
+        torch.set_num_threads(1)
+    return ScoringWorker(scorer, Batching(args.batching), share, lanes), manifest, vocabulary
+
+
+def _lanes(args: argparse.Namespace, scorer: Scorer) -> int:
+    """Requests scored side by side, each by one thread, where the model's operations are too short to share."""
+    if args.threads < 2 or args.world_size > 1 or args.compile:
+        return 1
+    small = sum(weight.numel() for weight in scorer.frozen.model.parameters()) <= SMALL
+    return args.threads if small and scorer.body.lean_forward(1) is not None else 1
 
 
 def follow(args: argparse.Namespace) -> None:

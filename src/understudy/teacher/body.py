@@ -8,7 +8,9 @@ Legend: B sequences of a micro-batch, L its longest, T packed tokens, P judged p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,6 +64,10 @@ class Body:
         self._groups = varlen.takes_groups(
             frozen.device, next(frozen.model.parameters()).dtype, *_heads(frozen)
         )
+        self._switch = threading.Lock()
+        """Held while the model's attention is what one forward needs; a lean forward has its own."""
+        self._lean: tuple[int, LeanForward | None] | None = None
+        """The longest row it reaches, and the model's weights laid out for it."""
         varlen.register()
 
     def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
@@ -117,13 +123,23 @@ class Body:
         positions_P: np.ndarray,
         counts_B: np.ndarray,
     ) -> torch.Tensor:
-        self._use_attention(self._own_attention)
-        if (lean := lean_forward(self.frozen.model, int(lengths_N[rows].max()))) is not None:
+        if (lean := self.lean_forward(int(lengths_N[rows].max()))) is not None:
             return self._lean_states(lean, request, rows, lengths_N, positions_P, counts_B)
         padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, rows)
-        hidden_BLH = self.frozen.body(input_ids=self.to_device(padded_BL), use_cache=False).last_hidden_state
+        with self._attention_of(self._own_attention):
+            hidden_BLH = self.frozen.body(
+                input_ids=self.to_device(padded_BL), use_cache=False
+            ).last_hidden_state
         places_P = np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
         return hidden_BLH.flatten(0, 1)[self.to_device(places_P)]
+
+    def lean_forward(self, longest: int) -> LeanForward | None:
+        """The weights never change, so they are laid out once for rows of about this length, not for every micro-batch."""
+        reach, kept = _rounded_up(longest), self._lean
+        if kept is None or kept[0] != reach:
+            with self._attention_of(self._own_attention):
+                self._lean = kept = (reach, lean_forward(self.frozen.model, reach))
+        return kept[1]
 
     def _lean_states(
         self,
@@ -148,20 +164,20 @@ class Body:
         positions_P: np.ndarray,
         counts_B: np.ndarray,
     ) -> torch.Tensor:
-        self._use_attention(varlen.NAME)
         laid_out = (request.tokens_T, request.starts_N, lengths_N, batch.families)
         packed = (pack_in_groups(*laid_out) if self._groups else None) or pack(*laid_out)
-        hidden_1TH = self.frozen.body(
-            input_ids=self.to_device(packed.tokens_T)[None],
-            position_ids=self.to_device(packed.positions_T)[None],
-            use_cache=False,
-            cu_seq_lens_q=self.to_device(packed.ends_q),
-            cu_seq_lens_k=self.to_device(packed.ends_k),
-            max_length_q=_rounded_up(packed.longest_q),
-            max_length_k=_rounded_up(packed.longest_k),
-            key_places=None if packed.key_places_N is None else self.to_device(packed.key_places_N),
-            groups=None if packed.groups_G3 is None else torch.from_numpy(packed.groups_G3),
-        ).last_hidden_state
+        with self._attention_of(varlen.NAME):
+            hidden_1TH = self.frozen.body(
+                input_ids=self.to_device(packed.tokens_T)[None],
+                position_ids=self.to_device(packed.positions_T)[None],
+                use_cache=False,
+                cu_seq_lens_q=self.to_device(packed.ends_q),
+                cu_seq_lens_k=self.to_device(packed.ends_k),
+                max_length_q=_rounded_up(packed.longest_q),
+                max_length_k=_rounded_up(packed.longest_k),
+                key_places=None if packed.key_places_N is None else self.to_device(packed.key_places_N),
+                groups=None if packed.groups_G3 is None else torch.from_numpy(packed.groups_G3),
+            ).last_hidden_state
         return hidden_1TH[0][self.to_device(packed.places(positions_P, counts_B))]
 
     def compile_layers(self) -> None:
@@ -169,6 +185,7 @@ class Body:
 
         Packed lengths differ from batch to batch; torch learns from the first two that they do.
         """
+        self._lean = None
         layers = getattr(self.frozen.body, "layers", None)
         if layers is None:
             raise TeacherError(
@@ -186,10 +203,13 @@ class Body:
             return tensor.pin_memory().to(self.frozen.device, non_blocking=True)
         return tensor
 
-    def _use_attention(self, name: str) -> None:
-        if name != self._attention:
-            self.frozen.model.set_attn_implementation(name)
-            self._attention = name
+    @contextmanager
+    def _attention_of(self, name: str) -> Iterator[None]:
+        with self._switch:
+            if name != self._attention:
+                self.frozen.model.set_attn_implementation(name)
+                self._attention = name
+            yield
 
 
 def _heads(frozen: FrozenModel) -> tuple[int, int, int]:

@@ -84,7 +84,7 @@ class Begun:
 
 
 class Scorer:
-    """Scores requests with one frozen model. Not thread-safe: one thread owns it."""
+    """Scores requests with one frozen model. On a CPU several threads may score once it is warm; else one thread owns it."""
 
     def __init__(
         self,

@@ -1,6 +1,8 @@
-"""The thread that owns the model, and the queue in front of it.
+"""The threads that use the model, and the queue in front of them.
 
-The forward runs here and not on the event loop, so /health and /metrics answer while a batch is being scored.
+The forward runs here and not on the event loop, so /health and /metrics answer while a batch is being scored. One thread is
+the rule; a small model on a CPU scores requests side by side (`lanes`), because its operations are too short to be shared out
+among threads one by one.
 """
 
 from __future__ import annotations
@@ -65,22 +67,28 @@ class ScoringWorker:
     """Takes requests in arrival order. On CUDA the next batch is queued before the last one is collected, so the
     device never waits for Python."""
 
-    def __init__(self, scorer: Scorer, batching: Batching, share: GpuShare | None = None) -> None:
+    def __init__(
+        self, scorer: Scorer, batching: Batching, share: GpuShare | None = None, lanes: int = 1
+    ) -> None:
         self.scorer = scorer
         self._share = share or GpuShare(scorer.frozen.device, WHOLE, "gpu_share")
         self.batching = batching
         self.counts = WorkerCounts()
         self._ahead = 1 if scorer.frozen.device.type == "cuda" else 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._running: deque[_Running] = deque()
-        self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"scoring-{lane}", daemon=True) for lane in range(lanes)
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self, timeout: float = 10.0) -> None:
-        self._jobs.put(None)
-        self._thread.join(timeout)
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
 
     def submit(self, request: ScoreRequest) -> Future[ScoreReply]:
         job = _Job(request, Future())
@@ -95,17 +103,19 @@ class ScoringWorker:
             self._work()
 
     def _work(self) -> None:
+        running: deque[_Running] = deque()
         stopping = False
         while not stopping:
-            if self._running and self._jobs.empty():
-                self._finish(self._running.popleft())
+            if running and self._jobs.empty():
+                self._finish(running.popleft())
                 continue
             batch, stopping = self._gather()
-            self._begin(batch)
-            while len(self._running) > self._ahead:
-                self._finish(self._running.popleft())
-        while self._running:
-            self._finish(self._running.popleft())
+            if (begun := self._begin(batch)) is not None:
+                running.append(begun)
+            while len(running) > self._ahead:
+                self._finish(running.popleft())
+        while running:
+            self._finish(running.popleft())
 
     def _gather(self) -> tuple[list[_Job], bool]:
         """The jobs to score together (one alone, or what is waiting up to the token budget), and whether to stop."""
@@ -123,19 +133,19 @@ class ScoringWorker:
             tokens += max(job.tokens, 1)
         return batch, False
 
-    def _begin(self, batch: Sequence[_Job]) -> None:
+    def _begin(self, batch: Sequence[_Job]) -> _Running | None:
         # A caller that went away (a client's deadline) cancelled its future: its work is not worth doing.
         live = [job for job in batch if job.future.set_running_or_notify_cancel()]
         self._count_gone(batch, live)
         if not live:
-            return
+            return None
         started = time.perf_counter()
         try:
             begun = self.scorer.begin(merged([job.request for job in live]))
         except Exception as error:
             self._fail(live, error, started)
-        else:
-            self._running.append(_Running(live, begun, started))
+            return None
+        return _Running(live, begun, started)
 
     def _finish(self, running: _Running) -> None:
         try:
@@ -173,8 +183,8 @@ class ScoringWorker:
 
     def _count_done(self, jobs: Sequence[_Job], started: float) -> None:
         tokens = sum(job.tokens for job in jobs)
-        now = time.perf_counter()
         with self.counts.lock:
+            now = time.perf_counter()
             self.counts.waiting_requests -= len(jobs)
             self.counts.waiting_tokens -= tokens
             self.counts.requests += len(jobs)
@@ -182,7 +192,7 @@ class ScoringWorker:
             self.counts.tokens += tokens
             self.counts.positions += sum(len(job.request.positions_P) for job in jobs)
             self.counts.batches += 1
-            # Batches overlap on CUDA: count each second once.
+            # Batches overlap on CUDA and in lanes: count each second once.
             self.counts.busy_seconds += now - max(started, self.counts.busy_until)
             self.counts.busy_until = now
 

@@ -48,7 +48,7 @@ from understudy.trainers.evaluate import eval_prompts
 from understudy.trainers.far_rows import open_far_rows
 from understudy.trainers.far_scoring import FarScoring
 from understudy.trainers.far_writing import MODULE as ROW_WORKER
-from understudy.trainers.far_writing import RowWorkers, settings_of, writes_rows
+from understudy.trainers.far_writing import RowWorkers, brings_tokens, settings_of, writes_rows
 from understudy.trainers.gather import Lane
 from understudy.trainers.loading import LoadedModel, load_model
 from understudy.trainers.loops import Keeping, open_loops
@@ -66,6 +66,7 @@ from understudy.trainers.teachers import (
     start_teachers,
     teacher_lanes,
 )
+from understudy.trainers.threads import lanes_of, torch_threads
 from understudy.types.batch import Batch
 from understudy.weights.base import WeightPublisher
 
@@ -118,7 +119,7 @@ async def build(
             reserve=recipe.rollout.max_new_tokens,
             template_options=recipe.rollout.template_options,
         )
-        loops, row_workers = await _loops(recipe, run, renderer, processes, plane, stack, far_scoring)
+        loops, row_workers = await _loops(recipe, run, renderer, processes, plane, stack, far_scoring, engine)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
         metrics = ToldMetrics(
@@ -186,6 +187,7 @@ async def _loops(
     plane: Any,
     stack: AsyncExitStack,
     far_scoring: FarScoring | None,
+    engine: Engine,
 ) -> tuple[Loops, RowWorkers | None]:
     """Agent loops; and the same workers once more, where they write rows themselves."""
     keeping = None
@@ -195,7 +197,7 @@ async def _loops(
     if far_scoring is None:
         return loops, None
     assert isinstance(loops, LoopWorkers)
-    row_workers = RowWorkers(loops, plane, PARTITION)
+    row_workers = RowWorkers(loops, plane, PARTITION, bring_tokens=brings_tokens(recipe, engine))
     far_scoring.open(row_workers)
     return loops, row_workers
 
@@ -322,6 +324,7 @@ def policy_settings(recipe: Recipe) -> PolicySettings:
         gradient_checkpointing=recipe.student.gradient_checkpointing,
         compile=recipe.student.compile,
         loss_temperature=recipe.loss.student_temperature,
+        lanes=lanes_of(recipe),
         lora=lora_settings(recipe),
         ema_decay=trainer.ema_decay,
     )
@@ -338,7 +341,7 @@ def lora_settings(recipe: Recipe) -> LoraSettings | None:
 def steady_torch(recipe: Recipe, share_of: int = 1) -> None:
     """Sums depend on how they are split over threads, so the thread count is part of a deterministic run. A follower takes
     a share of the threads: it computes only when all ranks do."""
-    if recipe.run.threads is not None:
-        torch.set_num_threads(max(recipe.run.threads // share_of, 1))
+    if (threads := torch_threads(recipe)) is not None:
+        torch.set_num_threads(max(threads // share_of, 1))
     torch.manual_seed(recipe.run.seed)
     torch.use_deterministic_algorithms(is_deterministic(recipe), warn_only=True)

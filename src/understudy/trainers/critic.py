@@ -21,6 +21,7 @@ from understudy.policy.reference import FrozenModel
 from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.policy.state import PolicyState
 from understudy.trainers.loading import load_model
+from understudy.trainers.threads import lanes_of
 from understudy.types.batch import Batch
 from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
@@ -73,6 +74,7 @@ def critic_of(recipe: Recipe, on_bad_rows: Callable[[Batch, str], None]) -> Crit
             weight_decay=config.weight_decay, grad_clip=config.grad_clip, kind=trainer.optimizer
         ),
         gradient_checkpointing=config.gradient_checkpointing,
+        lanes=lanes_of(recipe),
     )
     return Critic(Policy(give_value_head(loaded.model), settings, on_bad_rows=on_bad_rows), config)
 
@@ -90,7 +92,7 @@ def reference_of(recipe: Recipe) -> FrozenModel | None:
         trust_remote_code=student.trust_remote_code and not own,
         revision=None if own else student.revision,
     )
-    return FrozenModel(loaded.model)
+    return FrozenModel(loaded.model, lanes_of(recipe))
 
 
 def critic_metrics(batch: Batch, result: StepResult) -> dict[str, Metric]:

@@ -2,6 +2,9 @@
 
     run ──Begin──> worker: loop, reward, columns into run directory and queue ──KeptRow──> ledger and journal (here)
 
+Where engines are processes of their own, generations do not pass here either: a worker is told which of them it may bring its tokens
+to, and together with whom they are written (docs/decisions/0016-tokens-past-the-trainer.md).
+
 Exactly once as ever: a row counts from the moment `adopt` took it, and a worker that died before is replaced by another that makes
 the row again. What the dead one left, or writes late, is in the queue under a name of its own (`dataplane/marks.py`) that is
 cleared with its row, and in the run directory in a segment of its own that nobody refers to.
@@ -15,6 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from understudy.config import Recipe
+from understudy.engines.base import Engine
+from understudy.engines.hosted import HostedEngine
+from understudy.engines.vllm import HostLauncher
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.observability.rundir import RunDir
 from understudy.rollout.agent import LoopContext
@@ -25,20 +31,24 @@ from understudy.types.batch import BatchMeta
 from understudy.types.prompt import Prompt
 
 if TYPE_CHECKING:
-    from understudy.cluster.local import LocalProcesses
     from understudy.rollout.workers import LoopWorkers
 
 FIRST_WORKER = "rollout-worker-0"
 MODULE = "understudy.trainers.row_worker"
 
 
-def writes_rows(recipe: Recipe, processes: LocalProcesses) -> bool:
+def writes_rows(recipe: Recipe, processes: HostLauncher) -> bool:
     """Whether this run's workers write rows themselves: they are on other machines, and so is the queue."""
     return (
         recipe.dataplane.backend == "transfer_queue"
         and recipe.rollout.workers > 0
         and processes.is_elsewhere(FIRST_WORKER)
     )
+
+
+def brings_tokens(recipe: Recipe, engine: Engine) -> bool:
+    """Whether such workers speak to the engine themselves. A trainer that lends its device may write any row by itself."""
+    return isinstance(engine, HostedEngine) and recipe.trainer.lend_after is None
 
 
 def settings_of(recipe: Recipe, run: RunDir, plane: Any, partition: str) -> bytes:
@@ -74,7 +84,10 @@ class FarRow:
 
 
 class RowWorkers:
-    def __init__(self, workers: LoopWorkers, plane: Any, partition: str) -> None:
+    def __init__(
+        self, workers: LoopWorkers, plane: Any, partition: str, *, bring_tokens: bool = False
+    ) -> None:
+        self.bring_tokens = bring_tokens
         self.workers = workers
         self.plane = plane
         self.partition = partition

@@ -6,7 +6,8 @@ teacher work best on batches. This file joins the calls, under one of two rules:
 `Cohort` (determinism "full"): a batch is composed by KEY. A cohort is a fixed set of samples. Whenever every living
     member is waiting and nothing is in flight, all waiting calls are sorted by key, cut into chunks and launched.
     Which calls wait at such a moment depends on what the samples do, never on who was quicker; so batches, and with them
-    every bit of every result, repeat. Cohorts overlap: one is scored while the next one generates.
+    every bit of every result, repeat. Cohorts overlap: one is scored while the next one generates. A batch whose tokens
+    are held elsewhere, by somebody who left, comes back: its other calls wait until the sample that lost them asks again.
 
 `Arrivals` (determinism "fast"): a call goes out the moment it is made. Engines batch continuously and so do teachers, so
     holding calls back to fill a batch would only add waiting. No barrier anywhere.
@@ -23,6 +24,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from understudy.engines.far import BearerGone
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,13 @@ class _Call:
 
 
 async def _run(lane: Lane, calls: Sequence[_Call]) -> None:
-    """Launch one batch and hand each caller its own result, or the batch's error."""
+    """Launch one batch and hand each caller its own result, or the batch's error; but for `BearerGone`, which is raised."""
     try:
         results = await lane.run([call.item for call in calls])
         if len(results) != len(calls):
             raise RuntimeError(f"lane {lane.name} gave {len(results)} results for {len(calls)} calls")
+    except BearerGone:
+        raise
     except BaseException as error:
         for call in calls:
             if not call.result.done():
@@ -105,7 +110,7 @@ class Cohort:
         waiting, self._waiting = self._waiting, {}
         for name in sorted(waiting):
             lane, calls = waiting[name]
-            calls.sort(key=lambda call: call.key)
+            calls = sorted((call for call in calls if not call.result.done()), key=lambda call: call.key)
             for start in range(0, len(calls), lane.limit):
                 self._in_flight += 1
                 task = asyncio.create_task(self._chunk(lane, calls[start : start + lane.limit]))
@@ -113,13 +118,19 @@ class Cohort:
                 task.add_done_callback(self._tasks.discard)
 
     async def _chunk(self, lane: Lane, calls: Sequence[_Call]) -> None:
+        back: Sequence[_Call] = ()
         try:
             await _run(lane, calls)
+        except BearerGone:
+            back = [call for call in calls if not call.result.done()]
         finally:
             # The callers only wake after this task. They count as running from now on, or another member might see
             # nobody running and launch too early.
-            self._running += sum(not call.result.cancelled() for call in calls)
+            self._running += sum(not call.result.cancelled() for call in calls) - len(back)
             self._in_flight -= 1
+        if back:
+            self._waiting.setdefault(lane.name, (lane, []))[1].extend(back)
+            self._launch_if_all_wait()
 
 
 class Arrivals:

@@ -16,7 +16,9 @@ from understudy.engines.hosted_weights import Snapshots
 from understudy.engines.replicas import Endpoint
 from understudy.engines.schedule import Batching
 from understudy.engines.vllm import Child, HostLauncher
+from understudy.trainers.far_writing import writes_rows
 from understudy.trainers.loading import LoadedModel
+from understudy.trainers.threads import torch_threads
 
 HOST_MODULE = "understudy.engines.host"
 
@@ -39,12 +41,15 @@ class HostSettings:
     deterministic: bool
     trust_remote_code: bool = False
     revision: str | None = None
+    address: str = "127.0.0.1"
+    """Where it listens on this machine: at an address that others reach where workers elsewhere bring it tokens. On another machine it
+    listens at that one's own."""
 
     def arguments(self, weights: str) -> list[str]:
         words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
         words += ["--threads", str(self.threads), "--max-batch", str(self.max_batch)]
         words += ["--max-length", str(self.max_length), "--pad-id", str(self.pad_id)]
-        words += ["--batching", self.batching.value, "--bind", "127.0.0.1:0"]
+        words += ["--batching", self.batching.value, "--bind", f"{self.address}:0"]
         words += ["--deterministic"] if self.deterministic else []
         words += ["--trust-remote-code"] if self.trust_remote_code else []
         return words + (["--revision", self.revision] if self.revision else [])
@@ -130,11 +135,12 @@ async def hosts_of(
 ) -> HostedEngine:
     """The engine processes a recipe asks for (`rollout.processes`), on the student's device unless `rollout.devices` says else."""
     rollout = recipe.rollout
+    beside = not launcher.is_elsewhere(process_name("replica-0"))
     settings = HostSettings(
         model=recipe.student.model,
         dtype=recipe.student.dtype,
         device="cuda" if rollout.devices else str(student.device),
-        threads=recipe.run.threads or torch.get_num_threads(),
+        threads=torch_threads(recipe) or torch.get_num_threads(),
         max_batch=rollout.max_batch,
         max_length=max_length,
         pad_id=student.pad_id,
@@ -142,6 +148,7 @@ async def hosts_of(
         deterministic=deterministic,
         trust_remote_code=recipe.student.trust_remote_code,
         revision=recipe.student.revision,
+        address=launcher.address if writes_rows(recipe, launcher) and beside else "127.0.0.1",
     )
     env: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": one} for one in rollout.devices]
     size = sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters())

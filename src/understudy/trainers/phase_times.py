@@ -78,7 +78,7 @@ def measure(run: Path) -> MeasuredRun:
         else 0.0,
         score_token=spans.replica_seconds / _tokens(lines),
         update_fixed=_fixed(lines),
-        update_token=sum(line["time/update/compute"] for line in lines)
+        update_token=sum(line["time/update/compute"] + line.get("time/update/ahead", 0.0) for line in lines)
         / _tokens(lines)
         * recipe.trainer.ranks,
         update_spread=_spread(lines),

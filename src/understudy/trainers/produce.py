@@ -21,10 +21,12 @@ import numpy as np
 
 from understudy.dataplane.base import GroupPolicy, RowInfo
 from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.engines.far import PATIENCE_S, Bearer, FarRequest
 from understudy.errors import ClusterError, DataError, DataPlaneError, EngineError, LeaseLost
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.seeds import derive_seed
 from understudy.teacher.score import score_mixture
+from understudy.trainers.ahead import Ahead, ahead_of
 from understudy.trainers.batches import CANDIDATES, SCORED, finite, rollout_columns, score_columns
 from understudy.trainers.far_mixture import score_far_mixture
 from understudy.trainers.far_scoring import FarScoreItem, FarScores
@@ -47,7 +49,8 @@ async def produce_step(
 ) -> None:
     """Produce every session of these prompts; whatever the journal already holds is reused as it is.
 
-    `gather` joins their calls with those of prompts produced elsewhere; without one they are joined among themselves.
+    `gather` joins their calls with those of prompts produced elsewhere; without one they are joined among themselves, and the
+    student may read them before they are judged (`ahead.py`).
     """
     samples = [(prompt, session) for prompt in prompts for session in range(system.recipe.rollout.n)]
     keys = [row_key(prompt.key, session) for prompt, session in samples]
@@ -63,11 +66,12 @@ async def produce_step(
         for (prompt, session), key in zip(samples, keys, strict=True)
         if key in issued or key in held
     ]
+    ahead = ahead_of(system, len(samples)) if gather is None else None
     async with asyncio.TaskGroup() as tasks:
         for members in _cohorts(system, waiting):
             own: Gather = gather or (Cohort(len(members)) if system.deterministic else Arrivals())
             for prompt, session, row in members:
-                tasks.create_task(_produce(system, prompt, session, step, row, own))
+                tasks.create_task(_produce(system, prompt, session, step, row, own, ahead))
 
 
 def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
@@ -77,7 +81,13 @@ def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
 
 
 async def _produce(
-    system: System, prompt: Prompt, session: int, step: int, held: RowInfo | None, gather: Gather
+    system: System,
+    prompt: Prompt,
+    session: int,
+    step: int,
+    held: RowInfo | None,
+    gather: Gather,
+    ahead: Ahead | None,
 ) -> None:
     """One sample's whole path; never raises for what is this sample's own fault."""
     key = row_key(prompt.key, session)
@@ -89,6 +99,8 @@ async def _produce(
                 trajectories = [await _held(system, key)]
             else:
                 return
+            if ahead is not None:
+                ahead.saw(trajectories)
             if system.router is not None:
                 # One after another: a member of a cohort waits for one thing at a time. No deadline here: a teacher
                 # that is away is waited for, and its rows are safe in the journal.
@@ -118,13 +130,22 @@ async def _roll_out(
     key = row_key(prompt.key, session)
     clock = asyncio.timeout(system.recipe.rollout.deadline_seconds)
 
-    async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        seed = derive_seed(system.recipe.run.seed, prompt.epoch, prompt.key, session, turn)
-        request = GenerateRequest(f"{key}/{turn}", tokens, sampling, seed, session=key)
+    def seed(turn: int) -> int:
+        return derive_seed(system.recipe.run.seed, prompt.epoch, prompt.key, session, turn)
+
+    async def ask(request: GenerateRequest) -> Generation:
         with _stopped(clock):
             result: Generation = await gather.call(system.engine_lane, request.key, request)
         return result
 
+    async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        return await ask(GenerateRequest(f"{key}/{turn}", tokens, sampling, seed(turn), session=key))
+
+    async def generate_far(length: int, most: int, turn: int, bearer: Bearer) -> Generation:
+        patience = system.recipe.rollout.deadline_seconds or PATIENCE_S
+        return await ask(FarRequest.of(f"{key}/{turn}", length, most, seed(turn), key, bearer, patience))
+
+    workers = system.row_workers
     context = LoopContext(
         generate=generate,
         renderer=system.renderer,
@@ -133,11 +154,12 @@ async def _roll_out(
         session=session,
         context=system.renderer.context,
         max_generated=system.recipe.rollout.max_trajectory_tokens,
+        generate_far=generate_far if workers is not None and workers.bring_tokens else None,
     )
     gate = system.turnstile.rollout() if system.turnstile else nullcontext()
-    if system.row_workers is not None:
+    if workers is not None:
         async with gate, clock:
-            return await _roll_out_far(system, system.row_workers, prompt, context, step)
+            return await _roll_out_far(system, workers, prompt, context, step)
     async with gate, clock:
         with system.spans.span("rollout", key=key):
             trajectories = await system.loops.of(prompt).run(prompt, context)

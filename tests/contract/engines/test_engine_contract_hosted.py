@@ -170,6 +170,7 @@ def test_live_update(kind: str, request: pytest.FixtureRequest) -> None:
     runner.run(a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1)))
 
 
+@pytest.mark.slow
 def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Opened) -> None:
     runner, engine, processes = composed
     one, two = make_model(seed=1), make_model(seed=2)
@@ -264,6 +265,7 @@ def test_a_stopped_process_is_found_by_its_silence(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(body(), 120))
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_be_started_again_is_given_up_with_its_own_words(tmp_path: Path) -> None:
     async def body() -> None:
         async with hosted(make_model(), tmp_path) as (engine, processes):

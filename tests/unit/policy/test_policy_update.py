@@ -106,7 +106,7 @@ def test_result_reports_what_happened() -> None:
     assert first.micro_batches > 1
     assert first.metrics["nll"].result() == pytest.approx(first.loss, abs=1e-5)
     assert sum(first.row_losses) / first.loss_tokens == pytest.approx(first.loss, abs=1e-5)
-    assert set(first.seconds) == {"prepare", "compute", "optimizer"}
+    assert set(first.seconds) == {"ahead", "prepare", "compute", "optimizer"}
     alone = Policy(qwen3(), settings()).update(
         batch.select([3]), cross_entropy, token_mean(batch.select([3]))
     )

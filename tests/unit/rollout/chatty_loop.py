@@ -1,5 +1,7 @@
 """A user's loop for the worker tests, in a module that imports nothing heavy: worker processes load it."""
 
+import asyncio
+import contextlib
 import os
 
 import numpy as np
@@ -20,6 +22,11 @@ class Chatty:
             raise KeyError("loop bug")
         if prompt.columns.get("dies"):
             os._exit(7)
+        if prompt.columns.get("impatient"):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    context.generate(context.renderer.render(prompt), context.sampling, 9), 0.3
+                )
         transcript = Transcript(context.renderer.render(prompt))
         transcript.write(await context.generate(transcript.tokens, context.sampling, 0))
         transcript.observe(np.array([5, 6], np.int32))

@@ -1,15 +1,17 @@
 """The thread that scores: merged requests come apart again, bad ones fail alone, gone ones are skipped."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from teacher_rig import random_items
 
+from understudy.teacher.body import Layout
 from understudy.teacher.manifest import Batching
 from understudy.teacher.model import load_frozen
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
-from understudy.teacher.scorer import Begun, Scorer
+from understudy.teacher.scorer import Begun, Scorer, ScorerOptions
 from understudy.teacher.worker import ScoringWorker, divided, merged
 from understudy.types.scores import Signal
 
@@ -38,6 +40,31 @@ def test_merged_requests_come_apart_again(scorer: Scorer) -> None:
     asked = requests()
     for own, part in zip(map(scorer.score, asked), divided(scorer.score(merged(asked)), asked), strict=True):
         assert_equal(own, part, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [Layout.AUTO, Layout.PADDED, Layout.PACKED])
+def test_lanes_score_side_by_side(qwen3: Path, layout: Layout) -> None:
+    """Three requests are in the model at once, and each reply has the bits it has alone."""
+    meeting = threading.Barrier(3, timeout=30)
+
+    class Meeting(Scorer):
+        def begin(self, request: ScoreRequest) -> Begun:
+            if threading.current_thread() is not threading.main_thread():
+                meeting.wait()
+            return super().begin(request)
+
+    scorer = Meeting("t", load_frozen(str(qwen3)), ScorerOptions(layout=layout))
+    alone = [scorer.score(request) for request in requests()]
+    worker = ScoringWorker(scorer, Batching.BY_REQUEST, lanes=3)
+    worker.start()
+    for _ in range(4):
+        futures = [worker.submit(request) for request in requests()]
+        for expected, future in zip(alone, futures, strict=True):
+            found = future.result(60)
+            assert_equal(expected, found, atol=0.0)
+            np.testing.assert_array_equal(expected.hidden, found.hidden)
+    worker.stop()
+    assert worker.counts.requests == 24 and worker.counts.waiting_requests == 0
 
 
 @pytest.mark.parametrize("batching", Batching)

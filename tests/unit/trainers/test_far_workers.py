@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import psutil
 
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import Generation, Sampling
+from understudy.engines.hf import HFEngine
+from understudy.engines.hosted import HostedEngine
 from understudy.errors import ClusterError
 from understudy.rollout import worker_wire as wire
 from understudy.rollout.agent import LoopContext
@@ -20,6 +23,7 @@ from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.workers import LoopWorkers
 from understudy.trainers import loops
+from understudy.trainers.far_writing import brings_tokens
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason
 
@@ -99,3 +103,13 @@ def test_workers_elsewhere_run_the_same_loops_and_outlive_a_death_and_strangers(
         assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
     asyncio.run(asyncio.wait_for(body(), 120))
+
+
+def test_workers_bring_tokens_to_engine_processes_unless_the_trainer_may_write_too() -> None:
+    def recipe(lend_after: float | None) -> Any:
+        return SimpleNamespace(trainer=SimpleNamespace(lend_after=lend_after))
+
+    hosted, inside = HostedEngine.__new__(HostedEngine), HFEngine.__new__(HFEngine)
+    assert brings_tokens(recipe(None), hosted)
+    assert not brings_tokens(recipe(2.0), hosted)
+    assert not brings_tokens(recipe(None), inside)

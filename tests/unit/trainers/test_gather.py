@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from understudy.engines.far import BearerGone
 from understudy.trainers.gather import Arrivals, Cohort, Lane
 
 
@@ -122,3 +123,104 @@ def test_a_lane_that_loses_results_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="0 results for 1 calls"):
         asyncio.run(scenario())
+
+
+def test_a_batch_whose_tokens_left_is_composed_again_of_the_same_keys() -> None:
+    """One member's worker dies, before its batch or in the middle of it, and asks again: the others wait for it."""
+
+    async def scenario(dies: str) -> list[tuple[str, ...]]:
+        batches: list[tuple[str, ...]] = []
+        gone: dict[int, asyncio.Event] = {}
+
+        async def serve(items: Sequence[tuple[str, int]]) -> list[str]:
+            batches.append(tuple(key for key, _ in items))
+            for _, life in items:
+                if life in gone:
+                    await gone[life].wait()
+                    raise BearerGone("its worker left")
+            return [key.upper() for key, _ in items]
+
+        lane, cohort = Lane("engine", serve, 8), Cohort(3)
+
+        async def ask(key: str, life: int) -> str:
+            result: str = await cohort.call(lane, key, (key, life))
+            return result
+
+        async def member(key: str) -> str:
+            async with cohort.member():
+                if key != dies:
+                    return await ask(key, 0)
+                gone[7] = asyncio.Event()
+                first = asyncio.create_task(ask(key, 7))
+                await asyncio.sleep(0.02)
+                first.cancel()
+                gone[7].set()
+                await asyncio.sleep(0.02)
+                return await ask(key, 8)
+
+        found = await asyncio.wait_for(asyncio.gather(*map(member, "abc")), 5)
+        assert found == ["A", "B", "C"]
+        return batches
+
+    for dies in "abc":
+        assert asyncio.run(scenario(dies)) == [("a", "b", "c"), ("a", "b", "c")]
+
+
+def test_the_others_go_on_without_a_member_that_leaves_for_good() -> None:
+    async def scenario() -> list[tuple[str, ...]]:
+        batches: list[tuple[str, ...]] = []
+        gone = asyncio.Event()
+
+        async def serve(items: Sequence[str]) -> list[str]:
+            batches.append(tuple(items))
+            if "b" in items:
+                await gone.wait()
+                raise BearerGone("its session is over")
+            return list(items)
+
+        lane, cohort = Lane("engine", serve, 8), Cohort(3)
+
+        async def member(key: str) -> object:
+            async with cohort.member():
+                call = asyncio.create_task(cohort.call(lane, key, key))
+                if key == "b":
+                    await asyncio.sleep(0.02)
+                    call.cancel()
+                    gone.set()
+                return await call
+
+        found = await asyncio.wait_for(asyncio.gather(*map(member, "abc"), return_exceptions=True), 5)
+        assert found[0] == "a" and isinstance(found[1], asyncio.CancelledError) and found[2] == "c"
+        return batches
+
+    assert asyncio.run(scenario()) == [("a", "b", "c"), ("a", "c")]
+
+
+def test_a_call_withdrawn_before_its_batch_is_not_in_it() -> None:
+    async def scenario() -> list[tuple[str, ...]]:
+        batches: list[tuple[str, ...]] = []
+
+        async def serve(items: Sequence[str]) -> list[str]:
+            batches.append(tuple(items))
+            return list(items)
+
+        lane, cohort = Lane("engine", serve, 8), Cohort(2)
+
+        async def dies_while_waiting() -> str:
+            async with cohort.member():
+                first = asyncio.create_task(cohort.call(lane, "a", "a"))
+                await asyncio.sleep(0.01)
+                first.cancel()
+                result: str = await cohort.call(lane, "a", "a again")
+                return result
+
+        async def late() -> str:
+            await asyncio.sleep(0.03)
+            async with cohort.member():
+                result: str = await cohort.call(lane, "b", "b")
+                return result
+
+        await asyncio.wait_for(asyncio.gather(dies_while_waiting(), late()), 5)
+        return batches
+
+    assert asyncio.run(scenario()) == [("a again", "b")]

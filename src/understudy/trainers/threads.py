@@ -1,0 +1,50 @@
+"""How `run.threads` are used: within an operation, or by whole micro-batches side by side.
+
+The operations of a small student are over before a second thread has woken up, and wherever something else has a core (a
+teacher's process, say) they wait for each other. So such a student trains its micro-batches side by side, each with one thread,
+and everything else of the trainer's process computes with one. What is decided here follows from the recipe and the student's
+folder alone, so that a resume elsewhere repeats it to the bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from understudy.config import Recipe
+from understudy.trainers.loading import resolve_device
+from understudy.trainers.model_folder import ModelFolder
+
+SMALL = 1 << 22
+"""Parameters. Every lane holds a gradient of its own, and larger students have larger products."""
+KNOWN = {"llama", "qwen2", "qwen3"}
+"""Model types whose layers keep nothing from one call to the next, so that threads may share them."""
+STEADY = {"default", "linear", "llama3", "yarn"}
+"""Rotary kinds of which that is true."""
+
+
+def lanes_of(recipe: Recipe) -> int:
+    """Micro-batches the student is trained on at a time; 1: an operation has all threads."""
+    threads, student = recipe.run.threads or 1, recipe.student
+    critic = recipe.critic.model if recipe.critic is not None else None
+    if threads == 1 or recipe.trainer.ranks > 1 or student.compile or critic is not None:
+        return 1
+    if resolve_device(student.device).type != "cpu" or not _is_small(Path(student.model)):
+        return 1
+    return threads
+
+
+def torch_threads(recipe: Recipe) -> int | None:
+    """Threads of one operation; None leaves torch's choice."""
+    return 1 if lanes_of(recipe) > 1 else recipe.run.threads
+
+
+def _is_small(folder: Path) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    model = ModelFolder(folder)
+    rotary = model.config.get("rope_parameters") or model.config.get("rope_scaling") or {}
+    return (
+        model.config.get("model_type") in KNOWN
+        and str(rotary.get("rope_type", "default")) in STEADY
+        and 0 < model.parameters <= SMALL
+    )

@@ -1,0 +1,34 @@
+"""While teachers judge a step's rows the student reads them already, and no number shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import understudy
+from understudy.observability.metrics import without_clock
+from understudy.trainers import produce
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"rollout__n": 2, "trainer__mini_batch_size": 3, "trainer__micro_batch_tokens": 96},
+        {"run__threads": 2, "trainer__batch_size": 100},
+    ],
+    ids=["one-update", "several", "lanes"],
+)
+def test_reading_ahead_changes_no_number(
+    recipe: Make, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    ahead = understudy.train(recipe("ahead", trainer__steps=2, **more), progress=False)
+    assert all(line["time/update/ahead"] > 0 for line in ahead.metrics)
+    monkeypatch.setattr(produce, "ahead_of", lambda system, samples: None)
+    plain = understudy.train(recipe("plain", trainer__steps=2, **more), progress=False)
+    assert all(line["time/update/ahead"] == 0 for line in plain.metrics)
+    assert [without_clock(line) for line in ahead.metrics] == [without_clock(line) for line in plain.metrics]
