@@ -17,8 +17,11 @@ Make = Callable[..., dict[str, Any]]
 @pytest.mark.parametrize(
     "more",
     [
-        {},
-        {"rollout__n": 2, "trainer__mini_batch_size": 3, "trainer__micro_batch_tokens": 96},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param(
+            {"rollout__n": 2, "trainer__mini_batch_size": 3, "trainer__micro_batch_tokens": 96},
+            marks=pytest.mark.slow,
+        ),
         {"run__threads": 2, "trainer__batch_size": 100},
     ],
     ids=["one-update", "several", "lanes"],

@@ -92,6 +92,7 @@ def test_doctor_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
+@pytest.mark.slow
 def test_fresh_directories_by_default(recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     table = recipe(trainer__steps=1)

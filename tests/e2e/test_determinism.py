@@ -29,6 +29,7 @@ def test_full_determinism_repeats_to_the_bit(recipe: Make) -> None:
     assert numbers(other)[0]["actor/loss"] != numbers(first)[0]["actor/loss"]
 
 
+@pytest.mark.slow
 def test_the_scoring_order_does_not_matter(recipe: Make) -> None:
     """Cohorts of another size compose other batches; the losses agree to rounding, the tokens exactly."""
     small = understudy.train(recipe("a", rollout__max_batch=3, trainer__steps=2), progress=False)

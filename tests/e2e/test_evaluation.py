@@ -88,6 +88,7 @@ def test_a_folder_without_a_best_says_so(place: Path, recipe: Make, tmp_path: Pa
     assert run.exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_lists_what_changed_and_goes_further(place: Path, recipe: Make) -> None:
     run = evaluated(place, recipe)
     before = [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]

@@ -68,7 +68,7 @@ def first_step() -> tuple[float, float]:
     return float(loss.detach()), float(norm)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_step_equals_a_plain_computation(recipe: Callable[..., dict[str, Any]], workers: int) -> None:
     """With workers, candidates also cross a process boundary and back."""
     table = recipe(trainer__steps=1, trainer__batch_size=BATCH, rollout__workers=workers, **OWN)

@@ -68,6 +68,7 @@ def on_ranks(recipe: Make, tmp_path: Path, ranks: int, **overrides: Any) -> tupl
     return write_toml(tmp_path / "r.toml", table), Path(table["run"]["dir"])
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_does(recipe: Make, shelf: Path) -> None:
     run = undisturbed(shelf, recipe)
     assert_near(run, alone(shelf, recipe))

@@ -155,6 +155,7 @@ def test_fast_mode_reuses_what_the_journal_holds(recipe: Make, tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_says_so_and_changes_nothing(reference: dict[str, Any], recipe: Make) -> None:
     run = straight(reference, recipe)
     before = state_of(run)[0]

@@ -10,7 +10,7 @@ import understudy
 from understudy.observability.metrics import without_clock
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loop_that_raises_or_hangs_is_a_dead_letter(
     recipe: Callable[..., dict[str, Any]], workers: int
 ) -> None:

@@ -251,6 +251,7 @@ def test_replicas_join_and_leave_a_run_that_goes_on(
         ask_run(folder, {"do": "list"})
 
 
+@pytest.mark.slow
 def test_a_resumed_run_meets_the_teachers_it_knew(two_replicas: Callable[..., dict[str, Any]]) -> None:
     run = understudy.train(two_replicas(trainer__steps=1), progress=False)
     saved = CheckpointStore(RunDir.open(run.dir).checkpoints, 2).load().extra["teachers"]

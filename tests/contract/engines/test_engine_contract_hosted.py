@@ -229,6 +229,7 @@ def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Op
         runner.run(asyncio.wait_for(part(), 90))
 
 
+@pytest.mark.slow
 def test_bits_equal_the_in_process_engine_s_also_after_an_update_and_a_kill(tmp_path: Path) -> None:
     new = [(name, tensor.detach()) for name, tensor in make_model(seed=1).named_parameters()]
 

@@ -123,6 +123,7 @@ def test_a_killed_worker_s_sessions_are_run_again(tmp_path: Path) -> None:
     with_workers(tmp_path, use, generate=slow)
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_its_worker_is_that_row_s_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

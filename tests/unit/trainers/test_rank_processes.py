@@ -23,7 +23,7 @@ async def fail_to_start(folder: Path) -> tuple[str, Followers]:
         await processes.close()
 
 
-@pytest.mark.parametrize("spoiled", ["", "{}"])
+@pytest.mark.parametrize("spoiled", ["", pytest.param("{}", marks=pytest.mark.slow)])
 def test_its_own_error_comes_first(tmp_path: Path, spoiled: str) -> None:
     import asyncio
 
