@@ -15,6 +15,7 @@ def test_the_shipped_models_are_small() -> None:
     assert sum(path.stat().st_size for path in FOLDER.glob("models/*/*")) < 3_000_000
 
 
+@pytest.mark.slow
 def test_tool_turns_are_trained_on(tmp_path: Path) -> None:
     """With the teacher's own weights as student every rollout calls the calculator, and there is nothing left to learn."""
     overrides = [

@@ -60,6 +60,7 @@ def test_other_losses_run(recipe: Make, loss: dict[str, Any]) -> None:
     assert run.steps == 2 and all(line["actor/grad_norm"] > 0 for line in run.metrics)
 
 
+@pytest.mark.slow
 def test_rewards_alone_and_rewards_with_distillation(recipe: Make) -> None:
     together = recipe("a", trainer__steps=2, rollout__n=4, trainer__batch_size=4, loss__task_coef=1.0)
     assert understudy.train(together, progress=False).last["actor/pg_loss"] is not None

@@ -94,6 +94,7 @@ def test_rewards_and_distillation_together(recipe: Make) -> None:
     assert run.steps == 3 and audit(run.dir).trained == 48
 
 
+@pytest.mark.slow
 def test_prompts_that_teach_nothing_are_replaced_within_their_window(recipe: Make) -> None:
     run = understudy.train(recipe(trainer__max_staleness=1.0, **FILTERED, **ASYNC), progress=False)
     check_filtered(run.dir)

@@ -145,7 +145,8 @@ def test_a_killed_follower_ends_the_run_with_its_name(started: Started) -> None:
     assert time.monotonic() - killed < 15
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_rank_is_left_behind(started: Started, how: signal.Signals) -> None:
     process, run, follower = started
     os.kill(process.pid, how)

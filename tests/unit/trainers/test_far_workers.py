@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import Generation, Sampling
@@ -53,6 +54,7 @@ async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generat
     )
 
 
+@pytest.mark.slow
 def test_workers_elsewhere_run_the_same_loops_and_outlive_a_death_and_strangers(tmp_path: Path) -> None:
     renderer = Renderer(TOKENIZER, context=96)
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
