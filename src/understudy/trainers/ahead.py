@@ -17,8 +17,7 @@ import torch
 
 from understudy.policy.policy import Policy
 from understudy.trainers.far_writing import FarRow
-from understudy.trainers.minibatches import split_rows
-from understudy.trainers.prepare import rows_to_train
+from understudy.trainers.prepare import rows_of_updates
 from understudy.trainers.system import System
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
@@ -43,14 +42,7 @@ class Ahead:
     def _first_rows(self) -> Batch | None:
         """What the first update of the step will be given, as far as it is known."""
         recipe, batch = self._system.recipe, _streams(self._rows)
-        parts = split_rows(
-            batch.keys,
-            rows_to_train(batch, recipe.rollout.overlong),
-            recipe.trainer.mini_batch_size,
-            recipe.trainer.epochs,
-            recipe.run.seed,
-            self._policy.step,
-        )
+        parts = rows_of_updates(recipe, batch, self._policy.step)
         if not parts:
             return None
         return batch if len(parts[0]) == len(batch) else batch.select(parts[0])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from understudy.config import Recipe
 from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import overlong_penalty
 from understudy.errors import LossInputError
@@ -29,6 +30,7 @@ from understudy.losses.advantages import (
 from understudy.losses.estimators import estimate
 from understudy.trainers.correction import behaviour_of, corrected, needs_old_logprobs
 from understudy.trainers.memory import within_memory
+from understudy.trainers.minibatches import split_rows
 from understudy.trainers.system import System
 from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
@@ -137,6 +139,12 @@ def rows_to_train(batch: AnyBatch, overlong: str) -> list[int]:
     cut = [overlong == "drop" and reason == StopReason.LENGTH for reason in batch.stop_reasons]
     cut = cut or [False] * len(batch)
     return [row for row, length in enumerate(batch.loss_lengths) if not cut[row] and length]
+
+
+def rows_of_updates(recipe: Recipe, batch: AnyBatch, step: int) -> list[list[int]]:
+    """The rows of each optimizer step of this batch, in the order they are taken."""
+    rows, trainer = rows_to_train(batch, recipe.rollout.overlong), recipe.trainer
+    return split_rows(batch.keys, rows, trainer.mini_batch_size, trainer.epochs, recipe.run.seed, step)
 
 
 def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor | None:

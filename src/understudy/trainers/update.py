@@ -26,8 +26,8 @@ from understudy.trainers.batches import assemble, fact_columns, rollout_metrics,
 from understudy.trainers.critic import Critic, critic_metrics
 from understudy.trainers.far_rows import far_batch_of
 from understudy.trainers.memory import within_memory
-from understudy.trainers.minibatches import combine, split_rows
-from understudy.trainers.prepare import Prepared, prepare, rows_to_train, with_advantages
+from understudy.trainers.minibatches import combine
+from understudy.trainers.prepare import Prepared, prepare, rows_of_updates, with_advantages
 from understudy.trainers.system import PARTITION, System
 from understudy.types.batch import Batch
 from understudy.types.far_batch import AnyBatch
@@ -74,14 +74,7 @@ def _learn_in_share(system: System, batch: AnyBatch) -> StepResult:
 def learn(system: System, batch: AnyBatch) -> StepResult:
     """Every optimizer step of one batch: `trainer.epochs` times its mini-batches, the critic's first, then the student's."""
     recipe, policy, critic = system.recipe, system.policy, system.critic
-    parts = split_rows(
-        batch.keys,
-        rows_to_train(batch, recipe.rollout.overlong),
-        recipe.trainer.mini_batch_size,
-        recipe.trainer.epochs,
-        recipe.run.seed,
-        policy.step,
-    )
+    parts = rows_of_updates(recipe, batch, policy.step)
     if not parts:
         if critic is not None:
             critic.policy.skip_step()
