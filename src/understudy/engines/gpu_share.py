@@ -7,7 +7,7 @@ multiprocessors, 1.9 on 80 and 2.2 on 64.
 
 The driver calls it a green context; its streams are used like any other, with all tensors of the process. Limits that the
 multi-process service sets for a whole process (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) are something else and no substitute: under
-them products came out wrong on the same GPU. So a share is tried before it is used.
+them a teacher's scores came out wrong on the same GPU. So a share is tried before it is used.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ BACKEND = "inductor"
 
 def compile_layers(model: PreTrainedModel) -> None:
     """For any lengths, from the first micro-batch on: left to find out what varies, torch would compile a second time in the first
-    step, and once more in some later one whose last micro-batch is a short row, ten seconds in which everybody waits."""
+    step, and once more in some later one whose last micro-batch is a short row, while everybody waits."""
     body = body_of(model)
     layers = getattr(body, "layers", None)
     if layers is None:
