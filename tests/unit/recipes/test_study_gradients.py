@@ -63,7 +63,10 @@ def build(widths: Widths, layers: int, seed: int, device: str, dtype: torch.dtyp
         tie_word_embeddings=True,
         initializer_range=0.04,
     )
-    return LlamaForCausalLM(config).to(dtype).to(device)
+    # Not `.to(dtype)`: that rounds the rotary frequencies too, which no checkpoint loads like that.
+    model = LlamaForCausalLM._from_config(config, dtype=dtype).to(device)
+    assert all(buffer.dtype == torch.float32 for buffer in model.buffers())
+    return model
 
 
 def jagged(rows: list[torch.Tensor]) -> Jagged:
