@@ -229,7 +229,7 @@ class WeightDelivery:
         problem = ""
         try:
             group.joined = group.joined or self._meeting.join(order)
-            send(group.joined, packed, order, self._staged(group))
+            send(group.joined, packed, self._staged(group))
         except (RuntimeError, TransferBroken) as error:
             problem = str(error)
         if problem:  # outside of the handler, so that nothing holds the group: its end tells the others

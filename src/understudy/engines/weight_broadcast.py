@@ -19,11 +19,11 @@ ranks. Every operation has a deadline; a member that dies breaks the group for a
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -41,7 +41,7 @@ _ALIGN = 16
 _SUM_BYTES = 8
 _ON_THEIR_WAY = 2
 """Broadcasts that run while the next bucket is packed."""
-_LOOK_S = 0.0005
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _DTYPES = {str(one).removeprefix("torch."): one for one in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
@@ -213,7 +213,8 @@ def _join(order: GroupOrder, address: str) -> Any:
         nccl: Any = dist.ProcessGroupNCCL
         wishes = nccl.Options()
         wishes._timeout = patience
-        return nccl(dist.PrefixStore(order.name, store), order.rank, order.size, wishes)
+        with _failures_are_ours():
+            return nccl(dist.PrefixStore(order.name, store), order.rank, order.size, wishes)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = patience
@@ -232,27 +233,24 @@ def drop(group: Any, order: GroupOrder | None) -> None:
             group.abort()
 
 
-Wait = Callable[[Any], None]
-"""Until a broadcast is through; `RuntimeError` when it failed or took too long."""
+@contextlib.contextmanager
+def _failures_are_ours() -> Iterator[None]:
+    """For an NCCL group that is made meanwhile: `wait` waits for its work, up to the group's deadline, and raises.
+
+    Otherwise torch's watchdog ends the whole process when a member is lost, and the trainer would go with an engine.
+    """
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
 
 
-def _waiting(order: GroupOrder | None) -> Wait:
-    """gloo's own wait has the group's deadline. NCCL's only makes later work on the device wait, so it is asked."""
-    if order is None or not _is_nccl(order):
-        return lambda work: work.wait()
-
-    def wait(work: Any) -> None:
-        deadline = time.monotonic() + order.stall_s
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"a bucket took more than {order.stall_s:g} s")
-            time.sleep(_LOOK_S)
-        work.wait()
-
-    return wait
-
-
-def _in_turn(group: Any, flats: Iterable[Tensor], wait: Wait) -> Iterator[Tensor]:
+def _in_turn(group: Any, flats: Iterable[Tensor]) -> Iterator[Tensor]:
     """Broadcasts one after another, a few on their way at once; gives each back when it is through.
 
     After a failure those still on their way are waited for, each as long as its deadline: nobody then writes into memory
@@ -265,28 +263,23 @@ def _in_turn(group: Any, flats: Iterable[Tensor], wait: Wait) -> Iterator[Tensor
             options.rootRank = options.rootTensor = 0
             on_their_way.append((group.broadcast([flat], options), flat))
             if len(on_their_way) > _ON_THEIR_WAY:
-                wait(on_their_way[0][0])
+                on_their_way[0][0].wait()
                 yield on_their_way.popleft()[1]
         while on_their_way:
-            wait(on_their_way[0][0])
+            on_their_way[0][0].wait()
             yield on_their_way.popleft()[1]
     finally:
         for work, _ in on_their_way:
             with contextlib.suppress(RuntimeError):
-                wait(work)
+                work.wait()
 
 
-def send(
-    group: Any, packed: PackedWeights, order: GroupOrder | None = None, stage: Stage | None = None
-) -> None:
-    """Every bucket to every member, the next one packed while these are on their way; through `stage` where NCCL carries them.
-
-    `order` is the one the group was joined by; gloo needs none.
-    """
+def send(group: Any, packed: PackedWeights, stage: Stage | None = None) -> None:
+    """Every bucket to every member, the next one packed while these are on their way; through `stage` where NCCL carries them."""
     numbers = range(len(packed.buckets))
     flats = map(packed.flat, numbers) if stage is None else (packed.staged(n, stage) for n in numbers)
     try:
-        deque(_in_turn(group, flats, _waiting(order)), maxlen=0)
+        deque(_in_turn(group, flats), maxlen=0)
     except RuntimeError as error:
         raise TransferBroken(_words(error)) from error
 
@@ -308,7 +301,7 @@ class Receiver:
         rooms = (self._stage.room(n, len(flat)) for n, flat in enumerate(self._flats))
         try:
             group = self._joined(order.group)
-            coming = _in_turn(group, rooms if order.staged else self._flats, _waiting(order.group))
+            coming = _in_turn(group, rooms if order.staged else self._flats)
             for number, flat in enumerate(coming):
                 if not torch.equal(flat[-_SUM_BYTES:].view(torch.int64)[0], _sum(flat)):
                     raise TransferBroken(f"bucket {number} of {len(buckets)} came damaged")

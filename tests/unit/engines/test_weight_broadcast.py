@@ -82,7 +82,7 @@ def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_gr
                 for r, order in zip(receivers, others, strict=True)
             ]
             group = group or meeting.join(lead)
-            send(group, packed, lead, stage)
+            send(group, packed, stage)
             for received in coming:
                 assert bits(received.result(30)) == bits(named)
             assert before == [] or packed.flats[0].data_ptr() == before[0].data_ptr(), "memory is used again"

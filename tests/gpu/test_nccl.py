@@ -1,0 +1,133 @@
+"""NCCL itself: weights for engines, a sharded student, a teacher in two parts. Members share one GPU as if on machines of their own."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from understudy.teacher.client import ReplicaClient
+from understudy.teacher.model import load_frozen
+from understudy.teacher.protocol import request_of
+from understudy.teacher.scorer import Scorer
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HERE = Path(__file__).parent
+
+
+def environment(rank: int) -> dict[str, str]:
+    own = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**os.environ, **own}
+
+
+def members(job: str, size: int, folder: Path) -> list[subprocess.Popen[str]]:
+    folder.mkdir(exist_ok=True)
+    return [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "nccl_member.py"), job, str(rank), str(size), str(folder)],
+            env=environment(rank),
+            stdout=subprocess.PIPE,
+            stderr=(folder / f"{rank}.log").open("w"),
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def answers(job: str, size: int, folder: Path, killed: int | None = None) -> list[Any]:
+    found: list[Any] = []
+    processes = members(job, size, folder)
+    try:
+        for rank, process in enumerate(processes):
+            said, _ = process.communicate(timeout=120)
+            log = (folder / f"{rank}.log").read_text()[-3000:]
+            assert process.returncode == (-9 if rank == killed else 0), f"rank {rank}: {log}"
+            found.append(json.loads(said.splitlines()[-1]) if said else None)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return found
+
+
+def test_weights_come_to_the_bit_again_and_again_through_one_group(tmp_path: Path) -> None:
+    sent, *received = answers("broadcast", 3, tmp_path)
+    assert len(set(sent)) == 3
+    assert received == [sent, sent]
+
+
+def test_a_member_killed_in_the_middle_takes_nobody_along(tmp_path: Path) -> None:
+    leader, other, _ = answers("lose_one", 3, tmp_path, killed=2)
+    for one in (leader, other):
+        assert one["said"] != "nothing" and one["seconds"] < 30, one
+    assert leader["again"] == other["again"], "by gloo, and by NCCL among those who are left"
+
+
+def test_two_ranks_train_what_one_process_does(tmp_path: Path) -> None:
+    (alone,) = answers("train", 1, tmp_path / "alone")
+    for rank in answers("train", 2, tmp_path / "two"):
+        for mine, theirs in zip(rank["lines"], alone["lines"], strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-4)
+        assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-4)
+
+
+def test_a_teacher_in_two_parts_scores_as_one(world: Any, tmp_path: Path) -> None:
+    model = world.model("teacher")
+    rng = np.random.default_rng(3)
+    items = [
+        ScoreItem(
+            f"{i}", rng.integers(3, 900, 40).astype(np.int32), np.arange(10, 40, dtype=np.int32), signal, k
+        )
+        for i, (signal, k) in enumerate([(Signal.TOPK, 8), (Signal.SAMPLED, 0), (Signal.TOPK, 8)])
+    ]
+    right = (
+        Scorer("t", load_frozen(str(model), dtype="float32", device="cuda")).score(request_of(items)).split()
+    )
+    ready = tmp_path / "ready"
+    common = [sys.executable, "-m", "understudy.teacher.server", "--model", str(model), "--name", "t"]
+    common += [
+        "--dtype",
+        "float32",
+        "--device",
+        "cuda:0",
+        "--token-env",
+        "NCCL_TEST_TOKEN",
+        "--ready-file",
+        str(ready),
+    ]
+    common += ["--world-size", "2", "--rendezvous", f"file://{tmp_path}/meet", "--rank"]
+    processes = []
+    for rank in range(2):
+        log = (tmp_path / f"{rank}.log").open("w")
+        environ = {**environment(rank), "NCCL_TEST_TOKEN": "secret"}
+        processes.append(subprocess.Popen([*common, str(rank)], env=environ, stdout=log, stderr=log))
+
+    async def ask() -> list[TeacherScores]:
+        for _ in range(1200):
+            if ready.exists():
+                break
+            assert processes[0].poll() is None, (tmp_path / "0.log").read_text()[-3000:]
+            await asyncio.sleep(0.1)
+        async with ReplicaClient(str(json.loads(ready.read_text())["url"]), "secret") as client:
+            return [await client.score(items) for _ in range(2)][1]
+
+    try:
+        scores = asyncio.run(ask())
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for got, expected in zip(scores, right, strict=True):
+        np.testing.assert_allclose(got.sampled_logprobs, expected.sampled_logprobs, atol=2e-3)
+        if expected.logprobs is not None:
+            np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=2e-3)
