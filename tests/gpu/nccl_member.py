@@ -35,7 +35,7 @@ def weights(version: int, scale: int = 1) -> list[tuple[str, torch.Tensor]]:
     """A few MiB times `scale`, sizes that divide nothing, on the GPU."""
     made = torch.Generator("cuda").manual_seed(version)
     kinds = [torch.bfloat16, torch.float32, torch.float16]
-    shapes = [(1031, 997 * scale), (7,), (333, 65), (), (2048, 513 * scale)]
+    shapes = [(1031, 997 * scale), (7,), (333, 65), (), (2048, 513 * scale), (640, 1000), (900, 900)]
     return [
         (f"w{i}", torch.randn(shape, generator=made, device="cuda").to(kinds[i % 3]))
         for i, shape in enumerate(shapes)

@@ -93,24 +93,16 @@ def test_a_teacher_in_two_parts_scores_as_one(world: Any, tmp_path: Path) -> Non
     right = (
         Scorer("t", load_frozen(str(model), dtype="float32", device="cuda")).score(request_of(items)).split()
     )
-    ready = tmp_path / "ready"
+    ready = tmp_path / "ready-0"
     common = [sys.executable, "-m", "understudy.teacher.server", "--model", str(model), "--name", "t"]
-    common += [
-        "--dtype",
-        "float32",
-        "--device",
-        "cuda:0",
-        "--token-env",
-        "NCCL_TEST_TOKEN",
-        "--ready-file",
-        str(ready),
-    ]
-    common += ["--world-size", "2", "--rendezvous", f"file://{tmp_path}/meet", "--rank"]
+    common += ["--dtype", "float32", "--device", "cuda:0", "--token-env", "NCCL_TEST_TOKEN"]
+    common += ["--world-size", "2", "--rendezvous", f"file://{tmp_path}/meet"]
     processes = []
     for rank in range(2):
         log = (tmp_path / f"{rank}.log").open("w")
         environ = {**environment(rank), "NCCL_TEST_TOKEN": "secret"}
-        processes.append(subprocess.Popen([*common, str(rank)], env=environ, stdout=log, stderr=log))
+        own = ["--rank", str(rank), "--ready-file", str(tmp_path / f"ready-{rank}")]
+        processes.append(subprocess.Popen([*common, *own], env=environ, stdout=log, stderr=log))
 
     async def ask() -> list[TeacherScores]:
         for _ in range(1200):

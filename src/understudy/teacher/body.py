@@ -26,6 +26,8 @@ from understudy.teacher.packing import pack, pack_in_groups, pad_right, padded_p
 from understudy.teacher.protocol import ScoreRequest
 from understudy.teacher.sharing import Family, families, saved_tokens, split_to_budget
 
+BACKEND = "inductor"
+"""torch's own compiler."""
 CPU_SEGMENT_COST = 16
 """Tokens that one more attention call per layer costs on CPU."""
 WORTH_SHARING = 0.1
@@ -183,7 +185,8 @@ class Body:
     def compile_layers(self) -> None:
         """Compile each decoder layer on its own: seconds instead of minutes, and one compiled layer serves them all.
 
-        Packed lengths differ from batch to batch; torch learns from the first two that they do.
+        For any lengths from the start: left to find out what varies, torch compiles again for a short answer, a new bound, a new
+        way of packing, in the middle of a run, and gives up for good after a few times.
         """
         self._lean = None
         layers = getattr(self.frozen.body, "layers", None)
@@ -192,9 +195,9 @@ class Body:
                 f"{self.frozen.path} keeps its layers where compiling them is not supported; leave it off"
             )
         for layer in layers:
-            layer.compile()
+            layer.compile(backend=BACKEND, dynamic=True)
         if (last := getattr(self.frozen.body, "norm", None)) is not None:
-            last.compile()
+            last.compile(backend=BACKEND, dynamic=True)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Without waiting for the device."""

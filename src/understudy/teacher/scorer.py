@@ -23,7 +23,7 @@ from understudy.teacher.body import Body, Layout
 from understudy.teacher.head import Head, head_of, score_rows, to_wire
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.model import FrozenModel
-from understudy.teacher.packing import as_slice, ragged_ranges
+from understudy.teacher.packing import ROUND, as_slice, ragged_ranges
 from understudy.teacher.probe import is_uniform, judged, probe_family
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.types.scores import ScoreItem, Signal
@@ -237,16 +237,18 @@ class Scorer:
             self._rehearse()
 
     def _rehearse(self) -> None:
-        """Score batches of several sizes now, long sequences and short ones, so that no request pays for compiling."""
+        """Score batches of several sizes now, long sequences and short ones, alone, in groups and with a beginning in common, so that
+        no request pays for compiling."""
         rng = np.random.default_rng(0)
         most = self.options.max_batch_tokens
-        for tokens, count in ((most, 3), (most // 2, 3), (most // 3, 3), (most // 8, 32), (most // 4, 32)):
-            length = max(2, min(tokens // count, self.frozen.max_length))
-            items = [
-                judged(f"rehearsal-{i}", rng.integers(0, self.vocab, length).astype(np.int32))
-                for i in range(count)
-            ]
-            self.score(request_of(items))
+        large = [(most // 3, 3), (most // 6, 3), (most // 9, 3), (most // 256, 32), (most // 128, 32)]
+        small = [(2 * ROUND, 4), (ROUND, 1), (ROUND // 2, 3), (ROUND // 2, 1), (2, 1)]
+        for size, count in (*large, *small):
+            length = max(2, min(size, self.frozen.max_length))
+            rows = rng.integers(0, self.vocab, (count, length)).astype(np.int32)
+            self.score(request_of([judged(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
+            rows[:, : length // 2] = rows[0, : length // 2]
+            self.score(request_of([judged(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
 
     def _try_packing(self, wanted: Layout, items: Sequence[ScoreItem], theirs: np.ndarray) -> None:
         self.body.layout = Layout.PACKED
