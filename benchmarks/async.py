@@ -156,10 +156,6 @@ def main() -> None:
     gpu.add_argument(
         "--mps", action="store_true", help="one more run under the driver's multi-process service"
     )
-    gpu.add_argument(
-        "--share", type=float, nargs="*", default=[],
-        help="with --mps: runs with training and scoring kept to this share of the multiprocessors",
-    )  # fmt: skip
     gpu.add_argument("--each", type=float, default=120.0, help="seconds for one of our runs at most")
     gpu.add_argument("--budget", type=float, default=320.0, help="seconds for everything")
     arguments = parser.parse_args()

@@ -32,7 +32,6 @@ from step_problem import Row, Shape, Timing, has_trl, run_ours, run_trl, save, s
 GOAL = 2.0
 MAIN = "fully async, staleness 1"
 MPS = ", MPS"
-SHARE = ", shares of "
 PEER = "TRL 1.16 + vLLM colocated"
 _LEAST_SECONDS = 35.0
 """A run that gets less is not begun."""
@@ -79,8 +78,8 @@ def _order(options: argparse.Namespace) -> list[str]:
     ours = [f"fully async, staleness {one:g}" for one in degrees] if "plain" in options.systems else []
     peer = [PEER] if "trl" in options.systems else []
     sync = ["sync"] if "sync" in options.systems else []
-    shared = [MAIN + MPS] + [f"{MAIN}{MPS}{SHARE}{one:g}" for one in options.share] if options.mps else []
-    return [*ours[:1], *peer, *shared[::-1], *sync, *ours[1:]]
+    shared = [MAIN + MPS] if options.mps else []
+    return [*ours[:1], *peer, *shared, *sync, *ours[1:]]
 
 
 def _ours(
@@ -93,10 +92,9 @@ def _ours(
 ) -> Timing | str:
     if system == "sync":
         return run_ours(shape, folder, *given, timeout, {}, {}, "sync")
-    system, _, share = system.partition(SHARE)
     staleness = float(system.removesuffix(MPS).rsplit(" ", 1)[1])
     # Two steps until every party is busy (kernels compiled, graphs recorded, a window waiting), then the counted ones.
-    longer = replace(shape, skip=2, steps=2 + options.counted, gpu_share=float(share or 1))
+    longer = replace(shape, skip=2, steps=2 + options.counted)
     # All answers are equally long, so a publish finds the engine between two windows: waiting for rollouts costs nothing,
     # and no keys and values are computed anew.
     trainer = {"mode": "fully_async", "max_staleness": staleness, "partial_rollouts": options.partial}
@@ -108,7 +106,7 @@ def _ours(
     if control is None:
         return "nvidia-cuda-mps-control is not installed"
     with _mps(control) as environment:
-        return run_ours(longer, folder, *given, timeout, engine, trainer, f"async-mps{share}", environment)
+        return run_ours(longer, folder, *given, timeout, engine, trainer, "async-mps", environment)
 
 
 def _say(system: str, result: Timing | str, folder: Path, seconds: float) -> None:

@@ -47,8 +47,6 @@ class Shape:
     threads: int = 0
     compile_student: bool = True
     """On a GPU."""
-    gpu_share: float = 1.0
-    """Of the multiprocessors, for training and for scoring (ours)."""
 
 
 @dataclass(slots=True)
@@ -105,14 +103,12 @@ def run_ours(
     run = folder / name
     extra = dict(trainer or {})
     ahead = 4 if extra.get("mode") == "fully_async" else 0
-    share = {"gpu_share": shape.gpu_share} if shape.gpu_share < 1 else {}
     recipe = {
         "student": {
             "model": student,
             "dtype": shape.dtype,
             "device": shape.device,
             "compile": shape.compile_student and shape.device != "cpu",
-            **share,
         },
         "teachers": {
             "teacher": {
@@ -120,7 +116,6 @@ def run_ours(
                 "dtype": shape.dtype,
                 "device": shape.device,
                 "compile": shape.device != "cpu",
-                **share,
                 **({"threads": shape.threads} if shape.threads else {}),
             }
         },

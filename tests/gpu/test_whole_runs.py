@@ -44,11 +44,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "sync": {},
     "sync to the bit": {"run__determinism": "full", "student__model": "llama"},
     "fully async": {"trainer__mode": "fully_async", "trainer__steps": 3},
-    "a share of the GPU": {
-        "trainer__mode": "fully_async",
-        "trainer__steps": 3,
-        "student__gpu_share": 0.6,
-    },
     "an engine of its own process": {"rollout__processes": 1},
     "lora": {"student__lora": {"rank": 4, "alpha": 16.0}, "trainer__learning_rate": 2e-2},
     "gradient checkpointing": {"student__gradient_checkpointing": True},

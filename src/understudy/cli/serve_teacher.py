@@ -27,12 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", type=int, default=1, help="processes, and GPUs, that share the model"
     )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
-    parser.add_argument(
-        "--gpu-share",
-        type=float,
-        default=1.0,
-        help="share of the GPU's multiprocessors, where others compute on the same GPU",
-    )
     parser.add_argument("--layout", default="auto", choices=["auto", "packed", "padded"])
     parser.add_argument(
         "--batching",
@@ -80,8 +74,6 @@ def run(options: argparse.Namespace) -> int:
     ]  # fmt: skip
     if options.compile:
         arguments.append("--compile")
-    if options.gpu_share != 1:
-        arguments += ["--gpu-share", str(options.gpu_share)]
     if options.revision:
         arguments += ["--revision", options.revision]
     if options.trust_remote_code:

@@ -25,27 +25,12 @@ def async_problems(
 ) -> list[str]:
     if trainer.mode == "sync":
         defaults = TrainerConfig.model_fields
-        problems = [
+        return [
             f"trainer.{key} belongs to trainer.mode = 'fully_async'; this recipe has mode = 'sync'"
             for key in _ASYNC_KEYS
             if getattr(trainer, key) != defaults[key].default
         ]
-        if student.gpu_share < 1:
-            problems.append(
-                f"student.gpu_share = {student.gpu_share} leaves room for an engine that generates meanwhile, which needs trainer.mode "
-                "= 'fully_async'; this recipe has mode = 'sync'"
-            )
-        return problems
     problems = []
-    if student.gpu_share < 1 and trainer.ranks > 1:
-        problems.append(
-            f"student.gpu_share = {student.gpu_share} is for a student trained in one process; this recipe has trainer.ranks = "
-            f"{trainer.ranks}, each with a GPU of its own"
-        )
-    if student.gpu_share < 1 and student.device == "cpu":
-        problems.append(
-            f"student.gpu_share = {student.gpu_share} is a share of a GPU, and student.device = 'cpu'"
-        )
     if run.determinism == "full" and not repeats_to_the_bit(trainer):
         problems.append(
             "run.determinism = 'full' needs rows whose weights do not depend on timing: set trainer.max_staleness = 0 and "

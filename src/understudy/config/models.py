@@ -37,8 +37,6 @@ class StudentConfig(Section):
     """Compute activations again in the backward pass instead of keeping them."""
     compile: bool = False
     """Compile the decoder layers for training: faster on GPUs, about a minute at start; needs a C++ compiler on a CPU."""
-    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the GPU's multiprocessors for training, so that an engine on the same GPU finds some free (fully async)."""
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")
@@ -75,8 +73,6 @@ class TeacherConfig(Section):
     """Processes, and devices, that share one replica's model."""
     compile: bool = False
     """Compile the decoder layers: faster on GPUs, some seconds at start."""
-    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the GPU's multiprocessors for scoring, where an engine or the trainer sits on the same GPU."""
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of one replica."""
     ports: list[int] = Field(default=[])
@@ -154,11 +150,6 @@ class TeacherConfig(Section):
                 f"tensor_parallel = {self.tensor_parallel} needs that many devices, device = {self.device!r} is one; "
                 "leave `device` out, or set 'cuda'"
             )
-        if self.gpu_share < 1 and (self.tensor_parallel > 1 or self.device == "cpu"):
-            raise ValueError(
-                f"gpu_share = {self.gpu_share} is for a replica in one process on a GPU; this one has device = {self.device!r}, "
-                f"tensor_parallel = {self.tensor_parallel}; leave `gpu_share` out"
-            )
 
 
-_OF_OUR_PROCESSES = ("ports", "tensor_parallel", "compile", "gpu_share", "trust_remote_code")
+_OF_OUR_PROCESSES = ("ports", "tensor_parallel", "compile", "trust_remote_code")

@@ -6,7 +6,6 @@ import argparse
 
 import torch
 
-from understudy.engines.gpu_share import GpuShare
 from understudy.errors import TeacherError
 from understudy.teacher import lockstep
 from understudy.teacher.body import Layout
@@ -33,9 +32,7 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
         )
     digest = weights_sha256(frozen.model)
     scorer = _scorer(args, frozen)
-    share = GpuShare(args.device, args.gpu_share, "gpu_share")
-    with share.inside():
-        scorer.warm_up()
+    scorer.warm_up()
     vocabulary = vocabulary_of(args.model)
     manifest = Manifest(
         teacher=args.name,
@@ -58,7 +55,7 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
     lanes = _lanes(args, scorer)
     if lanes > 1:
         torch.set_num_threads(1)
-    return ScoringWorker(scorer, Batching(args.batching), share, lanes), manifest, vocabulary
+    return ScoringWorker(scorer, Batching(args.batching), lanes), manifest, vocabulary
 
 
 def _lanes(args: argparse.Namespace, scorer: Scorer) -> int:

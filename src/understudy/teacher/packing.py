@@ -148,6 +148,8 @@ def pack(
             if own:
                 before = (prefix_at, family.shared) if family.shared else None
                 segment(int(starts_N[row]) + family.shared, own, family.shared, before)
+    if at == 1:  # a compiled layer would be compiled once more for a single token; nobody looks at the second
+        segment(0, 1, 0, None)
     runs = np.array(sources, dtype=np.int64).reshape(-1, 2)
     any_shared = any(family.shared for family in batch)
     key_places_N = ragged_ranges(*np.array(key_runs, dtype=np.int64).T) if any_shared else None

@@ -242,7 +242,7 @@ class Scorer:
         rng = np.random.default_rng(0)
         most = self.options.max_batch_tokens
         large = [(most // 3, 3), (most // 6, 3), (most // 9, 3), (most // 256, 32), (most // 128, 32)]
-        small = [(2 * ROUND, 4), (ROUND, 1), (ROUND // 2, 3), (ROUND // 2, 1), (2, 1)]
+        small = [(2 * ROUND, 4), (ROUND, 1), (ROUND // 2, 3), (ROUND // 2, 1)]
         for size, count in (*large, *small):
             length = max(2, min(size, self.frozen.max_length))
             rows = rng.integers(0, self.vocab, (count, length)).astype(np.int32)

@@ -56,7 +56,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--chunk-mib", type=int, default=0, help="fp32 logits at once; 0: 64, or 2048 on CUDA"
     )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
-    parser.add_argument("--gpu-share", type=float, default=1.0, help="share of the GPU's multiprocessors")
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run a model's own code; needs --revision"
@@ -80,10 +79,6 @@ def check_place(args: argparse.Namespace) -> None:
     if args.world_size > 1 and not args.rendezvous:
         raise StartError(
             "--world-size above 1 needs --rendezvous, where the processes meet (tcp://HOST:PORT)"
-        )
-    if args.world_size > 1 and args.gpu_share < 1:
-        raise StartError(
-            f"--gpu-share {args.gpu_share} is for one process; --world-size is {args.world_size}"
         )
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from understudy.engines.gpu_share import WHOLE, GpuShare
 from understudy.teacher.manifest import Batching
 from understudy.teacher.protocol import ScoreReply, ScoreRequest
 from understudy.teacher.scorer import Begun, Scorer
@@ -67,11 +66,8 @@ class ScoringWorker:
     """Takes requests in arrival order. On CUDA the next batch is queued before the last one is collected, so the
     device never waits for Python."""
 
-    def __init__(
-        self, scorer: Scorer, batching: Batching, share: GpuShare | None = None, lanes: int = 1
-    ) -> None:
+    def __init__(self, scorer: Scorer, batching: Batching, lanes: int = 1) -> None:
         self.scorer = scorer
-        self._share = share or GpuShare(scorer.frozen.device, WHOLE, "gpu_share")
         self.batching = batching
         self.counts = WorkerCounts()
         self._ahead = 1 if scorer.frozen.device.type == "cuda" else 0
@@ -99,10 +95,6 @@ class ScoringWorker:
         return job.future
 
     def _run(self) -> None:
-        with self._share.inside():
-            self._work()
-
-    def _work(self) -> None:
         running: deque[_Running] = deque()
         stopping = False
         while not stopping:

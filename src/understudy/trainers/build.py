@@ -17,7 +17,6 @@ from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
 from understudy.config.async_checks import repeats_to_the_bit
 from understudy.engines.base import Engine
-from understudy.engines.gpu_share import GpuShare
 from understudy.losses.objective import Objective
 from understudy.observability.live import LiveView
 from understudy.observability.loggers import ToldMetrics
@@ -175,7 +174,6 @@ async def build(
             far_rows=far_rows,
             row_workers=row_workers,
             far_scoring=far_scoring,
-            gpu_share=GpuShare(student.device, recipe.student.gpu_share, "student.gpu_share"),
         )
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from understudy.dataplane.base import DataPlane
     from understudy.engines.base import Engine, Sampling
-    from understudy.engines.gpu_share import GpuShare
     from understudy.losses.objective import Objective
     from understudy.policy.background import BackgroundSaver
     from understudy.policy.checkpoint import CheckpointStore
@@ -111,8 +110,6 @@ class System:
     """Workers on other machines that write their rows themselves; None: the trainer's process writes every row."""
     far_scoring: FarScoring | None = None
     """How such rows are judged."""
-    gpu_share: GpuShare | None = None
-    """The part of its GPU that training keeps to; None: all of it."""
     turnstile: Turnstile | None = None
     """Rollouts pass it, where a publish has to wait for them."""
     tally: Tally = field(default_factory=Tally)

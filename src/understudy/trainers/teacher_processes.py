@@ -118,8 +118,6 @@ class LocalTeachers:
         ]  # fmt: skip
         if teacher.compile:
             arguments.append("--compile")
-        if teacher.gpu_share != 1:
-            arguments += ["--gpu-share", str(teacher.gpu_share)]
         if teacher.context_length is not None:
             arguments += ["--max-length", str(teacher.context_length)]
         if teacher.revision is not None:

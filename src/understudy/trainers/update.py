@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -63,12 +62,7 @@ async def batch_of(system: System, lease: Lease) -> tuple[AnyBatch, dict[str, fl
 
 async def update(system: System, batch: AnyBatch) -> StepResult:
     """One trainer step, on a worker thread so that health checks and the display go on meanwhile."""
-    return await asyncio.to_thread(_learn_in_share, system, batch)
-
-
-def _learn_in_share(system: System, batch: AnyBatch) -> StepResult:
-    with system.gpu_share.inside() if system.gpu_share else nullcontext():
-        return learn(system, batch)
+    return await asyncio.to_thread(learn, system, batch)
 
 
 def learn(system: System, batch: AnyBatch) -> StepResult:

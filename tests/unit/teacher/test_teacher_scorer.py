@@ -184,7 +184,7 @@ def test_packing_keeps_every_sequence_and_every_context(rows: list[list[int]], b
     seen: list[int] = []
     for batch in split_to_budget(families(sequences), lengths, budget):
         packed = pack(tokens, starts, lengths, batch)
-        assert len(packed.tokens_T) <= budget or len(packed.rows) == 1
+        assert len(packed.tokens_T) <= max(budget, 2) or len(packed.rows) == 1
         keys = np.arange(len(packed.tokens_T)) if packed.key_places_N is None else packed.key_places_N
         counts = lengths[list(packed.rows)]
         positions = np.concatenate([np.arange(n) for n in counts])
