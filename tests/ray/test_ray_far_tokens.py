@@ -49,7 +49,7 @@ def through_the_trainer(run: Path) -> dict[str, float]:
     """Bytes of the whole run, both ways; of batches only what ranks are sent, since rank 0 trains in that process."""
     last = lines(run)[-1]
     return {
-        name: last[f"perf/{name}"]
+        name: last.get(f"perf/{name}", 0.0)
         for name in (
             "workers/bytes_sent", "workers/bytes_received", "engines/bytes_sent", "engines/bytes_received",
             "queue/bytes_put", "queue/bytes_got", "ranks/bytes_sent",

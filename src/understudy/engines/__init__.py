@@ -10,5 +10,6 @@ hosted            the hf engine in processes of its own: host is such a process,
                   far, hosted_far, compositions, deposits   batches by name, whose tokens others bring to the process
 remote            servers: RemoteEngine over a dialect (dialects: vllm, sglang, openai) and replicas (balance, health);
                   delivery    new weights for them   gpu_handover  on the trainer's own GPU, by a copy on the device
+                  pieces      one generation by a server, whoever asks   remote_far, visits   where rollout workers ask
 vllm              vLLM servers we start, watch and restart; vllm_host is the process around one, vllm_side its worker part
 """

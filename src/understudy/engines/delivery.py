@@ -21,18 +21,11 @@ from understudy.engines.hosted_channel import HostChannel
 from understudy.engines.hosted_delivery import WeightDelivery as Broadcast
 from understudy.engines.hosted_weights import Snapshots
 from understudy.engines.owned_folder import OwnedFolder
+from understudy.engines.pieces import RefusedError, UnreachableError
 from understudy.engines.replicas import Replica
 from understudy.errors import EngineError
 
 Post = Callable[[Replica, str, Json], Awaitable[Json]]
-
-
-class RefusedError(EngineError):
-    """The server understood the request and will not have it: asking again or elsewhere is no use."""
-
-
-class UnreachableError(EngineError):
-    """Nobody answers there any more: the server has died, or its machine has."""
 
 
 class WeightDelivery:

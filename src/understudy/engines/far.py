@@ -2,19 +2,23 @@
 
     engine: which host, which call ──Grant──> bearer ──tokens──> host ──what was written──> bearer ──Brought──> engine
 
-The engine composes, places and repeats such a batch as any other, and sees lengths. Who dies when, and what then, is in
-docs/decisions/0016-tokens-past-the-trainer.md. The module needs no torch: rollout workers import it.
+The engine composes, places and repeats such a batch as any other, and sees lengths. The host is an engine process of ours, or a
+server (vLLM, SGLang, OpenAI), which gives a generation in pieces where weights change: each is a call, and goes on from another.
+Who dies when, and what then, is in docs/decisions/0016-tokens-past-the-trainer.md and 0017-tokens-to-servers.md. The module
+needs no torch: rollout workers import it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.engines.pieces import ServerOrder
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 
@@ -25,8 +29,23 @@ class BearerGone(EngineError):
     """Whoever had a request's tokens has left; the rest of its batch may be composed anew."""
 
 
+class Trouble(StrEnum):
+    """Why nothing was brought."""
+
+    WAY = "way"
+    """Nobody was reached there, or the connection broke."""
+    SERVER = "server"
+    """It was reached, and gave nothing that is good."""
+    REFUSED = "refused"
+    """It will not have the request, nor would another."""
+
+
 class NotBrought(EngineError):
     """The tokens, or what was written for them, did not get from one side to the other; both may be well."""
+
+    def __init__(self, problem: str, trouble: Trouble = Trouble.WAY) -> None:
+        super().__init__(problem)
+        self.trouble = trouble
 
 
 class CallGivenUp(EngineError):
@@ -43,12 +62,17 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     key: str
     session: str
     seed: int
+    after: int | None = None
+    """The call whose tokens this one goes on from; the generation begins where there is none."""
+    server: ServerOrder | None = None
+    """How it is asked, where it is a server and no engine process of ours."""
 
 
 class Brought(msgspec.Struct, frozen=True, array_like=True):
     """What the bearer tells of what was written; the rest stays with it."""
 
     tokens: int
+    """In this call and in those it went on from."""
     stop_reason: StopReason
     oldest: int = -1
     newest: int = -1
@@ -60,6 +84,10 @@ class Bearer(Protocol):
 
     async def bring(self, grant: Grant) -> Brought:
         """Returns when it has what was written; may be asked again under another call. `NotBrought`, `BearerGone`."""
+        ...
+
+    def cut(self, call: int) -> None:
+        """The server has handed back everything it had: what did not come in a moment never does. `bring` returns what there is."""
         ...
 
     def give_up(self) -> None:

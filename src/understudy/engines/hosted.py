@@ -28,11 +28,12 @@ from torch import Tensor
 from understudy.engines.base import GenerateRequest, Generation
 from understudy.engines.far import FarRequest, NotBrought
 from understudy.engines.host_wire import AbortOrder, decode_answer, encode_call
-from understudy.engines.hosted_channel import HostChannel, HostLost, Traffic
+from understudy.engines.hosted_channel import HostChannel, HostLost
 from understudy.engines.hosted_delivery import WeightDelivery
 from understudy.engines.hosted_far import composed_call
 from understudy.engines.replicas import Endpoint, Replica, Replicas
 from understudy.engines.schedule import Batching
+from understudy.engines.traffic import Traffic
 from understudy.errors import EngineError, UnderstudyError
 from understudy.types.trajectory import StopReason
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -11,20 +10,13 @@ import msgspec
 
 from understudy.engines.host_wire import BROKEN_TRANSFER, CONTENT_TYPE
 from understudy.engines.replicas import Endpoint
+from understudy.engines.traffic import Traffic
 from understudy.engines.weight_broadcast import TransferBroken
 from understudy.errors import EngineError
 
 
 class HostLost(EngineError):
     """The process does not answer any more; what it was asked may be asked again elsewhere."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of batches and of what was written for them, to and from all engine processes so far; HTTP's own words not counted."""
-
-    sent: int = 0
-    received: int = 0
 
 
 class HostChannel:

@@ -7,30 +7,48 @@ for again under the new weights, prompt and written tokens together, and the cal
      ▲         └──abort, because weights changed──> keep the tokens, wait for the gate ─┐
      └──────────────────────────────────────────────────────────────────────────────────┘
 
-Asking again is safe at any time: what a request may give depends on (weights, tokens, sampling, seed) alone.
+Asking again is safe at any time: what a request may give depends on (weights, tokens, sampling, seed) alone. Who asks is whoever
+holds the tokens: this process, or a rollout worker that is told which server to ask (`remote_far.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
-import msgspec
-import numpy as np
 from torch import Tensor
 
-from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.delivery import RefusedError, UnreachableError, WeightDelivery
-from understudy.engines.dialects import Ask, Dialect, Json, Piece
+from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.delivery import WeightDelivery
+from understudy.engines.dialects import Dialect, Json
+from understudy.engines.far import BearerGone, FarRequest
 from understudy.engines.gpu_handover import GpuHandover
+from understudy.engines.pieces import (
+    Pieces,
+    RefusedError,
+    ServerOrder,
+    UnreachableError,
+    check_candidates,
+    client_of,
+    fetch,
+    post,
+    reply_of,
+)
+from understudy.engines.remote_far import CallVoid, FarCalls, FarWriting, WayCut
 from understudy.engines.replicas import Endpoint, Replica, Replicas
+from understudy.engines.traffic import Traffic
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
+
+logger = logging.getLogger(__name__)
+
+_SIGN_OF_LIFE_S = 5.0
+_WAY_CUT_PAUSE_S = 0.5
 
 
 class RemoteEngine:
@@ -64,7 +82,7 @@ class RemoteEngine:
         self._dialect, self._model, self._max_length = dialect, model, max_length
         self._replicas = Replicas(endpoints)
         self._clients = {
-            replica.name: _client(replica.endpoint, connections) for replica in self._replicas.all
+            replica.name: client_of(replica.endpoint, connections) for replica in self._replicas.all
         }
         self._deadline_s, self._deadline_per_token_s, self._patience_s = (
             deadline_s,
@@ -81,11 +99,9 @@ class RemoteEngine:
         self._abort_signal = asyncio.Event()
         self._closed = False
         self._connections = connections
-
-        async def post(replica: Replica, path: str, body: Json) -> Json:
-            return await self._post(replica, path, body, self._deadline_s)
-
-        self._delivery = WeightDelivery(dialect, post, self._give_up, snapshots, handover, address)
+        self.traffic = Traffic()
+        self._far = FarCalls(self._answers)
+        self._delivery = WeightDelivery(dialect, self._post, self._give_up, snapshots, handover, address)
 
     @property
     def version(self) -> int:
@@ -94,6 +110,7 @@ class RemoteEngine:
     # --- generation -------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Of a `FarRequest` the tokens do not pass here: its generation tells lengths."""
         for request in requests:
             length, new = len(request.tokens), request.sampling.max_new_tokens
             if length == 0 or length + new > self._max_length:
@@ -101,48 +118,26 @@ class RemoteEngine:
                     f"request {request.key} has {length} tokens and asks for {new} new ones; together they must be "
                     f"within 1 … {self._max_length}. Shorten the prompt, or lower rollout.max_new_tokens"
                 )
-            if request.sampling.candidates:
-                self._check_candidates(request.sampling)
-        return list(await asyncio.gather(*map(self._generate, requests)))
-
-    def _check_candidates(self, sampling: Sampling) -> None:
-        """Servers name candidates of the distribution they sample from, so it must rank ids as the model does."""
-        filtered = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1
-        if not self._dialect.candidates or filtered:
-            why = "filters change what it ranks" if filtered else "its answers do not name them"
-            raise EngineError(
-                f"a server that speaks {self._dialect.name} cannot report the model's own candidates: {why}; leave top_p, "
-                "top_k, min_p and repetition_penalty alone and use hf, vllm or sglang"
-            )
+            check_candidates(self._dialect, request.sampling)
+        writing = [asyncio.ensure_future(self._generate(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*writing))
+        finally:
+            for task in writing:  # the first failure is the batch's
+                task.cancel()
 
     async def _generate(self, request: GenerateRequest) -> Generation:
-        tokens: list[int] = []
-        candidates: list[list[int]] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        reason = StopReason.ABORTED
-        wanted = request.sampling.candidates
+        writing: _Near | FarWriting
+        if isinstance(request, FarRequest):
+            writing = FarWriting(request, self._far)
+        else:
+            writing = _Near(request, self._clients, self.traffic)
         aborts = self._aborts
         while await self._gate_opens(aborts):
-            version = self._version
-            piece = await self._piece_unless_aborted(self._ask(request, tokens))
-            tokens += piece.tokens
-            logprobs += piece.logprobs
-            versions += [version] * len(piece.tokens)
-            candidates += piece.candidates
-            reason = piece.stop_reason
-            if reason is not StopReason.ABORTED:
+            await self._piece_unless_aborted(writing)
+            if writing.stop_reason is not StopReason.ABORTED:
                 break
-            if len(tokens) == request.sampling.max_new_tokens:
-                reason = StopReason.LENGTH
-                break
-        return Generation(
-            np.asarray(tokens, dtype=np.int32),
-            np.asarray(logprobs, dtype=np.float32),
-            np.asarray(versions, dtype=np.int32),
-            reason,
-            np.asarray(candidates, dtype=np.int32).reshape(len(tokens), wanted) if wanted else None,
-        )
+        return writing.generation()
 
     async def _gate_opens(self, aborts: int) -> bool:
         """Waits while weights change; False when the generation was aborted since it began."""
@@ -159,59 +154,55 @@ class RemoteEngine:
             raise EngineError("the engine is closed; it takes no more requests")
         return False
 
-    def _ask(self, request: GenerateRequest, written: Sequence[int]) -> Ask:
-        seed = request.seed if self._seeded else None
-        if (
-            written and self._seeded
-        ):  # the server starts a new stream of random numbers: it must not be the old one again
-            digest = blake2b(f"{request.seed}/{len(written)}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "little") >> 1
-        tokens = np.concatenate([request.tokens, np.asarray(written, dtype=np.int32)])
-        left = request.sampling.max_new_tokens - len(written)
-        return Ask(request, tokens, left, seed, salt=self._salt, model=self._model)
-
-    @property
-    def _salt(self) -> str:
-        """Keeps a server from reading what the weights of another version left in its prefix cache."""
-        return f"weights-{self._version}"
-
-    async def _piece_unless_aborted(self, ask: Ask) -> Piece:
+    async def _piece_unless_aborted(self, writing: _Near | FarWriting) -> None:
         """A server that knows no abort is left to finish on its own; what it would have said is lost."""
         if self._dialect.abort is not None:
-            return await self._piece(ask)
+            await self._piece(writing)
+            return
         piece, aborted = (
-            asyncio.ensure_future(self._piece(ask)),
+            asyncio.ensure_future(self._piece(writing)),
             asyncio.ensure_future(self._abort_signal.wait()),
         )
         try:
             await asyncio.wait([piece, aborted], return_when=asyncio.FIRST_COMPLETED)
-            return piece.result() if piece.done() else Piece([], [], StopReason.ABORTED)
+            if piece.done():
+                piece.result()
         finally:
             piece.cancel()
             aborted.cancel()
 
-    async def _piece(self, ask: Ask) -> Piece:
-        """Asks until a server answers well; each failure is held against the server that failed."""
-        size = len(ask.tokens) + ask.max_new_tokens
+    async def _piece(self, writing: _Near | FarWriting) -> None:
+        """Asks until a server answers well, or weights change; each failure is held against the server that failed."""
+        request, version = writing.request, self._version
+        left = request.sampling.max_new_tokens - writing.written
+        size = len(request.tokens) + writing.written + left
         deadline = time.monotonic() + self._patience_s
-        body = self._dialect.body(ask)
         problem = "all of them are resting after failures"
+        out_of_reach: set[str] = set()
+        # Where it waited to ask again, weights may have begun to change, or have changed: it asks for the new ones.
         while time.monotonic() < deadline:
-            # While it waited to ask again, weights began to change, or have changed already: it asks for the new ones.
-            if not self._open.is_set() or ask.salt != self._salt:
-                return Piece([], [], StopReason.ABORTED)
-            replica = self._replicas.pick(ask.request.session, size)
+            if not self._open.is_set() or self._version != version or self._closed:
+                return
+            replica = self._replicas.pick(request.session, size, out_of_reach)
             if replica is None:
                 await asyncio.sleep(min(self._replicas.next_awake() + 0.01, 1.0))
                 continue
             try:
-                timeout = self._deadline_s + self._deadline_per_token_s * ask.max_new_tokens
-                reply = await self._post(replica, self._dialect.generate, body, timeout)
-                piece = self._dialect.read(reply, ask)
-                _check_label(replica, piece)
-            except RefusedError:
+                with self._counted():
+                    await writing.fetch(replica, self._order(replica, left))
+            except (RefusedError, BearerGone):
                 self._replicas.withdrawn(replica, size)
                 raise
+            except CallVoid:
+                self._replicas.withdrawn(replica, size)
+                continue
+            except WayCut as error:
+                problem = str(error)
+                self._replicas.withdrawn(replica, size)
+                out_of_reach.add(replica.name)
+                logger.warning("%s is asked for again: %s", request.key, problem)
+                await asyncio.sleep(_WAY_CUT_PAUSE_S)
+                continue
             except EngineError as error:
                 problem = str(error)
                 self._replicas.failed(replica, size, problem)
@@ -221,40 +212,43 @@ class RemoteEngine:
                 self._replicas.withdrawn(replica, size)
                 raise
             self._replicas.succeeded(replica, size)
-            return piece
+            return
         raise EngineError(
-            f"no server generated {ask.request.key} within {self._patience_s:g} s; the last problem: {problem}"
+            f"no server generated {request.key} within {self._patience_s:g} s; the last problem: {problem}"
         )
 
-    async def _post(self, replica: Replica, path: str, body: Json, timeout: float) -> Json:
+    def _order(self, replica: Replica, left: int) -> ServerOrder:
+        return ServerOrder(
+            self._dialect.name,
+            replica.name,
+            self._model,
+            self._version,
+            replica.label,
+            self._seeded,
+            self._deadline_s + self._deadline_per_token_s * left,
+        )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A request under way, which control waits for."""
         self._in_flight += 1
         self._idle.clear()
         try:
-            response = await self._clients[replica.name].post(
-                path, json=body, timeout=httpx.Timeout(timeout, pool=None)
-            )
-        except httpx.HTTPError as error:
-            raise self._failure(replica, path, error) from error
+            yield
         finally:
             self._in_flight -= 1
             if self._in_flight == 0:
                 self._idle.set()
-        if response.status_code >= 400:
-            text = f"{replica.name} ({self._dialect.name}) answered {path} with {response.status_code}: {response.text[:300]}"
-            raise (
-                RefusedError(text) if response.status_code in (400, 401, 403, 404, 422) else EngineError(text)
-            )
-        if not response.content:
-            return {}
-        try:
-            reply: Any = msgspec.json.decode(
-                response.content
-            )  # a long row's logprobs: several times quicker than json
-        except msgspec.DecodeError as error:
-            raise EngineError(
-                f"{replica.name} answered {path} with something that is not JSON: {response.text[:100]!r}"
-            ) from error
-        return reply if isinstance(reply, dict) else {"answer": reply}
+
+    async def _post(self, replica: Replica, path: str, body: Json) -> Json:
+        with self._counted():
+            client = self._clients[replica.name]
+            response = await post(client, replica.name, self._dialect, path, body, self._deadline_s)
+        if response is None:
+            raise EngineError(f"{replica.name} answers {path} only when weights have changed")
+        if not response.headers.get("content-type", "application/json").startswith("application/json"):
+            return {"answer": response.text[:300]}  # some say in plain words that they did it
+        return reply_of(response, replica.name, path)
 
     # --- control ----------------------------------------------------------------------------------------------
 
@@ -273,7 +267,7 @@ class RemoteEngine:
     async def replace(self, name: str, endpoint: Endpoint) -> None:
         """A server was started anew: gives it the newest weights before it gets any request."""
         (replica,) = [replica for replica in self._replicas.all if replica.name == name]
-        old, self._clients[name] = self._clients[name], _client(endpoint, self._connections)
+        old, self._clients[name] = self._clients[name], client_of(endpoint, self._connections)
         replica.endpoint = endpoint
         await old.aclose()
         async with self._changing:
@@ -284,6 +278,7 @@ class RemoteEngine:
         """A server is known to be gone: it gets nothing until `replace`."""
         (replica,) = [replica for replica in self._replicas.all if replica.name == name]
         self._replicas.gone(replica)
+        self._far.void(CallVoid(f"{name} is gone"), name)
 
     def is_withdrawn(self, name: str) -> bool:
         return all(replica.name != name for replica in self._replicas.present)
@@ -302,12 +297,14 @@ class RemoteEngine:
         self._abort_signal = asyncio.Event()
         if self._dialect.abort is not None:
             await self._tell_all(self._dialect.abort)
+            await self._far.cut()
 
     async def _stop_all(self, tell: bool = True) -> None:
         """Closes the gate and brings every request home, finished or not. Servers that have none need not be told."""
         self._open.clear()
         if self._dialect.pause is not None and tell:
             await self._tell_all(self._dialect.pause)
+            await self._far.come_home()
         await self._idle.wait()
 
     async def _go_on(self, tell: bool = True) -> None:
@@ -322,21 +319,18 @@ class RemoteEngine:
     async def _control(self, replica: Replica, path: str, body: Json) -> None:
         """Like `_post`, but not counted as a generation in flight: those are what control waits for."""
         try:
-            response = await self._clients[replica.name].post(path, json=body, timeout=self._deadline_s)
-        except httpx.HTTPError as error:
-            failure = self._failure(replica, path, error)
-            if isinstance(failure, UnreachableError) and self._give_up(replica):
-                return
-            raise failure from error
-        if response.status_code >= 400:
-            raise EngineError(
-                f"{replica.name} ({self._dialect.name}) answered {path} with {response.status_code}: {response.text[:300]}"
-            )
+            await post(self._clients[replica.name], replica.name, self._dialect, path, body, self._deadline_s)
+        except UnreachableError:
+            if not self._give_up(replica):
+                raise
 
-    def _failure(self, replica: Replica, path: str, error: httpx.HTTPError) -> EngineError:
-        gone = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError))
-        text = f"{replica.name} ({self._dialect.name}) at {path}: {type(error).__name__} {error}"
-        return UnreachableError(text) if gone else EngineError(text)
+    async def _answers(self, replica: Replica) -> bool:
+        """Whether this process reaches the server now."""
+        try:
+            client = self._clients[replica.name]
+            return (await client.get(self._dialect.health, timeout=_SIGN_OF_LIFE_S)).status_code < 500
+        except (httpx.HTTPError, RuntimeError):  # RuntimeError: closed meanwhile
+            return False
 
     def _give_up(self, replica: Replica) -> bool:
         """Whether somebody brings this unreachable server back; nobody does, unless we started it."""
@@ -348,22 +342,33 @@ class RemoteEngine:
         self._closed = True
         self._abort_signal.set()
         self._open.set()
+        self._far.void(CallVoid("the engine is closed"))
         for client in self._clients.values():
             await client.aclose()
         await self._delivery.close()
 
 
-def _check_label(replica: Replica, piece: Piece) -> None:
-    """A server that came back with other weights than we gave it must not write a row."""
-    if replica.label and piece.labels and piece.labels != {replica.label}:
-        held = ", ".join(sorted(piece.labels))
-        raise EngineError(
-            f"{replica.name} wrote with weights it calls {held}; expected {replica.label}. Was it restarted?"
-        )
+class _Near:
+    """One request's progress, where its tokens are held here."""
 
+    def __init__(
+        self, request: GenerateRequest, clients: Mapping[str, httpx.AsyncClient], traffic: Traffic
+    ) -> None:
+        self.request = request
+        self._pieces, self._clients, self._traffic = Pieces(request), clients, traffic
 
-def _client(endpoint: Endpoint, connections: int) -> httpx.AsyncClient:
-    headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    transport = httpx.AsyncHTTPTransport(uds=endpoint.socket, limits=limits, retries=0)
-    return httpx.AsyncClient(base_url=endpoint.url, headers=headers, transport=transport)
+    @property
+    def written(self) -> int:
+        return self._pieces.written
+
+    @property
+    def stop_reason(self) -> StopReason:
+        return self._pieces.stop_reason
+
+    async def fetch(self, replica: Replica, order: ServerOrder) -> None:
+        ask = self._pieces.ask(order)
+        piece = await fetch(self._clients[replica.name], order, ask, self._traffic)
+        self._pieces.add(piece, order.version)
+
+    def generation(self) -> Generation:
+        return self._pieces.generation()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from understudy.errors import EngineError
@@ -69,10 +69,14 @@ class Replicas:
         self._clock = clock
         self._homes: OrderedDict[str, Replica] = OrderedDict()
 
-    def pick(self, session: str, tokens: int) -> Replica | None:
-        """The replica to send to, which then counts as busy with `tokens`; None while all of them rest."""
+    def pick(self, session: str, tokens: int, avoiding: Collection[str] = ()) -> Replica | None:
+        """The replica to send to, which then counts as busy with `tokens`; None while all of them rest.
+
+        One of those named in `avoiding` only where no other serves.
+        """
         now = self._clock()
         serving = [replica for replica in self.all if replica.resting_until <= now]
+        serving = [replica for replica in serving if replica.name not in avoiding] or serving
         if not serving:
             return None
         chosen = self._homes.get(session) if session else None
@@ -98,7 +102,7 @@ class Replicas:
         replica.debt, replica.debt_at = replica.weight(now)[0] - replica.outstanding_tokens + tokens, now
         replica.failures += 1
         replica.last_problem = problem
-        if replica.failures >= REST_AFTER:
+        if replica.failures >= REST_AFTER and replica.resting_until != math.inf:
             rest = min(FIRST_REST_S * 2**replica.rests, LONGEST_REST_S)
             replica.rests, replica.failures, replica.resting_until = replica.rests + 1, 0, now + rest
 

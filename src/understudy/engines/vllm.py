@@ -1,6 +1,7 @@
 """vLLM servers as child processes: started by a launcher that is handed in, watched, and started again when they die.
 
-One that the launcher puts on another machine is reached over the network, through a door that asks for the run's token.
+One that the launcher puts on another machine is reached over the network, through a door that asks for the run's token; and so is
+one beside us that others are to reach (`VLLMSettings.address`).
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class VLLMSettings:
     """More words for vLLM's command line, as they are."""
     env: tuple[Mapping[str, str], ...] = field(default=({},))
     """Environment of each replica (CUDA_VISIBLE_DEVICES); as many replicas as entries."""
+    address: str | None = None
+    """Where a server on this machine listens, for workers elsewhere to reach it; on a Unix socket alone where not given."""
 
     def arguments(self) -> list[str]:
         words = ["--python", self.python, "--model", self.model, "--max-length", str(self.max_length)]
@@ -141,8 +144,10 @@ class _Servers:
 
     async def start(self, name: str) -> Child:
         arguments, env = self.settings.arguments(), dict(self.settings.env[int(name.rpartition("-")[2])])
-        if self.launcher.is_elsewhere(process_name(name)):
-            arguments += ["--bind", "127.0.0.1:0"]  # on another machine that machine's own address
+        elsewhere = self.launcher.is_elsewhere(process_name(name))
+        if elsewhere or self.settings.address is not None:
+            # On another machine that machine's own address.
+            arguments += ["--bind", "127.0.0.1:0" if elsewhere else f"{self.settings.address}:0"]
             # Through the environment: command lines are readable by every user of the machine.
             env["UNDERSTUDY_TOKEN"] = self._token
         return await self.launcher.start(process_name(name), HOST_MODULE, arguments, env)

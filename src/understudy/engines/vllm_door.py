@@ -1,10 +1,11 @@
 """The door of a vLLM server on another machine: its network address, who may pass, and how new weights get in.
 
-    trainer ──HTTP, with the run's token──> door ──Unix socket──> vLLM
+    trainer, workers ──HTTP, with the run's token──> door ──Unix socket──> vLLM
     trainer ══buckets (weight_broadcast)══> door: a snapshot in this machine's memory ──> vLLM loads it in place
 
 vLLM itself listens on a socket that only this user can open, because its control routes ask for no key. Everything passes here
-as it is, but `POST /v1/weights`: the order of a broadcast, the same that our own engine processes take.
+as it is, but `POST /v1/weights`: the order of a broadcast, the same that our own engine processes take. While vLLM is paused the door
+sends requests for tokens back at once: vLLM would let them wait and have them written by other weights than they were meant for.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from understudy.engines.dialects import DIALECTS
 from understudy.engines.host_app import read_order
 from understudy.engines.host_wire import BROKEN_TRANSFER, WeightsOrder
 from understudy.engines.owned_folder import OwnedFolder
+from understudy.engines.pieces import NOBODY_BEHIND, PAUSED
 from understudy.engines.weight_broadcast import Receiver, TransferBroken
 from understudy.errors import EngineError
 from understudy.serving.http import Gate, answering, as_json, read_body, unless_gone
@@ -35,7 +37,7 @@ _LARGEST_ORDER = 16 << 20
 _MEMORY = Path("/dev/shm")
 _REFUSED = ((TransferBroken, BROKEN_TRANSFER, "transfer"), (EngineError, 422, "engine"))
 _METHODS = ["GET", "POST", "PUT", "DELETE"]
-_UNREACHABLE = 502
+_GENERATE, _PAUSE, _RESUME = "/inference/v1/generate", "/pause", "/resume"
 
 
 class VLLMDoor:
@@ -47,6 +49,7 @@ class VLLMDoor:
             base_url="http://vllm",
             timeout=None,  # whoever asks has a deadline, and hangs up
         )
+        self._paused = False
         self._receiver, self._receiving = Receiver(address), asyncio.Lock()
         self._memory = memory or (_MEMORY if _MEMORY.is_dir() else None)
         app = Starlette(
@@ -59,10 +62,14 @@ class VLLMDoor:
 
     async def forward(self, http: Request) -> Response:
         body = await read_body(http, MAX_BODY_BYTES)
+        path = http.url.path
+        if path == _GENERATE and self._paused:
+            return as_json({"error": "weights change; ask again when they have"}, PAUSED)
+        self._paused |= path == _PAUSE
         kind = http.headers.get("content-type")
         asked = self._client.request(
             http.method,
-            httpx.URL(path=http.url.path, query=http.url.query.encode()),
+            httpx.URL(path=path, query=http.url.query.encode()),
             content=body,
             headers={} if kind is None else {"Content-Type": kind},
         )
@@ -70,7 +77,9 @@ class VLLMDoor:
             # A client that hangs up is vLLM's sign to stop writing, so we hang up too.
             answer = await unless_gone(http, asyncio.ensure_future(asked))
         except httpx.HTTPError as error:
-            return as_json({"error": f"vLLM does not answer: {type(error).__name__} {error}"}, _UNREACHABLE)
+            return _nobody_behind(error)
+        finally:
+            self._paused &= path != _RESUME
         return Response(
             answer.content,
             answer.status_code,
@@ -86,7 +95,10 @@ class VLLMDoor:
         if order.stream is not None:
             async with self._receiving:
                 tensors = await asyncio.to_thread(self._receiver.receive, order.stream)
-                await self._load(order.version, tensors)
+                try:
+                    await self._load(order.version, tensors)
+                except httpx.HTTPError as error:
+                    return _nobody_behind(error)
         return as_json({"version": order.version})
 
     async def _load(self, version: int, tensors: list[tuple[str, Tensor]]) -> None:
@@ -104,10 +116,15 @@ class VLLMDoor:
                 raise EngineError(
                     f"vLLM did not load weights version {version} ({answer.status_code}): {answer.text[:300]}"
                 )
-        except (OSError, httpx.HTTPError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise EngineError(f"weights of version {version} did not reach vLLM: {error}") from error
         finally:
             await asyncio.to_thread(folder.close)
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def _nobody_behind(error: httpx.HTTPError) -> Response:
+    """In words that are not those of a refusal: whoever asked takes the server for gone, and so it is, or will be in a moment."""
+    return as_json({"error": f"vLLM does not answer: {type(error).__name__} {error}"}, NOBODY_BEHIND)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -35,6 +36,8 @@ _SIDE = Path(__file__).parent / "vllm_side"
 _WORKER = "understudy_vllm_worker.UnderstudyWorker"
 _POLL_S = 0.25
 _GRACE_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def command(arguments: argparse.Namespace, socket: str) -> list[str]:
@@ -87,7 +90,9 @@ def main(words: Sequence[str] | None = None) -> None:
     folder = tempfile.mkdtemp(prefix="understudy-vllm-")
     socket = f"{folder}/socket"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    server = subprocess.Popen(command(arguments, socket), env=environment(), stdin=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        command(arguments, socket), env=environment(), stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent
+    )
     try:
         if arguments.bind is None:
             _run(server, socket, arguments.ready_file, arguments.watch_fd)
@@ -98,6 +103,12 @@ def main(words: Sequence[str] | None = None) -> None:
     finally:
         _end(server)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with_parent() -> None:
+    """In the server, before it begins: Linux asks it to end also where this process is killed and no longer can."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _keep_door(server: subprocess.Popen[bytes], socket: str, arguments: argparse.Namespace) -> None:

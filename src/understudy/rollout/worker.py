@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 
 from understudy.engines.base import Generation, Sampling
 from understudy.engines.far import Grant
+from understudy.engines.visits import Leg
 from understudy.errors import DataError, UnderstudyError
 from understudy.rollout import worker_wire as wire
 from understudy.rollout.agent import LoopContext
@@ -48,8 +49,8 @@ class Keeper(Protocol):
         """Put a session's trajectories where they belong; what the run is told of them."""
         ...
 
-    async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling) -> Generation:
-        """Take tokens to the engine process that the run named; what was written there."""
+    async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling, leg: Leg) -> Generation:
+        """Take tokens to the engine process or server that the run named; what was written there, behind what was before."""
         ...
 
     async def close(self) -> None: ...
@@ -82,7 +83,7 @@ class Worker:
                 self._begin(message.session_id, self._session(message))
             elif isinstance(message, wire.Errand):
                 self._begin(message.session_id, self._errand(message))
-            elif isinstance(message, wire.Generated | wire.Grant | wire.Take):
+            elif isinstance(message, wire.Generated | wire.Grant | wire.Cut | wire.Take):
                 self._questions.told(message)
             elif isinstance(message, wire.Drop):
                 task = self._sessions.pop(message.session_id, None)

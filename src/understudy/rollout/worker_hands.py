@@ -29,11 +29,17 @@ class WorkerHand:
         if self._gone:
             raise BearerGone(f"{grant.key}: its worker or its session is gone")
         told: asyncio.Future[Brought] = asyncio.get_running_loop().create_future()
-        self._bringing, self._brought_to = (grant.call, told), None
+        self._bringing = (grant.call, told)
+        if grant.after is None:
+            self._brought_to = None
         self._say(wire.Grant(self._session_id, self._question, grant))
         brought = await told
         self._brought_to = grant.call
         return brought
+
+    def cut(self, call: int) -> None:
+        if self._bringing is not None and self._bringing[0] == call and not self._bringing[1].done():
+            self._say(wire.Cut(self._session_id, self._question, call))
 
     def give_up(self) -> None:
         self._too_slow()
@@ -45,7 +51,7 @@ class WorkerHand:
         if isinstance(message, wire.Have):
             self._bringing[1].set_result(message.brought)
         else:
-            self._bringing[1].set_exception(NotBrought(message.problem))
+            self._bringing[1].set_exception(NotBrought(message.problem, message.trouble))
 
     def take(self, *, nothing: bool) -> None:
         """The batch is done: the worker's loop goes on with what it has, or with nothing where nobody wrote anything."""

@@ -2,26 +2,29 @@
 
 near    Generate, with the tokens ──> run ──> Generated, with what was written
 far     Want, with how many there are ──> run ──> Grant: where to bring them ──> Have: how many were written ──> Take: go on
+        in pieces, by a server whose weights change meanwhile:   … ──> Have: aborted ──> Grant: goes on from it ──> Have ──> Take
 
 A far question is kept until `Take`: until then its tokens may be wanted again, at another place, and only what was written there
-counts (docs/decisions/0016-tokens-past-the-trainer.md).
+counts, and in the calls that it went on from (docs/decisions/0016-tokens-past-the-trainer.md, 0017-tokens-to-servers.md).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from understudy.engines.base import Generation, Sampling
 from understudy.engines.far import CallGivenUp, Grant, NotBrought
+from understudy.engines.visits import Leg
 from understudy.rollout import worker_wire as wire
 from understudy.types.trajectory import StopReason
 
-Bring = Callable[[Grant, np.ndarray, Sampling], Awaitable[Generation]]
-"""Takes tokens where they were granted a place; what was written there."""
+Bring = Callable[[Grant, np.ndarray, Sampling, Leg], Awaitable[Generation]]
+"""Takes tokens where they were granted a place; what was written there, behind what was before."""
+_LONGEST_PROBLEM = 1000
 
 
 @dataclass(slots=True)
@@ -29,13 +32,14 @@ class _Question:
     tokens: np.ndarray
     sampling: Sampling
     answer: asyncio.Future[Generation]
-    bringing: asyncio.Task[None] | None = None
-    held: tuple[int, Generation] | None = None
-    """What was written, and by which call."""
+    bringing: tuple[int, Leg, asyncio.Task[None]] | None = None
+    """The last call."""
+    held: dict[int, Generation] = field(default_factory=dict)
+    """What was written in a call and in those it went on from: the last one that was told of, and the one after it."""
 
     def end(self) -> None:
         if self.bringing is not None:
-            self.bringing.cancel()
+            self.bringing[2].cancel()
 
 
 class Questions:
@@ -66,7 +70,7 @@ class Questions:
             question.end()
             self._open.pop((session_id, number), None)
 
-    def told(self, message: wire.Generated | wire.Grant | wire.Take) -> None:
+    def told(self, message: wire.Generated | wire.Grant | wire.Cut | wire.Take) -> None:
         """What the run says about a question; about one that nobody waits for any more it says it in vain."""
         question = self._open.get((message.session_id, message.question))
         if question is None or question.answer.done():
@@ -75,24 +79,31 @@ class Questions:
             question.answer.set_result(wire.unpack_generation(message))
         elif isinstance(message, wire.Grant):
             question.end()
-            question.held = None
-            question.bringing = asyncio.create_task(self._brought(question, message))
+            grant = message.grant
+            question.held = {call: one for call, one in question.held.items() if call == grant.after}
+            leg = Leg(question.held[grant.after] if grant.after is not None else None)
+            task = asyncio.create_task(self._brought(question, message, leg))
+            question.bringing = (grant.call, leg, task)
+        elif isinstance(message, wire.Cut):
+            if question.bringing is not None and question.bringing[0] == message.call:
+                question.bringing[1].cut.set()
         elif message.call is None:
             question.answer.set_result(_nothing_written())
-        elif question.held is not None and question.held[0] == message.call:
-            question.answer.set_result(question.held[1])
+        elif message.call in question.held:
+            question.answer.set_result(question.held[message.call])
 
-    async def _brought(self, question: _Question, message: wire.Grant) -> None:
+    async def _brought(self, question: _Question, message: wire.Grant, leg: Leg) -> None:
         assert self._bring is not None
         session_id, number, grant = message.session_id, message.question, message.grant
         try:
-            written = await self._bring(grant, question.tokens, question.sampling)
+            written = await self._bring(grant, question.tokens, question.sampling, leg)
         except CallGivenUp:
             return  # whoever gave it up says what comes next
         except NotBrought as error:
-            self._say(wire.NotBrought(session_id, number, grant.call, str(error)))
+            problem = str(error)[:_LONGEST_PROBLEM]
+            self._say(wire.NotBrought(session_id, number, grant.call, problem, error.trouble))
             return
-        question.held = (grant.call, written)
+        question.held[grant.call] = written
         self._say(wire.Have(session_id, number, grant.call, wire.brought_of(written)))
 
 

@@ -4,6 +4,7 @@
     worker ──> run    Hello (from another machine), Ready, Generate (a question), Done (trajectories), Kept, ErrandDone, Failed
 
     Want, Grant, Have or NotBrought, Take, Withdraw    a question whose tokens the worker brings to the engine itself (`worker_questions.py`)
+    Cut                                                the server it was granted has stopped: what has not come does not come
 
 A message belongs to a session by `session_id`, which the run gives out; an errand is a session without a loop. What errands
 there are, and what it means to keep trajectories, is known to whoever started the worker's module; here their words are bytes.
@@ -87,6 +88,12 @@ class Grant(msgspec.Struct, tag=True):
     grant: far.Grant
 
 
+class Cut(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    call: int
+
+
 class Take(msgspec.Struct, tag=True):
     session_id: int
     question: int
@@ -131,6 +138,7 @@ class NotBrought(msgspec.Struct, tag=True):
     question: int
     call: int
     problem: str
+    trouble: far.Trouble = far.Trouble.WAY
 
 
 class Withdraw(msgspec.Struct, tag=True):
@@ -164,9 +172,9 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-ToWorker = Setup | Begin | Errand | Generated | Grant | Take | Drop
+ToWorker = Setup | Begin | Errand | Generated | Grant | Cut | Take | Drop
 ToRun = Ready | Generate | Want | Have | NotBrought | Withdraw | Done | Kept | ErrandDone | Failed
-OF_GENERATION = (Generate, Generated, Want, Grant, Have, NotBrought, Withdraw, Take)
+OF_GENERATION = (Generate, Generated, Want, Grant, Cut, Have, NotBrought, Withdraw, Take)
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
 _from_run = msgspec.msgpack.Decoder(ToWorker)

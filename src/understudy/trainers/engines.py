@@ -31,6 +31,7 @@ from understudy.engines.remote import RemoteEngine
 from understudy.engines.schedule import Batching
 from understudy.engines.vllm import HostLauncher, VLLMSettings, start_vllm
 from understudy.errors import ConfigError
+from understudy.trainers.far_writing import brings_tokens_to_servers
 from understudy.trainers.hosts import hosts_of
 from understudy.trainers.loading import LoadedModel
 from understudy.trainers.student_servers import endpoints_of, vllm_python
@@ -123,7 +124,8 @@ async def _remote(
         notes.phase(f"starting {rollout.replicas} vLLM server(s)")
         beside = "rollout" not in recipe.cluster.roles or recipe.cluster.backend == "local"
         handover = GpuHandover() if at_rest and beside and student.device.type == "cuda" else None
-        settings = vllm_settings(recipe, student)
+        address = launcher.address if brings_tokens_to_servers(recipe, launcher) else None
+        settings = vllm_settings(recipe, student, address)
         return await start_vllm(settings, launcher, snapshots=snapshots, handover=handover, seeded=seeded)
     return RemoteEngine(
         DIALECTS[rollout.engine],
@@ -135,7 +137,7 @@ async def _remote(
     )
 
 
-def vllm_settings(recipe: Recipe, student: LoadedModel) -> VLLMSettings:
+def vllm_settings(recipe: Recipe, student: LoadedModel, address: str | None = None) -> VLLMSettings:
     rollout = recipe.rollout
     base: dict[str, str] = {}
     options = list(rollout.engine_args)
@@ -157,6 +159,7 @@ def vllm_settings(recipe: Recipe, student: LoadedModel) -> VLLMSettings:
         dtype=recipe.student.dtype,
         options=tuple(options),
         env=tuple({**base, **({"CUDA_VISIBLE_DEVICES": one} if one else {})} for one in devices),
+        address=address,
     )
 
 

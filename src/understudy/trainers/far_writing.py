@@ -2,8 +2,8 @@
 
     run ──Begin──> worker: loop, reward, columns into run directory and queue ──KeptRow──> ledger and journal (here)
 
-Where engines are processes of their own, generations do not pass here either: a worker is told which of them it may bring its tokens
-to, and together with whom they are written (docs/decisions/0016-tokens-past-the-trainer.md).
+Where engines are processes of their own, or servers, generations do not pass here either: a worker is told which of them it may bring its
+tokens to, and together with whom they are written (docs/decisions/0016-tokens-past-the-trainer.md, 0017-tokens-to-servers.md).
 
 Exactly once as ever: a row counts from the moment `adopt` took it, and a worker that died before is replaced by another that makes
 the row again. What the dead one left, or writes late, is in the queue under a name of its own (`dataplane/marks.py`) that is
@@ -16,14 +16,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from understudy.config import Recipe
 from understudy.engines.base import Engine
 from understudy.engines.hosted import HostedEngine
+from understudy.engines.remote import RemoteEngine
 from understudy.engines.vllm import HostLauncher
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.observability.rundir import RunDir
 from understudy.rollout.agent import LoopContext
+from understudy.serving.bind import is_loopback
 from understudy.trainers import row_wire as wire
 from understudy.trainers.batches import CANDIDATES, SIZES
 from understudy.trainers.far_rows import address_of
@@ -47,8 +50,17 @@ def writes_rows(recipe: Recipe, processes: HostLauncher) -> bool:
 
 
 def brings_tokens(recipe: Recipe, engine: Engine) -> bool:
-    """Whether such workers speak to the engine themselves. A trainer that lends its device may write any row by itself."""
-    return isinstance(engine, HostedEngine) and recipe.trainer.lend_after is None
+    """Whether such workers speak to the engine themselves. A trainer that lends its device may write any row by itself, and a
+    server that is named by this machine's loopback is this machine's alone."""
+    if recipe.trainer.lend_after is not None:
+        return False
+    near = any(is_loopback(urlsplit(url).hostname or "") for url in recipe.rollout.urls)
+    return isinstance(engine, HostedEngine) or (isinstance(engine, RemoteEngine) and not near)
+
+
+def brings_tokens_to_servers(recipe: Recipe, processes: HostLauncher) -> bool:
+    """Whether servers that the run starts are to be reached by workers elsewhere."""
+    return writes_rows(recipe, processes) and recipe.trainer.lend_after is None
 
 
 def settings_of(recipe: Recipe, run: RunDir, plane: Any, partition: str) -> bytes:

@@ -1,6 +1,6 @@
 """An agent-loop worker on another machine that writes its rows itself, and has them judged.
 
-    Grant ──> tokens of a turn ──> an engine process ──> what was written, kept here (`rollout/worker_questions.py`)
+    Grant ──> tokens of a turn ──> an engine process or a server ──> what was written, kept here (`rollout/worker_questions.py`)
     loop ──trajectories──> reward ──> columns into run directory and queue ──KeptRow──> the run
     ScoreOrder ──> tokens (at hand, or from the queue) ──> the teacher's replica ──> scores the same way ──ScoreAnswer──> the run
     RecallOrder, MixOrder ──> scores that were given before (`row_verdicts.py`) ──> the same way
@@ -27,6 +27,7 @@ import numpy as np
 from understudy.engines.base import Generation, Sampling
 from understudy.engines.deposits import Deposits
 from understudy.engines.far import Grant
+from understudy.engines.visits import Leg, Visits
 from understudy.errors import RowsUnreachable, TeacherError
 from understudy.observability.faults import point
 from understudy.rollout import worker
@@ -66,16 +67,19 @@ class RowKeeper:
         self._digests = settings.digests
         self._verdicts = Verdicts(self._writer, settings.partition, digests=settings.digests)
         self._at_hand = _AtHand()
-        self._deposits = Deposits()
+        self._deposits, self._visits = Deposits(), Visits()
         self._clients: dict[tuple[str, str], tuple[wire.Door, ScoringClient]] = {}
 
     @property
     def errands(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]:
         return {wire.SCORE: self.score, wire.RECALL: self.recall, wire.MIX: self.mix}
 
-    async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling) -> Generation:
+    async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling, leg: Leg) -> Generation:
         point("row_worker.bringing")
-        written = await self._deposits.bring(grant, tokens, sampling)
+        if grant.server is None:
+            written = await self._deposits.bring(grant, tokens, sampling)
+        else:
+            written = await self._visits.bring(grant, tokens, sampling, leg)
         point("row_worker.brought")
         return written
 
@@ -176,6 +180,7 @@ class RowKeeper:
         for _, client in self._clients.values():
             await client.close()
         await self._deposits.close()
+        await self._visits.close()
         await self._rewards.close()
         self._writer.close()
 

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from understudy.engines.hosted import HostedEngine
+from understudy.engines.remote import RemoteEngine
 from understudy.policy.follow import LeadingPolicy
 from understudy.policy.policy import StepResult
 from understudy.trainers.system import System
@@ -34,7 +35,7 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
     """Of one step that took `seconds` in all; call it once per step, for the memory peak starts again.
 
     `bytes_sent` (rank 0 to each other rank) and `bytes_fetched` (rows, by rank 0) count from the start of the launch, and so do
-    bytes between the trainer's process and workers that write rows themselves, the queue, or engine processes (of generations).
+    bytes between the trainer's process and workers that write rows themselves, the queue, or engine processes and servers (of generations).
     """
     model, device = system.policy.model, system.policy.device
     updating = max(sum(result.seconds.values()), 1e-9)  # nothing, where a step left the weights alone
@@ -61,7 +62,7 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
             "perf/queue/bytes_put": float(shelf.bytes_put),
             "perf/queue/bytes_got": float(shelf.bytes_got),
         }
-    if isinstance(system.engine, HostedEngine):
+    if isinstance(system.engine, HostedEngine | RemoteEngine):
         metrics["perf/engines/bytes_sent"] = float(system.engine.traffic.sent)
         metrics["perf/engines/bytes_received"] = float(system.engine.traffic.received)
     if device.type == "cuda":

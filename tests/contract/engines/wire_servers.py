@@ -172,7 +172,7 @@ class WireServer:
         params = body["sampling_params"]
         assert body["return_logprob"] is True
         sampling = self._sampling(params, params["max_new_tokens"], body["top_logprobs_num"])
-        generation = await self._generate(body["input_ids"], sampling, params["sampling_seed"])
+        generation = await self._generate(body["input_ids"], sampling, params.get("sampling_seed", 0))
         ids, logprobs = generation.tokens.tolist(), generation.logprobs.tolist()
         finish: dict[str, Any] = {"type": "abort", "message": "Aborted"}
         if generation.stop_reason is StopReason.EOS:
@@ -199,7 +199,7 @@ class WireServer:
         if isinstance(body, Response):
             return body
         generation = await self._generate(
-            body["prompt"], self._sampling(body, body["max_tokens"]), body["seed"]
+            body["prompt"], self._sampling(body, body["max_tokens"]), body.get("seed", 0)
         )
         ids, logprobs = generation.tokens.tolist(), generation.logprobs.tolist()
         choice = {

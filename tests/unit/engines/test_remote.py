@@ -44,6 +44,7 @@ class Server:
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.label = "default"
+        self.dead_behind_its_door = False
         self._http: uvicorn.Server | None = None
 
     @staticmethod
@@ -55,6 +56,8 @@ class Server:
     async def handle(self, request: Request) -> Response:
         path = request.url.path
         self.calls.append(path)
+        if self.dead_behind_its_door:
+            return JSONResponse({"error": "vLLM does not answer"}, status_code=502)
         if path != "/inference/v1/generate":
             told = await request.json()
             version, self.label = told.get("args", ["", ""])[1], told.get("new_version", self.label)
@@ -316,3 +319,23 @@ def test_a_fast_failure_does_not_look_idle() -> None:
     assert replicas.pick("", 100) is not failing
     now = 60.0
     assert failing.weight(now)[0] < 1
+
+
+def test_a_server_that_is_gone_stays_so_whatever_still_fails_there() -> None:
+    now = 0.0
+    replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: now)
+    gone = replicas.all[0]
+    replicas.gone(gone)
+    for _ in range(2 * REST_AFTER):
+        replicas.failed(gone, 10, "what it was writing broke off")
+    now = 1e6
+    assert all(replicas.pick(str(i), 1) is replicas.all[1] for i in range(4)), "it has old weights, if any"
+
+
+def test_a_server_out_of_reach_is_avoided_where_another_serves() -> None:
+    replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: 0.0)
+    home, other = replicas.all
+    assert replicas.pick("session", 1) is home
+    assert replicas.pick("session", 1, {"replica-0"}) is other
+    replicas.gone(other)
+    assert replicas.pick("session", 1, {"replica-0"}) is home

@@ -66,6 +66,24 @@ def test_nobody_brings_it_back(tmp_path: Path) -> None:
     with_two(RemoteEngine, tmp_path, body)
 
 
+@pytest.mark.parametrize("kind", [Mended, RemoteEngine])
+def test_dead_behind_its_door_it_is_as_gone_as_without(kind: type[RemoteEngine], tmp_path: Path) -> None:
+    async def body(engine: RemoteEngine, servers: list[Server]) -> None:
+        servers[1].dead_behind_its_door = True
+        if kind is RemoteEngine:
+            with pytest.raises(EngineError, match=r"replica-1 \(vllm\) answered /pause\?mode=abort with 502"):
+                await engine.pause()
+            return
+        await engine.pause()
+        assert engine.is_withdrawn("replica-1")
+        await engine.resume()
+        servers[0].dead_behind_its_door = True
+        await engine.update_weights(1, WEIGHTS)
+        assert engine.version == 1 and engine.is_withdrawn("replica-0")
+
+    with_two(kind, tmp_path, body)
+
+
 def test_a_new_server_gets_the_newest_weights_before_any_request(tmp_path: Path) -> None:
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
         await servers[1].stop()

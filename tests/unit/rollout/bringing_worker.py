@@ -7,6 +7,7 @@ import numpy as np
 
 from understudy.engines.base import Generation, Sampling
 from understudy.engines.far import CallGivenUp, Grant, NotBrought
+from understudy.engines.visits import Leg
 from understudy.rollout import worker
 from understudy.rollout.render import Renderer
 from understudy.rollout.worker_wire import Setup
@@ -28,7 +29,7 @@ class Bringing:
     def __init__(self, setup: Setup, renderer: Renderer) -> None:
         self.errands: dict[str, object] = {}
 
-    async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling) -> Generation:
+    async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling, leg: Leg) -> Generation:
         match grant.url:
             case "die":
                 os._exit(7)
