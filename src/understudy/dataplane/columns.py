@@ -8,27 +8,43 @@ from typing import Any
 import numpy as np
 import torch
 
-from understudy.dataplane.frame import decode
+from understudy.dataplane.frame import decode, joined_arrays
 from understudy.errors import DataPlaneError
 from understudy.types.jagged import Jagged
 
 
 def gather(name: str, frames: Sequence[bytes], keys: Sequence[str]) -> Jagged | list[Any]:
     """One column over rows: arrays as a `Jagged` that owns its memory, anything else as a list."""
-    cells = [decode(frame) for frame in frames]
-    arrays = sum(isinstance(cell, np.ndarray) for cell in cells)
-    if arrays == 0:
+    alike = joined_arrays(frames)
+    if alike is not None:
+        return Jagged(*map(torch.from_numpy, alike))
+    cells = _cells(frames)
+    if not any(isinstance(cell, np.ndarray) for cell in cells):
         return cells
-    first = cells[0]
-    for key, cell in zip(keys, cells, strict=True):
-        if not isinstance(cell, np.ndarray) or cell.dtype != first.dtype or cell.shape[1:] != first.shape[1:]:
-            raise DataPlaneError(
-                f"column {name!r} is {_kind(first)} on row {keys[0]} and {_kind(cell)} on row {key}; "
-                "one column has one dtype and one width"
-            )
-    offsets = np.zeros(len(cells) + 1, np.int64)
-    np.cumsum([len(cell) for cell in cells], out=offsets[1:])
-    return Jagged(torch.from_numpy(np.concatenate(cells)), torch.from_numpy(offsets))
+    row = next(row for row, cell in enumerate(cells) if _form(cell) != _form(cells[0]))
+    raise DataPlaneError(
+        f"column {name!r} is {_kind(cells[0])} on row {keys[0]} and {_kind(cells[row])} on row {keys[row]}; "
+        "one column has one dtype and one width"
+    )
+
+
+def _cells(frames: Sequence[bytes]) -> list[Any]:
+    """What each frame holds. Words and numbers that many rows share (a teacher, a reason to stop) are read once."""
+    known: dict[bytes, Any] = {}
+    cells = []
+    for frame in frames:
+        cell = known.get(frame, known)
+        if cell is known:
+            cell = decode(frame)
+            if isinstance(cell, str | int | float | None):
+                known[frame] = cell
+        cells.append(cell)
+    return cells
+
+
+def _form(cell: Any) -> Any:
+    """What all cells of a column of arrays have in common."""
+    return (cell.dtype, cell.shape[1:]) if isinstance(cell, np.ndarray) else None
 
 
 def _kind(cell: Any) -> str:

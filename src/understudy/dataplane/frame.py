@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -44,6 +44,12 @@ _SMALL = 4096
 """Bytes below which one more copy is cheaper than sparing it."""
 
 JSON_HEAD, TEXT_HEAD = _HEAD.pack(JSON, 0), _HEAD.pack(TEXT, 0)
+_NULL = JSON_HEAD + b"null"
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_from_json = json.JSONDecoder().decode
+"""Made once: `json.dumps` and `json.loads` look at their options, and at the bytes' encoding, at every call."""
+_PLAIN = frozenset((str, int, float, bool, type(None)))
+"""Types whose values JSON can always say."""
 
 
 class SpillRef(NamedTuple):
@@ -59,6 +65,8 @@ def encode(column: str, value: Any) -> bytes:
     """The frame of one cell."""
     if type(value) is float:  # by far the most common kinds first
         return _FLOAT.pack(FLOAT, 0, value)
+    if value is None:
+        return _NULL
     if isinstance(value, ndarray):
         head = _array_head(value.dtype, value.shape)
         if head is None:
@@ -75,10 +83,10 @@ def encode(column: str, value: Any) -> bytes:
         return _FLOAT.pack(FLOAT, 0, value)
     if isinstance(value, str):
         return TEXT_HEAD + value.encode("utf-8", "surrogatepass")
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple) and not is_plain(value):
         _refuse_other_keys(column, value)
     try:
-        return JSON_HEAD + json.dumps(value, separators=(",", ":")).encode()
+        return JSON_HEAD + _to_json(value).encode()
     except (TypeError, ValueError) as error:
         raise DataPlaneError(
             f"column {column!r}: {type(value).__name__} is neither a numpy array nor JSON ({error}); "
@@ -93,6 +101,15 @@ def _array_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes | None:
     if kind is None or len(shape) not in (1, 2):
         return None
     return _HEAD_OF_DIMS[len(shape)].pack(kind, len(shape), *shape)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether this is a dict from strings to numbers and words: JSON can say it, and there is nothing to look for inside."""
+    return (
+        type(value) is dict
+        and _PLAIN.issuperset(map(type, value.values()))
+        and set(map(type, value)) <= {str}
+    )
 
 
 def _refuse_other_keys(column: str, value: Any) -> None:
@@ -119,8 +136,31 @@ def decode(frame: bytes) -> Any:
     if kind == TEXT:
         return frame[8:].decode("utf-8", "surrogatepass")
     if kind == JSON:
-        return json.loads(frame[8:])
+        return _from_json(frame[8:].decode())
     raise DataPlaneError(f"a frame of unknown kind {kind}: the journal is from a newer version or damaged")
+
+
+def joined_arrays(frames: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray] | None:
+    """(values one after another, int64 [frames + 1] offsets) of frames that hold arrays of one dtype and one width; None where
+    they do not. All of them at once: looking at each as an array of its own costs more than its few bytes."""
+    first = frames[0] if frames else b"\0\0"
+    kind, dims = first[0], first[1]
+    if kind < FIRST_ARRAY:
+        return None
+    start = 8 + 8 * dims
+    # Everything before the values is alike, but for the length.
+    alike, width = first[:8], first[16:start]
+    if any(frame[:8] != alike or frame[16:start] != width for frame in frames):
+        return None
+    offsets = np.zeros(len(frames) + 1, np.int64)
+    np.cumsum([int.from_bytes(frame[8:16], "little") for frame in frames], out=offsets[1:])
+    body = _NOTHING.join(
+        [frame[start:] if len(frame) < _SMALL else memoryview(frame)[start:] for frame in frames]
+    )
+    values = np.frombuffer(body, _DTYPE_OF_KIND[kind])
+    if dims == 2:
+        values = values.reshape(int(offsets[-1]), int.from_bytes(width, "little"))
+    return values, offsets
 
 
 def encode_reference(ref: SpillRef) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from understudy.dataplane.base import Columns, GroupPolicy, Lease, RowStatus
-from understudy.dataplane.frame import encode
+from understudy.dataplane.frame import encode, is_plain
 from understudy.dataplane.partition import Partition
 from understudy.dataplane.rows import Row
 from understudy.dataplane.store import Store
@@ -170,7 +170,8 @@ def framed(rows: Mapping[str, Columns]) -> Frames:
 def checked_tags(tags: Tags | None) -> Tags:
     """Tags are written as JSON: find out now whether they can be, not in a commit that carries other rows too."""
     for key, told in (tags or {}).items():
-        encode(f"tags of {key}", dict(told))
+        if not is_plain(told):
+            encode(f"tags of {key}", dict(told))
     return tags or {}
 
 

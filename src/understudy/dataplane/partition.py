@@ -13,6 +13,8 @@ from understudy.dataplane.settled import SettledKeys
 from understudy.dataplane.view import View, ViewSpec
 
 MOST_VIEWS = 8
+_NEWS = 64
+"""Changed rows a view may have on its list beyond those there are."""
 _NONE = dict.fromkeys(RowStatus, 0)
 
 
@@ -50,11 +52,14 @@ class Partition:
     serve_scheduled: bool = False
 
     def view(self, spec: ViewSpec) -> View:
-        """The view of this spec; one that was dropped or never asked for is built by looking at every row."""
+        """The view of this spec, up to date; one that was dropped or never asked for is built by looking at every row."""
         if self.latest is not None and self.latest.spec is spec:
+            self.latest.catch_up()
             return self.latest
         found = self.views.pop(spec, None)
-        if found is None:
+        if found is not None:
+            found.catch_up()
+        else:
             singles: list[Unit] = [row for row in self.rows.values() if row.group is None]
             found = View(spec, [*singles, *self.groups.values()])
             self._make_room()
@@ -119,13 +124,20 @@ class Partition:
             return
         if len(rows) == 1:
             (row,) = rows
-            only: Unit = row if row.group is None else row.group
-            for view in self.views.values():
-                if view is not but:
-                    view.refresh(only)
-            return
-        units: dict[Unit, None] = {row if row.group is None else row.group: None for row in rows}
+            units: dict[Unit, None] = {row if row.group is None else row.group: None}
+        else:
+            units = {row if row.group is None else row.group: None for row in rows}
+        unasked: ViewSpec | None = None
         for view in self.views.values():
             if view is not but:
-                for unit in units:
-                    view.refresh(unit)
+                view.changed.update(units)
+                if len(view.changed) > len(self.rows) + _NEWS and not view.line:
+                    unasked = view.spec
+        if unasked is not None:
+            self._forget(unasked)
+
+    def _forget(self, spec: ViewSpec) -> None:
+        """Drop a view that has more to look at than a new one would."""
+        view = self.views.pop(spec)
+        if self.latest is view:
+            self.latest = None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from understudy.dataplane.leases import HeldLease
 
 SortKey = tuple[str, int, int]
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 _STATUS_LINE = {status: status.value for status in RowStatus} | {RowStatus.RUNNING: RowStatus.PENDING.value}
 
 
@@ -86,7 +87,7 @@ class Row:
             self.step,
             self.arrival,
             self.attempts,
-            json.dumps(self.tags, separators=(",", ":")) if self.tags else "{}",
+            _to_json(self.tags) if self.tags else "{}",
         )
 
 

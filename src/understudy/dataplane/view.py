@@ -1,7 +1,8 @@
 """What could be claimed now, kept in order as rows change: one view per kind of claim.
 
 A claim names a status, columns, tags and an order. The first claim of a kind builds its view by looking at every row
-once; after that each change of a row touches each view once, and taking n rows costs n · log(rows). Nothing scans.
+once; after that a view is told which rows changed, looks at each of them once when it is asked next, however often they
+changed meanwhile, and taking n rows costs n · log(rows). Nothing scans.
 
 Entries of a heap are never searched for: `_members` knows the one entry of each unit that counts, and any other is
 skipped when it comes up. The heap is rebuilt when more than half of it no longer counts.
@@ -115,31 +116,51 @@ class View:
 
     def __init__(self, spec: ViewSpec, units: Iterable[Unit]) -> None:
         self.spec = spec
-        self.ready_rows = 0
+        self.changed: dict[Unit, None] = {}
+        """Units that came, went or changed since this view was last asked."""
         self.line: deque[ClaimRequest] = deque()
         """Claims that wait, first come first served: a large claim is not starved by small ones."""
         self._by_key = spec.order is Order.KEY
         self._strict = self._by_key and spec.status is RowStatus.FINISHED
         self._ready: dict[Unit, int] = {}
         """Units that could be claimed now, with the number of rows each counted for."""
+        self._ready_rows = 0
         self._members: dict[Unit, Entry] = {}
         self._heap: list[Entry] = []
         self._blocker: Unit | None = None
-        """The unit the last claim stopped at; while it is not ready, and nothing smaller came, the next would too."""
+        """The unit the last claim stopped at; while it is not ready, and nothing smaller came, the next would too, with
+        no more than `_before_blocker`."""
+        self._before_blocker = {Count.ROWS: 0, Count.GROUPS: 0}
         for unit in units:
-            self.refresh(unit)
+            self._refresh(unit)
+
+    @property
+    def ready_rows(self) -> int:
+        """How many rows could be claimed now."""
+        self.catch_up()
+        return self._ready_rows
 
     def ready(self, count: Count) -> int:
-        return len(self._ready) if count is Count.GROUPS else self.ready_rows
+        self.catch_up()
+        return len(self._ready) if count is Count.GROUPS else self._ready_rows
 
-    def refresh(self, unit: Unit) -> None:
+    def catch_up(self) -> None:
+        """Look at what changed."""
+        changed = self.changed
+        if changed:
+            self.changed = {}
+            for unit in changed:
+                self._refresh(unit)
+
+    def _refresh(self, unit: Unit) -> None:
         """A row of this unit changed, came or went."""
         accepts = self.spec.accepts
         if isinstance(unit, Row):
             if accepts(unit):
                 if unit not in self._ready:
                     self._ready[unit] = 1
-                    self.ready_rows += 1
+                    self._ready_rows += 1
+                    self._unblock(unit)
                     if unit not in self._members:
                         self._place_row(unit)
                 return
@@ -150,9 +171,10 @@ class View:
                 if not accepts(row):
                     size = 0
                     break
-        self.ready_rows += size - self._ready.pop(unit, 0)
+        self._ready_rows += size - self._ready.pop(unit, 0)
         if size:
             self._ready[unit] = size
+            self._unblock(unit)
             self._place(unit)
         elif self._strict and self._awaits(unit):
             self._place(unit)
@@ -179,8 +201,7 @@ class View:
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 64:
             self._tidy()
-        if self._blocker is not None and row.sort < self._blocker.sort:
-            self._blocker = None
+        self._unblock(row)
 
     def _place(self, unit: Unit) -> None:
         """Into its place in the order; a group's place moves when it loses a session."""
@@ -194,8 +215,7 @@ class View:
             return
         self._put_back(entry)
         self._tidy()
-        if self._blocker is not None and unit.sort < self._blocker.sort:
-            self._blocker = None
+        self._unblock(unit)
 
     def _put_back(self, entry: Entry) -> None:
         self._members[entry[2]] = entry
@@ -203,9 +223,9 @@ class View:
 
     def take(self, n: int, at_least: int, count: Count) -> list[Row] | None:
         """The first rows in order, whole groups only; None when that is not enough yet. The caller leases them."""
-        if (len(self._ready) if count is Count.GROUPS else self.ready_rows) < at_least:
+        if self.ready(count) < at_least:
             return None
-        if self._blocker is not None and self._blocker in self._members and self._blocker not in self._ready:
+        if self._is_blocked(at_least, count):
             return None
         self._blocker = None
         if n == 1:
@@ -221,11 +241,17 @@ class View:
             if self._members.get(unit) is not entry:
                 continue
             weight = 1 if count is Count.GROUPS else len(unit)
-            overflow = total + weight > n
-            if overflow or unit not in self._ready:
+            ready = unit in self._ready
+            # A group that is not ready may still lose a session, and fit: what a claim gets must not depend on who is first.
+            overflow = ready and total + weight > n
+            if overflow or not ready:
                 heapq.heappush(self._heap, entry)
-                if not overflow:
+                if not ready:
                     self._blocker = unit
+                    self._before_blocker = {
+                        Count.ROWS: sum(len(one[2]) for one in taken),
+                        Count.GROUPS: len(taken),
+                    }
                 break
             del self._members[unit]
             taken.append(entry)
@@ -240,6 +266,17 @@ class View:
             )
         return None
 
+    def _is_blocked(self, at_least: int, count: Count) -> bool:
+        blocker = self._blocker
+        if blocker is None or blocker not in self._members or blocker in self._ready:
+            return False
+        return at_least > self._before_blocker[count]
+
+    def _unblock(self, unit: Unit) -> None:
+        """This unit came, or is ready: where it is before the one that claims stop at, they are to look again."""
+        if self._blocker is not None and unit.sort < self._blocker.sort:
+            self._blocker = None
+
     def _take_single(self) -> Row | None:
         """The first unit if it is a ready row that belongs to no group; otherwise nothing is changed."""
         heap, members = self._heap, self._members
@@ -252,13 +289,13 @@ class View:
             return None
         heapq.heappop(heap)
         del members[row], self._ready[row]
-        self.ready_rows -= 1
+        self._ready_rows -= 1
         return row
 
     def _hand_out(self, units: list[Unit]) -> list[Row]:
         rows: list[Row] = []
         for unit in units:
-            self.ready_rows -= self._ready.pop(unit)
+            self._ready_rows -= self._ready.pop(unit)
             if isinstance(unit, Row):
                 rows.append(unit)
             else:

@@ -4,7 +4,7 @@ Legend: B rows, V vocabulary, N new tokens, S stop ids.
 
 For a request with seed s, temperature τ > 0 and no filters, the t-th new token (t from 0) is
 
-    u      = numpy.random.default_rng(s).random(max_new_tokens)[t]          float64 in [0, 1)
+    u      = numpy.random.default_rng(s).random(max_new_tokens)[t]          float64 in [0, 1) (`uniforms.py`)
     probs  = softmax(logits.float() / τ)                                    float32
     cdf    = cumsum(probs.double())                                         float64, in order of token id
     token  = searchsorted(cdf, u · cdf[-1], right=True)                     the first id whose cdf is above
@@ -30,11 +30,7 @@ import torch
 from torch import Tensor
 
 from understudy.engines.base import Sampling
-
-
-def uniforms(seed: int, count: int) -> np.ndarray:
-    """float64 [count]: the randomness of one request, all of it. A shorter count gives a prefix of a longer one."""
-    return np.random.default_rng(seed).random(count)
+from understudy.engines.uniforms import uniforms_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +67,11 @@ class SamplingBatch:
         stops = np.full(
             (len(settings), max(1, *(len(setting.stop_ids) for setting in settings))), -1, dtype=np.int64
         )
-        for i, (setting, seed, done) in enumerate(zip(settings, seeds, written, strict=True)):
-            if setting.temperature > 0:
-                randomness_NB[: setting.max_new_tokens - done, i] = uniforms(seed, setting.max_new_tokens)[
-                    done:
-                ]
+        drawing = [i for i, setting in enumerate(settings) if setting.temperature > 0]
+        drawn = uniforms_of([seeds[i] for i in drawing], [settings[i].max_new_tokens for i in drawing])
+        for i, uniforms_N in zip(drawing, drawn, strict=True):
+            randomness_NB[: len(uniforms_N) - written[i], i] = uniforms_N[written[i] :]
+        for i, setting in enumerate(settings):
             stops[i, : len(setting.stop_ids)] = setting.stop_ids
 
         def column(values: list[float], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:

@@ -49,18 +49,32 @@ def varlen_attention(
         )
     if nodes_T is not None and places_U is not None:
         query_1QTD, key_1GTD, value_1GTD = (
-            heads_1XUD[0].transpose(0, 1).index_select(0, nodes_T).transpose(0, 1)[None]
+            heads_1XUD.squeeze(0).transpose(0, 1).index_select(0, nodes_T).transpose(0, 1)[None]
             for heads_1XUD in (query_1QTD, key_1GTD, value_1GTD)
         )
     if query_1QTD.is_cuda and query_1QTD.dtype in (torch.float16, torch.bfloat16):
         out_TQD = _flash(
-            query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window
+            query_1QTD.squeeze(0),
+            key_1GTD.squeeze(0),
+            value_1GTD.squeeze(0),
+            cu_seq_lens_q,
+            max_length_q,
+            scaling,
+            sliding_window,
         )
     elif runs := _few_runs(cu_seq_lens_q):
-        out_TQD = _by_runs(query_1QTD[0], key_1GTD[0], value_1GTD[0], runs, scaling, sliding_window)
+        out_TQD = _by_runs(
+            query_1QTD.squeeze(0), key_1GTD.squeeze(0), value_1GTD.squeeze(0), runs, scaling, sliding_window
+        )
     else:
         out_TQD = _side_by_side(
-            query_1QTD[0], key_1GTD[0], value_1GTD[0], cu_seq_lens_q, max_length_q, scaling, sliding_window
+            query_1QTD.squeeze(0),
+            key_1GTD.squeeze(0),
+            value_1GTD.squeeze(0),
+            cu_seq_lens_q,
+            max_length_q,
+            scaling,
+            sliding_window,
         )
     if places_U is not None:
         out_TQD = out_TQD.index_select(0, places_U)

@@ -112,7 +112,7 @@ def packed_states_at(
     for layer in before:
         states_1UH = layer(states_1UH, **options)
     mixed_1UH, _ = last.self_attn(hidden_states=last.input_layernorm(states_1UH), **options)
-    states_NH = (states_1UH + mixed_1UH)[0].index_select(0, read_N)
+    states_NH = (states_1UH + mixed_1UH).squeeze(0).index_select(0, read_N)
     states_NH = states_NH + last.mlp(last.post_attention_layernorm(states_NH))
     states: torch.Tensor = body.norm(states_NH)
     return states

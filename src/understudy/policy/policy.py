@@ -152,6 +152,9 @@ class Policy:
         decay = settings.ema_decay
         self.average = WeightAverage(self.optimizer.masters, decay) if decay is not None else None
         self._head_starts = HeadStarts()
+        self.on_backward: Callable[[], None] = _nothing
+        """Called on the update's thread whenever a backward pass begins: the longest time in which it needs no Python, so the best
+        for others in this process that do."""
 
     @property
     def device(self) -> torch.device:
@@ -179,12 +182,12 @@ class Policy:
         batch = rows()
         if batch is None:
             raise PolicyError("no row of this batch is trained on")
-        assembler = Assembler(batch, [torch.zeros(count) for count in batch.loss_lengths])
+        assembler = Assembler(batch, _no_weights(batch))
         plan = self._plan(assembler, trainable_rows(assembler, self.context_length), max_tokens)
         hold_rows(assembler, plan, self.ranks, self.vocab_size)
         micros = [assembler.cut(group, self.layout) for group in plan.mine[: self.lanes.count]]
         with attention_for(self.model, self.layout):
-            passes = [(micro, self.forward.hidden(micro)) for micro in micros]
+            passes = list(zip(micros, self.lanes.run(self.forward.hidden, micros), strict=True))
         return HeadStart(self.updates, passes, time.perf_counter() - started)
 
     def update(
@@ -275,7 +278,7 @@ class Policy:
     ) -> Jagged:
         """float32 [P] per row: what `reader` makes of each loss-bearing token under the current weights."""
         self._head_starts.wait()
-        assembler = Assembler(batch, [torch.zeros(count) for count in batch.loss_lengths])
+        assembler = Assembler(batch, _no_weights(batch))
         plan = self._plan(
             assembler, trainable_rows(assembler, self.context_length), max_tokens_per_microbatch
         )
@@ -379,6 +382,7 @@ class Policy:
             known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
             loss, output = self.forward(micro, objective, known_NH=known_NH)
             del known_NH
+            self.on_backward()
             # Sharded gradients come back averaged over ranks; the loss is a sum.
             (loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
             if counted:
@@ -395,6 +399,7 @@ class Policy:
             micro = assembler.cut(plan.mine[place], self.layout)
             known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
             loss, output = self.forward(micro, objective, known_NH=known_NH)
+            self.on_backward()
             return replace(output, loss=loss.detach()), torch.autograd.grad(loss, weights, allow_unused=True)
 
         outputs = []
@@ -446,3 +451,13 @@ class Policy:
             if counted and (broken or (gradient_broken and not losses_broken)):
                 accused[plan.mine[index]] = 1.0
         return self.ranks.total(accused).nonzero().flatten().tolist()
+
+
+def _no_weights(batch: AnyBatch) -> Jagged:
+    """Reduction weights of a pass that has no loss."""
+    offsets = torch.tensor([0, *batch.loss_lengths], dtype=torch.int64).cumsum(0)
+    return Jagged(torch.zeros(int(offsets[-1])), offsets)
+
+
+def _nothing() -> None:
+    """Nobody waits for the backward pass."""

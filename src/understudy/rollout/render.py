@@ -67,11 +67,20 @@ class Renderer:
             )
         return ids
 
-    def ahead(self, prompts: Sequence[Prompt]) -> None:
+    def ahead(self, prompts: Sequence[Prompt], *, forget: bool = True) -> None:
         """Render these chats in one go: half the work of rendering them one by one, and each of a prompt's sessions finds it
-        done. One that cannot be rendered is left to `render`, which says why."""
-        chats = [prompt for prompt in prompts if prompt.text is None and not prompt.columns.get("tools")]
-        self._ready = {}
+        done. One that cannot be rendered is left to `render`, which says why. Those of an earlier call need not be rendered
+        again; of others it made, `forget` lets go."""
+        before = self._ready
+        if forget:
+            self._ready = {}
+        chats = []
+        for prompt in prompts:
+            found = before.get(prompt.key)
+            if found is not None and found[0] is prompt:
+                self._ready[prompt.key] = found
+            elif prompt.text is None and not prompt.columns.get("tools"):
+                chats.append(prompt)
         if not chats or not getattr(self.tokenizer, "chat_template", None):
             return
         try:

@@ -16,12 +16,9 @@ class Transcript:
 
     def __init__(self, prompt: np.ndarray) -> None:
         self._tokens: list[np.ndarray] = []
-        self._masks: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-        self._versions: list[np.ndarray] = []
-        self._candidates: list[np.ndarray | None] = []
-        self._stop_reason = StopReason.ABORTED
-        self.turns = 0
+        self._written: list[tuple[int, Generation]] = []
+        """The student's turns, and where each begins."""
+        self._length = 0
         self.generated = 0
         """Tokens the student wrote so far, over all turns."""
         self.observe(prompt)
@@ -29,27 +26,25 @@ class Transcript:
     @property
     def tokens(self) -> np.ndarray:
         """int32 [T]: everything so far."""
-        return np.concatenate(self._tokens)
+        return self._tokens[0] if len(self._tokens) == 1 else np.concatenate(self._tokens)
+
+    @property
+    def turns(self) -> int:
+        return len(self._written)
 
     def __len__(self) -> int:
-        return sum(map(len, self._tokens))
+        return self._length
 
     def observe(self, tokens: np.ndarray) -> None:
         """Tokens the student did not write: seen, never trained on."""
         self._tokens.append(np.asarray(tokens, dtype=np.int32))
-        self._masks.append(np.zeros(len(tokens), dtype=bool))
-        self._logprobs.append(np.full(len(tokens), np.nan, dtype=np.float32))
-        self._versions.append(np.full(len(tokens), -1, dtype=np.int32))
+        self._length += len(tokens)
 
     def write(self, generation: Generation) -> None:
         """One turn of the student."""
+        self._written.append((self._length, generation))
         self._tokens.append(generation.tokens)
-        self._masks.append(np.ones(len(generation.tokens), dtype=bool))
-        self._logprobs.append(generation.logprobs)
-        self._versions.append(generation.weight_versions)
-        self._candidates.append(generation.candidate_ids)
-        self._stop_reason = generation.stop_reason
-        self.turns += 1
+        self._length += len(generation.tokens)
         self.generated += len(generation.tokens)
 
     def finish(
@@ -61,13 +56,25 @@ class Transcript:
         extra: Mapping[str, Any] | None = None,
     ) -> Trajectory:
         """The trajectory; it stopped for the reason its last turn did, unless another is given."""
+        loss_mask, logprobs, versions = (
+            np.zeros(self._length, bool),
+            np.empty(self._length, np.float32),
+            np.empty(self._length, np.int32),
+        )
+        logprobs.fill(np.nan)
+        versions.fill(-1)
+        last = StopReason.ABORTED
+        for start, turn in self._written:
+            own = slice(start, start + len(turn.tokens))
+            loss_mask[own], logprobs[own], versions[own] = True, turn.logprobs, turn.weight_versions
+            last = turn.stop_reason
         return Trajectory(
             key=key,
             tokens=self.tokens,
-            loss_mask=np.concatenate(self._masks),
-            behaviour_logprobs=np.concatenate(self._logprobs),
-            weight_versions=np.concatenate(self._versions),
-            stop_reason=stop_reason or self._stop_reason,
+            loss_mask=loss_mask,
+            behaviour_logprobs=logprobs,
+            weight_versions=versions,
+            stop_reason=stop_reason or last,
             turns=self.turns,
             metrics=dict(metrics or {}),
             extra=dict(extra or {}),
@@ -76,5 +83,5 @@ class Transcript:
 
     def _candidate_ids(self) -> np.ndarray | None:
         """The candidates of all turns, where every turn has some."""
-        turns = [ids for ids in self._candidates if ids is not None]
-        return np.concatenate(turns) if turns and len(turns) == len(self._candidates) else None
+        turns = [turn.candidate_ids for _, turn in self._written if turn.candidate_ids is not None]
+        return np.concatenate(turns) if turns and len(turns) == self.turns else None

@@ -18,6 +18,7 @@ from understudy.observability.faults import point
 from understudy.trainers.evaluate import evaluate
 from understudy.trainers.filters import fill_step, install_filters
 from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.next_prompts import with_next_prompts
 from understudy.trainers.resume import checkpoint_due, save_checkpoint
 from understudy.trainers.system import System
 from understudy.trainers.teachers import teacher_metrics
@@ -61,7 +62,7 @@ async def take_step(system: System, step: int) -> dict[str, Any]:
         lease, batch, metrics = await claim_batch(system, step)
     queue_depth = (await system.plane.depth("train")).rows
     with spans.span("update", step=step):
-        result = await update(system, batch)
+        result = await with_next_prompts(system, update(system, batch))
     point("sync.after_update")
     await system.plane.ack(lease, step)
     point("sync.after_ack")

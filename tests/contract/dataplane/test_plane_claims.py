@@ -83,6 +83,40 @@ def test_key_order_goes_on_when_the_smallest_key_dies(rig: Rig) -> None:
     rig.run(body)
 
 
+def test_key_order_gives_a_small_claim_what_was_too_little_for_a_large_one(rig: Rig) -> None:
+    async def body(plane: Any) -> None:
+        names = keys(5)
+        await plane.issue("train", names, step=1)
+        await put_all(plane, [names[0], names[2], names[3], names[4]])
+        for n in (3, 2):
+            with pytest.raises(TimeoutError):
+                await plane.claim("train", n, order=Order.KEY, timeout=0)
+        small = await plane.claim("train", 3, at_least=1, order=Order.KEY, timeout=0)
+        assert list(small.meta.keys) == names[:1]
+        await put_all(plane, [names[1]])
+        rest = await plane.claim("train", 4, order=Order.KEY, timeout=0)
+        assert list(rest.meta.keys) == names[1:]
+
+    rig.run(body)
+
+
+def test_key_order_does_not_pass_a_group_that_may_still_fit(rig: Rig) -> None:
+    """Otherwise it would depend on timing who is trained together: the group may lose a session before it is ready."""
+
+    async def body(plane: Any) -> None:
+        await plane.issue("train", ["a_0_0"], step=1)
+        await plane.issue("train", ["b_0_0", "b_1_0"], step=1, group=GroupPolicy.TRAIN_REST)
+        await plane.issue("train", ["c_0_0"], step=1)
+        await put_all(plane, ["a_0_0", "c_0_0", "b_0_0"])
+        with pytest.raises(TimeoutError):
+            await plane.claim("train", 2, order=Order.KEY, timeout=0)
+        await plane.dead_letter("train", "b_1_0", "poison")
+        lease = await plane.claim("train", 2, order=Order.KEY, timeout=0)
+        assert list(lease.meta.keys) == ["a_0_0", "b_0_0"]
+
+    rig.run(body)
+
+
 def test_key_order_looks_again_when_smaller_keys_arrive(rig: Rig) -> None:
     async def body(plane: Any) -> None:
         await plane.issue("train", ["e_0_0"], step=1)

@@ -1,5 +1,6 @@
 """Cells as bytes: exact, self-describing, and refused when damaged."""
 
+import json
 import math
 from typing import Any
 
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from understudy.dataplane.base import ARRAY_DTYPES
-from understudy.dataplane.frame import SpillRef, decode, encode, pack, unpack
+from understudy.dataplane.columns import gather
+from understudy.dataplane.frame import JSON_HEAD, SpillRef, decode, encode, pack, unpack
 from understudy.errors import DataPlaneError
 
 JSON = st.recursive(
@@ -68,3 +70,56 @@ def test_a_cut_pack_and_an_unknown_kind_are_errors() -> None:
 def test_big_endian_arrays_are_refused_rather_than_read_wrong() -> None:
     with pytest.raises(DataPlaneError, match=">i4"):
         encode("x", np.array([1], ">i4"))
+
+
+@given(JSON | st.floats())
+@settings(max_examples=200, deadline=None)
+def test_json_is_written_as_it_always_was(value: Any) -> None:
+    """Journals of earlier versions are read, and this version's by them."""
+    if isinstance(value, float | str):  # frames of their own
+        value = {"inside": value}
+    frame = encode("x", value)
+    assert frame == JSON_HEAD + json.dumps(value, separators=(",", ":")).encode()
+    assert repr(decode(frame)) == repr(value)
+
+
+@given(
+    st.sampled_from(ARRAY_DTYPES),
+    st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.none() | st.integers(0, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_column_is_its_cells_one_after_another(
+    dtype: np.dtype[Any], lengths: list[int], width: int | None
+) -> None:
+    rng = np.random.default_rng(sum(lengths))
+    shapes = [(length,) if width is None else (length, width) for length in lengths]
+    cells = [rng.integers(0, 2, shape).astype(dtype) for shape in shapes]
+    column = gather("x", [encode("x", cell) for cell in cells], [str(i) for i in range(len(cells))])
+    assert not isinstance(column, list)
+    expected = np.concatenate(cells)
+    assert column.values.numpy().dtype == expected.dtype and column.values.shape == expected.shape
+    assert column.values.numpy().tobytes() == expected.tobytes()
+    assert column.offsets.tolist() == [0, *np.cumsum(lengths)]
+    column.values.zero_()  # its own memory: the frames stay as they are
+
+
+def test_a_large_column_is_joined_like_a_small_one() -> None:
+    cells = [np.arange(start, start + 3000, dtype=np.int32) for start in (0, 3000)]
+    column = gather("x", [encode("x", cell) for cell in cells], ["a", "b"])
+    assert not isinstance(column, list) and column.values.tolist() == list(range(6000))
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (np.zeros((2, 4), np.float32), r"float32 \(2, 4\) on row c"),
+        (np.zeros((2, 3), np.int32), r"int32 \(2, 3\) on row c"),
+        (np.zeros(2, np.float32), r"float32 \(2,\) on row c"),
+        ("words", "str on row c"),
+    ],
+)
+def test_a_column_of_different_kinds_is_refused(odd: Any, words: str) -> None:
+    cells = [np.zeros((1, 3), np.float32), np.zeros((5, 3), np.float32), odd]
+    with pytest.raises(DataPlaneError, match=rf"'x' is float32 \(1, 3\) on row a and {words}"):
+        gather("x", [encode("x", cell) for cell in cells], ["a", "b", "c"])

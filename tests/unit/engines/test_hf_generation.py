@@ -12,7 +12,7 @@ from reference_sampling import generate_plainly
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.hf import HFEngine
-from understudy.engines.sampling import uniforms
+from understudy.engines.uniforms import uniforms_of
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 
@@ -179,7 +179,8 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_shorter_budgets_draw_a_prefix() -> None:
-    assert uniforms(7, 20)[:5].tolist() == uniforms(7, 5).tolist()
+    longer, shorter = uniforms_of([7, 7], [20, 5])
+    assert longer[:5].tolist() == shorter.tolist()
 
 
 @pytest.mark.parametrize(

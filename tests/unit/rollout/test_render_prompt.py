@@ -99,3 +99,21 @@ def test_one_bad_prompt_ahead_spoils_no_other() -> None:
     renderer.ahead([good, long])
     with pytest.raises(DataError, match="Shorten the prompt"):
         renderer.render(long)
+
+
+def test_what_is_ready_is_rendered_once() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    renderer = Renderer(tokenizer, context=900)
+    first, second = prompt(key="a", messages=CHAT), prompt(key="b", messages=CHAT)
+    renderer.ahead([first])
+    renderer.ahead([second], forget=False)
+    ready = [renderer.render(one) for one in (first, second)]
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        renderer.ahead([first, second])
+        assert all(renderer.render(one) is kept for one, kept in zip((first, second), ready, strict=True))
+        renderer.ahead([second])
+        with pytest.raises(DataError, match="no chat template"):
+            renderer.render(first)
+    finally:
+        tokenizer.chat_template = template
