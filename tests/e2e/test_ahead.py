@@ -22,7 +22,7 @@ Make = Callable[..., dict[str, Any]]
             {"rollout__n": 2, "trainer__mini_batch_size": 3, "trainer__micro_batch_tokens": 96},
             marks=pytest.mark.slow,
         ),
-        {"run__threads": 2, "trainer__batch_size": 100},
+        pytest.param({"run__threads": 2, "trainer__batch_size": 100}, marks=pytest.mark.slow),
     ],
     ids=["one-update", "several", "lanes"],
 )

@@ -109,7 +109,9 @@ def test_workers_elsewhere_run_the_same_loops_and_outlive_a_death_and_strangers(
 
 def test_workers_bring_tokens_to_engine_processes_unless_the_trainer_may_write_too() -> None:
     def recipe(lend_after: float | None) -> Any:
-        return SimpleNamespace(trainer=SimpleNamespace(lend_after=lend_after))
+        return SimpleNamespace(
+            trainer=SimpleNamespace(lend_after=lend_after), rollout=SimpleNamespace(urls=[])
+        )
 
     hosted, inside = HostedEngine.__new__(HostedEngine), HFEngine.__new__(HFEngine)
     assert brings_tokens(recipe(None), hosted)
