@@ -47,35 +47,20 @@ def varlen_attention(
         raise ValueError(
             "packed attention needs cu_seq_lens_q and max_length_q; the model did not pass them on to its layers"
         )
+    # `squeeze`, not `[0]`: its gradient is a view, that of an index a tensor filled and copied.
+    query_QTD, key_GTD, value_GTD = (one.squeeze(0) for one in (query_1QTD, key_1GTD, value_1GTD))
     if nodes_T is not None and places_U is not None:
-        query_1QTD, key_1GTD, value_1GTD = (
-            heads_1XUD.squeeze(0).transpose(0, 1).index_select(0, nodes_T).transpose(0, 1)[None]
-            for heads_1XUD in (query_1QTD, key_1GTD, value_1GTD)
+        query_QTD, key_GTD, value_GTD = (
+            heads_XUD.transpose(0, 1).index_select(0, nodes_T).transpose(0, 1)
+            for heads_XUD in (query_QTD, key_GTD, value_GTD)
         )
-    if query_1QTD.is_cuda and query_1QTD.dtype in (torch.float16, torch.bfloat16):
-        out_TQD = _flash(
-            query_1QTD.squeeze(0),
-            key_1GTD.squeeze(0),
-            value_1GTD.squeeze(0),
-            cu_seq_lens_q,
-            max_length_q,
-            scaling,
-            sliding_window,
-        )
+    heads = (query_QTD, key_GTD, value_GTD)
+    if query_QTD.is_cuda and query_QTD.dtype in (torch.float16, torch.bfloat16):
+        out_TQD = _flash(*heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     elif runs := _few_runs(cu_seq_lens_q):
-        out_TQD = _by_runs(
-            query_1QTD.squeeze(0), key_1GTD.squeeze(0), value_1GTD.squeeze(0), runs, scaling, sliding_window
-        )
+        out_TQD = _by_runs(*heads, runs, scaling, sliding_window)
     else:
-        out_TQD = _side_by_side(
-            query_1QTD.squeeze(0),
-            key_1GTD.squeeze(0),
-            value_1GTD.squeeze(0),
-            cu_seq_lens_q,
-            max_length_q,
-            scaling,
-            sliding_window,
-        )
+        out_TQD = _side_by_side(*heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     if places_U is not None:
         out_TQD = out_TQD.index_select(0, places_U)
     return out_TQD[None], None
