@@ -149,6 +149,13 @@ def main() -> None:
         "--trl-python", default=sys.executable, help="an interpreter that can import trl and vllm"
     )
     gpu.add_argument("--counted", type=int, default=4, help="steps counted of each fully async run")
+    gpu.add_argument(
+        "--every",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="updates between publishes, of the run at staleness 1",
+    )
     gpu.add_argument("--max-batch", type=int, default=0, help="rows decoded together; a batch when not set")
     gpu.add_argument("--eager-student", action="store_true", help="the student's layers not compiled")
     gpu.add_argument("--engine", default="{}", help='more keys of [rollout], as JSON: {"processes": 1}')

@@ -4,6 +4,9 @@ The shapes are step.py's. In a fully async run three parties share the GPU: the 
 CUDA stream of its own, and the teacher in another. Kernels of one process run side by side; processes take turns, unless the
 driver's multi-process service (MPS) is on (`--mps` adds a run under it; the service is started for that run and stopped after it).
 
+`--every 2` adds a run that publishes weights after every second update and decodes twice the rows at a time: what decoding costs
+beside attention is then paid half as often. The peer has no such setting (it generates one training batch at a time).
+
 Every pace is tokens over seconds of all counted steps; the fully async run is cut off while rollouts are still under way.
 """
 
@@ -32,6 +35,7 @@ from step_problem import Row, Shape, Timing, has_trl, run_ours, run_trl, save, s
 GOAL = 2.0
 MAIN = "fully async, staleness 1"
 MPS = ", MPS"
+EVERY = ", publishing every "
 PEER = "TRL 1.16 + vLLM colocated"
 _LEAST_SECONDS = 35.0
 """A run that gets less is not begun."""
@@ -78,7 +82,8 @@ def _order(options: argparse.Namespace) -> list[str]:
     ours = [f"fully async, staleness {one:g}" for one in degrees] if "plain" in options.systems else []
     peer = [PEER] if "trl" in options.systems else []
     sync = ["sync"] if "sync" in options.systems else []
-    shared = [MAIN + MPS] if options.mps else []
+    publishing = [f"{EVERY}{one} updates" if one > 1 else "" for one in options.every]
+    shared = [MAIN + one + (MPS if options.mps else "") for one in publishing if one or options.mps]
     return [*ours[:1], *peer, *shared, *sync, *ours[1:]]
 
 
@@ -92,21 +97,23 @@ def _ours(
 ) -> Timing | str:
     if system == "sync":
         return run_ours(shape, folder, *given, timeout, {}, {}, "sync")
-    staleness = float(system.removesuffix(MPS).rsplit(" ", 1)[1])
-    # Two steps until every party is busy (kernels compiled, graphs recorded, a window waiting), then the counted ones.
-    longer = replace(shape, skip=2, steps=2 + options.counted)
+    degree, _, rarely = system.removesuffix(MPS).partition(EVERY)
+    staleness, every = float(degree.rsplit(" ", 1)[1]), int(rarely.split()[0]) if rarely else 1
+    # Two windows until every party is busy (kernels compiled, graphs recorded, a window waiting), then the counted steps.
+    longer = replace(shape, skip=2 * every, steps=2 * every + options.counted)
     # All answers are equally long, so a publish finds the engine between two windows: waiting for rollouts costs nothing,
     # and no keys and values are computed anew.
     trainer = {"mode": "fully_async", "max_staleness": staleness, "partial_rollouts": options.partial}
-    engine = {"context_length": shape.new_tokens + 128, "max_batch": options.max_batch or shape.batch}
+    trainer |= {"sync_every": every}
+    engine = {"context_length": shape.new_tokens + 128, "max_batch": options.max_batch or shape.batch * every}
     engine |= json.loads(options.engine)
     if not system.endswith(MPS):
-        return run_ours(longer, folder, *given, timeout, engine, trainer, f"async-{staleness:g}")
+        return run_ours(longer, folder, *given, timeout, engine, trainer, f"async-{staleness:g}-{every}")
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         return "nvidia-cuda-mps-control is not installed"
     with _mps(control) as environment:
-        return run_ours(longer, folder, *given, timeout, engine, trainer, "async-mps", environment)
+        return run_ours(longer, folder, *given, timeout, engine, trainer, f"async-mps-{every}", environment)
 
 
 def _say(system: str, result: Timing | str, folder: Path, seconds: float) -> None:
