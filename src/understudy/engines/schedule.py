@@ -202,14 +202,15 @@ class Scheduler:
             self._leave()
 
     def _admit(self) -> None:
-        """Lets waiting rows in: when none are being written, or when a fair share of the places is free.
+        """Lets waiting rows in: when none are being written, when a fair share of the places is free, or when there is room for all.
 
-        Each entry costs a prompt pass over the newcomers and a copy of the cache, so rows enter in groups.
+        Each entry costs a prompt pass over the newcomers and a copy of the cache, so rows enter in groups. The last few of a
+        batch that came one by one have nobody to wait for: for want of a share they would wait until the others have ended.
         """
         while True:
             running = self._batch.writing.alive if self._batch else 0
             free = self._max_batch - running
-            if running and free < max(1, self._max_batch // 8):
+            if running and free < max(1, self._max_batch // 8) and self._ready_rows() > free:
                 return
             group = self._next_group(free, running)
             if not group:
@@ -241,6 +242,13 @@ class Scheduler:
                 break
             group.append(self._waiting.popleft())
         return group
+
+    def _ready_rows(self) -> int:
+        """Rows that could enter a batch that is being written."""
+        if self._batching is Batching.COMPOSED:
+            return len(self._waiting)
+        with self._changed:
+            return len(self._waiting) + sum(len(call.rows) for call in self._calls)
 
     def _take_call(self, *, busy: bool) -> bool:
         """Moves the next call's rows to the waiting ones, unless it must wait for those before it to end."""

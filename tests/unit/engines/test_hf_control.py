@@ -284,6 +284,33 @@ def test_continuous_batching_lets_a_late_caller_in() -> None:
     run(body)
 
 
+def test_the_last_of_a_batch_do_not_wait_for_the_first() -> None:
+    """Rows that come one by one fill the places: the last ones enter too, though less than a fair share is free then. Those that would
+    not all find room wait until more can enter at once."""
+
+    async def order(late: int) -> list[str]:
+        steps: list[int] = []
+        ended: list[str] = []
+        async with engine_over(
+            slowed(make_model("qwen3"), steps), batching=Batching.CONTINUOUS, max_batch=32
+        ) as engine:
+
+            async def ask(name: str, requests: list[GenerateRequest]) -> None:
+                await engine.generate(requests)
+                ended.append(name)
+
+            first = asyncio.create_task(ask("long", make_requests(31, LONG)))
+            await until(lambda: len(steps) >= 3)
+            await asyncio.gather(first, ask("short", make_requests(late, Sampling(1))))
+        return ended
+
+    async def body() -> None:
+        assert await order(late=1) == ["short", "long"]
+        assert await order(late=2) == ["long", "short"]
+
+    run(body)
+
+
 def test_a_cancelled_caller_frees_the_engine() -> None:
     async def body() -> None:
         steps: list[int] = []
