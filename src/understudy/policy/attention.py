@@ -1,8 +1,8 @@
 """Attention over packed rows without a flash-attention package.
 
 Rows lie one after another in a single line; `cu_seq_lens_q` says where each begins. On CUDA in half precision PyTorch's
-own variable-length flash kernel does the work; anywhere else the rows are laid side by side for SDPA alone, which is
-the plain twin the kernel is tested against. Importing this module makes `attn_implementation = "understudy_varlen"` known.
+own variable-length flash kernel does the work, or cuDNN's where `groups` says which rows are equally long; anywhere else the
+rows are laid side by side for SDPA alone, which is the plain twin the kernel is tested against. Importing this module makes `attn_implementation = "understudy_varlen"` known.
 
 Shapes: Q query heads, G key/value heads (Q is a multiple of G), T tokens of all rows, D head width.
 """
@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from understudy.engines.grouped_attention import grouped_attention
 
 VARLEN = "understudy_varlen"
 TOKENS_PER_RUN = 128
@@ -34,11 +36,13 @@ def varlen_attention(
     max_length_q: int | None = None,
     nodes_T: torch.Tensor | None = None,
     places_U: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row; returns [1, T, Q, D] as transformers expects.
 
-    With `nodes_T` and `places_U` (see `packed.py`) tokens that rows share come once, and are answered once: T is then U.
+    With `nodes_T` and `places_U` (see `packed.py`) tokens that rows share come once, and are answered once: T is then U. `groups`:
+    a table on the host (see `engines/grouped_attention.py`).
     """
     twists = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if twists:
@@ -55,7 +59,12 @@ def varlen_attention(
             for heads_XUD in (query_QTD, key_GTD, value_GTD)
         )
     heads = (query_QTD, key_GTD, value_GTD)
-    if query_QTD.is_cuda and query_QTD.dtype in (torch.float16, torch.bfloat16):
+    if groups is not None and not sliding_window:
+        scale = query_QTD.shape[-1] ** -0.5 if scaling is None else scaling
+        learns = torch.is_grad_enabled() and any(one.requires_grad for one in heads)
+        lying = (one.transpose(0, 1) for one in heads)
+        out_TQD, _ = grouped_attention(*lying, groups, cu_seq_lens_q, max_length_q, scale, learns)
+    elif query_QTD.is_cuda and query_QTD.dtype in (torch.float16, torch.bfloat16):
         out_TQD = _flash(*heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     elif runs := _few_runs(cu_seq_lens_q):
         out_TQD = _by_runs(*heads, runs, scaling, sliding_window)

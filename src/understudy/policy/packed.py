@@ -5,8 +5,11 @@ On a CPU, where every product counts, two things are left out that change no num
   - a beginning that several rows share is computed once (`engines/prefix_tree.py`); attention alone lays whole rows out again,
   - the last layer's feed-forward part runs where its result is read: at the positions that predict a loss-bearing token.
 
-Shapes: B rows, L longest row, T tokens of all rows, U tokens that are computed (T, or the nodes of the rows' tree), N read
-positions, H hidden size.
+On a GPU whose attention is fastest over rows of one length (`engines/grouped_attention.py`) it is the other way round: rows are rounded
+up with a few tokens nobody looks at, where that costs little.
+
+Shapes: B rows, L longest row, T tokens of all rows, U tokens that are computed (T, the nodes of the rows' tree, or T and the
+filling), N read positions, H hidden size.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from understudy.engines.grouped_attention import NO_GROUPS, in_groups, takes_groups
 from understudy.engines.prefix_tree import prefix_tree
 
 WORTH_SHARING = 0.1
@@ -31,7 +35,7 @@ LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What goes through the body: rows one after another, or the nodes of their tree."""
+    """What goes through the body: rows one after another, filled up or not, or the nodes of their tree."""
 
     ids_1U: torch.Tensor
     position_ids_1U: torch.Tensor
@@ -41,25 +45,47 @@ class Line:
     """Which computed token each token of the rows is; None where each is its own."""
 
 
-def lay_out(ids_1T: torch.Tensor, lengths: Sequence[int], share: bool) -> Line:
-    """`share`: compute what several rows begin with once, if that saves enough."""
-    device, lengths_B, longest = ids_1T.device, torch.tensor(lengths), max(lengths)
-    ends_B = lengths_B.cumsum(0)
-    bounds = nn.functional.pad(ends_B, (1, 0)).to(torch.int32).to(device, non_blocking=True)
+def lay_out(
+    ids_1T: torch.Tensor, lengths: Sequence[int], *, share: bool = False, group: bool = False
+) -> Line:
+    """`share`: compute what several rows begin with once; `group`: equal lengths beside each other. Each if it pays.
+
+    With `group` there is a table in any case, so that a compiled layer is given the same things every time.
+    """
+    if group and (line := _grouped(ids_1T, lengths)):
+        return line
+    ends_B = np.cumsum(lengths)
+    bounds = np.concatenate([[0], ends_B]).astype(np.int32)
+    options = _bounds(bounds, ids_1T.device) | ({"groups": NO_GROUPS} if group else {})
+    if share and (line := _shared(ids_1T, lengths, options)):
+        return line
+    positions_T = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
+    return Line(ids_1T, _to(positions_T, ids_1T.device)[None], options, None)
+
+
+def _bounds(bounds: np.ndarray, device: torch.device) -> dict[str, Any]:
+    longest, ends = int(np.diff(bounds).max()), _to(bounds, device)
     if device.type == "cuda":
         # A bound to the kernel; a compiled layer should see few different ones.
         longest = 1 << (longest - 1).bit_length()
-    options: dict[str, Any] = {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-    if share and (line := _shared(ids_1T, lengths, options)):
-        return line
-    begins_T = (ends_B - lengths_B).repeat_interleave(lengths_B)
-    position_ids = (torch.arange(len(begins_T)) - begins_T)[None]
-    return Line(ids_1T, position_ids.to(device, non_blocking=True), options, None)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def _grouped(ids_1T: torch.Tensor, lengths: Sequence[int]) -> Line | None:
+    own_B, device = np.asarray(lengths, dtype=np.int64), ids_1T.device
+    groups = in_groups(own_B)
+    if groups is None:
+        return None
+    within_T = np.arange(own_B.sum()) - np.repeat(np.cumsum(own_B) - own_B, own_B)
+    nodes_T = _to(np.repeat(groups.begins_B, own_B) + within_T, device)
+    ids_U = ids_1T.new_zeros(groups.total).index_copy(0, nodes_T, ids_1T[0])
+    positions_U = np.arange(groups.total) - np.repeat(groups.bounds[:-1], np.diff(groups.bounds))
+    options = _bounds(groups.bounds, device) | {"groups": torch.from_numpy(groups.table_G3)}
+    return Line(ids_U[None], _to(positions_U, device)[None], options, nodes_T)
 
 
 def _shared(ids_1T: torch.Tensor, lengths: Sequence[int], options: dict[str, Any]) -> Line | None:
@@ -79,7 +105,7 @@ def _shared(ids_1T: torch.Tensor, lengths: Sequence[int], options: dict[str, Any
 
 def packed_states(body: nn.Module, ids_1T: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """[1, T, H]: final hidden states of every token."""
-    return _through(body, lay_out(ids_1T, lengths, share=False))
+    return _through(body, lay_out(ids_1T, lengths))
 
 
 def _through(body: nn.Module, line: Line) -> torch.Tensor:
@@ -93,11 +119,13 @@ def packed_states_at(
     body: Any, ids_1T: torch.Tensor, lengths: Sequence[int], read_N: torch.Tensor
 ) -> torch.Tensor:
     """[N, H]: final hidden states of the tokens at `read_N`."""
-    if ids_1T.device.type != "cpu":
-        return packed_states(body, ids_1T, lengths)[0].index_select(0, read_N)
-    line = lay_out(ids_1T, lengths, share=True)
+    on_cpu, weight = ids_1T.device.type == "cpu", next(body.parameters(), None)
+    group = weight is not None and takes_groups(
+        ids_1T.device, weight.dtype, getattr(body, "config", None), learns=True
+    )
+    line = lay_out(ids_1T, lengths, share=on_cpu, group=group)
     read_N = read_N if line.nodes_T is None else line.nodes_T[read_N]
-    if not _can_stop_early(body):
+    if not on_cpu or not _can_stop_early(body):
         return _through(body, line)[0].index_select(0, read_N)
     states_1UH = body.embed_tokens(line.ids_1U)
     options = {

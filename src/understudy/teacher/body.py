@@ -17,12 +17,13 @@ from enum import StrEnum
 import numpy as np
 import torch
 
+from understudy.engines.grouped_attention import rounded_lengths, takes_groups
 from understudy.engines.lean_forward import LeanForward, lean_forward
 from understudy.engines.prefix_tree import prefix_tree
 from understudy.errors import TeacherError
 from understudy.teacher import varlen
 from understudy.teacher.model import FrozenModel
-from understudy.teacher.packing import pack, pack_in_groups, pad_right, padded_plan, rounded_lengths
+from understudy.teacher.packing import pack, pack_in_groups, pad_right, padded_plan
 from understudy.teacher.protocol import ScoreRequest
 from understudy.teacher.sharing import Family, families, saved_tokens, split_to_budget
 
@@ -63,9 +64,8 @@ class Body:
         self.budget = budget
         self._own_attention = frozen.model.config._attn_implementation
         self._attention = self._own_attention
-        self._groups = varlen.takes_groups(
-            frozen.device, next(frozen.model.parameters()).dtype, *_heads(frozen)
-        )
+        dtype = next(frozen.model.parameters()).dtype
+        self._groups = takes_groups(frozen.device, dtype, frozen.config, learns=False)
         self._switch = threading.Lock()
         """Held while the model's attention is what one forward needs; a lean forward has its own."""
         self._lean: tuple[int, LeanForward | None] | None = None
@@ -213,14 +213,6 @@ class Body:
                 self.frozen.model.set_attn_implementation(name)
                 self._attention = name
             yield
-
-
-def _heads(frozen: FrozenModel) -> tuple[int, int, int]:
-    """(query heads, key heads, head size) of one process; an architecture that does not say has none worth grouping."""
-    config = frozen.config
-    heads = int(getattr(config, "num_attention_heads", 0) or 0)
-    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
-    return heads, int(getattr(config, "num_key_value_heads", None) or heads), int(size or 1 << 30)
 
 
 def _rounded_up(length: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from understudy.engines.grouped_attention import in_groups
 from understudy.teacher.sharing import Family
 
 
@@ -166,17 +167,6 @@ def pack(
     )
 
 
-ROUND = 64
-"""Grouped segments are rounded up to a multiple of this: an attention kernel is planned once per length (about 40 ms)."""
-MOST_GROUPS = 64
-WORTH_ROUNDING = 1.04
-"""How many tokens may be read for each wanted one before rounding costs more than the faster attention saves."""
-
-
-def rounded_lengths(lengths: np.ndarray) -> np.ndarray:
-    return -(-lengths // ROUND) * ROUND
-
-
 def pack_in_groups(
     tokens_T: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray, batch: Sequence[Family]
 ) -> Packed | None:
@@ -184,48 +174,20 @@ def pack_in_groups(
     (attention is causal, they are last). None where sequences share prefixes, or are too short for that to pay."""
     rows = [row for family in batch for row in family.rows]
     own_B = lengths_N[rows].astype(np.int64)
-    rounded_B = rounded_lengths(own_B)
-    total = int(rounded_B.sum())
-    if any(family.shared for family in batch) or total > WORTH_ROUNDING * own_B.sum():
+    groups = None if any(family.shared for family in batch) else in_groups(own_B)
+    if groups is None:
         return None
-    order = np.argsort(-rounded_B, kind="stable")
-    begins = np.zeros(len(rows), dtype=np.int64)
-    begins[order] = np.cumsum(rounded_B[order]) - rounded_B[order]
-    groups = _groups(rounded_B[order].tolist())
-    if len(groups) > MOST_GROUPS:
-        return None
-    table = np.zeros((MOST_GROUPS, 3), dtype=np.int64)
-    table[: len(groups)] = groups
-    packed_T = np.zeros(total, dtype=np.int64)
-    packed_T[ragged_ranges(begins, own_B)] = tokens_T[ragged_ranges(starts_N[rows], own_B)]
-    ends = np.concatenate([[0], np.cumsum(rounded_B[order])]).astype(np.int32)
+    packed_T = np.zeros(groups.total, dtype=np.int64)
+    packed_T[ragged_ranges(groups.begins_B, own_B)] = tokens_T[ragged_ranges(starts_N[rows], own_B)]
     return Packed(
         tokens_T=packed_T,
-        positions_T=ragged_ranges(np.zeros(len(rows), dtype=np.int64), rounded_B[order]),
-        ends_q=ends,
-        ends_k=ends,
+        positions_T=ragged_ranges(np.zeros(len(rows), dtype=np.int64), groups.filled_B[groups.order_B]),
+        ends_q=groups.bounds,
+        ends_k=groups.bounds,
         key_places_N=None,
         rows=tuple(rows),
-        tail_starts=begins,
-        prefix_starts=begins,
+        tail_starts=groups.begins_B,
+        prefix_starts=groups.begins_B,
         shared=np.zeros(len(rows), dtype=np.int64),
-        groups_G3=table,
+        groups_G3=groups.table_G3,
     )
-
-
-def _groups(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Runs of equal lengths, cut into powers of two: few shapes, whatever the number of sequences."""
-    found = []
-    at = first = 0
-    while first < len(lengths):
-        last = first
-        while last < len(lengths) and lengths[last] == lengths[first]:
-            last += 1
-        left = last - first
-        while left:
-            count = 1 << (left.bit_length() - 1)
-            found.append((at, count, lengths[first]))
-            at += count * lengths[first]
-            left -= count
-        first = last
-    return found

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from understudy.engines.grouped_attention import ROUND
 from understudy.errors import TeacherError
 from understudy.teacher.body import Body, Layout
 from understudy.teacher.head import Head, head_of, score_rows, to_wire
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.model import FrozenModel
-from understudy.teacher.packing import ROUND, as_slice, ragged_ranges
+from understudy.teacher.packing import as_slice, ragged_ranges
 from understudy.teacher.probe import is_uniform, judged, probe_family
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.types.scores import ScoreItem, Signal

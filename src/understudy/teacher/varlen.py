@@ -5,34 +5,29 @@ Queries of one segment see the keys of that segment only. With shared prefixes a
 
 Three ways, all exact:
 
-    cuDNN          on Hopper and later in half precision, over groups of equally long segments (`packing.pack_in_groups`);
-                   1.8 × FlashAttention 2 there, but it plans anew for every list of lengths, so it gets few shapes
+    cuDNN          on Hopper and later in half precision, over groups of equally long segments (`engines/grouped_attention.py`);
+                   1.8 × FlashAttention 2 there
     FlashAttention torch's own kernel for variable lengths, in half precision: shared prefixes, windows, short segments
     SDPA           one call per segment; everything else
 
 No mask is ever built: transformers builds none for an attention function it has no mask for.
 
-Legend: T packed tokens, Q queries, N keys, H heads, D head size, G groups.
+Legend: T packed tokens, Q queries, N keys, H heads, D head size.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-log = logging.getLogger(__name__)
+from understudy.engines.grouped_attention import grouped_attention
 
 NAME = "understudy_scoring"
 """Its own: the policy registers another function for packed rows, and both may live in one process."""
 MAX_FLASH_HEAD = 256
-MAX_GROUPED_HEAD = 128
-HOPPER = 9
-"""The compute capability from which cuDNN's attention is the faster one."""
 
 
 def varlen_attention(
@@ -65,7 +60,9 @@ def varlen_attention(
         key_NHD, value_NHD = key_NHD[key_places], value_NHD[key_places]
     if groups is not None and sliding_window is None:
         scale = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
-        out_THD = grouped_attention(query_THD, key_NHD, value_NHD, groups, scale)
+        out_THD, _ = grouped_attention(
+            query_THD, key_NHD, value_NHD, groups, cu_seq_lens_q, max_length_q, scale, False
+        )
     elif uses_flash(query_THD):
         out_THD = torch.ops.aten._flash_attention_forward(
             query_THD,
@@ -99,86 +96,6 @@ def uses_flash(query: torch.Tensor) -> bool:
     return (
         query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= MAX_FLASH_HEAD
     )
-
-
-@torch.library.custom_op("understudy::grouped_attention", mutates_args=())
-def grouped_attention(
-    query_THD: torch.Tensor,
-    key_THD: torch.Tensor,
-    value_THD: torch.Tensor,
-    groups_G3: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Causal attention of each segment with itself. A group is (first token, segments, tokens of each); a table may end
-    in zeros, so that its shape need not change. One operator to the compiler, which must not see the lengths: it would
-    compile a layer anew for each list of them."""
-    parts = []
-    for first, count, length in groups_G3.tolist():
-        if not count:
-            break
-        query, key, value = (
-            x[first : first + count * length].view(count, length, x.shape[1], x.shape[2]).transpose(1, 2)
-            for x in (query_THD, key_THD, value_THD)
-        )
-        if query.is_cuda:
-            out = torch.ops.aten._scaled_dot_product_cudnn_attention(
-                query, key, value, None, False, 0.0, True, False, scale=scale
-            )[0]
-        else:
-            out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=True
-            )
-        parts.append(out.transpose(1, 2).reshape(count * length, *query_THD.shape[1:]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@grouped_attention.register_fake
-def _grouped_attention_shape(
-    query_THD: torch.Tensor,
-    key_THD: torch.Tensor,
-    value_THD: torch.Tensor,
-    groups_G3: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    return torch.empty_like(query_THD, memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def takes_groups(
-    device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_size: int
-) -> bool:
-    """Whether `grouped_attention` can be used for a model and agrees with FlashAttention; found out once per process."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_size > MAX_GROUPED_HEAD:
-        return False
-    if torch.cuda.get_device_capability(device)[0] < HOPPER:
-        return False
-    try:
-        _compare_with_flash(device, dtype, heads, key_heads, head_size)
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # a cuDNN without this shape: FlashAttention serves as well
-        log.warning("cuDNN's attention is not used on %s: %s", device, error)
-        return False
-    return True
-
-
-def _compare_with_flash(
-    device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_size: int
-) -> None:
-    generator = torch.Generator(device).manual_seed(0)
-    groups = ((0, 2, 128), (256, 1, 192))
-    ends = torch.tensor([0, 128, 256, 448], dtype=torch.int32, device=device)
-    query, key, value = (
-        torch.randn(448, count, head_size, device=device, generator=generator).to(dtype)
-        for count in (heads, key_heads, key_heads)
-    )
-    scale = head_size**-0.5
-    ours = grouped_attention(query, key, value, torch.tensor([*groups, (0, 0, 0)]), scale)
-    theirs = torch.ops.aten._flash_attention_forward(
-        query, key, value, ends, ends, 192, 192, 0.0, True, False, scale=scale
-    )[0]
-    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 def per_segment(

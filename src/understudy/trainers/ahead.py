@@ -18,6 +18,7 @@ import torch
 from understudy.policy.policy import Policy
 from understudy.trainers.far_writing import FarRow
 from understudy.trainers.prepare import rows_of_updates
+from understudy.trainers.row_journal import TURNS, after_turns
 from understudy.trainers.system import System
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
@@ -31,12 +32,23 @@ class Ahead:
         """`samples`: how many must have been seen. One that fails is never seen, and then nothing is begun."""
         self._system, self._policy, self._missing = system, policy, samples
         self._rows: list[Trajectory] = []
+        self._over = False
 
     def saw(self, rows: Sequence[Trajectory | FarRow]) -> None:
         """All rows of one sample."""
         self._rows += [row for row in rows if isinstance(row, Trajectory)]
         self._missing -= 1
         if not self._missing and self._rows:
+            after_turns(TURNS, self._begin)
+
+    def over(self) -> None:
+        """Every row has been judged: what was not begun by now comes too late."""
+        self._over = True
+
+    def _begin(self) -> None:
+        """Once teachers have been asked: their work takes longest, and the student's thread wants Python as much as the request
+        to them does."""
+        if not self._over:
             self._policy.get_ahead(self._first_rows, self._system.micro_batches.tokens(self._system.recipe))
 
     def _first_rows(self) -> Batch | None:

@@ -41,6 +41,7 @@ from understudy.teacher.vocabulary import SPECIAL, Vocabulary
 from understudy.trainers.backends import open_plane
 from understudy.trainers.best import BestSoFar
 from understudy.trainers.changes import flatten
+from understudy.trainers.collector import collecting_seldom
 from understudy.trainers.critic import critic_of, reference_of
 from understudy.trainers.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.trainers.evaluate import eval_prompts
@@ -49,7 +50,7 @@ from understudy.trainers.far_scoring import FarScoring
 from understudy.trainers.far_writing import MODULE as ROW_WORKER
 from understudy.trainers.far_writing import RowWorkers, brings_tokens, settings_of, writes_rows
 from understudy.trainers.gather import Lane
-from understudy.trainers.loading import LoadedModel, load_model
+from understudy.trainers.loading import LoadedModel, load_model, resolve_device
 from understudy.trainers.loops import Keeping, open_loops
 from understudy.trainers.prompt_facts import longest_prompt, mixed_teachers
 from understudy.trainers.ranks import start_ranks
@@ -65,7 +66,7 @@ from understudy.trainers.teachers import (
     start_teachers,
     teacher_lanes,
 )
-from understudy.trainers.threads import lanes_of, torch_threads
+from understudy.trainers.threads import lanes_of, products_of_lanes, torch_threads
 from understudy.types.batch import Batch
 from understudy.weights.base import WeightPublisher
 
@@ -78,6 +79,9 @@ async def build(
     async with AsyncExitStack() as stack:
         deterministic = is_deterministic(recipe)
         steady_torch(recipe)
+        stack.enter_context(products_of_lanes(recipe))
+        if resolve_device(recipe.student.device).type == "cpu":
+            stack.enter_context(collecting_seldom())
         if recipe.cluster.backend != "local":
             view.phase(f"connecting to {recipe.cluster.backend}")
         await processes.ready()

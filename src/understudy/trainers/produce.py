@@ -1,8 +1,10 @@
 """The first verb: a prompt becomes complete rows in the data plane.
 
-    prompt ──agent loop──> trajectories ──reward──> journal ──teacher──> scores ──> journal
+    prompt ──agent loop──> trajectories ──reward──┬──> teacher ──> scores ──┬──> journal
+                                                  └──> journal ─────────────┘
 
-The rollout is journalled before it is scored, so a teacher outage never costs a finished rollout. A sample that
+The rollout is journalled while its teacher reads it and whatever the teacher says, so an outage never costs a finished
+rollout; scores are journalled after it (`row_journal.py`). A sample that
 fails (its template, its reward, its tool, its score) becomes a dead letter with the reason; the run goes on.
 
 Where workers on other machines write rows themselves (`far_writing.py`), the same steps are taken for rows known by name.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -32,6 +34,7 @@ from understudy.trainers.far_mixture import score_far_mixture
 from understudy.trainers.far_scoring import FarScoreItem, FarScores
 from understudy.trainers.far_writing import FarRow, RowWorkers
 from understudy.trainers.gather import Arrivals, Cohort, Gather
+from understudy.trainers.row_journal import TURNS, RowJournal, Written
 from understudy.trainers.system import PARTITION, System
 from understudy.types.batch import BatchMeta
 from understudy.types.prompt import Prompt, row_key
@@ -67,11 +70,16 @@ async def produce_step(
         if key in issued or key in held
     ]
     ahead = ahead_of(system, len(samples)) if gather is None else None
-    async with asyncio.TaskGroup() as tasks:
-        for members in _cohorts(system, waiting):
-            own: Gather = gather or (Cohort(len(members)) if system.deterministic else Arrivals())
-            for prompt, session, row in members:
-                tasks.create_task(_produce(system, prompt, session, step, row, own, ahead))
+    journal = RowJournal(system.plane)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for members in _cohorts(system, waiting):
+                own: Gather = gather or (Cohort(len(members)) if system.deterministic else Arrivals())
+                for prompt, session, row in members:
+                    tasks.create_task(_produce(system, prompt, session, step, row, own, journal, ahead))
+    finally:
+        if ahead is not None:
+            ahead.over()
 
 
 def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
@@ -87,46 +95,67 @@ async def _produce(
     step: int,
     held: RowInfo | None,
     gather: Gather,
+    journal: RowJournal,
     ahead: Ahead | None,
 ) -> None:
     """One sample's whole path; never raises for what is this sample's own fault."""
     key = row_key(prompt.key, session)
     async with gather.member():
         try:
+            safe: Awaitable[None] | None = None
             if held is None or "tokens" not in held.columns:
                 trajectories = await _roll_out(system, prompt, session, step, gather)
+                safe = _journal(system, journal, prompt, trajectories, step)
             elif SCORED not in held.columns:
                 trajectories = [await _held(system, key)]
             else:
                 return
             if ahead is not None:
                 ahead.saw(trajectories)
-            if system.router is not None:
-                # One after another: a member of a cohort waits for one thing at a time. No deadline here: a teacher
-                # that is away is waited for, and its rows are safe in the journal.
-                for one in trajectories:
-                    await _score(system, prompt, one, gather)
+            try:
+                if system.router is not None:
+                    # One after another: a member of a cohort waits for one thing at a time. No deadline here: a teacher
+                    # that is away is waited for, and its rows are safe in the journal.
+                    for one in trajectories:
+                        await _score(system, prompt, one, gather, journal, safe)
+            finally:
+                if safe is not None:
+                    await safe
         except _INFRASTRUCTURE:
             raise
         except Exception as error:
             await _bury(system, key, error)
 
 
-async def _journal(system: System, prompt: Prompt, trajectories: Sequence[Trajectory], step: int) -> None:
-    """Make a sample's rollouts durable.
+def _journal(
+    system: System,
+    journal: RowJournal,
+    prompt: Prompt,
+    trajectories: Sequence[Trajectory | FarRow],
+    step: int,
+) -> Awaitable[None] | None:
+    """Makes a sample's rollouts durable, in a moment: teachers are asked first. None where whoever made them has done so.
 
     Where its group was taken out meanwhile (a sibling failed, or there was no signal), the rollouts are dropped. The sample
     still goes on to its teacher: whether it was quicker than its sibling must not decide what else is scored with it.
     """
-    tags = {one.key: _row_tags(system, prompt, step, one.reward) for one in trajectories}
-    with suppress(LeaseLost):
-        await system.plane.put(PARTITION, {one.key: rollout_columns(one) for one in trajectories}, tags)
+    own = [one for one in trajectories if isinstance(one, Trajectory)]
+    if not own:
+        return None
+
+    def write() -> Written:
+        return Written(
+            {one.key: rollout_columns(one) for one in own},
+            {one.key: _row_tags(system, prompt, step, one.reward) for one in own},
+        )
+
+    return journal.put(write, turns=TURNS if system.router is not None else 1)
 
 
 async def _roll_out(
     system: System, prompt: Prompt, session: int, step: int, gather: Gather
 ) -> Sequence[Trajectory | FarRow]:
-    """The sample's own loop and reward, within `rollout.deadline_seconds` of its own time; durable afterwards."""
+    """The sample's own loop and reward, within `rollout.deadline_seconds` of its own time."""
     key = row_key(prompt.key, session)
     clock = asyncio.timeout(system.recipe.rollout.deadline_seconds)
 
@@ -167,7 +196,6 @@ async def _roll_out(
             system.timings.add(one.key, one.extra.get("seconds", {}))
         with system.spans.span("reward", key=key), system.timings.during(key, "reward"):
             judged = [finite(await system.rewards.judge(prompt, trajectory)) for trajectory in trajectories]
-    await _journal(system, prompt, judged, step)
     return judged
 
 
@@ -199,8 +227,16 @@ def _stopped(clock: asyncio.Timeout) -> Iterator[None]:
         clock.reschedule(loop.time() + left)
 
 
-async def _score(system: System, prompt: Prompt, trajectory: Trajectory | FarRow, gather: Gather) -> None:
-    """Ask the row's teacher, or its mixture of them, as soon as this rollout is there, and journal the answer."""
+async def _score(
+    system: System,
+    prompt: Prompt,
+    trajectory: Trajectory | FarRow,
+    gather: Gather,
+    journal: RowJournal,
+    safe: Awaitable[None] | None,
+) -> None:
+    """Ask the row's teacher, or its mixture of them, as soon as this rollout is there, and journal the answer once the rollout
+    is `safe`."""
     assert system.router is not None
     weights = prompt.columns.get(system.recipe.data.mixture_key)
     teacher = system.router.route(routing_value(system, prompt)) if weights is None else None
@@ -220,12 +256,14 @@ async def _score(system: System, prompt: Prompt, trajectory: Trajectory | FarRow
             scores = await score_far_mixture(system.far_scoring, item, shares, ask)
         else:
             scores = await score_mixture(system.router, item, weights or {}, ask)
-    with suppress(LeaseLost):  # its group was taken out meanwhile
-        if isinstance(scores, FarScores):
-            assert system.row_workers is not None
+    if safe is not None:
+        await safe
+    if isinstance(scores, FarScores):
+        assert system.row_workers is not None
+        with suppress(LeaseLost):  # its group was taken out meanwhile
             await system.row_workers.plane.adopt(PARTITION, {item.key: scores.written})
-        else:
-            await system.plane.put(PARTITION, {item.key: score_columns(scores)})
+    else:
+        await journal.put(lambda: Written({item.key: score_columns(scores)}))
 
 
 def _score_item(system: System, trajectory: Trajectory | FarRow) -> ScoreItem:

@@ -11,7 +11,9 @@ once for each mini-batch. So nothing below depends on how a mini-batch is split.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -60,9 +62,14 @@ async def batch_of(system: System, lease: Lease) -> tuple[AnyBatch, dict[str, fl
     return assemble(lease.meta.keys, columns, dtype), rollout_metrics(columns)
 
 
+_LEARNER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="understudy-update")
+"""The same thread every time: what torch plans for a kernel (cuDNN's attention, some 40 ms a shape) it keeps for the thread."""
+
+
 async def update(system: System, batch: AnyBatch) -> StepResult:
-    """One trainer step, on a worker thread so that health checks and the display go on meanwhile."""
-    return await asyncio.to_thread(learn, system, batch)
+    """One trainer step, on a thread of its own so that health checks and the display go on meanwhile."""
+    job = partial(contextvars.copy_context().run, learn, system, batch)
+    return await asyncio.get_running_loop().run_in_executor(_LEARNER, job)
 
 
 def learn(system: System, batch: AnyBatch) -> StepResult:

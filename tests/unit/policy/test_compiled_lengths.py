@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_student import qwen3
+from small_student import VOCAB, qwen3
 from transformers import AttentionInterface
 
+from understudy.engines import grouped_attention
 from understudy.policy import compiled
 from understudy.policy.attention import VARLEN, varlen_attention
+from understudy.policy.load import switch_off_dropout
 from understudy.policy.packed import lay_out
 
 
@@ -46,13 +48,20 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch._dynamo.reset()
 
 
-def test_no_lengths_of_later_micro_batches_make_it_compile_again(graphs: list[Any]) -> None:
+@pytest.mark.parametrize("group", [False, True])
+def test_no_lengths_of_later_micro_batches_make_it_compile_again(
+    graphs: list[Any], group: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`group`: rows filled up to a few lengths, where that pays."""
+    monkeypatch.setattr(grouped_attention, "ROUND", 8)
+    if group:
+        AttentionInterface.register(VARLEN, varlen_attention)
     model = qwen3()
     model.set_attn_implementation(VARLEN)
     compiled.compile_layers(model)
 
     def forward(lengths: Sequence[int]) -> None:
-        line = lay_out(torch.zeros(1, sum(lengths), dtype=torch.long), lengths, share=False)
+        line = lay_out(torch.zeros(1, sum(lengths), dtype=torch.long), lengths, group=group)
         # As on a GPU: a bound, rounded up.
         longest = 1 << (max(lengths) - 1).bit_length()
         options = line.options | {"max_length_q": longest, "max_length_k": longest}
@@ -65,3 +74,29 @@ def test_no_lengths_of_later_micro_batches_make_it_compile_again(graphs: list[An
     for lengths in ([16] * 5, [16], [16] * 4 + [15], [7], [3, 3], [30, 9, 2]):
         forward(lengths)
     assert len(graphs) == first
+
+
+def test_compiled_layers_learn_what_plain_ones_do_from_filled_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the compiler's own backward pass: attention is one operator to it, and its gradient another."""
+    monkeypatch.setattr(grouped_attention, "ROUND", 8)
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    found = []
+    for compile_it in (True, False):
+        model = qwen3()
+        switch_off_dropout(model)
+        model.set_attn_implementation(VARLEN)
+        if compile_it:
+            compiled.compile_layers(model)
+        for lengths in ([16] * 5 + [8], [24, 24]):
+            ids = torch.arange(sum(lengths))[None] % VOCAB
+            line = lay_out(ids, lengths, group=compile_it)
+            assert ("groups" in line.options) == compile_it
+            states = model.model(
+                input_ids=line.ids_1U, position_ids=line.position_ids_1U, use_cache=False, **line.options
+            ).last_hidden_state
+            states.square().mean().backward()
+        found.append([parameter.grad for parameter in model.model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
+from transformers import Qwen3Config
 
+from understudy.engines.grouped_attention import (
+    HOPPER,
+    NO_GROUPS,
+    grouped_attention,
+    in_groups,
+    takes_groups,
+)
 from understudy.policy.attention import _flash, _side_by_side
 from understudy.policy.microbatch import Layout
 from understudy.policy.optimizer import AdamWSettings
@@ -37,6 +46,42 @@ def test_flash_kernel_equals_the_plain_twin(window: int | None, kv_heads: int) -
         results.append([out, *(leaf.grad for leaf in leaves)])
     for fast, plain in zip(*results, strict=True):
         assert (fast.double() - plain).abs().max() < 3e-2 * max(1.0, plain.abs().max().item())
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (16, 8, 128), (9, 3, 64)])
+def test_grouped_attention_equals_the_plain_twin(heads: int, kv_heads: int, size: int, grouped: bool) -> None:
+    """cuDNN's kernels over rows of one length, FlashAttention where there are no groups; forward and backward."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    lengths = [640] * 5 + [128, 64]
+    groups = in_groups(np.array(lengths))
+    assert groups is not None
+    bounds = torch.from_numpy(groups.bounds).cuda()
+    table = torch.from_numpy(groups.table_G3) if grouped else NO_GROUPS
+
+    def draw(count: int) -> torch.Tensor:
+        # As a layer has it: heads first, and the line a transposed view.
+        whole = torch.randn(count, sum(lengths), size, device="cuda", generator=generator)
+        return whole.to(torch.bfloat16).transpose(0, 1)
+
+    parts, slope = [draw(count) for count in (heads, kv_heads, kv_heads)], draw(heads)
+    found = []
+    for dtype, told in ((torch.bfloat16, (table, bounds)), (torch.float64, (table.clone(), bounds.cpu()))):
+        device = "cuda" if dtype == torch.bfloat16 else "cpu"
+        leaves = [part.to(device, dtype).requires_grad_() for part in parts]
+        mixed, _ = grouped_attention(*leaves, *told, 640, size**-0.5, True)
+        found.append([mixed, *torch.autograd.grad(mixed, leaves, slope.to(device, dtype))])
+    for fast, plain in zip(*found, strict=True):
+        assert (fast.cpu().double() - plain).norm() < 8e-3 * plain.norm()
+
+
+def test_this_gpu_takes_groups_if_it_is_new_enough() -> None:
+    """A refusal is only a warning and a slower step: it should be seen here."""
+    new_enough = torch.cuda.get_device_capability()[0] >= HOPPER
+    config = Qwen3Config(num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    for learns in (False, True):
+        found = takes_groups(torch.device("cuda", 0), torch.bfloat16, config, learns=learns)
+        assert found == new_enough
 
 
 def test_packed_is_chosen_and_equals_padded() -> None:

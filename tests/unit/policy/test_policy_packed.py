@@ -8,6 +8,8 @@ import pytest
 import torch
 from small_student import VOCAB, cross_entropy, llama, plain_loss, qwen3, token_mean, windowed
 
+from understudy.engines import grouped_attention
+from understudy.policy import attention, packed
 from understudy.policy.assemble import Assembler
 from understudy.policy.forward import StudentForward, attention_for
 from understudy.policy.load import switch_off_dropout
@@ -104,6 +106,47 @@ def test_a_last_layer_that_somebody_waits_for_is_called_whole(reason: str) -> No
         assert torch.allclose(mine, theirs, atol=1e-5)
     assert bool(seen) == (reason == "hook")
     assert watched.fed > int(batch.loss_mask.values.sum())
+
+
+@pytest.fixture
+def grouping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As on a GPU whose attention is fastest over rows of one length. How many groups each pass had."""
+    seen: list[int] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *told: Any) -> Any:
+        seen.append(int((told[0][:, 1] > 0).sum()))
+        return grouped_attention.grouped_attention(query, key, value, *told)
+
+    monkeypatch.setattr(packed, "takes_groups", lambda *_, **__: True)
+    monkeypatch.setattr(grouped_attention, "ROUND", 4)
+    monkeypatch.setattr(grouped_attention, "WORTH_ROUNDING", 2.0)
+    monkeypatch.setattr(attention, "grouped_attention", attend)
+    return seen
+
+
+@pytest.mark.parametrize("worth", [2.0, 1.0])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_filled_up_to_one_length_are_trained_as_if_each_were_alone(
+    name: str, checkpointing: bool, worth: float, grouping: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_attention, "WORTH_ROUNDING", worth)
+    batch, watched = related_rows(4), Watched(name)
+    if checkpointing:
+        watched.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for mine, theirs in zip(trained(watched.model, batch), expected(name, batch), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+    assert len(grouping) == (4 if checkpointing else 2)
+    assert min(grouping) > 1 if worth > 1 else max(grouping) == 0
+    wanted = sum(len(row) - 1 for row in batch.tokens)
+    assert watched.read > wanted if worth > 1 else watched.read < wanted  # filling; or beginnings read once
+
+
+def test_a_windowed_layer_among_filled_rows_sees_its_row(grouping: list[int]) -> None:
+    batch = related_rows(6)
+    found = trained(windowed(), batch)[0]
+    assert found.item() == pytest.approx(plain_loss(windowed(), batch).item(), abs=1e-5)
+    assert len(grouping) == 1  # the other layer
 
 
 def test_a_windowed_layer_sees_the_row_and_not_the_tree() -> None:

@@ -63,7 +63,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return graph.forward
 
     monkeypatch.setattr(body, "BACKEND", count)
-    monkeypatch.setattr(varlen, "takes_groups", lambda *_: True)
+    monkeypatch.setattr(body, "takes_groups", lambda *_, **__: True)
     monkeypatch.setattr(varlen, "varlen_attention", attend)  # `register` puts it in the place of the real one
     torch._dynamo.reset()
     yield made

@@ -25,6 +25,7 @@ from transformers import (
     GraniteForCausalLM,
 )
 
+from understudy.engines import grouped_attention
 from understudy.errors import TeacherError
 from understudy.teacher import packing
 from understudy.teacher.body import Layout
@@ -332,8 +333,8 @@ def test_sequences_rounded_up_in_groups_score_the_same(
     family: str, budget: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a Hopper GPU's attention is given: equal lengths side by side, a few tokens too many in each."""
-    monkeypatch.setattr(packing, "ROUND", 8)
-    monkeypatch.setattr(packing, "WORTH_ROUNDING", 2.0)
+    monkeypatch.setattr(grouped_attention, "ROUND", 8)
+    monkeypatch.setattr(grouped_attention, "WORTH_ROUNDING", 2.0)
     folder = request.getfixturevalue(family)
     scorer = Scorer(
         "t", load_frozen(str(folder)), ScorerOptions(max_batch_tokens=budget, layout=Layout.PACKED)
@@ -354,7 +355,7 @@ def test_sequences_rounded_up_in_groups_score_the_same(
     assert grouped and max(grouped) > 1
 
 
-def test_groups_are_powers_of_two_of_equal_lengths() -> None:
+def test_groups_are_of_equal_lengths() -> None:
     tokens, lengths = np.arange(7 * 200, dtype=np.int32), np.array([190, 130, 190, 128, 190, 60])
     starts = np.arange(6) * 200
     packed = packing.pack_in_groups(tokens, starts, lengths, [Family((i,), 0) for i in range(6)])
