@@ -13,7 +13,7 @@ Only names travel between caller and callee; the bytes go straight between the p
 runs. The first positional argument may be columns, a `BatchMeta`, a `Lease` (then the write is fenced by it), or
 TransferQueue's `KVBatchMeta` or columnar `BatchMeta` (then the answer is one too; see transfer_queue_meta.py). A returned dict is columns to be written; anything else is handed to the caller as it is. Bodies may be sync or async;
 sync bodies run in a thread, so they never hold up the event loop. From a thread without an event loop, a sync function
-called with a meta blocks until it is done.
+called with a meta blocks until it is done. In a process that is not the plane's: bridge_elsewhere.py.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from understudy.dataplane.base import DataPlane, Lease
+from understudy.dataplane.base import Columns, Lease
 from understudy.dataplane.columns import scatter
 from understudy.dataplane.transfer_queue_meta import in_kind, is_columnar, is_keyed, named_by
 from understudy.errors import DataPlaneError
@@ -37,9 +37,21 @@ from understudy.types.jagged import Jagged
 ColumnDict: TypeAlias = dict[str, Jagged | list[Any]]
 
 
+class ColumnPlace(Protocol):
+    """What a bridged function needs of a data plane."""
+
+    async def get(
+        self, meta: BatchMeta, fields: Sequence[str] | None = None
+    ) -> dict[str, Jagged | list[Any]]: ...
+
+    async def put(
+        self, partition: str, rows: Mapping[str, Columns], *, lease: Lease | None = None
+    ) -> BatchMeta: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Here:
-    plane: DataPlane
+    plane: ColumnPlace
     loop: asyncio.AbstractEventLoop
 
 
@@ -47,7 +59,7 @@ _here: ContextVar[_Here | None] = ContextVar("understudy_data_plane", default=No
 
 
 @contextmanager
-def serving(plane: DataPlane) -> Iterator[None]:
+def serving(plane: ColumnPlace) -> Iterator[None]:
     """Bridged functions called inside (also from threads started by `asyncio.to_thread`) use this plane."""
     token = _here.set(_Here(plane, asyncio.get_running_loop()))
     try:
@@ -91,7 +103,7 @@ def _in_event_loop() -> bool:
 
 
 async def _run(
-    plane: DataPlane,
+    plane: ColumnPlace,
     function: Callable[..., Any],
     is_async: bool,
     fields: tuple[str, ...],

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Self
 
 import transfer_queue
 
-from understudy.dataplane.base import Retain, RowStatus
+from understudy.dataplane.base import Lease, Retain, RowStatus
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.folder import FolderLock
 from understudy.dataplane.frame import SpillRef, decode
@@ -144,10 +144,11 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         tags: Mapping[str, Mapping[str, Any]] | None = None,
         *,
         status: RowStatus = RowStatus.FINISHED,
+        lease: Lease | None = None,
     ) -> BatchMeta:
         """`put` for rows that a process elsewhere has written: it is the announcement that makes them count."""
         self._check()
-        return await self._intake.adopt(partition, rows, tags, status)
+        return await self._intake.adopt(partition, rows, tags, status, lease)
 
     async def cells(self, written: Written) -> dict[str, Any]:
         """Columns that a process elsewhere has written, adopted or not, from the run directory."""

@@ -253,18 +253,23 @@ class QueueIntake(Intake):
         return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
 
     async def adopt(
-        self, partition: str, rows: Mapping[str, Written], tags: Tags | None, status: RowStatus
+        self,
+        partition: str,
+        rows: Mapping[str, Written],
+        tags: Tags | None,
+        status: RowStatus,
+        lease: Lease | None,
     ) -> BatchMeta:
         """`put` of rows whose columns somebody else has written."""
         store, given = self._queue, checked_tags(tags)
         home = store.partition(partition)
         try:
-            room = self._look(home, rows, None)
+            room = self._look(home, rows, lease)
             if room:
                 await store.admission.admit(room, 0)
                 home = store.partition(partition)
                 try:
-                    self._look(home, rows, None)
+                    self._look(home, rows, lease)
                 except BaseException:
                     store.admission.leave(room)
                     store.admission.serve()

@@ -179,3 +179,21 @@ def test_large_columns_live_on_disk_and_come_back(rig: Rig) -> None:
 
     rig.run(write, spill_bytes=4096)
     rig.run(read, spill_bytes=4096)
+
+
+def test_reserved_rows_enter_a_full_plane_past_whoever_waits(rig: Rig) -> None:
+    """A batch that lacks one row must not stand behind rows that wait for this batch to be trained."""
+
+    async def body(plane: Any) -> None:
+        await plane.issue("train", keys(2), step=1, reserved=True)
+        later = asyncio.create_task(plane.issue("train", keys(2, start=5), step=2))
+        assert await is_waiting(later)
+        await asyncio.wait_for(plane.evict("train", keys(1), "no signal"), 1)
+        await asyncio.wait_for(plane.issue("train", ["z_0_0"], step=1, reserved=True), 1)
+        assert await is_waiting(later)
+        await put_all(plane, [keys(2)[1], "z_0_0"])
+        await plane.ack(await asyncio.wait_for(plane.claim("train", 2), 1), 1)
+        await asyncio.wait_for(later, 1)
+        assert (await plane.depth("train")).rows == 2
+
+    rig.run(body, max_rows=2)

@@ -1,0 +1,54 @@
+"""A process that knows a queue, a run directory and some bridged functions: it runs errands, one line each, until its input ends."""
+
+import asyncio
+import base64
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from understudy.dataplane.bridge import ColumnDict, bridged
+from understudy.dataplane.bridge_elsewhere import Errand, FarBridge
+from understudy.dataplane.transfer_queue_link import QueueAddress
+from understudy.dataplane.transfer_queue_writer import RowWriter
+from understudy.types.jagged import Jagged
+
+
+@bridged("tokens")
+def measure(columns: ColumnDict, factor: int = 1) -> ColumnDict:
+    tokens: Any = columns["tokens"]
+    return {
+        "length": [len(row) * factor for row in tokens],
+        "squares": Jagged(tokens.values.to(torch.float32).square(), tokens.offsets),
+    }
+
+
+@bridged("squares")
+async def total(columns: ColumnDict) -> float:
+    squares: Any = columns["squares"]
+    return float(squares.values.sum())
+
+
+FUNCTIONS = {"measure": measure, "total": total}
+
+
+async def main() -> None:
+    told = json.loads(sys.stdin.readline())
+    writer = RowWriter(Path(told["folder"]), QueueAddress.load(told["address"]), prefix=told["prefix"])
+    far = FarBridge(writer)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        name, errand, arguments = json.loads(line)
+        given = msgspec.msgpack.decode(base64.b64decode(errand), type=Errand)
+        try:
+            answer = await far.run(FUNCTIONS[name], given, **arguments)
+            said = base64.b64encode(msgspec.msgpack.encode([answer.result, answer.written])).decode()
+        except Exception as error:
+            said = f"!{error}"
+        print("answer", said, flush=True)
+    writer.close()
+
+
+asyncio.run(main())
