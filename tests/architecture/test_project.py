@@ -1,6 +1,7 @@
 """What the README and the recipes promise exists."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,8 @@ def test_every_local_link_in_the_docs_leads_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if not link.startswith(("http://", "https://")):
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_page_of_speeds_is_what_the_result_files_say() -> None:
+    told = runpy.run_path(str(ROOT / "benchmarks" / "speed_page.py"))
+    assert told["PAGE"].read_text() == told["page"](), "run benchmarks/speed_page.py"

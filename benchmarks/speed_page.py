@@ -1,0 +1,83 @@
+"""docs/speed.md out of the result files: every goal with what was measured, met or not, and where a step's time goes.
+
+python benchmarks/speed_page.py            writes docs/speed.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
+INTRO = """# Speed
+
+Written by `benchmarks/speed_page.py` from the files in `benchmarks/results`: the newest of each benchmark and machine. Every row is a goal, met or
+missed, beside a peer or a floor that was measured in the same run; rows without a goal are left out. What was tried on the way, and why some goals
+are missed, stands in [experiments](experiments.md) and [fully async](async.md).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    files: str
+    """The beginning of a result file's name; the newest by date is read."""
+    command: str
+    only: str = ""
+    """A pattern for the rows shown; all that have a goal unless set."""
+    besides: str = ""
+    """A pattern for the units of rows that are shown without a goal: where a step's time goes, say."""
+
+
+SECTIONS = (
+    Section("A whole sync step on a GPU", "step-nvidia", "python benchmarks/step.py", besides="of a step"),
+    Section("A whole sync step on a CPU", "step_cpu", "python benchmarks/step_cpu.py", besides="of a step"),
+    Section("Fully async on one GPU", "async-nvidia", "python benchmarks/async.py --gpu --mps --every 1 2"),
+    Section("Fully async on a CPU, rollouts of long-tailed length", "async-aarch64", "python benchmarks/async.py"),
+    Section("Losses on a GPU", "losses-nvidia", "python benchmarks/losses.py", only=r"(top-64|full) forward KL: "),
+    Section("Losses on a CPU", "losses-cpu", "python benchmarks/losses_cpu.py"),
+    Section("Teacher scoring on a GPU", "scoring-nvidia", "python benchmarks/scoring.py", only="delivered"),
+    Section("Teacher scoring on a CPU", "scoring-cpu", "python benchmarks/scoring.py --cpu"),
+    Section("Rollouts on a GPU", "rollout-nvidia", "python benchmarks/rollout.py"),
+    Section("Weights between processes", "weights", "python benchmarks/weights.py", besides="."),
+    Section("The data plane", "dataplane", "python benchmarks/dataplane.py"),
+)  # fmt: skip
+
+
+def page() -> str:
+    return "\n".join([INTRO, *map(_section, SECTIONS)])
+
+
+def _section(section: Section) -> str:
+    newest = max(RESULTS.glob(f"{section.files}-*.json"), key=lambda path: path.stem[-10:])
+    found = json.loads(newest.read_text())
+    rows = found if isinstance(found, list) else found["rows"]
+    goals = [row for row in rows if row.get("goal") and re.search(section.only, row["name"])]
+    lines = [f"## {section.title}", "", f"`{section.command}`, {newest.name}", ""]
+    if goals:
+        lines += ["| | | beside | ratio | goal | |", "|---|---|---|---|---|---|", *map(_goal, goals), ""]
+    besides = [row for row in rows if section.besides and re.search(section.besides, row["unit"])]
+    if besides:
+        lines += ["| | |", "|---|---|"]
+        lines += [f"| {row['name']} | {_number(row['value'])} {row['unit']} |" for row in besides] + [""]
+    return "\n".join(lines)
+
+
+def _goal(row: dict[str, Any]) -> str:
+    beside = f"{row['peer']}: {_number(row['peer_value'])}" if row.get("peer_value") is not None else ""
+    ratio = "" if row.get("ratio") is None else f"{row['ratio']:.3g}"
+    met = "met" if row["met"] else "**missed**"
+    return f"| {row['name']} | {_number(row['value'])} {row['unit']} | {beside} | {ratio} | {row['goal']} | {met} |"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
