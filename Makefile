@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray with-ray models format clean
+.PHONY: quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray test-loggers with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -43,6 +43,11 @@ test-vllm: $(VENV)/.installed-dev .venv-vllm/.installed
 test-ray: $(VENV)/.installed-ray
 	$(PYTEST) -m ray --timeout 900 tests/contract
 	$(PYTEST) -m "ray or not ray" --timeout 900 tests/ray
+
+# Every logger with its real package; `make test` has tensorboard's alone.
+test-loggers: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,wandb,trackio,mlflow]"
+	$(PYTEST) tests/unit/observability/test_loggers.py
 
 # About 360 MB more; nothing but the cluster's tests needs it.
 with-ray: $(VENV)/.installed-ray
