@@ -18,7 +18,8 @@ from understudy.rollout.dataset import load_dataset
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
-from understudy.trainers.evaluate import Examiner, eval_prompts, measures
+from understudy.trainers.evaluate import eval_prompts, measures
+from understudy.trainers.examiner import Examiner
 from understudy.trainers.loading import copy_weights, load_model
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory

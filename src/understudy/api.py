@@ -44,7 +44,7 @@ def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = T
         recipe = load_recipe(Path(recipe))
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
-    problems = preflight(recipe)
+    problems = preflight(recipe, progress=progress)
     if problems:
         raise ConfigError(problems)
     return _outside_a_loop(lambda: asyncio.run(launch(recipe, progress=progress)))

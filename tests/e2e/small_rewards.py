@@ -1,5 +1,9 @@
 """Rewards for small runs: what a student of a few thousand parameters can be told apart by."""
 
+import itertools
+import os
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,3 +27,28 @@ def broken_for_some(row: Mapping[str, Any], text: str) -> float:
 def immense(row: Mapping[str, Any], text: str) -> float:
     """Finite, and more than a gradient can hold."""
     return 1e38 if sum(map(ord, text)) % 3 == 0 else 0.0
+
+
+_judged = itertools.count(1)
+
+
+def hangs_later(row: Mapping[str, Any], text: str) -> float:
+    """Answers as often as HANGS_AFTER says and then never again; for ever where it says nothing."""
+    if next(_judged) > int(os.environ.get("HANGS_AFTER", sys.maxsize)):
+        time.sleep(3600)
+    return varied(row, text)
+
+
+def broken_held_out(row: Mapping[str, Any], text: str) -> float:
+    """As rows of a held-out file say: `trouble` 1 gives NaN, 2 raises, 0 is judged; training rows have no trouble."""
+    if row.get("trouble") == 2:
+        raise ValueError("no judge for this one")
+    return float("nan") if row.get("trouble") == 1 else varied(row, text)
+
+
+good_judgements = itertools.repeat(False)
+
+
+def immense_later(row: Mapping[str, Any], text: str) -> float:
+    """`varied` as long as `good_judgements` are left, `immense` from then on."""
+    return varied(row, text) if next(good_judgements, False) else immense(row, text)

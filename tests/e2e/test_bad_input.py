@@ -25,7 +25,9 @@ def told(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         said = []
         for command in ("check", "train"):
             assert main([command, str(path)]) == 2
-            said.append(capsys.readouterr().err)
+            lines = capsys.readouterr().err.splitlines(keepends=True)
+            # A busy machine may have taken long enough to be told how far it has come.
+            said.append("".join(line for line in lines if not line.startswith(("reading ", "checking "))))
             assert "Traceback" not in said[-1]
         assert not (tmp_path / "never").exists(), "nothing may be started or written"
         assert said[0] == said[1]

@@ -1,5 +1,6 @@
 """The engine in a process of its own: the same run to the bit, also when that process is killed on the way."""
 
+import asyncio
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from small_runs import start_cli, write_toml
 import understudy
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import read_metrics, without_clock
+from understudy.trainers.launch import resume
 
 Make = Callable[..., dict[str, Any]]
 SMALL = {"trainer__steps": 3, "trainer__checkpoint_every": 3, "rollout__n": 2}
@@ -60,6 +62,24 @@ def test_a_run_with_an_engine_process_is_the_same_run_even_when_it_is_killed(
     log = (run / "logs" / "trainer.log").read_text()
     assert "engine process lost" in log and "is back, with weights of version" in log
     assert not weights.exists(), "snapshots are removed with the run"
+
+
+@pytest.mark.slow
+def test_adapters_alone_reach_an_engine_process(recipe: Make) -> None:
+    """`student.lora.publish = "adapter"`: the run that merged weights give, a fraction of the bytes, and a resume takes it up."""
+    pytest.importorskip("peft")
+    small = {"trainer__steps": 2, "trainer__checkpoint_every": 2, "rollout__processes": 1}
+    adapters = {"rank": 1, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+    merged = understudy.train(recipe("merged", **small, student__lora=adapters), progress=False)
+    table = recipe("alone", **small, student__lora={**adapters, "publish": "adapter"})
+    alone = understudy.train(table, progress=False)
+    for ours, theirs in zip(alone.metrics, merged.metrics, strict=True):
+        assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], abs=1e-6)
+        sent, whole = (line["perf/weights/published_bytes"] for line in (ours, theirs))
+        assert 0 < sent < whole / 10, f"{sent:.0f} bytes instead of {whole:.0f}"
+    assert alone.metrics[1]["rollout/weight_version/min"] == 1
+    longer = asyncio.run(resume(alone.dir, ["trainer.steps=3"], progress=False))
+    assert longer.metrics[2]["rollout/weight_version/min"] == 2
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 from small_runs import run_cli, write_toml
 
+import understudy
+from understudy.cli.main import main
 from understudy.observability.metrics import read_metrics, without_clock
 from understudy.policy.checkpoint import CheckpointStore
 
@@ -101,3 +103,28 @@ def test_a_resumed_run_lists_what_changed_and_goes_further(place: Path, recipe: 
     after = [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
     assert after[: len(before)] == before and after[-1]["step"] == 7 and "val/pass@1" not in after[-1]
     assert json.loads((run / "recipe.json").read_text())["trainer"]["steps"] == 7
+
+
+def test_the_command_measures_the_model_that_was_measured(
+    recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A penalty and a precision that change greedy answers: `eval RUN` heeds both, as `val/accuracy` did."""
+    data = tmp_path / "eval.jsonl"
+    data.write_text("\n".join(Path(recipe()["data"]["train"]).read_text().splitlines()[:24]) + "\n")
+    reward = "small_rewards:varied"
+    table = recipe(
+        data__eval=str(data), data__reward=reward, trainer__steps=1, rollout__repetition_penalty=1.7,
+        student__dtype="bfloat16",
+    )  # fmt: skip
+    run = understudy.train(table, progress=False)
+    assert main(["eval", str(run.dir)]) == 0
+    said = capsys.readouterr().out
+    found = next(float(line.split()[1]) for line in said.splitlines() if line.startswith("accuracy "))
+    assert found == pytest.approx(run.metrics[-1]["val/accuracy"], abs=1e-4)
+    plain = recipe(
+        "plain", data__eval=str(data), data__reward=reward, trainer__steps=1, student__dtype="bfloat16"
+    )
+    other = understudy.train(plain, progress=False)
+    assert abs(other.metrics[0]["val/accuracy"] - run.metrics[0]["val/accuracy"]) > 1e-3, (
+        "it does change them"
+    )

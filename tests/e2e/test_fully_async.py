@@ -100,6 +100,25 @@ def test_prompts_that_teach_nothing_are_replaced_within_their_window(recipe: Mak
     check_filtered(run.dir)
 
 
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("max_rows", [20, pytest.param(28, marks=pytest.mark.slow)])
+def test_a_replaced_prompt_never_waits_for_a_place_behind_a_later_window(recipe: Make, max_rows: int) -> None:
+    """Windows of 15 rows in a plane of 20: the next window stands at the door while places of this one are filled again. In one of
+    28, it would enter by the room of the very rows that are to be replaced."""
+    run = understudy.train(
+        recipe(trainer__max_staleness=1.0, dataplane__max_rows=max_rows, **FILTERED, **ASYNC), progress=False
+    )
+    check_filtered(run.dir)
+    assert sum(line["rows/evicted"] for line in run.metrics) == audit(run.dir).evicted
+    assert all(line["rows/evicted"] == line.get("rows/evicted/no_signal", 0) for line in run.metrics)
+    assert all(line["perf/async/slots"] == max_rows // 3 for line in run.metrics)
+    assert all(line["perf/queue_depth"] <= max_rows for line in run.metrics)
+    log = (run.dir / "logs" / "trainer.log").read_text()
+    assert log.count(f"dataplane.max_rows = {max_rows} lets producers run") == 1
+    names = {json.loads(line)["name"] for line in (run.dir / "spans.jsonl").read_text().splitlines()}
+    assert "issue rows" in names
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["async.after_claim:2", "async.after_ack:3", "async.after_publish:3"])
 def test_kill_9_and_resume_while_prompts_are_replaced(recipe: Make, tmp_path: Path, fault: str) -> None:
@@ -207,7 +226,7 @@ def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
     for name in table["teachers"]:
         table["teachers"][name] |= {"placement": "pool", "pool": "p", "urls": []}
         table["teachers"][name].pop("token_env")
-    table["cluster"] = {"pools": {"p": {"cpus_per_node": 2}}}
+    table["cluster"] = {"pools": {"p": {"cpus_per_node": 4}}, "roles": {"student": "p"}}
     code, output = run_cli("check", str(write_toml(tmp_path / "a.toml", table)))
     assert code == 2 and "run.determinism = 'full'" in output and "share no pool" in output
     code, output = run_cli("check", str(write_toml(tmp_path / "b.toml", recipe(trainer__sync_every=2))))
@@ -218,6 +237,16 @@ def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
     table = recipe(trainer__lend_after=1.0, rollout__stop=["."], **ASYNC)
     code, output = run_cli("check", str(write_toml(tmp_path / "d.toml", table)))
     assert code == 2 and "sits in the trainer's process already" in output and "rollout.stop" in output
+
+
+def test_teachers_may_have_a_pool_of_their_own(recipe: Make) -> None:
+    table = recipe(trainer__steps=2, cluster={"pools": {"judges": {"cpus_per_node": 1}}}, **ASYNC)
+    model = table["teachers"]["add"]["model"]
+    table["teachers"] = {"add": {"model": model, "placement": "pool", "pool": "judges"}}
+    run = understudy.train(table, progress=False)
+    report = audit(run.dir)
+    assert report.balanced and report.per_step == {1: 16, 2: 16}
+    assert run.last["teacher/add/rows"] == 16
 
 
 def test_doctor_says_what_a_run_waits_for(recipe: Make) -> None:

@@ -1,6 +1,7 @@
 """Ctrl-C once: finish the step, save, leave. Twice: leave now. No orphan either way."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -13,7 +14,9 @@ import pytest
 from small_runs import ASSETS, run_cli, start_cli, write_toml
 
 from understudy.dataplane.ledger import audit
+from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import read_json
+from understudy.observability.watchdog import read_waits
 
 Make = Callable[..., dict[str, Any]]
 
@@ -91,6 +94,82 @@ def test_while_starting_there_is_nothing_to_save(local: tuple[Path, Path]) -> No
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in output, output
     assert all_gone(family)
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        ("sync", "SIGTERM"),
+        pytest.param("fully_async", "SIGINT", marks=pytest.mark.slow),
+        pytest.param("drained", "SIGTERM", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_whose_rewards_never_come_is_given_up(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, how: str
+) -> None:
+    """More rewards hang than the event loop has threads. The step before is saved, and a resume trains every prompt once."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("HANGS_AFTER", "40")
+    changes: dict[str, Any] = {"data__reward": "small_rewards:hangs_later", "trainer__steps": 5}
+    if mode != "sync":
+        changes["trainer__mode"] = "fully_async"
+        changes["trainer__partial_rollouts"] = mode != "drained"
+    table = recipe(mode, trainer__checkpoint_every=5000, **changes)
+    run = Path(table["run"]["dir"])
+    process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+    until_held_up(process, run, "reward")
+    assert_leaves(process, run, how)
+    monkeypatch.delenv("HANGS_AFTER")
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    report = audit(run)
+    assert report.balanced and report.in_flight == 0 and report.per_step == dict.fromkeys(range(1, 6), 16)
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"), [("fully_async", "SIGTERM"), pytest.param("sync", "SIGINT", marks=pytest.mark.slow)]
+)
+def test_a_step_whose_teacher_stands_still_is_given_up(
+    local: tuple[Path, Path], tmp_path: Path, mode: str, how: str
+) -> None:
+    path, run = local
+    process = start_cli("train", str(path), f"trainer.mode={mode}", "--quiet")
+    _, *teachers = family = until_training(process, run)
+    for teacher in teachers:
+        teacher.suspend()
+    until_held_up(process, run, "score")
+    code, output = run_cli("doctor", str(run))
+    assert code == 0 and f"running as process {process.pid}" in output, output
+    place = "window" if mode == "fully_async" else "step"
+    chain = rf"train waits for rows of {place} (\d+) .* <- produce {place} \1 waits for \d+ × scores of teacher (add|sort) .*"
+    assert re.search(chain + r" <- teacher \2: .*replica 0 healthy, \d+ requests", output), output
+    assert_leaves(process, run, how)
+    assert all_gone(family, seconds=0)
+
+
+def until_held_up(process: subprocess.Popen[str], run: Path, name: str) -> None:
+    """Waits until the watchdog has seen spans of this name, and nothing else, for two seconds."""
+    deadline = time.monotonic() + 120
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.2)
+        if (run / "waits.json").exists():
+            entry, waits = read_waits(run / "waits.json")
+            if entry["seconds_without_progress"] > 2 and name in {wait.name for wait in waits}:
+                return
+
+
+def assert_leaves(process: subprocess.Popen[str], run: Path, how: str) -> None:
+    """One signal; within 30 s the process is gone, and the last finished step is saved."""
+    os.kill(process.pid, getattr(signal, how))
+    output, _ = process.communicate(timeout=30)
+    lines = read_metrics(run / "metrics.jsonl")
+    assert process.returncode == 130 and f"understudy resume {run}" in output, output
+    assert "Traceback" not in output and "never retrieved" not in output, output
+    steps = [int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*")]
+    assert read_json(run / "state.json")["status"] == "stopped" and steps == [lines[-1]["step"]]
+    assert audit(run).balanced
 
 
 @pytest.mark.slow

@@ -190,6 +190,12 @@ def test_a_nan_reward_is_a_dead_letter_and_takes_its_group_along(recipe: Make) -
     assert "gave nan for row" in letters
     assert report.trained % 3 == 0 and report.evicted > 0
     assert any("its group lost" in reason for reason in report.reasons)
+    for name, kind, count in (
+        ("evicted", "group_failed", report.evicted),
+        ("dead_letters", "dataerror", report.dead),
+    ):
+        assert sum(line[f"rows/{name}"] for line in run.metrics) == count
+        assert sum(line.get(f"rows/{name}/{kind}", 0) for line in run.metrics) == count
 
 
 @pytest.fixture(scope="module")

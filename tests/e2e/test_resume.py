@@ -1,5 +1,6 @@
 """Kill -9 anywhere, resume, and the run is bit-identical to one that was never interrupted."""
 
+import json
 import random
 import signal
 import time
@@ -149,7 +150,7 @@ def test_fast_mode_reuses_what_the_journal_holds(recipe: Make, tmp_path: Path) -
     assert code == 0, output
     report = audit(Path(table["run"]["dir"]))
     assert report.balanced and report.trained == STEPS * 16
-    rolled_out = sum('"name": "rollout"' in line for line in spans.read_text().splitlines())
+    rolled_out = sum(json.loads(line)["name"] == "rollout" for line in spans.read_text().splitlines())
     assert rolled_out == 16, (
         "only the last step's rows are rolled out after the kill: the first three are in the journal"
     )

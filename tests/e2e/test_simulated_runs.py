@@ -51,3 +51,7 @@ def test_fully_async_runs_are_predicted_within_15_percent_from_their_phase_times
         f"{run.costs}"
     )
     assert predicted.rows_per_second == pytest.approx(run.rows_per_second, rel=0.15)
+    for side, share in run.idle.items():
+        on_paper = getattr(predicted, f"{side}_idle")
+        print(f"staleness {staleness}: {side} idle {share:.2f} measured, {on_paper:.2f} predicted")
+        assert on_paper == pytest.approx(share, abs=0.15)

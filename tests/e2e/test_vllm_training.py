@@ -21,6 +21,7 @@ from understudy.engines.vllm import VLLMEngine
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.trainers.build import build
+from understudy.trainers.interrupts import Interrupts
 from understudy.trainers.student_servers import PYTHON_VARIABLE
 from understudy.trainers.sync import take_step
 from understudy.trainers.system import System
@@ -70,7 +71,7 @@ def test_two_steps_with_live_weights(
             async with build(parsed, run, processes, LiveView(2, enabled=False)) as system:
                 assert not system.deterministic and isinstance(system.engine, VLLMEngine)
                 before = [p.detach().clone() for p in system.policy.model.parameters()]
-                first = await take_step(system, 1)
+                first = await take_step(system, 1, Interrupts(print))
                 assert any(
                     not torch.equal(old, new)
                     for old, new in zip(before, system.policy.model.parameters(), strict=True)
@@ -79,7 +80,7 @@ def test_two_steps_with_live_weights(
                 if signal_kind == "topk":
                     (child,) = system.engine.children.values()
                     os.kill(child.ready["pid"], signal.SIGKILL)
-                second = await take_step(system, 2)
+                second = await take_step(system, 2, Interrupts(print))
                 assert first["rollout/weight_version/min"] == 0 and second["rollout/weight_version/min"] == 1
                 await _writes_with_the_trained_weights(system, version=2)
         finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from understudy.errors import EngineError
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.single_turn import SingleTurn
 from understudy.types.prompt import Prompt
@@ -19,4 +20,18 @@ class Troubled:
             raise RuntimeError("the environment broke")
         if prompt.ordinal in self._hangs:
             await asyncio.sleep(3600)
+        return await SingleTurn().run(prompt, context)
+
+
+class GivesOut:
+    """Serves training, and the first `good` answers to held-out problems; then its engine is gone."""
+
+    def __init__(self, good: int) -> None:
+        self._good, self._answers = good, 0
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.key.startswith("eval-"):
+            self._answers += 1
+            if self._answers > self._good:
+                raise EngineError("the engine of this loop is gone")
         return await SingleTurn().run(prompt, context)

@@ -178,7 +178,7 @@ def test_servers_and_workers_killed_as_they_write_cost_no_row(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and killed == 2, output[-3000:]
     said = log.read_text()
-    assert said.count("died; starting it again") >= 2
+    assert said.count("; started again in ") >= 2
     assert not any(one.is_running() for one in servers_of_the_dead), "they end with their door"
     assert len(re.findall(r"_0_0 is begun again", said)) > 1
     assert_whole(tmp_path / "run", ROWS * steps)

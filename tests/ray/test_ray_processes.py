@@ -146,6 +146,7 @@ def test_a_wish_that_does_not_fit_is_refused_in_seconds_with_the_cluster_drawn(
     began = time.monotonic()
     with pytest.raises(ClusterError) as caught:
         asyncio.run(open_on(cluster, tmp_path, layout("a-0", "a-1", spread=Spread.STRICT)))
-    assert time.monotonic() - began < 90
+    # Five seconds for what others give back, and Ray's own connecting and leaving on a machine that has other work.
+    assert time.monotonic() - began < 30
     assert "room was found for 1" in str(caught.value) and "free 2 CPU" in str(caught.value)
     assert not ray.is_initialized(), "the connection is given back"

@@ -100,7 +100,7 @@ def test_a_ray_of_the_runs_own_lasts_while_the_run_goes_back(tmp_path: Path, mon
     raylets = [one.pid for one in family if one.name() == "raylet"]
     rank.kill()
     while "going back to step" not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.05)
     before = len(metrics.read_text().splitlines())
     while process.poll() is None and len(metrics.read_text().splitlines()) <= before:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from understudy.cli.reading import checked_recipe
+from understudy.config.capacity import capacity_notes
 from understudy.trainers.preflight import describe
 
 
@@ -18,9 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     console = Console()
-    objective = describe(checked_recipe(options.recipe, options.overrides))
+    recipe = checked_recipe(options.recipe, options.overrides)
+    objective = describe(recipe)
     console.print(f"objective  {objective.name}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"formula    {objective.formula}", highlight=False, markup=False, soft_wrap=True)
-    for note in objective.notes:
+    for note in (*objective.notes, *capacity_notes(recipe.trainer, recipe.rollout, recipe.dataplane)):
         console.print(f"note       {note}", highlight=False, markup=False, soft_wrap=True)
     console.print("the recipe is sound; `understudy plan` shows what it would start", highlight=False)

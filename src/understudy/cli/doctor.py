@@ -67,8 +67,10 @@ def _waits(run_dir: RunDir) -> None:
             f"{run_dir.path}: running as process {state['pid']}; last progress "
             f"{entry['seconds_without_progress'] + time.time() - entry['written']:.0f} s ago"
         )
+    for chain in entry.get("chains", []):
+        say(f"  {chain}")
     for wait in waits:
-        say(f"  {wait}")
+        say(f"  under way: {wait}")
     for name, value in entry["facts"].items():
         say(f"  {name:<28} {value}")
 

@@ -22,6 +22,7 @@ from understudy.cli import (
     export,
     plan,
     quickstart,
+    replay,
     resume,
     score,
     serve_teacher,
@@ -39,6 +40,7 @@ _COMMANDS = {
     "eval": evaluate,
     "audit": audit,
     "export": export,
+    "replay": replay,
     "doctor": doctor,
     "quickstart": quickstart,
     "serve-teacher": serve_teacher,
@@ -49,7 +51,7 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parsed(parser, arguments)
     if not hasattr(options, "run_command"):
         parser.print_help()
         return 2
@@ -75,6 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[red]error:[/] unexpected {type(error).__name__}: {escape(str(error))}")
         console.print("run the same command with --debug for the stack trace", style="dim")
         return 1
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Flags and `key=value` words in any order: argparse takes the words up to the first flag and no later ones, and its
+    `parse_intermixed_args` knows no commands."""
+    options, left = parser.parse_known_args(arguments)
+    if left and (not hasattr(options, "overrides") or any(word.startswith("-") for word in left)):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        options.overrides = [*options.overrides, *left]
+    return options
 
 
 def _say(console: Console, error: UnderstudyError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -12,19 +13,32 @@ from rich.table import Table
 from understudy.cli import plan_simulation
 from understudy.cli.reading import checked_recipe
 from understudy.cluster.devices import visible_gpus
+from understudy.config import Recipe
+from understudy.errors import ClusterError, ConfigError
 from understudy.observability.redact import redact
 from understudy.trainers.plan import plan_processes
 from understudy.trainers.ray_seating import ray_layout
-from understudy.trainers.seating import seat
+from understudy.trainers.seating import Seating, seat
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="a TOML recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.steps=10")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        help="plan for a machine with this many GPUs, and CPUs enough, instead of this one",
+    )
     plan_simulation.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> None:
+    if "=" in (options.simulate or "") and not Path(options.simulate).exists():
+        options.overrides, options.simulate = (
+            [*options.overrides, options.simulate],
+            "",
+        )  # a word, not its run
+    plan_simulation.check_flags(options)
     recipe = checked_recipe(options.recipe, options.overrides)
     console = Console()
     if options.simulate is not None:
@@ -33,12 +47,14 @@ def run(options: argparse.Namespace) -> None:
     console.print_json(json.dumps(redact(recipe.model_dump())))
     table = Table(title="processes", title_justify="left")
     for column in ("name", "what it does", "device", "parameters", "memory"):
-        table.add_column(column, justify="right" if column in ("parameters", "memory") else "left")
-    gpus = len(visible_gpus())
-    seating = seat(recipe, gpus if recipe.cluster.backend == "local" else None)
+        right = column in ("parameters", "memory")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column == "name")
+    seating = _seating(recipe, options.gpus)
     for process in plan_processes(recipe, seating):
         parameters = "unknown" if process.parameters is None else f"{process.parameters / 1e6:,.1f} M"
         memory = "unknown" if process.bytes is None else f"{process.bytes / 2**30:,.2f} GiB"
+        if process.host_bytes:
+            memory += f" + {process.host_bytes / 2**30:,.2f} GiB of the host"
         table.add_row(process.name, process.job, process.device, parameters, memory)
     console.print(table)
     if seating.placement.pools:
@@ -57,3 +73,23 @@ def run(options: argparse.Namespace) -> None:
         f"a checkpoint every {recipe.trainer.checkpoint_every} steps",
         highlight=False,
     )
+
+
+def _seating(recipe: Recipe, gpus: int | None) -> Seating:
+    """On this machine or on the one that was described; a Ray cluster's machines are only known to it."""
+    if recipe.cluster.backend != "local":
+        if gpus is not None:
+            raise ConfigError(
+                "--gpus describes one machine (cluster.backend = 'local'); on Ray pools say what there is"
+            )
+        return seat(recipe, None)
+    if gpus is not None:
+        if gpus < 0:
+            raise ConfigError(f"--gpus {gpus}: expected 0 or more")
+        return seat(recipe, gpus)
+    try:
+        return seat(recipe, len(visible_gpus()), os.cpu_count())
+    except ClusterError as error:
+        raise ClusterError(
+            f"{error}\n(for another machine, say what it has: understudy plan … --gpus N)"
+        ) from None

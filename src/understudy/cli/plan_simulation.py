@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from understudy.config import Recipe
 from understudy.errors import ConfigError
+from understudy.observability.rundir import RunDir
 from understudy.trainers.phase_times import MeasuredRun, batching_of, combined, measure, windows_of
 from understudy.trainers.recommend import Devices, recommend
 from understudy.trainers.simulate import simulate
@@ -27,6 +27,7 @@ from understudy.trainers.simulation_inputs import (
 from understudy.trainers.windows import Windows
 
 _STALENESS = (0.0, 0.5, 1.0, 2.0, 4.0)
+_DEVICE_FLAGS = ("devices", "engine_devices", "replica_devices", "trainer_devices")
 _COST_FLAGS = ("prefill_token", "host_row", "score_token", "update_fixed", "update_token", "publish")
 
 
@@ -45,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--also", action="append", default=[], metavar="RUN", help="one more run to take phase times from"
     )
     group.add_argument("--devices", type=int, help="GPUs to share out among rollout, trainer and teachers")
-    group.add_argument("--engine-devices", type=int, default=1, help="GPUs of one rollout engine")
-    group.add_argument("--replica-devices", type=int, default=1, help="GPUs of one teacher replica")
+    group.add_argument("--engine-devices", type=int, help="GPUs of one rollout engine (1)")
+    group.add_argument("--replica-devices", type=int, help="GPUs of one teacher replica (1)")
     group.add_argument(
-        "--trainer-devices", type=int, default=1, help="the trainer takes a multiple of this many GPUs"
+        "--trainer-devices", type=int, help="the trainer takes a multiple of this many GPUs (1)"
     )
     group.add_argument(
         "--decode",
@@ -56,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one decode step of one engine, for example 1:0.008,256:0.013",
     )
     for flag in _COST_FLAGS:
-        group.add_argument(
-            f"--{flag.replace('_', '-')}", type=float, metavar="SECONDS", help="in place of what was measured"
-        )
+        group.add_argument(_flag(flag), type=float, metavar="SECONDS", help="in place of what was measured")
     group.add_argument(
         "--lengths",
         metavar="Q0,…,Q1",
@@ -70,8 +69,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_flags(options: argparse.Namespace) -> None:
+    """Numbers that mean nothing, and flags that nobody would look at, are refused before anything is read."""
+    given = {
+        name: getattr(options, name)
+        for name in (*_DEVICE_FLAGS, *_COST_FLAGS, "decode", "lengths", "prompt_tokens", "batching", "also")
+        if getattr(options, name) not in (None, [])
+    }
+    if options.simulate is None and given:
+        raise ConfigError(
+            f"{', '.join(map(_flag, given))}: only --simulate looks at it; add --simulate, or leave it out"
+        )
+    if options.simulate is not None and options.gpus is not None:
+        raise ConfigError("--gpus is for drawing seats; --simulate shares out --devices")
+    least = {"prompt_tokens": 0} | dict.fromkeys(_DEVICE_FLAGS, 1) | dict.fromkeys(_COST_FLAGS, 0)
+    problems = [
+        f"{_flag(name)} {given[name]:g}: expected {bound} or more"
+        for name, bound in least.items()
+        if name in given and not (math.isfinite(given[name]) and given[name] >= bound)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _measured(run: str) -> MeasuredRun:
+    """Of a run directory that a run has written to."""
+    found = RunDir.open(run)
+    if not found.spans.is_file():
+        raise ConfigError(
+            f"{run} has no {found.spans.name}: nothing was measured there; give a run that took some steps"
+        )
+    return measure(found.path)
+
+
 def show(recipe: Recipe, options: argparse.Namespace, console: Console) -> None:
-    runs = [measure(Path(run)) for run in (options.simulate, *options.also) if run]
+    runs = [_measured(run) for run in (options.simulate, *options.also) if run]
     costs, work = _costs(options, runs), _work(options, recipe, runs)
     windows, partial = windows_of(recipe), recipe.trainer.partial_rollouts
     for run in runs:
@@ -95,7 +131,10 @@ def show(recipe: Recipe, options: argparse.Namespace, console: Console) -> None:
         console.print(table)
         return
     devices = Devices(
-        options.devices, options.engine_devices, options.replica_devices, options.trainer_devices
+        options.devices,
+        options.engine_devices or 1,
+        options.replica_devices or 1,
+        options.trainer_devices or 1,
     )
     best = recommend(devices, costs, work, windows, partial_rollouts=partial)
     for name, schedule in _schedules(windows):
@@ -137,7 +176,7 @@ def _costs(options: argparse.Namespace, runs: list[MeasuredRun]) -> Costs:
         given["decode"] = _step_time(options.decode)
     if runs:
         return replace(combined(runs), **given)
-    missing = [f"--{name.replace('_', '-')}" for name in ("decode", "update_token") if name not in given]
+    missing = [_flag(name) for name in ("decode", "update_token") if name not in given]
     if missing:
         raise ConfigError(
             f"--simulate without a run to measure needs {' and '.join(missing)}; or give a finished run: --simulate runs/NAME"
@@ -153,7 +192,7 @@ def _work(options: argparse.Namespace, recipe: Recipe, runs: list[MeasuredRun]) 
         work = Work(lengths, batching=batching_of(recipe))
     work = replace(work, n=recipe.rollout.n, max_batch=recipe.rollout.max_batch)
     if options.lengths is not None:
-        work = replace(work, lengths=quantile_lengths(_numbers("--lengths", options.lengths, ",")))
+        work = replace(work, lengths=quantile_lengths(_quantiles(options.lengths)))
     if options.batching is not None:
         work = replace(work, batching=Batching(options.batching))
     if options.prompt_tokens is not None:
@@ -167,14 +206,31 @@ def _step_time(text: str) -> StepTime:
         raise ConfigError(
             f"--decode {text!r}: expected ROWS:SECONDS,… above 0, for example 1:0.008,256:0.013"
         )
-    return StepTime(tuple(point[0] for point in points), tuple(point[1] for point in points))
+    rows, seconds = zip(*points, strict=True)
+    if len(set(rows)) < len(rows):
+        raise ConfigError(f"--decode {text!r}: two times for the same number of rows; give each number once")
+    if list(seconds) != sorted(seconds):
+        raise ConfigError(f"--decode {text!r}: a step with more rows cannot take less time; measure again")
+    return StepTime(rows, seconds)
+
+
+def _quantiles(text: str) -> list[float]:
+    found = _numbers("--lengths", text, ",")
+    if found != sorted(found) or found[0] < 0:
+        raise ConfigError(
+            f"--lengths {text!r}: expected quantiles from the least to the most, for example 50,300,900,4000"
+        )
+    return found
 
 
 def _numbers(flag: str, text: str, separator: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(separator)]
+        found = [float(part) for part in text.split(separator)]
     except ValueError:
-        raise ConfigError(f"{flag} {text!r}: expected numbers separated by {separator!r}") from None
+        found = [math.nan]
+    if not all(map(math.isfinite, found)):
+        raise ConfigError(f"{flag} {text!r}: expected numbers separated by {separator!r}")
+    return found
 
 
 def _one_of_each(costs: Costs) -> Split:

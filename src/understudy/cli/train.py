@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    recipe = checked_recipe(options.recipe, options.overrides)
+    recipe = checked_recipe(options.recipe, options.overrides, progress=not options.quiet)
     from understudy.trainers.launch import launch
 
     return finish(asyncio.run(launch(recipe, progress=not options.quiet)))

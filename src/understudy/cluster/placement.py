@@ -4,7 +4,7 @@
     claims   student, 4 units of 1         teacher-math, 3 units of 2
     seats    teacher-math/2, rank 1 ─> pool teachers, node 1, GPU 1
 
-A claim is a role's wish: so many units (ranks of a student or critic, engines, replicas, workers) of so many devices
+A claim is a role's wish: so many units (ranks of a student, engines, replicas, workers) of so many devices
 each. The devices of one unit talk to each other all the time, so a unit stays within a node, or takes whole nodes. Every
 backend seats its processes by the answer: local processes by device index, Ray by bundles.
 """
@@ -45,7 +45,7 @@ class Claim:
     """What a role wants of a pool."""
 
     role: str
-    """`student`, `rollout`, `critic`, `workers`, `teacher-NAME`."""
+    """`student`, `rollout`, `workers`, `teacher-NAME`."""
     pool: str
     units: int
     """Ranks, engines, replicas or workers."""

@@ -26,6 +26,7 @@ from ray.util.placement_group import (
 )
 
 from understudy.cluster.ray_layout import Bundle, GroupWish, NodeFacts, Spread, draw, misfit
+from understudy.cluster.ray_probe import require_answer
 from understudy.errors import ClusterError
 
 _LOCAL_OBJECT_STORE = 100 * 2**20
@@ -81,6 +82,8 @@ class RayCluster:
             return
         self._ours = True
         self._made_token = _require_token(settings)
+        if settings.address is not None:
+            require_answer(settings.address)
         options: dict[str, Any] = {} if settings.address else _local_options(settings)
         try:
             ray.init(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from understudy.config.models import StudentConfig, TeacherConfig
 from understudy.config.rollout import RolloutConfig
-from understudy.config.trainer import RunConfig, TrainerConfig
+from understudy.config.trainer import ClusterConfig, RunConfig, TrainerConfig
 
 _ASYNC_KEYS = ("max_staleness", "sync_every", "partial_rollouts", "adapt_admission", "lend_after")
 
@@ -22,6 +22,7 @@ def async_problems(
     run: RunConfig,
     student: StudentConfig,
     teachers: Mapping[str, TeacherConfig],
+    cluster: ClusterConfig,
 ) -> list[str]:
     if trainer.mode == "sync":
         defaults = TrainerConfig.model_fields
@@ -44,11 +45,12 @@ def async_problems(
         )
     if trainer.lend_after is not None:
         problems += _lending(trainer, rollout, run, student)
+    shared = {pool: role for role, pool in cluster.roles.items()}
     problems += [
-        f"teachers.{name}.placement = 'pool': a fully async run keeps its teachers busy all the time, so they share no pool "
-        "with the trainer; use 'standalone' or 'external'"
+        f"teachers.{name}.pool = {teacher.pool!r} is the pool of cluster.roles.{shared[teacher.pool]} too: a fully async run keeps "
+        "its teachers busy all the time, so they share no pool with others; give teachers one of their own, or use 'standalone'"
         for name, teacher in teachers.items()
-        if teacher.placement == "pool"
+        if teacher.placement == "pool" and teacher.pool in shared
     ]
     return problems
 

@@ -14,14 +14,17 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from understudy.errors import ConfigError
-
 
 class Section(BaseModel):
-    """Base of every config section: unknown keys are errors, values are never coerced across kinds."""
+    """Base of every config section: unknown keys are errors, values are never coerced across kinds, numbers are finite."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, validate_default=True, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
 
@@ -34,11 +37,6 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One line per finding of a validation error, deepest place first in words a user wrote."""
     return [_line(dict(finding), model) for finding in error.errors()]
-
-
-def problems_or_raise(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError(problems)
 
 
 def _line(finding: Mapping[str, Any], model: type[BaseModel]) -> str:

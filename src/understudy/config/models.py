@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from understudy.config.base import Section
+from understudy.config.devices import Device
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -21,6 +22,9 @@ class LoraConfig(Section):
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
     """Last parts of the names of the linear layers that get one."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engine processes (`rollout.processes`) get after an update: whole weights, or the adapters alone, which they merge into the
+    weights they loaded. `adapter` sends little, and keeps the adapted layers twice in each engine."""
 
 
 class StudentConfig(Section):
@@ -31,7 +35,7 @@ class StudentConfig(Section):
     trust_remote_code: bool = False
     dtype: DType = "float32"
     """Of the weights in forward and backward; masters stay float32."""
-    device: str = "auto"
+    device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
@@ -67,7 +71,7 @@ class TeacherConfig(Section):
     token_env: str | None = None
     """Environment variable that holds the bearer token of external servers."""
     dtype: DType = "float32"
-    device: str = "auto"
+    device: Device = "auto"
     """`auto` (a GPU of its own where there are several), `cpu`, `cuda` or `cuda:N` (that one, whoever else sits there)."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """Processes, and devices, that share one replica's model."""
@@ -120,12 +124,13 @@ class TeacherConfig(Section):
         wrong = [url for url in self.urls if not url.startswith(("http://", "https://"))]
         if wrong:
             raise ValueError(f"`urls` has {wrong[0]!r}; expected an address like 'http://host:8000'")
-        ours = [
-            key for key in _OF_OUR_PROCESSES if getattr(self, key) != type(self).model_fields[key].default
-        ]
+        fields = type(self).model_fields
+        ours = [key for key in _OF_OUR_PROCESSES if getattr(self, key) != fields[key].default]
         if ours:
+            usual = ", ".join(f"{key} = {fields[key].default!r}" for key in ours)
             raise ValueError(
-                f"`{ours[0]}` belongs to processes that this run starts; an external server was started with its own"
+                f"`{'`, `'.join(ours)}` {'belongs' if len(ours) == 1 else 'belong'} to processes that this run starts; an "
+                f"external server was started with its own; leave {'it' if len(ours) == 1 else 'them'} out ({usual})"
             )
 
     def _check_own(self) -> None:
@@ -133,6 +138,10 @@ class TeacherConfig(Section):
             raise ValueError(f"replicas = {self.replicas}: a teacher needs at least 1 replica")
         if self.urls:
             raise ValueError("`urls` belong to placement = 'external'")
+        if self.token_env:
+            raise ValueError(
+                "`token_env` belongs to placement = 'external': replicas that this run starts get a token of the run's own"
+            )
         if self.backend not in ("auto", "native"):
             raise ValueError(
                 f"backend = {self.backend!r} belongs to placement = 'external': replicas started here are native"
@@ -152,4 +161,7 @@ class TeacherConfig(Section):
             )
 
 
-_OF_OUR_PROCESSES = ("ports", "tensor_parallel", "compile", "trust_remote_code")
+_OF_OUR_PROCESSES = (
+    "replicas", "ports", "tensor_parallel", "threads", "device", "dtype", "max_batch_tokens", "compile", "revision",
+    "trust_remote_code",
+)  # fmt: skip

@@ -28,6 +28,18 @@ def _optimizer(recipe: Recipe) -> list[str]:
         problems.append(
             "trainer.ema_decay with [student.lora] would average adapters, which no engine can load by themselves; use one"
         )
+    if recipe.student.lora is not None and recipe.student.lora.publish == "adapter":
+        rollout = recipe.rollout
+        if rollout.engine != "hf":
+            problems.append(
+                f"student.lora.publish = 'adapter' is for engine processes of ours, which merge adapters themselves; {rollout.engine} "
+                "servers get merged weights: leave it out, or set rollout.engine = 'hf' and rollout.processes"
+            )
+        elif not rollout.processes:
+            problems.append(
+                "student.lora.publish = 'adapter': the engine is in the trainer's process, where no weights travel; set "
+                "rollout.processes, or leave it out"
+            )
     return problems
 
 

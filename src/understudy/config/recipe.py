@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from pydantic import Field, ValidationError, model_validator
 
 from understudy.config.async_checks import async_problems
 from understudy.config.base import Section, explain, nearest, unwrap
+from understudy.config.capacity import capacity_problems
 from understudy.config.cluster_checks import cluster_problems
 from understudy.config.critic import CriticConfig, ReferenceConfig
+from understudy.config.idle_keys import idle_problems
 from understudy.config.loss import LossConfig
+from understudy.config.model_paths import resolved_model
 from understudy.config.models import StudentConfig, TeacherConfig
 from understudy.config.objective_checks import objective_problems
 from understudy.config.rollout import DataConfig, RolloutConfig
@@ -155,8 +159,11 @@ def _resolve_paths(table: dict[str, Any], base: Path) -> None:
     models = [table.get(role) for role in ("student", "critic", "reference")]
     models += _tables(table.get("teachers"))
     for section in models:
-        if isinstance(section, dict) and "model" in section:
-            section["model"] = resolved(section["model"])
+        if not isinstance(section, dict) or not isinstance(section.get("model"), str):
+            continue
+        # What an external server calls its model need not be a folder here.
+        find = resolved if section.get("placement") == "external" else partial(resolved_model, base=base)
+        section["model"] = find(section["model"])
     data = table.get("data")
     if isinstance(data, dict):
         for key in ("train", "eval"):
@@ -225,20 +232,17 @@ def _cross_checks(recipe: Recipe) -> list[str]:
             f"trainer.eval_k = {recipe.trainer.eval_k} with rollout.temperature = 0: all samples of a problem would be the same; "
             "raise the temperature, or set trainer.eval_k = 0"
         )
-    if recipe.trainer.ranks > 1 and (
-        recipe.trainer.offload_optimizer or recipe.trainer.optimizer == "adamw_8bit"
-    ):
-        problems.append(
-            f"trainer.ranks = {recipe.trainer.ranks} spreads the optimizer's state over the ranks already; leave "
-            "trainer.offload_optimizer and trainer.optimizer = 'adamw_8bit' out"
-        )
     if recipe.trainer.ranks > 1 and recipe.student.device.startswith("cuda:"):
         problems.append(
             f"student.device = {recipe.student.device!r} with trainer.ranks = {recipe.trainer.ranks}: each rank takes a GPU "
             "of its own; write student.device = 'cuda'"
         )
     problems += objective_problems(recipe)
-    problems += async_problems(recipe.trainer, recipe.rollout, recipe.run, recipe.student, recipe.teachers)
+    problems += idle_problems(recipe)
+    problems += async_problems(
+        recipe.trainer, recipe.rollout, recipe.run, recipe.student, recipe.teachers, recipe.cluster
+    )
+    problems += capacity_problems(recipe.trainer, recipe.rollout, recipe.dataplane)
     problems += _routing(recipe)
     problems += _pools(recipe)
     problems += cluster_problems(recipe.cluster, recipe.dataplane)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from understudy.config.base import Section, nearest
+from understudy.config.devices import VisibleDevices
 
 AGENTS = ("single_turn", "tool", "verifiers")
 """The agent loops that ship."""
@@ -21,7 +22,7 @@ class RolloutConfig(Section):
     Ray cluster they may sit on other machines (`cluster.roles.rollout`)."""
     replicas: Annotated[int, Field(ge=1)] = 1
     """vLLM servers to start; each holds the whole student. On a Ray cluster they may sit on other machines (`cluster.roles.rollout`)."""
-    devices: list[str] = Field(default=[])
+    devices: list[VisibleDevices] = Field(default=[])
     """The GPUs of each vLLM server or engine process, as CUDA_VISIBLE_DEVICES wants them (`["1", "2,3"]`); empty leaves the choice to vLLM."""
     vllm_python: str | None = None
     """The interpreter of an environment that has vLLM; the variable UNDERSTUDY_VLLM_PYTHON when not set."""

@@ -78,7 +78,8 @@ class DataPlaneConfig(Section):
     storage_units: Annotated[int, Field(ge=1)] = 2
     """`transfer_queue`: processes that hold rows, spread over the machines; each takes a CPU, and so does their controller."""
     max_rows: Annotated[int, Field(ge=1)] = 100_000
-    """Rows in flight at most; producers wait when it is full, nothing is dropped."""
+    """Rows in flight at most, counting `rollout.n` for a prompt; producers wait when it is full, nothing is dropped. It holds a
+    window (`batch_size` · `n` · `sync_every`) at least; what it holds beyond that is how far ahead a fully async run may be."""
     max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """Of row data held in memory."""
     spill_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -111,7 +112,11 @@ class RestartsConfig(Section):
     anew after each checkpoint; 0 ends the run with the rank's own words."""
     rollout: Annotated[int, Field(ge=0)] = 5
     """An engine process (`rollout.processes`): so often in a row without having served for a minute, with a growing wait between;
-    then it is given up, and the run ends with its last words when none is left."""
+    then it is given up, and the run ends with its last words when none is left. A vLLM server that the run started, in the same
+    way: so often in a row without having answered a request."""
+    workers: Annotated[int, Field(ge=0)] = 10
+    """An agent-loop worker (`rollout.workers`): so often in a row without having finished a session; then it is given up, and the run
+    ends with the reason when none is left."""
     teacher: Annotated[int, Field(ge=0)] = 20
     """A replica of a teacher, counted and given up in the same way. Rows wait meanwhile, so it is tried for longer: 20 are eight
     minutes of waiting besides the starts themselves."""
@@ -128,8 +133,8 @@ class ClusterConfig(Section):
     """How long a child process may take until it is ready."""
     pools: dict[str, PoolConfig] = Field(default={})
     """Named slices of the machines; a teacher names its own with `pool`, other roles by `cluster.roles`."""
-    roles: dict[Literal["student", "rollout", "critic", "workers"], str] = Field(default={})
-    """Role → pool. A role that is not named is seated by the backend."""
+    roles: dict[Literal["student", "rollout", "workers"], str] = Field(default={})
+    """Role → pool. A role that is not named is seated by the backend; a critic and a reference sit with the student's leading rank."""
     restarts: RestartsConfig = RestartsConfig()
 
 

@@ -4,7 +4,9 @@ Rows are let in when they are *issued* (or put without having been issued), firs
 in never waits again; otherwise the plane could be full of rows that wait for columns, or of large keys while the small
 key a batch needs stands outside. So:
 
-- `max_rows` bounds the rows in flight; issuing waits at the bound.
+- `max_rows` bounds the rows in flight; issuing waits at the bound. Whoever counts its own rows against the bound issues them
+  `reserved`: they enter at once. The trainers do (`trainers/windows.py`), because a batch that waits for a few more rows must
+  not wait for room that only this batch will free.
 - `max_bytes` bounds the column bytes in memory. A row nobody issued waits for room; columns of a row that was
   issued go to the spill file when they do not fit, because whoever claims may be waiting for just this row.
 - A claim that waits for more rows lifts the byte bound (never the row bound) for the others too: a batch larger
@@ -64,6 +66,10 @@ class Admission:
                 self._queue.remove(entry)
             self.serve()
             raise
+
+    def take(self, rows: int) -> None:
+        """Room for rows whose issuer keeps to the bound itself: they stand in nobody's line."""
+        self.rows += rows
 
     def enter(self) -> None:
         """A row that may not wait: one more output of a session that is in already, or one read from the journal."""

@@ -152,12 +152,14 @@ class DataPlane(Protocol):
         step: int,
         group: GroupPolicy | None = None,
         tags: Mapping[str, Mapping[str, Any]] | None = None,
+        reserved: bool = False,
     ) -> tuple[str, ...]:
         """Record that these rows will be made for training step `step`; returns the keys that are new.
 
         A key in flight or settled already is left as it is and not returned: after a resume, issuing the same
         prompts again makes only what is missing. Waits while the plane is full; a row that was issued never waits
-        again. With `group`, the keys of this call that share a prompt become claimable together.
+        again. With `group`, the keys of this call that share a prompt become claimable together. `reserved` rows do not
+        wait: their issuer keeps its own rows below the bound.
         """
         ...
 
@@ -271,6 +273,10 @@ class DataPlane(Protocol):
         timeout: float | None = None,
     ) -> Depth:
         """The first depth for which `until` holds; looked at whenever the partition changes."""
+        ...
+
+    def take_removed(self, partition: str) -> Mapping[tuple[str, str], int]:
+        """Rows taken out since the last call, by ("dead" or "evicted", kind of reason)."""
         ...
 
     async def settle(self, step: int) -> None:

@@ -33,7 +33,7 @@ class Claims:
     ) -> Lease | None:
         """The lease if there is enough for it and nobody stands in line; otherwise `wait_in_line`."""
         store = self._store
-        if n > store.admission.max_rows:
+        if n > store.admission.max_rows and n > len(home.rows):
             raise DataPlaneError(
                 f"a claim of {n} rows from a plane of max_rows={store.admission.max_rows} would wait forever; "
                 "raise max_rows to at least one batch"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from understudy.dataplane.frame import decode, joined_arrays
+from understudy.dataplane.frame import decode, is_plain, joined_arrays
 from understudy.errors import DataPlaneError
 from understudy.types.jagged import Jagged
 
@@ -29,15 +29,18 @@ def gather(name: str, frames: Sequence[bytes], keys: Sequence[str]) -> Jagged | 
 
 
 def _cells(frames: Sequence[bytes]) -> list[Any]:
-    """What each frame holds. Words and numbers that many rows share (a teacher, a reason to stop) are read once."""
+    """What each frame holds. Words and numbers that many rows share (a teacher, a reason to stop, the sizes of a short answer)
+    are read once."""
     known: dict[bytes, Any] = {}
     cells = []
     for frame in frames:
         cell = known.get(frame, known)
         if cell is known:
             cell = decode(frame)
-            if isinstance(cell, str | int | float | None):
+            if isinstance(cell, str | int | float | None) or is_plain(cell):
                 known[frame] = cell
+        elif type(cell) is dict:
+            cell = cell.copy()  # every row has its own
         cells.append(cell)
     return cells
 

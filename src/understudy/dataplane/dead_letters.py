@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,25 @@ from understudy.observability.faults import point
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "dead_letters.jsonl"
+GROUP_LOST = "its group lost"
+"""How the reason of a row begins that was evicted because another of its group failed."""
 
 
 def detail(reason: str, evidence: Mapping[str, Any] | None = None) -> str:
     """What the ledger keeps. Evidence is shown, not computed with: what JSON cannot say is written as text."""
     return json.dumps({"reason": reason, "evidence": dict(evidence or {})}, default=repr)
+
+
+def kind_of_reason(told: str) -> str:
+    """What a `detail` says without what is particular to the row: few enough to be names of metrics.
+
+    >>> kind_of_reason(detail("no signal: all 4 rewards are 0")), kind_of_reason(detail("its group lost p7_0_0: DataError: …"))
+    ('no_signal', 'group_failed')
+    """
+    reason = str(json.loads(told)["reason"])
+    if reason.startswith(GROUP_LOST):
+        return "group_failed"
+    return re.sub(r"\W+", "_", reason.partition(":")[0].strip().lower())[:40] or "unknown"
 
 
 class DeadLetters:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,7 +39,7 @@ from understudy.dataplane.base import (
 )
 from understudy.dataplane.claims import Claims
 from understudy.dataplane.columns import gather
-from understudy.dataplane.dead_letters import DeadLetters, detail
+from understudy.dataplane.dead_letters import GROUP_LOST, DeadLetters, detail
 from understudy.dataplane.folder import FolderLock
 from understudy.dataplane.groups import GroupFilter
 from understudy.dataplane.intake import Intake
@@ -117,9 +118,10 @@ class EmbeddedDataPlane:
         step: int,
         group: GroupPolicy | None = None,
         tags: Mapping[str, Mapping[str, Any]] | None = None,
+        reserved: bool = False,
     ) -> tuple[str, ...]:
         self._check()
-        return await self._intake.issue(partition, keys, step, group, tags)
+        return await self._intake.issue(partition, keys, step, group, tags, reserved)
 
     async def put(
         self,
@@ -251,7 +253,7 @@ class EmbeddedDataPlane:
         group = row.group
         store.taken_out(home, [row], "dead", detail(reason, evidence))
         if group is not None and group.policy is GroupPolicy.DROP_GROUP:
-            store.taken_out(home, list(group.members), "evicted", detail(f"its group lost {key}: {reason}"))
+            store.taken_out(home, list(group.members), "evicted", detail(f"{GROUP_LOST} {key}: {reason}"))
         elif group is not None and group.rows:
             store.filter_complete(home, list(group.members)[:1])
         await store.journal.durable()
@@ -312,6 +314,11 @@ class EmbeddedDataPlane:
         timeout: float | None = None,
     ) -> Depth:
         return await self._claims.wait(self._home(partition), until, _finished(fields, where, step), timeout)
+
+    def take_removed(self, partition: str) -> Mapping[tuple[str, str], int]:
+        home = self._home(partition)
+        found, home.removed = home.removed, Counter()
+        return found
 
     # ---- checkpoints, start and end
 

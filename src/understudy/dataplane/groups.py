@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from understudy.types.trajectory import StopReason
-
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
@@ -37,11 +35,6 @@ def no_signal(rewards: Sequence[float], tolerance: float = 1e-6) -> str | None:
     if high - low > tolerance:
         return None
     return f"no signal: all {len(rewards)} rewards are {low:g}"
-
-
-def keep_complete(stop_reasons: Sequence[StopReason]) -> list[bool]:
-    """DAPO's over-long filtering: which sessions may carry loss. Truncated ones were cut, not wrong."""
-    return [reason is not StopReason.LENGTH for reason in stop_reasons]
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:

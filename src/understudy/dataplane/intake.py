@@ -24,14 +24,23 @@ class Intake:
         self._store = store
 
     async def issue(
-        self, partition: str, keys: Sequence[str], step: int, group: GroupPolicy | None, tags: Tags | None
+        self,
+        partition: str,
+        keys: Sequence[str],
+        step: int,
+        group: GroupPolicy | None,
+        tags: Tags | None,
+        reserved: bool = False,
     ) -> tuple[str, ...]:
         store = self._store
         given = checked_tags(tags)
         new = _unknown(store.partition(partition), keys)
         if not new:
             return ()
-        await store.admission.admit(len(new), 0)
+        if reserved:
+            store.admission.take(len(new))
+        else:
+            await store.admission.admit(len(new), 0)
         home = store.partition(partition)
         still = _unknown(home, new)  # someone may have issued them while this call waited
         store.admission.leave(len(new) - len(still))

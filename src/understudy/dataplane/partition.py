@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -48,6 +49,8 @@ class Partition:
     counts: dict[int, dict[RowStatus, int]] = field(default_factory=dict)
     """Rows by the step they were issued for, and by status."""
     leased: int = 0
+    removed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Rows dead-lettered or evicted since somebody last asked, by which of the two and kind of reason."""
     filter: GroupFilter | None = None
     serve_scheduled: bool = False
 

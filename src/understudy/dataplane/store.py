@@ -12,7 +12,7 @@ from typing import Any
 
 from understudy.dataplane.admission import Admission
 from understudy.dataplane.base import GroupPolicy, Retain, RowStatus, split_key
-from understudy.dataplane.dead_letters import DeadLetters, detail
+from understudy.dataplane.dead_letters import DeadLetters, detail, kind_of_reason
 from understudy.dataplane.frame import SpillRef, pack
 from understudy.dataplane.journal import Journal
 from understudy.dataplane.journal_schema import PACK_SHIFT
@@ -226,6 +226,7 @@ class Store:
     def taken_out(self, home: Partition, rows: list[Row], kind: str, told: str) -> None:
         """Dead or evicted, for good."""
         changes = self.journal.changes
+        home.removed[kind, kind_of_reason(told)] += len(rows)
         for row in rows:
             changes.note(kind, home.name, row.step, (row.key,), told)
             changes.rows_gone.append(row.id)

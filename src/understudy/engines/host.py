@@ -24,6 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from understudy.engines.adapters import AdaptedModel
 from understudy.engines.group_backend import gpu_id
 from understudy.engines.hf import HFEngine
 from understudy.engines.host_app import HostApp
@@ -67,8 +68,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def load_engine(args: argparse.Namespace) -> HFEngine:
-    """The student as the trainer loads it: safetensors only, the same attention, so that bits agree."""
+def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
+    """The student as the trainer loads it: safetensors only, the same attention, so that bits agree; and the same once more, for
+    adapters of it."""
     if args.trust_remote_code and args.revision is None and not Path(args.model).is_dir():
         raise EngineError(
             f"--trust-remote-code for {args.model} runs code from the hub: pin it with --revision"
@@ -88,7 +90,7 @@ def load_engine(args: argparse.Namespace) -> HFEngine:
         first = str(error).strip().split("\n", 1)[0]
         raise EngineError(f"the model {args.model} cannot be loaded: {first}") from error
     # The parameters keep requires_grad, as the trained ones do: without it torch picks other kernels, and other last bits.
-    return HFEngine(
+    engine = HFEngine(
         model,
         max_batch=args.max_batch,
         device=args.device,
@@ -97,6 +99,7 @@ def load_engine(args: argparse.Namespace) -> HFEngine:
         batching=Batching(args.batching),
         detokenize=_detokenize(args.model, options),
     )
+    return engine, AdaptedModel(model)
 
 
 def _detokenize(model: str, options: dict[str, Any]) -> Detokenize | None:
@@ -109,9 +112,11 @@ def _detokenize(model: str, options: dict[str, Any]) -> Detokenize | None:
 
 
 async def run(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
-    engine = load_engine(args)
+    engine, adapted = load_engine(args)
     address = sock.getsockname()[0]
-    app = HostApp(engine, token=token, weights=args.weights, address=address, device=args.device)
+    app = HostApp(
+        engine, token=token, weights=args.weights, address=address, device=args.device, adapted=adapted
+    )
 
     def ready() -> None:
         if args.ready_file is not None:

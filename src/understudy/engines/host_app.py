@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from torch import Tensor
 
+from understudy.engines.adapters import AdaptedModel, is_of_adapters
 from understudy.engines.base import Engine, GenerateRequest, Generation
 from understudy.engines.compositions import Compositions
 from understudy.engines.far import CallGivenUp
@@ -76,8 +78,10 @@ class HostApp:
         weights: Path | None,
         address: str = "127.0.0.1",
         device: str = "cpu",
+        adapted: AdaptedModel | None = None,
     ) -> None:
-        self._engine, self._weights = engine, weights
+        """`adapted` is the engine's own model, where it can take adapters alone."""
+        self._engine, self._weights, self._adapted = engine, weights, adapted
         self._receiver, self._receiving = Receiver(address, device), asyncio.Lock()
         self._aborted_through = -1
         self._compositions = Compositions(self._written)
@@ -131,8 +135,19 @@ class HostApp:
             if order.stream is not None:
                 # Tokens go on being written meanwhile; the new weights are taken over when all of them are here.
                 tensors = await asyncio.to_thread(self._receiver.receive, order.stream)
-            await self._engine.update_weights(order.version, tensors)
+            await self._engine.update_weights(order.version, await asyncio.to_thread(self._whole, tensors))
         return as_json({"version": self._engine.version})
+
+    def _whole(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Whole weights as they came; adapters merged into the base they belong to."""
+        coming = iter(tensors)
+        first = next(coming, None)
+        if self._adapted is None or first is None:
+            return () if first is None else chain([first], coming)
+        if is_of_adapters(first[0]):
+            return self._adapted.weights([first, *coming])
+        self._adapted.replaced()
+        return chain([first], coming)
 
     def _tensors(self, file: str | None) -> Iterator[tuple[str, Tensor]]:
         """One tensor after another, so that a snapshot is never held twice."""

@@ -18,7 +18,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
@@ -32,6 +31,7 @@ from understudy.engines.hosted_channel import HostChannel, HostLost
 from understudy.engines.hosted_delivery import WeightDelivery
 from understudy.engines.hosted_far import composed_call
 from understudy.engines.replicas import Endpoint, Replica, Replicas
+from understudy.engines.restarts import Restarts
 from understudy.engines.schedule import Batching
 from understudy.engines.traffic import Traffic
 from understudy.errors import EngineError, UnderstudyError
@@ -43,16 +43,6 @@ _BEAT_S = 5.0
 _TRIES = 5
 """Times one batch may lose its host: a batch that kills every process it meets is that batch's fault."""
 _NOT_BROUGHT_PAUSE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Restarts:
-    """How often a host is started again before it is given up: so often in a row without having served for `steady_s`."""
-
-    most: int = 5
-    first_wait_s: float = 0.5
-    longest_wait_s: float = 30.0
-    steady_s: float = 60.0
 
 
 class HostKeeper(Protocol):
@@ -297,8 +287,8 @@ class HostedEngine:
         limits = self._restarts
         try:
             while self._in_vain[host.name] < limits.most:
-                wait = min(limits.first_wait_s * 2 ** self._in_vain[host.name], limits.longest_wait_s)
                 self._in_vain[host.name] += 1
+                wait = limits.wait_before(self._in_vain[host.name])
                 try:
                     await self._bring_back(host)
                     return

@@ -185,6 +185,7 @@ class RemoteEngine:
                 return
             replica = self._replicas.pick(request.session, size, out_of_reach)
             if replica is None:
+                self._check_hope()
                 await asyncio.sleep(min(self._replicas.next_awake() + 0.01, 1.0))
                 continue
             try:
@@ -266,7 +267,7 @@ class RemoteEngine:
 
     async def replace(self, name: str, endpoint: Endpoint) -> None:
         """A server was started anew: gives it the newest weights before it gets any request."""
-        (replica,) = [replica for replica in self._replicas.all if replica.name == name]
+        replica = self._replica(name)
         old, self._clients[name] = self._clients[name], client_of(endpoint, self._connections)
         replica.endpoint = endpoint
         await old.aclose()
@@ -274,10 +275,13 @@ class RemoteEngine:
             await self._delivery.catch_up(replica)
             self._replicas.back(replica)
 
+    def _replica(self, name: str) -> Replica:
+        (replica,) = [replica for replica in self._replicas.all if replica.name == name]
+        return replica
+
     def withdraw(self, name: str) -> None:
         """A server is known to be gone: it gets nothing until `replace`."""
-        (replica,) = [replica for replica in self._replicas.all if replica.name == name]
-        self._replicas.gone(replica)
+        self._replicas.gone(self._replica(name))
         self._far.void(CallVoid(f"{name} is gone"), name)
 
     def is_withdrawn(self, name: str) -> bool:
@@ -335,6 +339,9 @@ class RemoteEngine:
     def _give_up(self, replica: Replica) -> bool:
         """Whether somebody brings this unreachable server back; nobody does, unless we started it."""
         return False
+
+    def _check_hope(self) -> None:
+        """Raises where none of the servers will ever serve again; they may always, unless we start them."""
 
     async def close(self) -> None:
         if self._closed:

@@ -44,6 +44,8 @@ class Replica:
     endpoint: Endpoint
     outstanding_tokens: int = 0
     sent_tokens: int = 0
+    answers: int = 0
+    """Requests it answered well, in all its lives."""
     failures: int = 0
     rests: int = 0
     resting_until: float = 0.0
@@ -93,6 +95,7 @@ class Replicas:
 
     def succeeded(self, replica: Replica, tokens: int) -> None:
         replica.outstanding_tokens -= tokens
+        replica.answers += 1
         replica.failures = replica.rests = 0
         replica.debt = 0.0
 

@@ -10,6 +10,7 @@ RUN/
   dataplane/         journal.sqlite: rows, leases and the ledger; dead_letters.jsonl: rows that failed, with the reason
   loggers/           what tensorboard, wandb, trackio and mlflow write, where they were asked for
   refused.jsonl      rows whose loss or gradient was not finite, where there were any
+  refused/           all that their update read, for `understudy replay`
   checkpoints/       step-000050/ …, latest
   logs/              one file per process
   report.html, curves.png, timeline.png
@@ -96,6 +97,10 @@ class RunDir:
     @property
     def refused(self) -> Path:
         return self.path / "refused.jsonl"
+
+    @property
+    def refused_rows(self) -> Path:
+        return self.path / "refused"
 
     @property
     def checkpoints(self) -> Path:

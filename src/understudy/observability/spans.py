@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,30 @@ class OpenSpan:
     name: str
     start: float
     about: Mapping[str, Any]
+    number: int = 0
+    parent: int | None = None
+    """The number of the span it was opened in, also by a task that was started there; None: in none."""
+
+
+_within: ContextVar[int | None] = ContextVar("span", default=None)
 
 
 class _Span:
     """The context of one span: a class, because a step has hundreds of them and a generator costs twice as much."""
 
-    __slots__ = ("_about", "_name", "_number", "_spans", "_start")
+    __slots__ = ("_about", "_name", "_number", "_parent", "_spans", "_start")
 
     def __init__(self, spans: Spans, name: str, about: Mapping[str, Any]) -> None:
         self._spans, self._name, self._about = spans, name, about
 
     def __enter__(self) -> None:
         self._start = time.monotonic()
-        self._number = self._spans.begin(self._name, self._start, self._about)
+        self._parent = _within.get()
+        self._number = self._spans.begin(self._name, self._start, self._about, self._parent)
+        _within.set(self._number)
 
     def __exit__(self, *raised: object) -> None:
+        _within.set(self._parent)
         self._spans.end(self._number, self._name, self._start, self._about)
 
 
@@ -55,9 +65,9 @@ class Spans:
     def span(self, name: str, **about: Any) -> AbstractContextManager[None]:
         return _Span(self, name, about)
 
-    def begin(self, name: str, start: float, about: Mapping[str, Any]) -> int:
+    def begin(self, name: str, start: float, about: Mapping[str, Any], parent: int | None = None) -> int:
         number = next(self._numbers)
-        self._open[number] = OpenSpan(name, start, about)
+        self._open[number] = OpenSpan(name, start, about, number, parent)
         return number
 
     def end(self, number: int, name: str, start: float, about: Mapping[str, Any]) -> None:

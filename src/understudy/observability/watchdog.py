@@ -1,9 +1,9 @@
 """Who waits for what, written down while a run lives; and said aloud when nothing has moved for long.
 
-Everything a run does is a span, so what it waits for is what has begun and not ended:
+Everything a run does is a span, so what it waits for is what has begun and not ended. Whoever knows how spans hang together
+draws them as chains (`graph`), from a task down to what holds it up:
 
-    the trainer waits for rows of step 7 ──> rollout 00000-0000031_0 (engine) ──> …
-                                          ╰─> score 00000-0000030_1 (teacher math)
+    train waits for rows of produce window 3 (12 s) <- produce window 3 waits for 12 scores … <- teacher math: replica 0 …
 
 A watchdog never ends a run: a teacher that is away is waited for on purpose. It ends the guessing.
 """
@@ -26,6 +26,8 @@ from understudy.observability.spans import OpenSpan, Spans
 logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS = 2.0
+Graph = Callable[[Sequence[OpenSpan], float], list[str]]
+"""What is open, and the time now: who waits for whom, a line each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,16 @@ async def watched(
     stall_seconds: float,
     tell: Callable[[str], None],
     facts: Callable[[], dict[str, Any]],
+    graph: Graph = lambda spans, now: [],
 ) -> AsyncIterator[None]:
     """Keep `path` up to date while the body runs; `facts` are figures of the moment worth knowing beside the waits."""
-    dog = asyncio.create_task(_watch(spans, path, stall_seconds, tell, facts), name="watchdog")
+    dog = asyncio.create_task(_watch(spans, path, stall_seconds, tell, facts, graph), name="watchdog")
     try:
         yield
     finally:
         dog.cancel()
         await asyncio.gather(dog, return_exceptions=True)
-        _write(path, "ended", [], 0.0, facts())
+        _write(path, "ended", [], 0.0, facts(), [])
 
 
 async def _watch(
@@ -85,17 +88,19 @@ async def _watch(
     stall_seconds: float,
     tell: Callable[[str], None],
     facts: Callable[[], dict[str, Any]],
+    graph: Graph,
 ) -> None:
     told_at = 0.0
     while True:
-        now = time.monotonic()
-        still, waits = now - spans.last_end, waiting_for(spans.under_way(), now)
-        await asyncio.to_thread(_write, path, "running", waits, still, facts())
+        now, under_way = time.monotonic(), spans.under_way()
+        still, waits, chains = now - spans.last_end, waiting_for(under_way, now), graph(under_way, now)
+        await asyncio.to_thread(_write, path, "running", waits, still, facts(), chains)
         if still > stall_seconds and now - told_at > stall_seconds:
             told_at = now
-            text = "; ".join(map(str, waits[:4])) or "nothing that left a trace"
+            text = "; ".join(map(str, chains[:4] or waits[:4])) or "nothing that left a trace"
             tell(f"nothing has moved for {still:.0f} s; under way: {text}")
-            logger.warning("stalled for %.0f s\n%s", still, "\n".join([*map(str, waits), *_task_lines()]))
+            lines = [*chains, *map(str, waits), *_task_lines()]
+            logger.warning("stalled for %.0f s\n%s", still, "\n".join(lines))
         await asyncio.sleep(min(_REFRESH_SECONDS, stall_seconds))
 
 
@@ -109,7 +114,14 @@ def _task_lines() -> list[str]:
     return sorted(lines)
 
 
-def _write(path: Path, status: str, waits: Sequence[Wait], still: float, facts: dict[str, Any]) -> None:
+def _write(
+    path: Path,
+    status: str,
+    waits: Sequence[Wait],
+    still: float,
+    facts: dict[str, Any],
+    chains: Sequence[str],
+) -> None:
     entry = {
         "status": status,
         "written": time.time(),
@@ -118,6 +130,7 @@ def _write(path: Path, status: str, waits: Sequence[Wait], still: float, facts: 
             {"name": wait.name, "count": wait.count, "seconds": round(wait.seconds, 1), "about": wait.about}
             for wait in waits
         ],
+        "chains": list(chains),
         "facts": facts,
     }
     write_atomically(path, json.dumps(entry, indent=1) + "\n")

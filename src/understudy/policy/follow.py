@@ -161,6 +161,9 @@ class LeadingPolicy:
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         return self._together({"do": "named_weights"}, self.policy.named_weights)
 
+    def named_adapters(self) -> list[tuple[str, torch.Tensor]]:
+        return self._together({"do": "named_adapters"}, self.policy.named_adapters)
+
     def averaged_weights(self) -> list[tuple[str, torch.Tensor]]:
         return self._together({"do": "averaged_weights"}, self.policy.averaged_weights)
 
@@ -351,6 +354,8 @@ def _obey(
             policy.logprobs(batch, head["max_tokens"], head["temperature"])
         case "named_weights":
             policy.named_weights()
+        case "named_adapters":
+            policy.named_adapters()
         case "averaged_weights":
             policy.averaged_weights()
         case "state":

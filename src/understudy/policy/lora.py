@@ -1,7 +1,8 @@
 """Low-rank adapters through peft (an optional extra): the base stays frozen, small matrices beside it learn.
 
 Adapters are put into the model in place, so that body, head and forward stay what they are. Engines and exports get
-merged weights under the base model's own names; checkpoints hold the adapters alone.
+merged weights under the base model's own names, or engine processes the adapters alone (`student.lora.publish`); checkpoints hold
+the adapters alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from understudy.engines.adapters import base_mark, merged, packed_adapter, packed_mark
 from understudy.errors import PolicyError
 
 _ADAPTER = "default"
@@ -71,19 +73,48 @@ def is_adapter(name: str) -> bool:
 def merged_weights(
     model: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
 ) -> list[tuple[str, torch.Tensor]]:
-    """Every weight of the base model by its own name, adapters added in. `whole` gathers a sharded tensor.
-
-    The product is added in float32 and rounded once, so that merging costs at most half a unit in the last place.
-    """
-    merged = []
+    """Every weight of the base model by its own name, adapters added in. `whole` gathers a sharded tensor."""
+    weights = []
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
         weight = whole(parameter.detach())
         if name.endswith(f"{_BASE}.weight"):
             layer: Any = model.get_submodule(name.removesuffix(f"{_BASE}.weight"))
-            down_RI = whole(layer.lora_A[_ADAPTER].weight.detach()).float()
-            up_OR = whole(layer.lora_B[_ADAPTER].weight.detach()).float()
-            weight = (weight.float() + layer.scaling[_ADAPTER] * (up_OR @ down_RI)).to(weight.dtype)
-        merged.append((name.replace(_BASE, ""), weight))
-    return merged
+            weight = merged(weight, *_adapter(layer, whole))
+        weights.append((name.replace(_BASE, ""), weight))
+    return weights
+
+
+@torch.no_grad()
+def adapter_tensors(
+    model: nn.Module, mark: bytes, whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> list[tuple[str, torch.Tensor]]:
+    """The adapters alone, by the names of the weights they belong to, with the mark of their base: what `engines.adapters` merges."""
+    packed: list[tuple[str, torch.Tensor]] = []
+    for name, _ in model.named_parameters():
+        if name.endswith(f"{_BASE}.weight"):
+            layer: Any = model.get_submodule(name.removesuffix(f"{_BASE}.weight"))
+            packed += packed_adapter(name.replace(_BASE, ""), *_adapter(layer, whole))
+    return [*packed, packed_mark(mark)]  # who sends them goes by the device of the first
+
+
+def mark_of_base(
+    model: nn.Module,
+    dtypes: Mapping[str, torch.dtype],
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> bytes:
+    """The mark of the frozen weights under the base model's own names, each in the type it is stored in."""
+    return base_mark(
+        (name.replace(_BASE, ""), whole(parameter.detach()).to(dtypes[name]))
+        for name, parameter in model.named_parameters()
+        if not is_adapter(name)
+    )
+
+
+def _adapter(
+    layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    down_RI = whole(layer.lora_A[_ADAPTER].weight.detach())
+    up_OR = whole(layer.lora_B[_ADAPTER].weight.detach())
+    return down_RI, up_OR, float(layer.scaling[_ADAPTER])

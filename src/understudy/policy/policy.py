@@ -38,10 +38,18 @@ from understudy.policy.head import output_layer, verify_head
 from understudy.policy.head_start import HeadStart, HeadStarts
 from understudy.policy.lanes import Lanes
 from understudy.policy.load import context_length, switch_off_dropout
-from understudy.policy.lora import LoraSettings, add_lora, is_adapter, merged_weights
+from understudy.policy.lora import (
+    LoraSettings,
+    adapter_tensors,
+    add_lora,
+    is_adapter,
+    mark_of_base,
+    merged_weights,
+)
 from understudy.policy.microbatch import Layout
 from understudy.policy.optimizer import AdamWSettings, MasterAdamW, assign
 from understudy.policy.plan import Plan, plan_step
+from understudy.policy.refused import RefusedRows, refused_rows
 from understudy.policy.rows import hold_rows, row_sums, trainable_rows
 from understudy.policy.schedule import Schedule
 from understudy.policy.shard import Alone, Ranks, whole
@@ -52,7 +60,7 @@ from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead, TeacherHead
 from understudy.types.loss_metrics import Metric, merge_metrics, metrics_to_host
 
-BadRows = Callable[[Batch, str], None]
+BadRows = Callable[[RefusedRows], None]
 """Called with the rows that broke a step and the reason, before the error is raised: the place to save them for replay."""
 
 
@@ -151,6 +159,8 @@ class Policy:
         self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw, self._dtypes)
         decay = settings.ema_decay
         self.average = WeightAverage(self.optimizer.masters, decay) if decay is not None else None
+        self._base_mark: bytes | None = None
+        """Of the frozen weights below adapters, once asked for."""
         self._head_starts = HeadStarts()
         self.on_backward: Callable[[], None] = _nothing
         """Called on the update's thread whenever a backward pass begins: the longest time in which it needs no Python, so the best
@@ -307,6 +317,15 @@ class Policy:
             ]
         return [(name, whole(p.detach()).to(self._dtypes[name])) for name, p in self.model.named_parameters()]
 
+    def named_adapters(self) -> list[tuple[str, torch.Tensor]]:
+        """The adapters alone, with the mark of the weights they belong to: for an engine that merges them itself
+        (`engines.adapters`). Every rank must ask."""
+        if self.settings.lora is None:
+            raise PolicyError("this student has no adapters; set [student.lora]")
+        if self._base_mark is None:
+            self._base_mark = mark_of_base(self.model, self._dtypes, whole)
+        return adapter_tensors(self.model, self._base_mark, whole)
+
     def averaged_weights(self) -> list[tuple[str, torch.Tensor]]:
         """The running average in place of the weights, in the form of `named_weights`."""
         if self.average is None:
@@ -434,7 +453,7 @@ class Policy:
         where = f"{len(bad)} row(s): {names}" if bad else "no single row: only their sum overflows"
         reason = f"step {self.step} stopped with {what}; {where}. The weights were not touched"
         if self.on_bad_rows is not None:
-            self.on_bad_rows(assembler.rows(bad or rows), reason)
+            self.on_bad_rows(refused_rows(assembler, bad or rows, reason, self.step))
         return PolicyError(reason)
 
     def _unsound_rows(self, assembler: Assembler, objective: Objective, rows: list[int]) -> list[int]:

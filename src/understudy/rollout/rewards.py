@@ -21,6 +21,7 @@ import numpy as np
 from understudy.errors import ConfigError, DataError
 from understudy.rollout.loading import load_object
 from understudy.rollout.render import Renderer
+from understudy.rollout.reward_threads import DaemonThreads
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
@@ -74,6 +75,7 @@ class Rewards:
 
     def __init__(self, rewards: Sequence[Reward], renderer: Renderer) -> None:
         self._rewards, self._renderer = tuple(rewards), renderer
+        self._threads = DaemonThreads()
 
     async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its reward (the weighted sum) and each function's own numbers as metrics."""
@@ -97,6 +99,7 @@ class Rewards:
             close = getattr(reward.function, "close", None)
             if inspect.iscoroutinefunction(close):
                 await close()
+        self._threads.shutdown()
 
     async def _ask(
         self, reward: Reward, row: Mapping[str, Any], answer: str | Trajectory, key: str
@@ -108,7 +111,8 @@ class Rewards:
                 result = await reward.function(row, answer)
             else:
                 # On a thread: a slow reward must not stop the other rollouts.
-                result = await asyncio.to_thread(reward.function, row, answer)
+                loop = asyncio.get_running_loop()
+                result = await loop.run_in_executor(self._threads, reward.function, row, answer)
         except Exception as error:
             raise DataError(
                 f"reward {reward.name} raised on row {key}: {type(error).__name__}: {error}"

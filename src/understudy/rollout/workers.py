@@ -4,7 +4,7 @@
 
 To the rest of the system this is a `LoopChoice` like any other: generation, seeds and batches stay with the run, so the
 results are the same as without workers. A worker that dies is started again and its sessions are run once more from the
-start; with the same seeds they draw the same tokens.
+start; with the same seeds they draw the same tokens. One that dies again and again without having finished any is given up.
 
 Workers with a `Keeper` (`worker.py`) keep trajectories themselves (`run_kept`) and run errands. Each piece of such work carries
 a ticket, given out for the life of one worker: what an earlier life still does is not mistaken for the work of a later one.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from understudy.errors import ConfigError, DataError, UnderstudyError
+from understudy.errors import ClusterError, ConfigError, DataError, UnderstudyError
 from understudy.rollout import worker_wire as wire
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.worker_channel import Channel, Traffic, WorkerDied
@@ -34,7 +34,6 @@ from understudy.types.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
-_MOST_IN_VAIN = 5
 _TRIES = 3
 """Times a session is begun; a prompt that kills its worker each time is that prompt's fault."""
 
@@ -94,8 +93,14 @@ class LoopWorkers:
         open_line: OpenLine = PipeLine.open,
         tickets: Tickets | None = None,
         extra: bytes = b"",
+        restarts: int = 10,
+        notify: Callable[[str], None] | None = None,
     ) -> None:
-        """`open_line` starts a worker; on this machine when not given. `tickets` and `extra` are for workers with a keeper."""
+        """`open_line` starts a worker; on this machine when not given. `tickets` and `extra` are for workers with a keeper.
+
+        A worker that was started again `restarts` times in a row without having finished a session is given up; `notify` is told
+        in words of each.
+        """
         self._open_line = open_line
         self._tickets = tickets
         self._lives = itertools.count(1)
@@ -113,8 +118,11 @@ class LoopWorkers:
         self._channels: list[Channel | None] = [None] * count
         self._starting = [asyncio.Lock() for _ in range(count)]
         self._left_out_until = [0.0] * count
-        self._in_vain = [0] * count
-        """Starts since one last succeeded."""
+        self._restarts, self._notify = restarts, notify or (lambda news: None)
+        self._starts = [0] * count
+        """Since a session was last finished there, that life's own start included."""
+        self._problems = [""] * count
+        """What a worker died of last, or why it could not be started."""
 
     async def start(self) -> None:
         await asyncio.gather(*(self._channel(i) for i in range(len(self._channels))))
@@ -157,10 +165,33 @@ class LoopWorkers:
         for _ in range(_TRIES):
             channel = self._living(prefer) or await self._least_loaded()
             try:
-                return await attempt(channel)
+                result = await attempt(channel)
             except WorkerDied as error:
                 logger.warning("%s; %s is begun again", error, what)
+                self._note(channel, str(error))
+            except UnderstudyError:
+                self._did_something(channel)
+                raise
+            else:
+                self._did_something(channel)
+                return result
         raise WorkersLost(f"{what}: its worker process died {_TRIES} times")
+
+    def _did_something(self, channel: Channel) -> None:
+        if channel in self._channels:
+            self._starts[self._channels.index(channel)] = 1
+
+    def _note(self, channel: Channel, problem: str) -> None:
+        if channel in self._channels:
+            self._problems[self._channels.index(channel)] = problem
+
+    def _is_given_up(self, index: int) -> bool:
+        """Not while it is being started for the last time: whoever waits for that may still be served."""
+        return self._is_spent(index) and not self._starting[index].locked()
+
+    def _is_spent(self, index: int) -> bool:
+        channel = self._channels[index]
+        return self._starts[index] > self._restarts and not (channel is not None and channel.alive)
 
     def _living(self, life: int | None) -> Channel | None:
         return next(
@@ -169,25 +200,30 @@ class LoopWorkers:
 
     async def _least_loaded(self) -> Channel:
         """A worker that cannot be started again now, because its machine is gone, is left out for a while. Where none lives they are
-        waited for, until each was started `_MOST_IN_VAIN` times in a row in vain."""
+        waited for, until each was given up."""
         while True:
             now = time.monotonic()
-            index = min(
-                range(len(self._channels)), key=lambda one: (self._left_out_until[one] > now, self._load(one))
-            )
+            left = [one for one in range(len(self._channels)) if not self._is_given_up(one)]
+            if not left:
+                raise self._none_left()
+            index = min(left, key=lambda one: (self._left_out_until[one] > now, self._load(one)))
             if self._left_out_until[index] > now:
-                await asyncio.sleep(min(self._left_out_until) - now)
+                await asyncio.sleep(min(self._left_out_until[one] for one in left) - now)
                 continue
             try:
                 return await self._channel(index)
             except _LeftOutError:
                 continue
             except UnderstudyError as error:
-                others = any(channel is not None and channel.alive for channel in self._channels)
-                if not others and min(self._in_vain) >= _MOST_IN_VAIN:
-                    raise
                 pause = self._left_out_until[index] - time.monotonic()
                 logger.warning("rollout worker %d is left out for %.0f s: %s", index, pause, error)
+
+    def _none_left(self) -> ClusterError:
+        reasons = "\n".join(dict.fromkeys(self._problems))
+        return ClusterError(
+            f"{reasons}\nNo rollout worker is left: each was started again {self._restarts} times in a row without having finished a "
+            "session (cluster.restarts.workers)"
+        )
 
     def _load(self, index: int) -> int:
         channel = self._channels[index]
@@ -198,18 +234,23 @@ class LoopWorkers:
             channel = self._channels[index]
             if channel is not None and channel.alive:
                 return channel
-            if self._left_out_until[index] > time.monotonic():
+            if self._left_out_until[index] > time.monotonic() or self._is_spent(index):
                 raise _LeftOutError
+            if self._starts[index] > 0:
+                times = f"{self._starts[index]} of {self._restarts}"
+                self._notify(
+                    f"{self._problems[index] or f'rollout worker {index} is gone'}; started again ({times})"
+                )
+            self._starts[index] += 1
             try:
                 line = await self._open_line(index)
                 fresh = Channel(line, f"rollout worker {index}", next(self._lives), self.traffic, self._ended)
                 await fresh.begin(self._setup)
-            except UnderstudyError:
-                self._in_vain[index] += 1
-                pause = _FIRST_PAUSE_SECONDS * 2 ** (self._in_vain[index] - 1)
+            except UnderstudyError as error:
+                self._problems[index] = f"rollout worker {index} could not be started: {error}"
+                pause = _FIRST_PAUSE_SECONDS * 2 ** (self._starts[index] - 1)
                 self._left_out_until[index] = time.monotonic() + min(pause, _LONGEST_PAUSE_SECONDS)
                 raise
-            self._in_vain[index] = 0
             self._channels[index] = fresh
             return fresh
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -54,6 +53,7 @@ from understudy.trainers.loading import LoadedModel, load_model, resolve_device
 from understudy.trainers.loops import Keeping, open_loops
 from understudy.trainers.prompt_facts import longest_prompt, mixed_teachers
 from understudy.trainers.ranks import start_ranks
+from understudy.trainers.refused import keep_refused
 from understudy.trainers.seating import with_rollout_devices
 from understudy.trainers.system import PARTITION, System
 from understudy.trainers.teacher_admin import open_for_requests
@@ -67,7 +67,6 @@ from understudy.trainers.teachers import (
     teacher_lanes,
 )
 from understudy.trainers.threads import lanes_of, products_of_lanes, torch_threads
-from understudy.types.batch import Batch
 from understudy.weights.base import WeightPublisher
 
 
@@ -107,7 +106,7 @@ async def build(
 
         policy, engine, publisher = await _policy_and_engine(recipe, run, processes, student, stack, view)
         await publisher.publish(0)
-        critic = await asyncio.to_thread(critic_of, recipe, partial(keep_refused, run))
+        critic = await asyncio.to_thread(critic_of, recipe, partial(keep_refused, run, "critic"))
         reference = await asyncio.to_thread(reference_of, recipe)
 
         plane = await open_plane(recipe, run, deterministic, stack)
@@ -122,7 +121,9 @@ async def build(
             reserve=recipe.rollout.max_new_tokens,
             template_options=recipe.rollout.template_options,
         )
-        loops, row_workers = await _loops(recipe, run, renderer, processes, plane, stack, far_scoring, engine)
+        loops, row_workers = await _loops(
+            recipe, run, renderer, processes, plane, stack, far_scoring, engine, view.note
+        )
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
         metrics = ToldMetrics(
@@ -190,12 +191,13 @@ async def _loops(
     stack: AsyncExitStack,
     far_scoring: FarScoring | None,
     engine: Engine,
+    notify: Callable[[str], None],
 ) -> tuple[Loops, RowWorkers | None]:
     """Agent loops; and the same workers once more, where they write rows themselves."""
     keeping = None
     if far_scoring is not None:
         keeping = Keeping(ROW_WORKER, plane.lent, settings_of(recipe, run, plane, PARTITION))
-    loops = await open_loops(recipe, renderer, run.path / "tokenizer", processes, stack, keeping)
+    loops = await open_loops(recipe, renderer, run.path / "tokenizer", processes, stack, keeping, notify)
     if far_scoring is None:
         return loops, None
     assert isinstance(loops, LoopWorkers)
@@ -214,7 +216,7 @@ async def _policy_and_engine(
 ) -> tuple[Policy | LeadingPolicy, Engine, WeightPublisher]:
     """In sync mode on one rank engine and policy share their tensors. Sharded ones are gathered into the engine's own whole
     model, adapters merged into it; and where rollouts go on while the optimizer writes, the engine needs its own as well."""
-    settings, on_bad_rows = policy_settings(recipe), partial(keep_refused, run)
+    settings, on_bad_rows = policy_settings(recipe), partial(keep_refused, run, "student")
     shared = recipe.trainer.ranks == 1 and recipe.trainer.mode == "sync" and recipe.student.lora is None
     engine = await open_engine(
         recipe, student, processes, view, shared=shared, deterministic=is_deterministic(recipe)
@@ -238,21 +240,6 @@ def _student_facts(recipe: Recipe, student: LoadedModel, prompts: Dataset) -> St
         partial(longest_prompt, student.tokenizer, prompts, room),
         mixed_teachers(prompts, recipe.data.mixture_key),
     )
-
-
-def keep_refused(run: RunDir, rows: Batch, reason: str) -> None:
-    """Rows whose loss or gradient was not finite, kept as they were, so that the step can be looked into."""
-    with run.refused.open("a") as handle:
-        for index, key in enumerate(rows.keys):
-            line = {
-                "key": key,
-                "reason": reason,
-                "tokens": rows.tokens[index].tolist(),
-                "loss_mask": rows.loss_mask[index].tolist(),
-            }
-            if rows.teacher_logprobs is not None:
-                line["teacher_logprobs"] = rows.teacher_logprobs[index].tolist()
-            handle.write(json.dumps(line) + "\n")
 
 
 def _checkpoints(recipe: Recipe, run: RunDir) -> CheckpointStore:

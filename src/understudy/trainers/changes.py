@@ -22,6 +22,9 @@ _ROUNDING = "the same up to rounding"
 _SCORED_ALIKE = "who scores, not what: a teacher's weights are compared with those the run began with"
 _MEASURED = "what is measured, not what is learnt"
 _KEPT = "what is kept on disk"
+_WRITTEN_ALIKE = "who generates, not what: seeds belong to the rows"
+_REACHED = "where the servers are, not what they serve"
+_PACE = "how far rollouts run ahead; rows in flight stay in their windows"
 
 ACCEPTED: Mapping[str, str] = {
     "trainer.steps": "how far the run goes; a schedule that decays does so over the new length from here on",
@@ -36,15 +39,28 @@ ACCEPTED: Mapping[str, str] = {
     "trainer.solved_at": _MEASURED,
     "trainer.max_dead_letters": "how many bad rows are put up with",
     "trainer.stall_seconds": "when the run says that it is stuck",
+    "trainer.max_staleness": _PACE,
+    "trainer.adapt_admission": _PACE,
+    "trainer.partial_rollouts": "what a publish waits for; every token keeps the version that wrote it",
+    "trainer.lend_after": "who generates, not what",
     "trainer.ranks": _ROUNDING,
     "trainer.micro_batch_tokens": _ROUNDING,
     "trainer.offload_optimizer": "where the optimizer's state lives",
     "student.device": _ROUNDING,
     "student.gradient_checkpointing": _ROUNDING,
     "student.compile": _ROUNDING,
+    "student.lora.publish": "how weights travel to the engines",
     "loss.backend": _ROUNDING,
     "rollout.max_batch": _ROUNDING,
-    "rollout.replicas": "who generates, not what",
+    "rollout.replicas": _WRITTEN_ALIKE,
+    "rollout.processes": _WRITTEN_ALIKE,
+    "rollout.workers": _WRITTEN_ALIKE,
+    "rollout.devices": _WRITTEN_ALIKE,
+    "rollout.vllm_python": _WRITTEN_ALIKE,
+    "rollout.urls": _REACHED,
+    "rollout.token_env": _REACHED,
+    "rollout.served_model": _REACHED,
+    "rollout.snapshots": _REACHED,
     "rollout.deadline_seconds": "how long one sample is waited for",
     "teachers.*.replicas": _SCORED_ALIKE,
     "teachers.*.placement": _SCORED_ALIKE,
@@ -69,6 +85,12 @@ ACCEPTED: Mapping[str, str] = {
 }
 """Keys that may change, each with the reason; `*` stands for any name."""
 
+ONLY_MORE: Mapping[str, str] = {
+    "trainer.max_staleness": "rows in flight may be further behind than the new bound allows",
+    "dataplane.max_rows": "rows in flight may be further ahead than the new bound has room for",
+}
+"""Accepted keys that may not be lowered in a fully async run: what the journal holds was written under the wider bound."""
+
 REFUSED: Mapping[str, str] = {
     "run.seed": "every sample's randomness derives from it",
     "run.determinism": "the rows in the journal were composed under the old rule",
@@ -78,11 +100,16 @@ REFUSED: Mapping[str, str] = {
     "loss": "the steps taken so far learnt from another objective",
     "critic": "the critic in the checkpoint was trained under the old value",
     "reference": "the steps taken so far were kept near another model",
+    "rollout.engine": "another engine writes other rows from the same seeds",
+    "rollout.engine_args": "they may change what vLLM writes",
+    "rollout.live_weights": "the rows trained so far were written by other weights",
+    "rollout.max_refills": "which prompts are trained depends on it",
     "rollout": "the rows trained so far were written under other rules",
     "data.eval": "accuracies before and after could not be compared",
     "data.reward": "rewards before and after could not be compared",
     "data": "the place in the data is counted in the old data",
     "trainer.batch_size": "the place in the data is counted in batches of the old size",
+    "trainer.sync_every": "rows in flight belong to windows of batch_size · sync_every prompts",
     "trainer.mode": "the two schedules hold different rows in the journal",
     "trainer": "the optimizer's state and the curves so far belong to the old value",
 }
@@ -119,11 +146,13 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
         if old.get(key) == new.get(key):
             continue
         reason = _accepted(key)
-        if reason is not None:
+        lowered = after.trainer.mode == "fully_async" and key in ONLY_MORE and new[key] < old[key]
+        if reason is not None and not lowered:
             accepted.append(Change(key, old.get(key), new.get(key), reason))
         else:
+            why = f"{ONLY_MORE[key]}; it may only be raised, or" if lowered else f"{_refused(key)};"
             problems.append(
-                f"cannot resume with {key} = {_shown(new.get(key))}, the run has {_shown(old.get(key))}: {_refused(key)}; "
+                f"cannot resume with {key} = {_shown(new.get(key))}, the run has {_shown(old.get(key))}: {why} "
                 "start a new run with `understudy train`"
             )
     if problems:

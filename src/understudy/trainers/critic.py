@@ -5,7 +5,7 @@ It lives whole in the trainer's process (on the leading rank, where there are se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from understudy.errors import CheckpointError
 from understudy.losses.value import ValueObjective
 from understudy.policy.critic import give_value_head, token_values
 from understudy.policy.optimizer import AdamWSettings
-from understudy.policy.policy import Policy, PolicySettings, StepResult
+from understudy.policy.policy import BadRows, Policy, PolicySettings, StepResult
 from understudy.policy.reference import FrozenModel
 from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.policy.state import PolicyState
@@ -39,7 +39,7 @@ class Critic:
     def __init__(self, policy: Policy, config: CriticConfig) -> None:
         self.policy = policy
         self.config = config
-        self._objective = ValueObjective(token_values, config.value_clip)
+        self.objective = ValueObjective(token_values, config.value_clip)
 
     @property
     def alone(self) -> bool:
@@ -50,10 +50,10 @@ class Critic:
         return self.policy.read(batch, token_values, max_tokens)
 
     def update(self, batch: AnyBatch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult:
-        return self.policy.update(batch, self._objective, weights, max_tokens, ends_step=ends_step)
+        return self.policy.update(batch, self.objective, weights, max_tokens, ends_step=ends_step)
 
 
-def critic_of(recipe: Recipe, on_bad_rows: Callable[[Batch, str], None]) -> Critic | None:
+def critic_of(recipe: Recipe, on_bad_rows: BadRows | None) -> Critic | None:
     """The critic this recipe asks for, loaded; None where its advantages need none."""
     if recipe.loss.advantage != "gae":
         return None
@@ -134,8 +134,12 @@ def restore_critic(system: System, state: PolicyState) -> None:
             f"the checkpoint holds {'no critic' if found is None else 'a critic'}, this recipe has "
             f"{'one' if found is None else 'none'}; resume with the recipe the run was started with"
         )
-    if system.critic is None or found is None:
-        return
+    if system.critic is not None and found is not None:
+        system.critic.policy.load_state(critic_state(state))
+
+
+def critic_state(state: PolicyState) -> PolicyState:
+    """The critic's own part of what `training_state` wrote."""
 
     def under(prefix: str) -> dict[str, torch.Tensor]:
         return {
@@ -144,4 +148,4 @@ def restore_critic(system: System, state: PolicyState) -> None:
             if name.startswith(prefix)
         }
 
-    system.critic.policy.load_state(PolicyState(under(_MODEL), under(_OPTIMIZER), found))
+    return PolicyState(under(_MODEL), under(_OPTIMIZER), state.progress["critic"])

@@ -28,6 +28,7 @@ from understudy.engines.dialects import DIALECTS
 from understudy.engines.gpu_handover import GpuHandover
 from understudy.engines.hf import HFEngine
 from understudy.engines.remote import RemoteEngine
+from understudy.engines.restarts import Restarts
 from understudy.engines.schedule import Batching
 from understudy.engines.vllm import HostLauncher, VLLMSettings, start_vllm
 from understudy.errors import ConfigError
@@ -35,8 +36,8 @@ from understudy.trainers.far_writing import brings_tokens_to_servers
 from understudy.trainers.hosts import hosts_of
 from understudy.trainers.loading import LoadedModel
 from understudy.trainers.student_servers import endpoints_of, vllm_python
-from understudy.weights.base import WeightPublisher, WeightSource
-from understudy.weights.in_process import CopiedWeights, SharedWeights
+from understudy.weights.base import AdapterSource, WeightPublisher, WeightSource
+from understudy.weights.in_process import AdaptersOnly, CopiedWeights, SharedWeights
 
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """vLLM on a CPU would take 4 GiB and bind itself to cores that the trainer uses."""
@@ -50,7 +51,7 @@ class Notes(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class TrainedPolicy(WeightSource, Protocol):
+class TrainedPolicy(WeightSource, AdapterSource, Protocol):
     @property
     def model(self) -> nn.Module: ...
 
@@ -108,7 +109,11 @@ def publisher_of(recipe: Recipe, policy: TrainedPolicy, engine: Engine, *, share
     """How the policy's weights reach this engine; `shared` as in `open_engine`."""
     if isinstance(engine, HFEngine):
         return SharedWeights(policy.model, engine) if shared else CopiedWeights(policy, engine)
-    return CopiedWeights(policy, engine) if recipe.rollout.live_weights else FixedWeights(engine)
+    if not recipe.rollout.live_weights:
+        return FixedWeights(engine)
+    lora = recipe.student.lora
+    alone = lora is not None and lora.publish == "adapter"
+    return CopiedWeights(AdaptersOnly(policy) if alone else policy, engine)
 
 
 async def _remote(
@@ -126,7 +131,15 @@ async def _remote(
         handover = GpuHandover() if at_rest and beside and student.device.type == "cuda" else None
         address = launcher.address if brings_tokens_to_servers(recipe, launcher) else None
         settings = vllm_settings(recipe, student, address)
-        return await start_vllm(settings, launcher, snapshots=snapshots, handover=handover, seeded=seeded)
+        return await start_vllm(
+            settings,
+            launcher,
+            restarts=Restarts(recipe.cluster.restarts.rollout, first_wait_s=1.0, longest_wait_s=60.0),
+            notify=notes.note,
+            snapshots=snapshots,
+            handover=handover,
+            seeded=seeded,
+        )
     return RemoteEngine(
         DIALECTS[rollout.engine],
         endpoints_of(rollout),

@@ -3,51 +3,50 @@
 `val/accuracy` is of greedy answers. With `trainer.eval_k` each problem is also sampled k times at the rollout's own
 temperature: `val/avg@k`, `val/pass@1` … `val/pass@k`. All names come once over everything and once per data source. Seeds
 belong to the problem, not to the step, so two evaluations differ by the weights alone.
+
+Answers that cannot be had or judged count as unsolved: `val/failed` says how many, and each is a dead letter with its reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
+import torch
 
-from understudy.config import parse_recipe
+from understudy.config import Recipe, parse_recipe
 from understudy.config.rollout import RolloutConfig
 from understudy.config.trainer import TrainerConfig
-from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
+from understudy.engines.base import Sampling
 from understudy.errors import ConfigError
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir, read_json
 from understudy.policy.checkpoint import CheckpointStore
-from understudy.rollout.agent import LoopContext
 from understudy.rollout.dataset import Dataset, load_dataset
-from understudy.rollout.loops import LoopChoice, Loops
+from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
-from understudy.rollout.seeds import derive_seed
 from understudy.trainers.accuracy import mean_by_source, sampled_measures
 from understudy.trainers.best import best_step
-from understudy.trainers.gather import Cohort, Lane
-from understudy.trainers.loading import load_model, put_student
+from understudy.trainers.examiner import Examiner, Failure
+from understudy.trainers.loading import LoadedModel, load_model, put_student
 from understudy.trainers.produce import routing_value
 from understudy.trainers.system import System
-from understudy.types.prompt import Prompt
+from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 _KEPT_SAMPLES = 8
 """Rollouts per data source that go to samples.jsonl at each evaluation."""
 _MAX_BATCH = 64
-Advance = Callable[[int], None]
-"""Told how many answers more are there."""
-
-
-def _ignore(answers: int) -> None:
-    return
+_SHOWN = 3
+_EVAL = "eval"
+"""The partition of the ledger that holds answers which failed."""
 
 
 async def evaluate(system: System, step: int, teachers: bool = False) -> dict[str, float]:
@@ -67,6 +66,7 @@ async def evaluate(system: System, step: int, teachers: bool = False) -> dict[st
         answers = await examiner.greedy(prompts, advance)
         judged = await examiner.sampled(prompts, trainer.eval_k, advance) if trainer.eval_k else []
     _keep(system, step, answers)
+    await _bury(system, step, examiner.failures, "")
     metrics = {
         f"val/{name}": value for name, value in measures(prompts, answers, judged, trainer.solved_at).items()
     }
@@ -81,67 +81,21 @@ def measures(
     judged: Sequence[Sequence[Trajectory]],
     solved_at: float,
 ) -> dict[str, float]:
-    """`accuracy` of greedy answers, and of the sampled ones what `sampled_measures` gives."""
+    """`accuracy` of greedy answers, of the sampled ones what `sampled_measures` gives, and how many of all `failed`."""
+    sources = [prompt.data_source for prompt in prompts]
     found = {f"accuracy{name}": value for name, value in _accuracy(prompts, answers).items()}
     if judged:
-        sources = [prompt.data_source for prompt in prompts]
-        rewards = [[_reward(one) for one in samples] for samples in judged]
+        unsolved = 0.0 if solved_at > 0 else solved_at - 1.0
+        rewards = [[_reward(one, unsolved) for one in samples] for samples in judged]
         found |= sampled_measures(sources, rewards, solved_at)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Examiner:
-    """A student before a set of problems."""
-
-    engine: Engine
-    loops: Loops
-    rewards: Rewards
-    renderer: Renderer
-    sampling: Sampling
-    context: int
-    max_batch: int
-    seed: int = 0
-
-    async def greedy(self, prompts: Sequence[Prompt], advance: Advance = _ignore) -> list[Trajectory]:
-        """One answer per problem, in their order."""
-        sampling = replace(self.sampling, temperature=0.0, candidates=0)
-        return await self._attempts([(prompt, 0) for prompt in prompts], sampling, advance)
-
-    async def sampled(
-        self, prompts: Sequence[Prompt], k: int, advance: Advance = _ignore
-    ) -> list[list[Trajectory]]:
-        """k answers per problem at the rollout's own temperature."""
-        sampling = replace(self.sampling, candidates=0)
-        pairs = [(prompt, session) for prompt in prompts for session in range(k)]
-        flat = await self._attempts(pairs, sampling, advance)
-        return [flat[start : start + k] for start in range(0, len(flat), k)]
-
-    async def _attempts(
-        self, pairs: Sequence[tuple[Prompt, int]], sampling: Sampling, advance: Advance
-    ) -> list[Trajectory]:
-        """Judged answers in the order asked for; batches are composed by key, so they repeat to the bit."""
-        lane = Lane("generate", self.engine.generate, self.max_batch)
-
-        async def one(prompt: Prompt, session: int, cohort: Cohort) -> Trajectory:
-            async def generate(tokens: np.ndarray, wanted: Sampling, turn: int) -> Generation:
-                key = f"{prompt.key}/{session}/{turn}"
-                seed = derive_seed(self.seed, prompt.epoch, prompt.key, session, turn)
-                result: Generation = await cohort.call(lane, key, GenerateRequest(key, tokens, wanted, seed))
-                return result
-
-            async with cohort.member():
-                context = LoopContext(generate, self.renderer, sampling, prompt.key, session, self.context)
-                trajectories = await self.loops.of(prompt).run(prompt, context)
-                return await self.rewards.judge(prompt, trajectories[-1])
-
-        answers: list[Trajectory] = []
-        for start in range(0, len(pairs), self.max_batch):
-            chunk = pairs[start : start + self.max_batch]
-            cohort = Cohort(len(chunk))
-            answers += await asyncio.gather(*(one(prompt, session, cohort) for prompt, session in chunk))
-            advance(len(chunk))
-        return answers
+    failed = Counter(
+        source or "all"
+        for source, *attempts in zip(sources, answers, *zip(*judged, strict=True), strict=True)
+        for one in attempts
+        if one.reward is None
+    )
+    found["failed"] = float(failed.total())
+    return found | {f"failed/{source}": float(failed[source]) for source in sorted(failed)}
 
 
 async def evaluate_model(
@@ -170,7 +124,7 @@ async def evaluate_model(
         raise ConfigError(f"--best chooses among the checkpoints of a run, and {model} is none")
     view = view or LiveView(0, enabled=False)
     with view.work(f"loading {recipe.student.model if recipe else model}"):
-        student = load_model(recipe.student.model if recipe else model)
+        student = _student_of(recipe) if recipe else load_model(model)
     if recipe:
         store = CheckpointStore(RunDir.open(folder).checkpoints, recipe.trainer.keep_checkpoints)
         put_student(student.model, store.load(best_step(store) if best else None).policy)
@@ -191,6 +145,7 @@ async def evaluate_model(
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
     )
     trainer = recipe.trainer if recipe else TrainerConfig()
     k = trainer.eval_k if k is None else k
@@ -211,7 +166,22 @@ async def evaluate_model(
         await rewards.close()
         await loops.close()
         await engine.close()
+    for failure in examiner.failures[:_SHOWN]:
+        view.note(f"{failure.prompt.key} failed and counts as unsolved: {failure.reason}")
     return measures(prompts, answers, judged, trainer.solved_at)
+
+
+def _student_of(recipe: Recipe) -> LoadedModel:
+    """The model `val/accuracy` was measured on: also a GPU's run may be looked at where there is none."""
+    student = recipe.student
+    here = student.device if torch.cuda.is_available() or not student.device.startswith("cuda") else "auto"
+    return load_model(
+        student.model,
+        dtype=student.dtype,
+        device=here,
+        trust_remote_code=student.trust_remote_code,
+        revision=student.revision,
+    )
 
 
 def eval_prompts(dataset: Dataset, samples: int | None) -> list[Prompt]:
@@ -225,8 +195,22 @@ def _accuracy(prompts: Sequence[Prompt], answers: Sequence[Trajectory]) -> dict[
     return mean_by_source([prompt.data_source for prompt in prompts], [_reward(one) for one in answers])
 
 
-def _reward(trajectory: Trajectory) -> float:
-    return float(trajectory.reward or 0.0)
+def _reward(trajectory: Trajectory, failed: float = 0.0) -> float:
+    return failed if trajectory.reward is None else float(trajectory.reward)
+
+
+async def _bury(system: System, step: int, failures: Sequence[Failure], who: str) -> None:
+    """Each failed answer in the ledger, issued and dead, so that it is in the dead-letter file and an audit still balances."""
+    for failure in failures:
+        name = f"{failure.prompt.key}-step{step:06d}-{who}{failure.asked}"
+        key = row_key(name, failure.session)
+        # Not new: a launch before has buried it, and kept it.
+        if await system.plane.issue(_EVAL, [key], step=step, reserved=True):
+            await system.plane.dead_letter(_EVAL, key, failure.reason, {"trace": failure.trace})
+    if failures:
+        text = f"{len(failures)} held-out answers failed and count as unsolved, first {failures[0].reason}"
+        logger.warning("step %d: %s", step, text)
+        system.view.note(f"step {step}: {text}; see {system.run.dead_letters}")
 
 
 async def _teacher_accuracy(system: System) -> dict[str, float]:
@@ -251,6 +235,7 @@ async def _teacher_accuracy(system: System) -> dict[str, float]:
                 answers = await examiner.greedy(mine, advance)
         finally:
             await engine.close()
+        await _bury(system, 0, examiner.failures, f"teacher-{name}-")
         metrics |= {
             f"val/teacher_accuracy{key}": value for key, value in _accuracy(mine, answers).items() if key
         }

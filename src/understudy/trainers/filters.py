@@ -50,6 +50,16 @@ def refill_metrics(filtered: int, refills: int) -> dict[str, float]:
     return {"rollout/filtered_prompts": float(filtered), "rollout/refills": float(refills)}
 
 
+def removal_metrics(system: System) -> dict[str, float]:
+    """Rows taken out since the last step and why: evicted (a group without signal, or one that lost a member) or failed themselves."""
+    metrics = {"rows/evicted": 0.0, "rows/dead_letters": 0.0}
+    names = {"evicted": "rows/evicted", "dead": "rows/dead_letters"}
+    for (kind, reason), count in sorted(system.plane.take_removed(PARTITION).items()):
+        metrics[names[kind]] += count
+        metrics[f"{names[kind]}/{reason}"] = float(count)
+    return metrics
+
+
 def nothing_to_learn(step: int, taken: int) -> DataError:
     return DataError(
         f"step {step} has nothing to learn from: all sessions of each of {taken} prompts got the same reward. Raise "

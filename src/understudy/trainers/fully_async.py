@@ -8,12 +8,22 @@
 
 Three tasks. **admit** consumes slots and prompts, starts producers, and waits for a slot. A **producer** is the sync
 trainer's `produce` for a few prompts; it waits for the engine and the teachers. **train** consumes rows and frees slots;
-it waits for rows. Nobody waits for anybody in a circle: rows of the oldest window never need a slot, so the trainer's
-wait always ends, and with it the admission's.
+it waits for rows. Nobody waits for anybody in a circle: all rows of the oldest window have their slots, and a slot is a
+place in the plane too (there are never more slots than `dataplane.max_rows` has room for, and rows are issued into it
+`reserved`), also for the prompt that replaces a filtered one. So the trainer's wait always ends, and with it the admission's.
 
-Why no trained row is older than ⌈max_staleness⌉ publishes is proved at the top of `windows.py`: slots are charged at
-admission and freed by publishes, and windows are trained in order. With `max_staleness = 0` there is one window of slots,
-so each prompt is rolled out by the weights it is trained under: the sync trainer, bit for bit.
+**No trained row is older than ⌈max_staleness⌉ publishes.** Number the prompts 0, 1, 2, … as they are admitted. R prompts make
+a window (batch_size · sync_every), trained between publish w and publish w + 1. There are C ≤ (1 + max_staleness) · R slots.
+A prompt takes a slot when it is admitted, and a publish frees those of the window just trained. Hence
+
+    prompt i, admitted after publish k:   i < k·R + C          only C prompts are in flight, and k·R are done
+    its window:                           w = ⌊i / R⌋           windows are trained in order
+    its age when it is trained:           w − k ≤ ⌊(C − 1) / R⌋ ≤ ⌈max_staleness⌉
+
+Its tokens are written by weights of publish k or later, so no token is older. A prompt that replaces a filtered one keeps its
+slot and its window and is written later still. With `max_staleness = 0`, C = R: each prompt is rolled out by the weights it is
+trained under, the sync trainer bit for bit. Fractions and the arithmetic itself: `windows.py`; every trained row is held
+against the bound (`RowAges.check`).
 
 A crash is harmless as in sync: windows are cut from the cursor's order, so after a resume the same prompts belong to the
 same windows; rows the journal holds are used as they are, the rest is made again under the same keys.
@@ -29,18 +39,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from understudy.config.capacity import capacity_notes, max_prompts
 from understudy.dataplane.base import Count, Lease, Order, split_key
-from understudy.errors import DataError
+from understudy.errors import DataError, PolicyError
 from understudy.observability.faults import point
 from understudy.policy.policy import StepResult
 from understudy.trainers.admission import AdmissionController
-from understudy.trainers.evaluate import evaluate
-from understudy.trainers.filters import install_filters, nothing_to_learn, refill_metrics, without_rows
+from understudy.trainers.filters import (
+    install_filters,
+    nothing_to_learn,
+    refill_metrics,
+    removal_metrics,
+    without_rows,
+)
 from understudy.trainers.gather import Arrivals, Gather
-from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.held_out import evaluate_first, evaluated
+from understudy.trainers.interrupts import Abandoned, Interrupts
 from understudy.trainers.lending import Lender, lender_of
 from understudy.trainers.meters import BusyMeter, metered
 from understudy.trainers.produce import produce_step
+from understudy.trainers.production import Production
+from understudy.trainers.refused import keep_weights
 from understudy.trainers.resume import checkpoint_due, save_checkpoint
 from understudy.trainers.slots import Slots
 from understudy.trainers.staleness import RowAges
@@ -49,6 +68,7 @@ from understudy.trainers.teachers import teacher_metrics
 from understudy.trainers.turnstile import Turnstile
 from understudy.trainers.update import batch_of, claim_batch, step_metrics, training_fields, update
 from understudy.trainers.usage import usage_metrics
+from understudy.trainers.wait_graph import PRODUCER
 from understudy.trainers.window_cursor import WindowCursor
 from understudy.trainers.windows import Windows
 from understudy.types.far_batch import AnyBatch
@@ -75,12 +95,12 @@ async def train_fully_async(system: System, stop: Interrupts) -> int:
 
 async def _train(system: System, stop: Interrupts) -> int:
     install_filters(system)
+    for note in capacity_notes(system.recipe.trainer, system.recipe.rollout, system.recipe.dataplane):
+        logger.warning(note)
+        system.view.note(note)
     run = await _AsyncRun.of(system)
-    step = run.first_step
-    if step == 0:
-        line = await evaluate(run.system, step=0, teachers=True)
-        if line:
-            system.view.step(system.metrics.write(0, line))
+    if run.first_step == 0:
+        await evaluate_first(run.system, stop)
     async with asyncio.TaskGroup() as tasks:
         admission = tasks.create_task(run.admit(tasks), name="admit")
         try:
@@ -91,24 +111,6 @@ async def _train(system: System, stop: Interrupts) -> int:
             run.abandon_producers()
             if run.lender is not None:
                 await run.lender.here.close()
-
-
-@dataclass(slots=True)
-class _Production:
-    """The rows of one window in the making."""
-
-    unfinished: int
-    """Prompts not yet admitted, or not yet through."""
-    filtered: int = 0
-    """Prompts that taught nothing and were taken out (`rollout.filter_groups`)."""
-    refills: int = 0
-    """The most often one of its places had to be filled again."""
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def finish(self, prompts: int) -> None:
-        self.unfinished -= prompts
-        if self.unfinished == 0:
-            self.complete.set()
 
 
 @dataclass(slots=True)
@@ -127,13 +129,19 @@ class _AsyncRun:
     """One for the whole run, so that calls of prompts admitted at different times share batches; None: composed by key."""
     lender: Lender | None
     """None where the trainer's device is its own (`trainer.lend_after`)."""
-    productions: dict[int, _Production] = field(default_factory=dict)
+    productions: dict[int, Production] = field(default_factory=dict)
     producers: set[asyncio.Task[None]] = field(default_factory=set)
 
     @staticmethod
     async def of(system: System) -> _AsyncRun:
         trainer = system.recipe.trainer
-        windows = Windows(trainer.batch_size, trainer.sync_every, trainer.max_staleness, trainer.steps)
+        windows = Windows(
+            trainer.batch_size,
+            trainer.sync_every,
+            trainer.max_staleness,
+            trainer.steps,
+            max_prompts(system.recipe.rollout, system.recipe.dataplane),
+        )
         step = system.policy.step
         trained = step // windows.sync_every
         cursor = WindowCursor(system.cursor, windows, trained, await _assigned(system, windows))
@@ -178,9 +186,10 @@ class _AsyncRun:
             producer.add_done_callback(self.producers.discard)
 
     async def _produce(self, window: int, prompts: Sequence[Prompt]) -> None:
-        await produce_step(self.system, prompts, self.windows.first_step(window), gather=self.gather)
-        if self.system.recipe.rollout.filter_groups:
-            await self._refill(window, prompts)
+        with self.system.spans.span(PRODUCER, window=window, prompts=len(prompts)):
+            await produce_step(self.system, prompts, self.windows.first_step(window), gather=self.gather)
+            if self.system.recipe.rollout.filter_groups:
+                await self._refill(window, prompts)
         self.production(window).finish(len(prompts))
 
     async def _refill(self, window: int, prompts: Sequence[Prompt]) -> None:
@@ -200,9 +209,9 @@ class _AsyncRun:
             await produce_step(self.system, prompts, self.windows.first_step(window), gather=self.gather)
         production.refills = max(production.refills, refills)
 
-    def production(self, window: int) -> _Production:
+    def production(self, window: int) -> Production:
         if window not in self.productions:
-            self.productions[window] = _Production(len(self.windows.prompts_of(window)))
+            self.productions[window] = Production(len(self.windows.prompts_of(window)))
         return self.productions[window]
 
     def abandon_producers(self) -> None:
@@ -215,11 +224,17 @@ class _AsyncRun:
         trainer, step, system = self.system.recipe.trainer, self.first_step, self.system
         saved, evaluation_due = step, False
         while step < trainer.steps and not stop.requested:
+            try:
+                line = await self.take_step(step + 1, stop)
+            except Abandoned:
+                break
+            except PolicyError:
+                await keep_weights(system, step, saved)
+                raise
             step += 1
-            line = await self.take_step(step)
             evaluation_due |= bool(trainer.eval_every) and step % trainer.eval_every == 0
             if self._publishes_after(step) and (evaluation_due or step == trainer.steps):
-                line |= await evaluate(system, step)
+                line = await evaluated(system, step, line, stop)
                 evaluation_due = False
             system.view.step(system.metrics.write(step, line))
             point("async.after_metrics")
@@ -230,11 +245,11 @@ class _AsyncRun:
             await save_checkpoint(system, step)
         return step
 
-    async def take_step(self, step: int) -> dict[str, Any]:
-        """One turn of the trainer; returns the step's metrics."""
+    async def take_step(self, step: int, stop: Interrupts) -> dict[str, Any]:
+        """One turn of the trainer; returns the step's metrics. `Abandoned`: nothing of the step has happened to the student."""
         started, spans, system = time.monotonic(), self.system.spans, self.system
-        with spans.span("wait for rows", step=step):
-            lease, batch, metrics = await self._claim_lending(step)
+        with spans.span("wait for rows", step=step, window=self.windows.of_step(step)):
+            lease, batch, metrics = await stop.waiting(self._claim_lending(step))
         waited = time.monotonic() - started
         point("async.after_claim")
         depth = await system.plane.depth(PARTITION, fields=training_fields(system))
@@ -244,16 +259,17 @@ class _AsyncRun:
             result = await update(system, batch)
         point("async.after_update")
         await system.plane.ack(lease, step)
+        removed = removal_metrics(system)
         point("async.after_ack")
         system.tally.rows_trained += len(batch)
         if self._publishes_after(step):
-            await self._publish(step, waited / (time.monotonic() - started), depth.ready)
+            await self._publish(step, waited / (time.monotonic() - started), depth.ready, stop)
         seconds = time.monotonic() - started
         spans.flush()
         metrics |= step_metrics(result, batch) | ages.metrics(result.row_losses, result.row_tokens)
         metrics |= {f"time/{name}": total for name, total in spans.take_totals().items()}
         metrics |= {f"time/update/{name}": value for name, value in result.seconds.items()}
-        metrics |= self._pace(result, seconds, waited, depth.rows, depth.ready)
+        metrics |= removed | self._pace(result, seconds, waited, depth.rows, depth.ready)
         metrics |= usage_metrics(system, result, seconds)
         return metrics | teacher_metrics(system) | system.timings.take()
 
@@ -294,7 +310,7 @@ class _AsyncRun:
         )
         return depth.ready
 
-    async def _claim_next(self, first: int, step: int, production: _Production) -> Lease:
+    async def _claim_next(self, first: int, step: int, production: Production) -> Lease:
         """A batch of whole prompts in order of arrival, or a fair share where too many of the window's rows failed."""
         system, mine = self.system, {"step": first}
         fields = training_fields(system)
@@ -330,18 +346,21 @@ class _AsyncRun:
     def _publishes_after(self, step: int) -> bool:
         return step == self.windows.last_step(self.windows.of_step(step))
 
-    async def _publish(self, step: int, trainer_idle: float, rows_ready: int) -> None:
-        """New weights to the engines. Running generations go on under them, or are waited for (`partial_rollouts`)."""
+    async def _publish(self, step: int, trainer_idle: float, rows_ready: int, stop: Interrupts) -> None:
+        """New weights to the engines. Running generations go on under them, or are waited for (`partial_rollouts`): where they do
+        not end before the run has to, nobody will need the new weights."""
         spans = self.system.spans
         if self.turnstile is None:
             with spans.span("publish", step=step):
                 await self.system.publisher.publish(step)
         else:
-            with spans.span("drain", step=step):
-                await self.turnstile.close()
             try:
+                with spans.span("drain", step=step):
+                    await stop.waiting(self.turnstile.close())
                 with spans.span("publish", step=step):
                     await self.system.publisher.publish(step)
+            except Abandoned:
+                logger.info("step %d: stopped while rollouts were waited for; not published", step)
             finally:
                 self.turnstile.open()
         point("async.after_publish")

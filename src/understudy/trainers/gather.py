@@ -20,8 +20,8 @@ teacher work best on batches. This file joins the calls, under one of two rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,15 +82,16 @@ class Cohort:
     _waiting: dict[str, tuple[Lane, list[_Call]]] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    @asynccontextmanager
-    async def member(self) -> AsyncIterator[None]:
+    def member(self) -> AbstractAsyncContextManager[None]:
+        return _Member(self)
+
+    def enter(self) -> None:
         self._entered += 1
         self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            self._launch_if_all_wait()
+
+    def leave(self) -> None:
+        self._running -= 1
+        self._launch_if_all_wait()
 
     async def call(self, lane: Lane, key: str, item: Any) -> Any:
         call = _Call(key, item, asyncio.get_running_loop().create_future())
@@ -133,12 +134,26 @@ class Cohort:
             self._launch_if_all_wait()
 
 
+class _Member(AbstractAsyncContextManager[None]):
+    """A sample's time in its cohort; a class, because every sample has one and a generator costs several times as much."""
+
+    __slots__ = ("_cohort",)
+
+    def __init__(self, cohort: Cohort) -> None:
+        self._cohort = cohort
+
+    async def __aenter__(self) -> None:
+        self._cohort.enter()
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._cohort.leave()
+
+
 class Arrivals:
     """Every call goes on its own, at once; engines and teachers merge what arrives."""
 
-    @asynccontextmanager
-    async def member(self) -> AsyncIterator[None]:
-        yield
+    def member(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def call(self, lane: Lane, key: str, item: Any) -> Any:
         results = await lane.run([item])

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from understudy.config import Recipe
-from understudy.engines.hosted import HostedEngine, Restarts
+from understudy.engines.hosted import HostedEngine
 from understudy.engines.hosted_delivery import WeightDelivery
 from understudy.engines.hosted_weights import Snapshots
 from understudy.engines.replicas import Endpoint
+from understudy.engines.restarts import Restarts
 from understudy.engines.schedule import Batching
 from understudy.engines.vllm import Child, HostLauncher
 from understudy.trainers.far_writing import writes_rows

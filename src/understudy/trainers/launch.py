@@ -32,7 +32,8 @@ from understudy.trainers.preflight import describe, preflight
 from understudy.trainers.restarts import last_checkpoint_step, with_restarts
 from understudy.trainers.resume import finish_saving, forget_after, last_checkpoint, restore
 from understudy.trainers.sync import train_sync
-from understudy.trainers.vitals import vitals
+from understudy.trainers.teachers import seat_here
+from understudy.trainers.vitals import vitals, waits
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ _TRAINERS = {"sync": train_sync, "fully_async": train_fully_async}
 
 async def launch(recipe: Recipe, *, progress: bool = True, next_command: str | None = None) -> Run:
     """Make a fresh run directory and train; the caller has checked the recipe (`preflight`)."""
+    seat_here(recipe)  # a machine that is too small says so before anything is written
     run = RunDir.create(recipe.run.dir, recipe.run.name)
     recipe = _settled(recipe, run)
     _write_recipe(recipe, run)
@@ -54,9 +56,10 @@ async def resume(path: Path, overrides: Sequence[str] = (), *, progress: bool = 
     """
     run = RunDir.open(path)
     recipe, changes = changed_recipe(run, overrides)
-    problems = preflight(recipe)
+    problems = preflight(recipe, progress=progress)
     if problems:
         raise ConfigError(problems)
+    seat_here(recipe)
     return await _train(recipe, run, progress, None, changes)
 
 
@@ -138,10 +141,17 @@ async def _attempt(
                 view.note(f"continuing after step {checkpoint.step}")
             stop.training = True
             async with watched(
-                system.spans, run.waits, recipe.trainer.stall_seconds, view.note, partial(vitals, system)
+                system.spans,
+                run.waits,
+                recipe.trainer.stall_seconds,
+                view.note,
+                partial(vitals, system),
+                partial(waits, system),
             ):
                 steps = await _TRAINERS[recipe.trainer.mode](system, stop)
             await finish_saving(system)
+            if stop.requested:
+                stop.leaving(partial(_write_state, run, "stopped", "", facts))
             facts |= {"rows_trained": system.tally.rows_trained, "dead_letters": system.tally.dead_letters}
         return steps
     except (BaseExceptionGroup, OutOfMemoryError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,10 @@ async def open_loops(
     processes: LocalProcesses,
     stack: AsyncExitStack,
     keeping: Keeping | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Loops:
     """Ready to run, and closed by `stack`. Workers read the tokenizer from `tokenizer_folder`, in the run directory, so that all
-    use the very one this run uses. With `keeping` they can keep what they make."""
+    use the very one this run uses. With `keeping` they can keep what they make. `notify` is told when one is started again."""
     rollout = recipe.rollout
     if rollout.workers == 0:
         here = LoopChoice(rollout.agent, rollout.agent_options)
@@ -51,6 +53,8 @@ async def open_loops(
         open_line=await _lines(processes, stack, WORKER_MODULE if keeping is None else keeping.module),
         tickets=None if keeping is None else keeping.tickets,
         extra=b"" if keeping is None else keeping.extra,
+        restarts=recipe.cluster.restarts.workers,
+        notify=notify,
     )
     stack.push_async_callback(workers.close)
     await workers.start()

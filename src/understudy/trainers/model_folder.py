@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from understudy.config.model_paths import nearest_folder
 from understudy.errors import DataError
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -37,8 +40,10 @@ class ModelFolder:
         """`role` names the recipe key in errors, for example `student.model`."""
         folder = cls(Path(path))
         if not folder.path.is_dir():
+            near = nearest_folder(folder.path)
+            hint = f"did you mean {str(near)!r}? Else give" if near else "give"
             raise DataError(
-                f"{role} = {path!r}: no such folder; give a folder with config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
+                f"{role} = {path!r}: no such folder; {hint} a folder with config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
             )
         missing = [name for name in ("config.json", "tokenizer.json") if not (folder.path / name).is_file()]
         if missing:
@@ -76,7 +81,20 @@ class ModelFolder:
     @cached_property
     def parameters(self) -> int:
         """Counted from the headers of the weight files."""
-        return sum(_count_parameters(file) for file in self.weight_files)
+        return sum(math.prod(shape) for shape in self._shapes.values())
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
+        """Of low-rank adapters on the linear layers whose names end so: two thin matrices each."""
+        return sum(
+            rank * sum(shape)
+            for name, shape in self._shapes.items()
+            if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in targets
+        )
+
+    @cached_property
+    def _shapes(self) -> dict[str, list[int]]:
+        """Of every tensor in the weight files, by name."""
+        return {name: shape for file in self.weight_files for name, shape in _tensor_shapes(file).items()}
 
     @cached_property
     def _tokenizer(self) -> dict[str, Any]:
@@ -121,15 +139,8 @@ def _optional(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
-def _count_parameters(path: Path) -> int:
+def _tensor_shapes(path: Path) -> dict[str, list[int]]:
     with path.open("rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         header = json.loads(handle.read(length))
-    total = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            size = 1
-            for dimension in entry["shape"]:
-                size *= dimension
-            total += size
-    return total
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}

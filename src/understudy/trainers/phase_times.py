@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from understudy.config import Recipe, parse_recipe
+from understudy.config.capacity import max_prompts
 from understudy.errors import ConfigError
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import read_json
@@ -31,6 +32,7 @@ from understudy.trainers.windows import Windows
 
 _WARM_UP = 3
 _SIMULATED_WINDOWS = 16
+_SIDES = ("trainer", "rollout", "teacher")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class MeasuredRun:
     split: Split
     rows_per_second: float
     step_seconds: float
+    idle: Mapping[str, float]
+    """Shares of the time, by side, as the run itself measured them; empty for a sync run, which does not."""
 
     def predicted(self, costs: Costs | None = None, capacity: float | None = None) -> Prediction:
         """The same run on paper; with other costs, a prediction from runs that were not this one."""
@@ -92,6 +96,7 @@ def measure(run: Path) -> MeasuredRun:
         split,
         rows_per_second=float(np.mean(rows)) / step_seconds,
         step_seconds=step_seconds,
+        idle={side: _mean(lines, f"perf/async/{side}_idle") for side in _SIDES if recipe.trainer.mode != "sync"},
     )
 
 
@@ -101,7 +106,8 @@ def windows_of(recipe: Recipe) -> Windows:
     if trainer.mode == "sync":
         return Windows(trainer.batch_size, 1, 0.0, _SIMULATED_WINDOWS)
     steps = (_SIMULATED_WINDOWS + 3 * math.ceil(trainer.max_staleness)) * trainer.sync_every
-    return Windows(trainer.batch_size, trainer.sync_every, trainer.max_staleness, steps)
+    most = max_prompts(recipe.rollout, recipe.dataplane)
+    return Windows(trainer.batch_size, trainer.sync_every, trainer.max_staleness, steps, most)
 
 
 def batching_of(recipe: Recipe) -> Batching:

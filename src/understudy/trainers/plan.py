@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from understudy.cluster.placement import DeviceKind
 from understudy.config import CriticConfig, Recipe, ReferenceConfig, TeacherConfig
 from understudy.trainers.model_folder import ModelFolder, is_hub_id
-from understudy.trainers.seating import STUDENT, WORKERS, Seating, teacher_role
+from understudy.trainers.seating import ROLLOUT, STUDENT, WORKERS, Seating, teacher_role
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PROCESS_BYTES = 400 * 2**20
 """Python, torch and transformers once imported, measured on a CPU build."""
+_PACKED_MOMENTS = 2 * (1 + 4 / 256)
+"""Bytes of both moments of `adamw_8bit`: one each, and a float32 scale for 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +24,12 @@ class PlannedProcess:
     parameters: int | None
     bytes: int | None
     """None for hub models, which are only measured once they are here."""
+    host_bytes: int = 0
+    """Beside a GPU, in the machine's memory (`trainer.offload_optimizer`)."""
 
 
 def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
-    processes = _student(recipe, seating) + _rollouts(recipe)
+    processes = _student(recipe, seating) + _rollouts(recipe, seating)
     for name, teacher in recipe.teachers.items():
         if teacher.placement == "external":
             processes += [
@@ -33,30 +38,41 @@ def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
             ]
         else:
             for replica in range(teacher.replicas):
-                processes += _replica(name, teacher, replica, seating)
+                processes += _replica(recipe, name, teacher, replica, seating)
     return processes
 
 
-def _rollouts(recipe: Recipe) -> list[PlannedProcess]:
+def _rollouts(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
     """Servers that generate for the student, and the processes of agent loops."""
     rollout, parameters = recipe.rollout, _parameters(recipe.student.model)
     size = None if parameters is None else parameters * _BYTES[recipe.student.dtype] + _PROCESS_BYTES
+
+    def device(unit: int, wanted: str) -> str:
+        return rollout.devices[unit] if rollout.devices else _device(recipe, seating, ROLLOUT, unit, wanted)
+
     planned = [
         PlannedProcess(f"{rollout.engine}-{i}", f"generates, at {url}", "external", None, 0)
         for i, url in enumerate(rollout.urls)
     ]
     if rollout.starts_servers:
         planned += [
-            PlannedProcess(f"vllm-replica-{i}", "generates (and vLLM's cache)", device, parameters, size)
-            for i, device in enumerate(rollout.devices or ["auto"] * rollout.replicas)
+            PlannedProcess(
+                f"vllm-replica-{i}", "generates (and vLLM's cache)", device(i, "auto"), parameters, size
+            )
+            for i in range(rollout.replicas)
         ]
     planned += [
-        PlannedProcess(f"rollout-{i}", "generates", device, parameters, size)
-        for i, device in enumerate(rollout.devices or [recipe.student.device] * rollout.processes)
-        if rollout.processes
+        PlannedProcess(f"rollout-{i}", "generates", device(i, recipe.student.device), parameters, size)
+        for i in range(rollout.processes)
     ]
     return planned + [
-        PlannedProcess(f"rollout-worker-{i}", _loops(recipe), "cpu", None, _PROCESS_BYTES)
+        PlannedProcess(
+            f"rollout-worker-{i}",
+            _loops(recipe),
+            _device(recipe, seating, WORKERS, i, "cpu"),
+            None,
+            _PROCESS_BYTES,
+        )
         for i in range(rollout.workers)
     ]
 
@@ -69,18 +85,19 @@ def _loops(recipe: Recipe) -> str:
 
 def _student(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
     parameters, ranks = _parameters(recipe.student.model), recipe.trainer.ranks
-    size = None
-    if parameters is not None:
-        # Master weights, gradient and two AdamW moments in float32, and the working copy where it is narrower.
-        working = 0 if recipe.student.dtype == "float32" else _BYTES[recipe.student.dtype]
-        size = parameters * (16 + working) // ranks + _PROCESS_BYTES
 
     def device(rank: int) -> str:
-        return _device(seating.gpus(STUDENT, rank), recipe.student.device)
+        return _device(recipe, seating, STUDENT, rank, recipe.student.device)
 
+    size, host = None, 0
+    if parameters is not None:
+        size, host = student_bytes(recipe, parameters)
+        if "cuda" not in device(0):
+            size, host = size + host, 0
+        size = size // ranks + _PROCESS_BYTES
     beside = _beside(recipe)
     whole = None if size is None or beside is None else size + beside
-    lead = PlannedProcess("trainer", "rollouts, journal, loss, optimizer", device(0), parameters, whole)
+    lead = PlannedProcess("trainer", "rollouts, journal, loss, optimizer", device(0), parameters, whole, host)
     return [
         lead,
         *(
@@ -88,6 +105,26 @@ def _student(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
             for rank in range(1, ranks)
         ),
     ]
+
+
+def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
+    """What training takes of the student's device, and of the host's memory where the optimizer is there; without
+    activations.
+
+    A trained parameter has its weight, and in float32 a master (the weight itself, where that is float32), a gradient and two
+    moments of AdamW, or packed ones; an average is one float32 more. Beside adapters the model itself is only read.
+    """
+    trainer, lora, width = recipe.trainer, recipe.student.lora, _BYTES[recipe.student.dtype]
+    frozen, trained = 0, parameters
+    if lora is not None:
+        folder = ModelFolder.open(recipe.student.model, "student.model")
+        frozen, trained = parameters * width, folder.adapter_parameters(lora.rank, lora.targets)
+    moments = _PACKED_MOMENTS if trainer.optimizer == "adamw_8bit" else 8.0
+    state = 8.0 + moments + (4.0 if trainer.ema_decay is not None else 0.0)
+    if trainer.offload_optimizer:
+        return frozen + trained * width, round(trained * state)
+    working = 0 if recipe.student.dtype == "float32" else width
+    return frozen + round(trained * (state + working)), 0
 
 
 def _beside(recipe: Recipe) -> int | None:
@@ -108,16 +145,17 @@ def _beside(recipe: Recipe) -> int | None:
     return total
 
 
-def _replica(name: str, teacher: TeacherConfig, replica: int, seating: Seating) -> list[PlannedProcess]:
+def _replica(
+    recipe: Recipe, name: str, teacher: TeacherConfig, replica: int, seating: Seating
+) -> list[PlannedProcess]:
     parameters, ranks = _parameters(teacher.model), teacher.tensor_parallel
     size = None if parameters is None else parameters * _BYTES[teacher.dtype] // ranks + _PROCESS_BYTES
-    gpus = seating.gpus(teacher_role(name), replica)
     job = f"scores rows of {teacher.key or 'every source'}"
     return [
         PlannedProcess(
             f"teacher-{name}-{replica}" + (f"-rank{rank}" if rank else ""),
             job if rank == 0 else f"holds 1/{ranks} of the model",
-            _device(gpus[rank : rank + 1], teacher.device),
+            _device(recipe, seating, teacher_role(name), replica, teacher.device, rank),
             parameters,
             size,
         )
@@ -125,8 +163,21 @@ def _replica(name: str, teacher: TeacherConfig, replica: int, seating: Seating) 
     ]
 
 
-def _device(gpus: list[int], wanted: str) -> str:
-    return f"cuda:{gpus[0]}" if gpus else wanted
+def _device(
+    recipe: Recipe, seating: Seating, role: str, unit: int, wanted: str, rank: int | None = None
+) -> str:
+    """The GPUs of a unit, or of one rank of it, or what the recipe says. On Ray a pool's machines are numbered, and each counts
+    its own GPUs."""
+    seats = seating.placement.of(role, unit)
+    if recipe.cluster.backend == "ray" and seats:
+        gpus = [seat.device for seat in seats if seat.kind is DeviceKind.GPU]
+        return f"{seats[0].pool} node {seats[0].node}, {_names(gpus, rank) or 'cpu'}"
+    return _names(seating.gpus(role, unit), rank) or wanted
+
+
+def _names(gpus: list[int], rank: int | None) -> str:
+    chosen = gpus if rank is None else gpus[rank : rank + 1]
+    return f"cuda:{','.join(map(str, chosen))}" if chosen else ""
 
 
 def _parameters(model: str) -> int | None:

@@ -20,6 +20,7 @@ from understudy.config.base import nearest
 from understudy.errors import ConfigError, DataError, UnderstudyError
 from understudy.losses.describe import ObjectiveDescription, describe_objective
 from understudy.observability.loggers import missing_loggers
+from understudy.observability.patience import Patience
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loops import build_loop
 from understudy.trainers.extras import missing_extras
@@ -31,7 +32,9 @@ from understudy.trainers.teacher_checks import Measure, contexts_fit, mixtures_f
 _SHOWN = 3
 
 
-def preflight(recipe: Recipe) -> list[str]:
+def preflight(recipe: Recipe, *, progress: bool = False) -> list[str]:
+    """Every problem, one line each; with `progress`, a check that takes long says how far it has come."""
+    patience = Patience(enabled=progress)
     problems: list[str] = []
 
     def attempt(action: Callable[[], Any]) -> Any:
@@ -64,9 +67,11 @@ def preflight(recipe: Recipe) -> list[str]:
     for key in ("train", "eval"):
         path = getattr(recipe.data, key)
         if path:
-            dataset = attempt(lambda path=path: load_dataset(path))  # type: ignore[misc]
+            with patience.work(f"reading data.{key}"):
+                dataset = attempt(lambda path=path: load_dataset(path))  # type: ignore[misc]
             if dataset:
-                problems += _rows_fit(recipe, dataset, f"data.{key}", student, measure)
+                with patience.work(f"checking the rows of data.{key}", len(dataset.rows)) as advance:
+                    problems += _rows_fit(recipe, dataset, f"data.{key}", student, measure, advance)
             if dataset and key == "train":
                 problems += mixtures_fit(recipe, dataset.rows)
                 problems += contexts_fit(recipe, dataset.rows, folders, measure)
@@ -193,7 +198,12 @@ def _ports(teacher: str, ports: list[int]) -> list[str]:
 
 
 def _rows_fit(
-    recipe: Recipe, dataset: Dataset, role: str, student: ModelFolder | None, measure: Measure | None
+    recipe: Recipe,
+    dataset: Dataset,
+    role: str,
+    student: ModelFolder | None,
+    measure: Measure | None,
+    advance: Callable[[int], None],
 ) -> list[str]:
     problems = _routes(recipe, dataset, role)
     if student is None or measure is None:
@@ -203,6 +213,7 @@ def _rows_fit(
         return problems
     too_long = 0
     for number, row in enumerate(dataset.rows):
+        advance(1)
         try:
             length = measure(row)
         except jinja2.TemplateError as error:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,12 @@ async def produce_step(
     keys = [row_key(prompt.key, session) for prompt, session in samples]
     group = GroupPolicy(system.recipe.rollout.group_failure) if system.recipe.rollout.n > 1 else None
     tags = {key: _tags(prompt, step) for key, (prompt, _) in zip(keys, samples, strict=True)}
-    issued = set(await system.plane.issue(PARTITION, keys, step=step, group=group, tags=tags))
+    # A step's rows, or a window's, have their room already (`config/capacity.py`): they stand in no line, least of all behind rows
+    # that are trained after them.
+    with system.spans.span("issue rows", step=step):
+        issued = set(
+            await system.plane.issue(PARTITION, keys, step=step, group=group, tags=tags, reserved=True)
+        )
     system.tally.issued += len(issued)
     if issued and not system.recipe.rollout.workers:
         system.renderer.ahead(prompts)
@@ -163,7 +168,7 @@ async def _roll_out(
         return derive_seed(system.recipe.run.seed, prompt.epoch, prompt.key, session, turn)
 
     async def ask(request: GenerateRequest) -> Generation:
-        with _stopped(clock):
+        with _Stopped(clock):
             result: Generation = await gather.call(system.engine_lane, request.key, request)
         return result
 
@@ -212,19 +217,24 @@ async def _roll_out_far(
         )
 
 
-@contextmanager
-def _stopped(clock: asyncio.Timeout) -> Iterator[None]:
-    """A sample's deadline does not run while it waits for the engine: in a cohort it waits for the others too."""
-    loop, ends = asyncio.get_running_loop(), clock.when()
-    if ends is None:  # stopped already, by another branch of the same loop
-        yield
-        return
-    left = ends - loop.time()
-    clock.reschedule(None)
-    try:
-        yield
-    finally:
-        clock.reschedule(loop.time() + left)
+class _Stopped:
+    """A sample's deadline does not run while it waits for the engine: in a cohort it waits for the others too. A class, because
+    a step has hundreds of them and a generator costs several times as much."""
+
+    __slots__ = ("_clock", "_left")
+
+    def __init__(self, clock: asyncio.Timeout) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        due = self._clock.when()
+        self._left = None if due is None else due - asyncio.get_running_loop().time()
+        if due is not None:  # else stopped already, by another branch of the same loop
+            self._clock.reschedule(None)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._left is not None:
+            self._clock.reschedule(asyncio.get_running_loop().time() + self._left)
 
 
 async def _score(

@@ -16,6 +16,7 @@ from typing import Final
 
 from understudy.cluster.placement import Claim, DeviceKind, Placement, Pool, Seat, place
 from understudy.config import Recipe, TeacherConfig
+from understudy.config.devices import asks_for_gpu
 from understudy.errors import ClusterError
 
 MACHINE = "machine"
@@ -29,6 +30,9 @@ _WAYS_OUT = {
     ROLLOUT: "set rollout.processes (or rollout.engine = 'vllm'), or take it out",
     WORKERS: "set rollout.workers, or take it out",
 }
+
+
+_ANY_DEVICE = "set 'cpu', or 'auto', which takes a GPU where there is one"
 
 
 def teacher_role(name: str) -> str:
@@ -71,8 +75,8 @@ class Seats:
         self.seating = replace(self.seating, placement=self.seating.placement.without_unit(role, unit))
 
 
-def seat(recipe: Recipe, gpus: int | None) -> Seating:
-    """Who sits where on a machine with this many GPUs; None looks at the recipe's own pools alone.
+def seat(recipe: Recipe, gpus: int | None, cpus: int | None = None) -> Seating:
+    """Who sits where on a machine with this many GPUs (and CPUs, where that is known); None looks at the recipe's own pools alone.
 
     Raises `ClusterError` with the layout when somebody has no seat.
     """
@@ -85,6 +89,8 @@ def seat(recipe: Recipe, gpus: int | None) -> Seating:
         if used > gpus:
             parts = " + ".join(f"{pool.name} {pool.gpus_per_node}" for pool in pools if pool.gpus_per_node)
             raise ClusterError(f"cluster.pools ask for {used} GPUs ({parts}); this machine has {gpus}")
+        _enough_cpus(pools, cpus)
+        _enough_gpus(recipe, gpus)
         if gpus:
             pools.append(Pool(MACHINE, 1, gpus - used))
     # The trainer's own process is on the machine's first GPUs, so the student's pool comes first.
@@ -121,9 +127,70 @@ def with_rollout_devices(recipe: Recipe, seating: Seating, gpu_names: Sequence[s
     return recipe.model_copy(update={"rollout": rollout.model_copy(update={"devices": chosen})})
 
 
+def _enough_cpus(pools: Sequence[Pool], cpus: int | None) -> None:
+    wanted = sum(pool.nodes * pool.cpus_per_node for pool in pools)
+    if cpus is not None and wanted > cpus:
+        parts = " + ".join(f"{pool.name} {pool.cpus_per_node}" for pool in pools if pool.cpus_per_node)
+        raise ClusterError(
+            f"cluster.pools ask for {wanted} CPUs ({parts}); this machine has {cpus}: lower `cpus_per_node`"
+        )
+
+
+def _enough_gpus(recipe: Recipe, gpus: int) -> None:
+    """Whoever names a GPU by itself finds one; claims on GPUs that nobody named are the placement's to refuse."""
+    student, ranks = recipe.student.device, recipe.trainer.ranks
+    has, problems = f"this machine has {_count(gpus)}", []
+    on_gpu = asks_for_gpu(student) or (student == "auto" and gpus > 0)
+    if on_gpu and ranks > max(gpus, 1) and STUDENT not in recipe.cluster.roles:
+        problems.append(
+            f"trainer.ranks = {ranks} with student.device = {student!r}: each rank takes a GPU of its own, and {has}; lower "
+            "trainer.ranks, or set student.device = 'cpu'"
+        )
+    elif on_gpu and not gpus:
+        problems.append(f"student.device = {student!r}: {has}; {_ANY_DEVICE}")
+    problems += [
+        f"teachers.{name}.device = {teacher.device!r}: {has}; {_ANY_DEVICE}"
+        for name, teacher in recipe.teachers.items()
+        if not gpus and teacher.placement != "external" and asks_for_gpu(teacher.device)
+    ]
+    named = {gpu for devices in recipe.rollout.devices for gpu in devices.split(",")}
+    if len(named) > gpus:
+        problems.append(
+            f"rollout.devices names {_count(len(named))}, and {has}; name those there are, or leave it out"
+        )
+    if problems:
+        raise ClusterError("\n".join(problems))
+
+
+def _gpus_in_pools(recipe: Recipe) -> None:
+    """A device that is asked for by name must be in the pool too: a CPU would be taken in its place without a word."""
+    pools, roles = recipe.cluster.pools, recipe.cluster.roles
+    sits = [("student.device =", recipe.student.device, roles.get(STUDENT))]
+    if recipe.rollout.processes:
+        sits.append(
+            ("rollout.processes sit on student.device, which is", recipe.student.device, roles.get(ROLLOUT))
+        )
+    sits += [
+        (f"teachers.{name}.device =", teacher.device, teacher.pool)
+        for name, teacher in recipe.teachers.items()
+    ]
+    problems = [
+        f"{key} {device!r}: pool {pool} has no GPUs; give it `gpus_per_node`, or leave `device` out"
+        for key, device, pool in sits
+        if pool is not None and asks_for_gpu(device) and not pools[pool].gpus_per_node
+    ]
+    if problems:
+        raise ClusterError("\n".join(problems))
+
+
+def _count(gpus: int) -> str:
+    return "no GPU" if not gpus else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+
+
 def _pool_claims(recipe: Recipe) -> list[Claim]:
     """Roles that the recipe puts into a pool by name."""
     pools, claims = recipe.cluster.pools, []
+    _gpus_in_pools(recipe)
     for role, pool in recipe.cluster.roles.items():
         on_gpu = pools[pool].gpus_per_node > 0
         if role == STUDENT:
@@ -138,7 +205,7 @@ def _pool_claims(recipe: Recipe) -> list[Claim]:
         else:
             raise ClusterError(
                 f"cluster.roles.{role} = {pool!r}: in this recipe `{role}` has no processes of its own, it lives in the "
-                f"trainer's and on the student's devices; {_WAYS_OUT.get(role, 'take it out')}"
+                f"trainer's and on the student's devices; {_WAYS_OUT[role]}"
             )
     for name, teacher in recipe.teachers.items():
         if teacher.placement == "pool" and teacher.pool:

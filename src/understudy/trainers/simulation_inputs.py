@@ -22,7 +22,8 @@ class StepTime:
         last = len(self.rows) - 1
         if last > 0 and rows > self.rows[last]:  # beyond the last point, on along the last line
             slope = (self.seconds[last] - self.seconds[last - 1]) / (self.rows[last] - self.rows[last - 1])
-            return self.seconds[last] + slope * (rows - self.rows[last])
+            # Measured points may fall by chance; a step that went on falling would end before it began.
+            return self.seconds[last] + max(0.0, slope) * (rows - self.rows[last])
         return float(np.interp(rows, self.rows, self.seconds))
 
     @staticmethod

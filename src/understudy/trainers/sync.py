@@ -14,11 +14,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from understudy.errors import PolicyError
 from understudy.observability.faults import point
-from understudy.trainers.evaluate import evaluate
-from understudy.trainers.filters import fill_step, install_filters
-from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.filters import fill_step, install_filters, removal_metrics
+from understudy.trainers.held_out import evaluate_first, evaluated
+from understudy.trainers.interrupts import Abandoned, Interrupts
 from understudy.trainers.next_prompts import with_next_prompts
+from understudy.trainers.refused import keep_weights
 from understudy.trainers.resume import checkpoint_due, save_checkpoint
 from understudy.trainers.system import System
 from understudy.trainers.teachers import teacher_metrics
@@ -32,15 +34,22 @@ async def train_sync(system: System, stop: Interrupts) -> int:
     install_filters(system)
     step = system.policy.step
     if step == 0:
-        line = await evaluate(system, step=0, teachers=True)
-        if line:
-            system.view.step(system.metrics.write(0, line))
+        await evaluate_first(system, stop)
     saved = step
     while step < trainer.steps and not stop.requested:
+        before = system.cursor.state()
+        try:
+            line = await take_step(system, step + 1, stop)
+        except Abandoned:
+            system.cursor.restore(before)
+            break
+        except PolicyError:
+            system.cursor.restore(before)
+            await keep_weights(system, step, saved)
+            raise
         step += 1
-        line = await take_step(system, step)
         if (trainer.eval_every and step % trainer.eval_every == 0) or step == trainer.steps:
-            line |= await evaluate(system, step)
+            line = await evaluated(system, step, line, stop)
         system.view.step(system.metrics.write(step, line))
         point("sync.after_metrics")
         if checkpoint_due(system, step, line) or stop.requested:
@@ -51,12 +60,12 @@ async def train_sync(system: System, stop: Interrupts) -> int:
     return step
 
 
-async def take_step(system: System, step: int) -> dict[str, Any]:
-    """One turn of the drawing; returns the step's metrics."""
+async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, Any]:
+    """One turn of the drawing; returns the step's metrics. `Abandoned`: nothing of the step has happened to the student."""
     started = time.monotonic()
     spans = system.spans
     with spans.span("produce", step=step):
-        filtered = await fill_step(system, step)
+        filtered = await stop.waiting(fill_step(system, step))
     point("sync.after_produce")
     with spans.span("claim", step=step):
         lease, batch, metrics = await claim_batch(system, step)
@@ -71,7 +80,7 @@ async def take_step(system: System, step: int) -> dict[str, Any]:
     system.tally.rows_trained += len(batch)
     seconds = time.monotonic() - started
     spans.flush()
-    metrics |= filtered
+    metrics |= filtered | removal_metrics(system)
     metrics |= step_metrics(result, batch)
     metrics |= {f"time/{name}": total for name, total in spans.take_totals().items()}
     metrics |= {f"time/update/{name}": value for name, value in result.seconds.items()}

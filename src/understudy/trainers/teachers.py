@@ -20,7 +20,7 @@ import torch
 from understudy.cluster.devices import visible_gpus
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe, TeacherConfig
-from understudy.errors import ConfigError, TeacherError
+from understudy.errors import ClusterError, ConfigError, TeacherError
 from understudy.observability.live import LiveView
 from understudy.teacher.client import ReplicaClient
 from understudy.teacher.discover import Backend, connect_external
@@ -127,8 +127,18 @@ def gpu_names() -> list[str]:
 
 
 def seat_here(recipe: Recipe) -> Seating:
-    """Who sits where on this very machine."""
-    return seat(beside_the_trainer(recipe) if recipe.cluster.backend == "ray" else recipe, len(gpu_names()))
+    """Who sits where on this very machine; `ClusterError` when it is too small."""
+    here = beside_the_trainer(recipe) if recipe.cluster.backend == "ray" else recipe
+    usable, seen = gpu_names(), visible_gpus()
+    try:
+        return seat(here, len(usable), os.cpu_count())
+    except ClusterError as error:
+        if usable or not seen:
+            raise
+        raise ClusterError(
+            f"{error}\n(there are {len(seen)} GPUs, and torch {torch.__version__} can use none of them: install one that is built for "
+            "CUDA and fits the driver)"
+        ) from None
 
 
 async def start_teachers(

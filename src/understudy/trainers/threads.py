@@ -48,10 +48,11 @@ def products_of_lanes(recipe: Recipe) -> Iterator[None]:
 
     On ARM torch hands a product with a transposed weight to oneDNN. That takes a third of a millisecond more a call, and the
     threads of OMP_NUM_THREADS whatever torch was told: those of two lanes and of a teacher wait for each other then. Without
-    a bias the numbers are the same to the bit. Half precision stays with oneDNN, which alone is fast at it.
+    a bias the numbers are the same to the bit; with one they are not, so such students keep it. So does half precision, which
+    it alone is fast at.
     """
-    before = torch.backends.mkldnn.enabled
-    if lanes_of(recipe) > 1 and recipe.student.dtype == "float32":
+    before, student = torch.backends.mkldnn.enabled, recipe.student
+    if lanes_of(recipe) > 1 and student.dtype == "float32" and not _has_biases(Path(student.model)):
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
         yield
@@ -69,3 +70,10 @@ def _is_small(folder: Path) -> bool:
         and str(rotary.get("rope_type", "default")) in STEADY
         and 0 < model.parameters <= SMALL
     )
+
+
+def _has_biases(folder: Path) -> bool:
+    """Of a model that is known here: Qwen2 always has some, the others where they say so."""
+    config = ModelFolder(folder).config
+    said = any(config.get(name) for name in ("attention_bias", "mlp_bias"))
+    return said or config.get("model_type") == "qwen2"

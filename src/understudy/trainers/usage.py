@@ -13,6 +13,7 @@ from understudy.engines.remote import RemoteEngine
 from understudy.policy.follow import LeadingPolicy
 from understudy.policy.policy import StepResult
 from understudy.trainers.system import System
+from understudy.weights.in_process import CopiedWeights
 
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -36,6 +37,7 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
 
     `bytes_sent` (rank 0 to each other rank) and `bytes_fetched` (rows, by rank 0) count from the start of the launch, and so do
     bytes between the trainer's process and workers that write rows themselves, the queue, or engine processes and servers (of generations).
+    `published_bytes` are those of the last version, to each engine.
     """
     model, device = system.policy.model, system.policy.device
     updating = max(sum(result.seconds.values()), 1e-9)  # nothing, where a step left the weights alone
@@ -65,6 +67,8 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
     if isinstance(system.engine, HostedEngine | RemoteEngine):
         metrics["perf/engines/bytes_sent"] = float(system.engine.traffic.sent)
         metrics["perf/engines/bytes_received"] = float(system.engine.traffic.received)
+    if isinstance(system.publisher, CopiedWeights):
+        metrics["perf/weights/published_bytes"] = float(system.publisher.published_bytes)
     if device.type == "cuda":
         peak = next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name(device)), None)
         if peak is not None and system.recipe.student.dtype != "float32":

@@ -3,7 +3,8 @@
 Prompts are numbered 0, 1, 2, … in the order the cursor gives them. R = batch_size · sync_every prompts make a
 **window**; window w holds prompts w·R … (w+1)·R − 1 and is trained by the `sync_every` updates between publish w and
 publish w + 1. A prompt takes a **slot** when it is admitted and gives it back when weights that include its training are
-published. There are C = ⌊(1 + max_staleness) · R⌋ slots, and publishes free whole windows, so
+published. There are C = ⌊(1 + max_staleness) · R⌋ slots, or as many as the data plane has room for where that is less
+(R ≤ C always), and publishes free whole windows, so
 
     prompt i may be admitted after publish k   ⟺   i < k · R + C                                    (admission)
 
@@ -34,6 +35,8 @@ class Windows:
     max_staleness: float
     steps: int
     """Updates of the whole run."""
+    max_prompts: int | None = None
+    """In flight at most, whatever the staleness (`dataplane.max_rows`); at least a window."""
 
     @property
     def size(self) -> int:
@@ -44,7 +47,8 @@ class Windows:
     def slots(self) -> int:
         """C: prompts admitted and not yet published. At least a window, or the run could not move."""
         # A product like 1.1 · 10 must not lose a slot to rounding.
-        return math.floor((1 + self.max_staleness) * self.size + 1e-9)
+        slots = math.floor((1 + self.max_staleness) * self.size + 1e-9)
+        return slots if self.max_prompts is None else max(self.size, min(slots, self.max_prompts))
 
     @property
     def oldest(self) -> int:

@@ -47,6 +47,12 @@ class WeightSource(Protocol):
     def named_weights(self) -> Sequence[tuple[str, Tensor]]: ...
 
 
+class AdapterSource(Protocol):
+    """A student whose adapters may be published alone, for engines that merge them themselves (`engines.adapters`)."""
+
+    def named_adapters(self) -> Sequence[tuple[str, Tensor]]: ...
+
+
 class ModelWeights:
     """A model on one device as a weight source."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
-from understudy.weights.base import SharingReceiver, WeightReceiver, WeightSource
+from understudy.weights.base import AdapterSource, SharingReceiver, WeightReceiver, WeightSource
 
 
 class SharedWeights:
@@ -37,6 +38,8 @@ class CopiedWeights:
         self._source = source
         self._engine = engine
         self._version = -1
+        self.published_bytes = 0
+        """Of the last version, to each engine."""
 
     @property
     def version(self) -> int:
@@ -48,3 +51,14 @@ class CopiedWeights:
         )  # sharded weights are gathered, which takes a while
         await self._engine.update_weights(version, tensors)
         self._version = version
+        self.published_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+
+
+class AdaptersOnly:
+    """A student's adapters as the weights to publish: engine processes merge them into the base they have loaded."""
+
+    def __init__(self, student: AdapterSource) -> None:
+        self._student = student
+
+    def named_weights(self) -> Sequence[tuple[str, Tensor]]:
+        return self._student.named_adapters()

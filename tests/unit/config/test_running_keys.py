@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from understudy.config import parse_recipe
+from understudy.config import Recipe, parse_recipe
+from understudy.config.base import Section, unwrap
 from understudy.errors import ConfigError
 
 
@@ -23,19 +24,71 @@ def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
     ("sections", "said"),
     [
         ({"trainer": {"ranks": 2}, "student": {"device": "cuda:0"}}, "student.device = 'cuda'"),
-        ({"trainer": {"ranks": 2, "offload_optimizer": True}}, "spreads the optimizer's state"),
-        ({"trainer": {"ranks": 2, "optimizer": "adamw_8bit"}}, "spreads the optimizer's state"),
+        (
+            {"trainer": {"ranks": 2, "offload_optimizer": True}},
+            "is for one rank; 2 ranks spread the optimizer",
+        ),
+        (
+            {"trainer": {"ranks": 2, "optimizer": "adamw_8bit"}},
+            "packs whole tensors, and 2 ranks hold pieces",
+        ),
         ({"trainer": {"eval_k": 4}, "rollout": {"temperature": 0.0}}, "would be the same"),
         ({"trainer": {"ranks": 0}}, "trainer.ranks"),
+        ({"student": {"lora": {"publish": "adapter"}}}, "where no weights travel; set rollout.processes"),
+        (
+            {"student": {"lora": {"publish": "adapter"}}, "rollout": {"engine": "vllm"}},
+            "vllm servers get merged weights",
+        ),
+        (
+            {"cluster": {"backend": "ray", "address": "ray://10.0.0.1:10001"}},
+            "the trainer is one of its machines",
+        ),
+        ({"cluster": {"restarts": {"workers": -1}}}, "cluster.restarts.workers"),
         ({"trainer": {"eval_k": -1}}, "trainer.eval_k"),
     ],
 )
 def test_refused_with_a_reason(sections: dict[str, dict[str, Any]], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as caught:
         parse_recipe(recipe(**sections))
+    assert len(caught.value.problems) == 1, "one mistake is told once"
 
 
 def test_what_goes_together() -> None:
     parsed = parse_recipe(recipe(trainer={"ranks": 4, "eval_k": 8}, student={"device": "cuda"}))
     assert parsed.trainer.ranks == 4 and parsed.trainer.keep_best and parsed.trainer.async_save
+    adapted = parse_recipe(recipe(student={"lora": {"publish": "adapter"}}, rollout={"processes": 2}))
+    assert adapted.student.lora is not None and adapted.student.lora.publish == "adapter"
     assert parse_recipe(recipe(trainer={"eval_k": 1}, rollout={"temperature": 0.0})).trainer.eval_k == 1
+
+
+def float_keys(section: type[Section] = Recipe, place: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Where a recipe takes a number that need not be whole."""
+    found = []
+    for name, field in section.model_fields.items():
+        kind = unwrap(field.annotation)
+        inner = unwrap(kind) if field.annotation is not None and "dict" in str(field.annotation) else kind
+        if isinstance(inner, type) and issubclass(inner, Section):
+            found += float_keys(inner, (*place, name, *(("t",) if inner is not kind else ())))
+        elif "float" in str(field.annotation) and "Literal" not in str(field.annotation):
+            found.append((*place, name))
+    return found
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_no_number_may_be_endless(value: float) -> None:
+    keys = float_keys()
+    assert {
+        ("trainer", "max_staleness"),
+        ("loss", "correction", "cap"),
+        ("teachers", "t", "deadline_seconds"),
+    } < {*keys}
+    for place in keys:
+        table = recipe()
+        inner = table
+        for part in place[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[place[-1]] = value
+        with pytest.raises(
+            ConfigError, match=f"`{'.'.join(place)}` = {value}: input should be a finite number"
+        ):
+            parse_recipe(table)

@@ -110,6 +110,15 @@ def test_a_large_column_is_joined_like_a_small_one() -> None:
     assert not isinstance(column, list) and column.values.tolist() == list(range(6000))
 
 
+def test_rows_that_hold_the_same_do_not_hold_it_together() -> None:
+    cells: list[Any] = [{"tokens": 3}, {"tokens": 3}, {"deep": [1]}, {"deep": [1]}, "eos", 1, True, None, {}]
+    column = gather("x", [encode("x", cell) for cell in cells], [str(i) for i in range(len(cells))])
+    assert isinstance(column, list) and repr(column) == repr(cells)
+    column[0]["tokens"] = 4
+    column[2]["deep"].append(2)
+    assert column[1] == {"tokens": 3} and column[3] == {"deep": [1]}
+
+
 @pytest.mark.parametrize(
     ("odd", "words"),
     [

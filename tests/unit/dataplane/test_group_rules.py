@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from understudy.dataplane.base import split_key
-from understudy.dataplane.groups import keep_complete, no_signal, overlong_penalty
-from understudy.types.trajectory import StopReason
+from understudy.dataplane.groups import no_signal, overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -41,12 +40,6 @@ def test_keys_of_another_form_are_their_own_prompt(key: str, parts: tuple[str, i
 )
 def test_a_group_whose_rewards_are_all_equal_has_no_signal(rewards: list[float], reason: str | None) -> None:
     assert no_signal(rewards) == reason
-
-
-def test_only_truncated_sessions_are_left_out() -> None:
-    assert [
-        reason for reason, kept in zip(StopReason, keep_complete(list(StopReason)), strict=True) if not kept
-    ] == [StopReason.LENGTH]
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(0, 12_000))

@@ -14,6 +14,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 from small_student import batch_of, cross_entropy, poisoned, qwen3, settings, token_mean, varied_batch
 
+from understudy.engines.adapters import AdaptedModel
 from understudy.errors import LossInputError, PolicyError, RowsUnreachable, UnderstudyError
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.follow import LeadingPolicy, follow
@@ -60,6 +61,11 @@ def train(
     state = policy.state()
     weights = dict(policy.named_weights())
     assert lora or all(torch.equal(weights[name], state.model[name]) for name in weights)
+    if lora:  # what an engine makes of the adapters alone
+        engines = AdaptedModel(qwen3(dtype=getattr(torch, dtype)))
+        made = {name: tensor.detach() for name, tensor in engines.weights(policy.named_adapters())}
+        assert made.keys() == weights.keys()
+        assert all(torch.equal(made[name], weights[name]) for name in weights)
     if ranks is None or ranks.rank == 0:
         store.save(policy.step, state)
     return lines
@@ -68,7 +74,7 @@ def train(
 def break_a_step(ranks: Any, folder: str, where: str) -> Any:
     """A poisoned objective: the error text, the keys of the rows caught, and whether a clean step still works."""
     caught: list[str] = []
-    policy = Policy(qwen3(), settings(), on_bad_rows=lambda rows, _: caught.extend(rows.keys), ranks=ranks)
+    policy = Policy(qwen3(), settings(), on_bad_rows=lambda bad: caught.extend(bad.rows.keys), ranks=ranks)
     batch = varied_batch()
     bad_token = int(batch.tokens[5][batch.loss_mask[5]][0])
     before = {name: tensor.clone() for name, tensor in policy.named_weights()}

@@ -111,7 +111,7 @@ def test_broken_rows_are_named(where: str) -> None:
         if bool((ids[mask] == token).any())
     ]
     seen: list[tuple[str, ...]] = []
-    policy = Policy(qwen3(), settings(lanes=3), on_bad_rows=lambda part, why: seen.append(part.keys))
+    policy = Policy(qwen3(), settings(lanes=3), on_bad_rows=lambda bad: seen.append(bad.rows.keys))
     before = weights_of(policy)
     with pytest.raises(PolicyError, match="weights were not touched"):
         policy.update(batch, poisoned(where, token), token_mean(batch))

@@ -173,7 +173,7 @@ def test_a_step_that_is_not_finite_touches_nothing_and_names_the_rows(where: str
     }
     assert 0 < len(culprits) < len(batch)
     seen: list[tuple[Batch, str]] = []
-    policy = Policy(qwen3(), settings(), on_bad_rows=lambda rows, reason: seen.append((rows, reason)))
+    policy = Policy(qwen3(), settings(), on_bad_rows=lambda bad: seen.append((bad.rows, bad.reason)))
     policy.update(batch, cross_entropy, token_mean(batch))
     before = policy.state().detached()
     with pytest.raises(PolicyError, match="The weights were not touched") as caught:

@@ -14,13 +14,14 @@ from chat_tokenizers import chat_tokenizer
 from recording_engine import CONTEXT, RecordingEngine
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.errors import DataError, EngineError
+from understudy.errors import ClusterError, DataError, EngineError
 from understudy.rollout import workers as workers_module
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.seeds import derive_seed
 from understudy.rollout.timing import BatchTimings
+from understudy.rollout.worker_line import PipeLine
 from understudy.rollout.workers import LoopWorkers
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
@@ -36,7 +37,13 @@ Use = Callable[[LoopWorkers, Callable[[Prompt], LoopContext]], Awaitable[Any]]
 
 
 def with_workers(
-    folder: Path, use: Use, *, agent: str = "chatty_loop:Chatty", count: int = 2, generate: Any = None
+    folder: Path,
+    use: Use,
+    *,
+    agent: str = "chatty_loop:Chatty",
+    count: int = 2,
+    generate: Any = None,
+    **settings: Any,
 ) -> Any:
     async def body() -> Any:
         TOKENIZER.save_pretrained(folder)
@@ -54,7 +61,7 @@ def with_workers(
 
             return LoopContext(ask, renderer, Sampling(6, (TOKENIZER.eos_token_id,)), prompt.key, 0, CONTEXT)
 
-        workers = LoopWorkers(count, tokenizer=folder, agent=agent, context=CONTEXT)
+        workers = LoopWorkers(count, tokenizer=folder, agent=agent, context=CONTEXT, **settings)
         try:
             await workers.start()
             return await use(workers, context)
@@ -137,6 +144,73 @@ def test_a_row_that_kills_its_worker_is_that_row_s_fault(
         assert len(await workers.run(fine, context(fine))) == 1
 
     with_workers(tmp_path, use, count=1)
+
+
+def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cluster.restarts.workers`: counted in a row without a finished session; with none left the run ends, not the row."""
+    monkeypatch.setattr(workers_module, "_TRIES", 1)
+    told: list[str] = []
+
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        async def dies() -> None:
+            (deadly,) = prompts(1, dies=True)
+            with pytest.raises(DataError, match="its worker process died"):
+                await workers.run(deadly, context(deadly))
+
+        await dies()
+        (fine,) = prompts(1)
+        assert len(await workers.run(fine, context(fine))) == 1
+        assert len(told) == 1 and "started again (1 of 1)" in told[0]
+        await dies()  # counted anew: this life finished a session
+        await dies()
+        assert len(told) == 2
+        with pytest.raises(ClusterError, match="No rollout worker is left") as caught:
+            await workers.run(fine, context(fine))
+        assert "cluster.restarts.workers" in str(caught.value) and "rollout worker 0" in str(caught.value)
+
+    with_workers(tmp_path, use, count=1, restarts=1, notify=told.append)
+
+
+def test_many_sessions_wait_for_a_worker_s_last_restart(tmp_path: Path) -> None:
+    """While it is started for the last time it is not given up, whoever asks meanwhile."""
+
+    async def slow(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        await asyncio.sleep(1.0)
+        n = int(tokens.sum()) % 5 + 1
+        return Generation(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "eos")  # type: ignore[arg-type]
+
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        rows = prompts(6)
+        tasks = [asyncio.create_task(workers.run(p, context(p))) for p in rows]
+        await asyncio.sleep(0.5)
+        os.kill(workers.pids[0], signal.SIGKILL)
+        assert len(await asyncio.gather(*tasks)) == 6
+
+    with_workers(tmp_path, use, generate=slow, count=1, restarts=1)
+
+
+def test_one_that_cannot_be_started_again_is_given_up_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "_FIRST_PAUSE_SECONDS", 0.01)
+    starts = 0
+
+    async def open_line(number: int) -> Any:
+        nonlocal starts
+        starts += 1
+        if starts > 1:
+            raise ClusterError("no machine has its bundle")
+        return await PipeLine.open(number)
+
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        os.kill(workers.pids[0], signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        (fine,) = prompts(1)
+        with pytest.raises(ClusterError, match="could not be started: no machine has its bundle"):
+            await workers.run(fine, context(fine))
+        assert starts == 3
+
+    with_workers(tmp_path, use, count=1, restarts=2, open_line=open_line)
 
 
 def test_errors_keep_their_kind(tmp_path: Path) -> None:

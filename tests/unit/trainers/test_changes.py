@@ -9,7 +9,7 @@ import pytest
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir
-from understudy.trainers.changes import ACCEPTED, REFUSED, changed_recipe, flatten
+from understudy.trainers.changes import ACCEPTED, ONLY_MORE, REFUSED, changed_recipe, flatten
 
 TABLE: dict[str, Any] = {
     "student": {"model": "student"},
@@ -57,6 +57,78 @@ def test_changes_of_meaning_are_refused_and_say_why(run: RunDir, override: str, 
     assert problem.startswith(f"cannot resume with {override.split('=')[0]} = ")
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["rollout.processes=2", "rollout.workers=2", "rollout.deadline_seconds=5", "cluster.restarts.rollout=1"],
+)
+def test_who_writes_rows_may_change(run: RunDir, override: str) -> None:
+    recipe, (change,) = changed_recipe(run, [override])
+    assert change.key == override.split("=")[0]
+    assert flatten(recipe.model_dump())[change.key] == change.after != change.before
+
+
+def resumable(folder: Path, **sections: dict[str, Any]) -> RunDir:
+    table = {**TABLE, **{name: {**TABLE.get(name, {}), **section} for name, section in sections.items()}}
+    (folder / "recipe.json").write_text(json.dumps(parse_recipe(table).model_dump()))
+    return RunDir.open(folder)
+
+
+def test_servers_may_have_moved(tmp_path: Path) -> None:
+    run = resumable(tmp_path, rollout={"engine": "vllm", "urls": ["http://10.0.0.1:8000"]})
+    changed, changes = changed_recipe(
+        run,
+        [
+            "rollout.urls=['http://10.0.0.2:8000']",
+            "rollout.token_env=TOKEN",
+            "rollout.served_model=mine",
+            "rollout.snapshots=/shared",
+        ],
+    )
+    assert changed.rollout.urls == ["http://10.0.0.2:8000"] and len(changes) == 4
+    with pytest.raises(ConfigError, match="other weights"):
+        changed_recipe(run, ["rollout.live_weights=false"])
+
+
+def test_servers_of_the_run_may_sit_elsewhere(tmp_path: Path) -> None:
+    run = resumable(tmp_path, rollout={"engine": "vllm", "devices": ["0"]})
+    _, changes = changed_recipe(
+        run, ["rollout.replicas=2", "rollout.devices=['1', '2']", "rollout.vllm_python=/v"]
+    )
+    assert [change.key for change in changes] == [
+        "rollout.devices", "rollout.replicas", "rollout.vllm_python",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="may change what vLLM writes"):
+        changed_recipe(run, ["rollout.engine_args=['--quantization=fp8']"])
+    with pytest.raises(ConfigError, match="another engine"):
+        changed_recipe(run, ["rollout.engine=sglang", "rollout.urls=['http://x:1']", "rollout.devices=[]"])
+
+
+def test_a_fully_async_run_may_run_further_ahead_but_not_less_far(tmp_path: Path) -> None:
+    """Rows in flight were written under the old bound: under a lower one some would be refused as too old."""
+    run = resumable(tmp_path, trainer={"mode": "fully_async", "max_staleness": 2.0}, rollout={"processes": 1})
+    _, changes = changed_recipe(
+        run,
+        [
+            "trainer.max_staleness=3",
+            "trainer.partial_rollouts=false",
+            "trainer.adapt_admission=true",
+            "trainer.lend_after=5",
+            "dataplane.max_rows=200000",
+        ],
+    )
+    assert len(changes) == 5
+    for lowered in ("trainer.max_staleness=1", "dataplane.max_rows=5000"):
+        with pytest.raises(ConfigError, match=r"rows in flight.*it may only be raised"):
+            changed_recipe(run, [lowered])
+    with pytest.raises(ConfigError, match=r"windows of batch_size · sync_every"):
+        changed_recipe(run, ["trainer.sync_every=2"])
+
+
+def test_a_sync_run_may_hold_fewer_rows(run: RunDir) -> None:
+    (change,) = changed_recipe(run, ["dataplane.max_rows=5000"])[1]
+    assert change.after == 5000
+
+
 def test_every_refusal_comes_at_once(run: RunDir) -> None:
     with pytest.raises(ConfigError) as caught:
         changed_recipe(run, ["run.seed=1", "loss.kind=reverse_kl"])
@@ -73,11 +145,12 @@ def test_the_same_value_is_no_change(run: RunDir) -> None:
 
 
 def test_the_tables_name_only_keys_that_exist() -> None:
-    known = set(flatten(parse_recipe(TABLE).model_dump()))
+    adapted = {**TABLE, "student": {"model": "student", "lora": {"rank": 4}}}
+    known = set(flatten(parse_recipe(TABLE).model_dump())) | set(flatten(parse_recipe(adapted).model_dump()))
     known |= {
         ".".join([first, "*", *rest])
         for first, _, *rest in (k.split(".") for k in known if k.startswith("teachers."))
     }
     sections = set(Recipe.model_fields)
-    for key in (*ACCEPTED, *REFUSED):
+    for key in (*ACCEPTED, *ONLY_MORE, *REFUSED):
         assert key in known or key in sections or (key.endswith(".*") and key[:-2] in sections), key

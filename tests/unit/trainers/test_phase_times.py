@@ -103,6 +103,18 @@ def test_plan_simulates_and_recommends(tmp_path: Path, capsys: pytest.CaptureFix
         (["--decode", "a:b"], "expected numbers"),
         (["--decode", "1:0.1", "--update-token", "1", "--lengths", "x"], "--lengths 'x'"),
         (["--decode", "1:0.1", "--update-token", "1", "--devices", "1"], "1 devices cannot hold"),
+        (["--decode", "1:0.1,1:0.2", "--update-token", "1"], "two times for the same number of rows"),
+        (["--decode", "1:0.2,64:0.1", "--update-token", "1"], "more rows cannot take less time"),
+        (["--decode", "1:inf", "--update-token", "1"], "--decode '1:inf': expected numbers"),
+        (["--decode", "1:0.1", "--update-token=-1"], "--update-token -1: expected 0 or more"),
+        (["--decode", "1:0.1", "--update-token", "nan"], "--update-token nan: expected 0 or more"),
+        (["--decode", "1:0.1", "--engine-devices", "0"], "--engine-devices 0: expected 1 or more"),
+        (["--replica-devices", "-2", "--devices", "0"], "--devices 0: expected 1 or more"),
+        (["--decode", "1:0.1", "--update-token", "1", "--lengths", "9,2"], "from the least to the most"),
+        (["--prompt-tokens=-1"], "--prompt-tokens -1: expected 0 or more"),
+        (["--gpus", "4"], "--simulate shares out --devices"),
+        (["no/such/run"], "no/such/run is no run directory"),
+        (["--also", "no/such/run"], "no/such/run is no run directory"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
@@ -110,3 +122,21 @@ def test_flags_that_make_no_sense_are_refused(
 ) -> None:
     assert main(["plan", str(QUICKSTART), "--simulate", *flags]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_without_measurements_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.json").write_text("{}")
+    assert main(["plan", str(QUICKSTART), "--simulate", str(tmp_path)]) == 2
+    assert "has no spans.jsonl: nothing was measured there" in " ".join(capsys.readouterr().err.split())
+
+
+def test_flags_of_the_simulation_are_not_taken_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "--devices", "8", "--also", "runs/x"]) == 2
+    assert "--devices, --also: only --simulate looks at it" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_word_behind_the_flag_is_a_word_and_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--decode", "1:0.01", "--update-token", "0.001", "--simulate", "trainer.batch_size=16"]
+    assert main(["plan", str(QUICKSTART), *flags]) == 0, capsys.readouterr().err
+    assert main(["plan", str(QUICKSTART), *flags[:-1], "trainer.batch_sise=16"]) == 2
+    assert "did you mean `trainer.batch_size`" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from understudy.cli.main import main
-from understudy.cluster.ray_layout import Bundle, NodeFacts, Spread
+from understudy.cluster.ray_layout import Bundle, Home, NodeFacts, Spread
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
 from understudy.trainers.extras import missing_extras
@@ -57,6 +57,20 @@ def test_pools_are_a_bundle_per_node_and_the_students_first_is_the_trainers() ->
     assert layout.homes["rank-1"].bundle == 1 and layout.homes["rank-1"].share == Bundle(1)
     here = beside_the_trainer(whole)
     assert here.trainer.ranks == 1 and not here.teachers and not here.cluster.pools
+
+
+def test_a_fully_async_run_takes_teachers_from_a_pool_that_only_teachers_sit_in() -> None:
+    pool = {"nodes": 2, "cpus_per_node": 2}
+    cluster = {"backend": "ray", "pools": {"t": pool, "s": pool}, "roles": {"student": "s"}}
+    teacher = {"model": "teacher", "placement": "pool", "pool": "t", "replicas": 2, "threads": 2}
+    trainer = {"mode": "fully_async", "ranks": 2}
+    layout = ray_layout(recipe(teachers={"math": teacher}, cluster=cluster, trainer=trainer), NODES)
+    assert layout.homes["teacher-math-0"] == Home("pool t", 0, Bundle(2))
+    assert layout.homes["teacher-math-1"] == Home("pool t", 1, Bundle(2))
+    with pytest.raises(
+        ConfigError, match=r"teachers\.math\.pool = 's' is the pool of cluster\.roles\.student too"
+    ):
+        recipe(teachers={"math": {**teacher, "pool": "s"}}, cluster=cluster, trainer=trainer)
 
 
 def test_a_replica_over_two_machines_is_refused() -> None:
@@ -135,21 +149,21 @@ def test_vllm_servers_sit_in_the_pool_of_rollouts_and_take_nothing_of_the_traine
     [
         ("rollout", {}, "set rollout.processes"),
         ("workers", {"processes": 1}, "set rollout.workers"),
-        ("critic", {"processes": 1}, "lives in the trainer's and on the student's devices; take it out"),
         ("rollout", {"processes": 1, "devices": ["0"]}, "both say where"),
     ],
 )
 def test_roles_without_processes_of_their_own_are_refused_with_the_way_out(
     role: str, rollout: dict[str, Any], word: str
 ) -> None:
-    cluster = {"backend": "ray", "pools": {"p": {"gpus_per_node": 4}}, "roles": {role: "p"}}
+    cluster = {"backend": "ray", "pools": {"p": {"nodes": 1, "gpus_per_node": 4}}, "roles": {role: "p"}}
     with pytest.raises(ClusterError, match=word):
         ray_layout(recipe(cluster=cluster, rollout=rollout), WITH_GPUS)
 
 
-def test_a_role_nobody_knows_is_refused_with_those_there_are() -> None:
-    cluster = {"backend": "ray", "pools": {"p": {"cpus_per_node": 4}}, "roles": {"teacher-math": "p"}}
-    with pytest.raises(ConfigError, match=r"student.*rollout.*workers"):
+@pytest.mark.parametrize("name", ["teacher-math", "critic"])
+def test_a_role_nobody_knows_is_refused_with_those_there_are(name: str) -> None:
+    cluster = {"backend": "ray", "pools": {"p": {"nodes": 1, "cpus_per_node": 4}}, "roles": {name: "p"}}
+    with pytest.raises(ConfigError, match=r"expected one of 'student', 'rollout' or 'workers'"):
         recipe(cluster=cluster)
 
 

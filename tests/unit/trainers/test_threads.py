@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import linear
 
 from understudy.config import Recipe
 from understudy.trainers import threads
-from understudy.trainers.threads import lanes_of, torch_threads
+from understudy.trainers.threads import lanes_of, products_of_lanes, torch_threads
 
 STUDENT = Path(str(resources.files("understudy.assets") / "quickstart")) / "models" / "student"
 
@@ -58,3 +60,46 @@ def test_large_students_and_unknown_ones(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(threads, "SMALL", 1000)
     assert lanes_of(recipe(own)) == 1
     assert lanes_of(recipe(Path("owner/name"))) == 1
+
+
+def one_dnn(one: Recipe) -> bool:
+    with products_of_lanes(one):
+        return bool(torch.backends.mkldnn.enabled)
+
+
+def test_lanes_leave_one_dnn_alone_where_that_changes_no_bit(tmp_path: Path) -> None:
+    assert not one_dnn(recipe())
+    assert torch.backends.mkldnn.enabled  # as it was, for whoever comes next in this process
+    assert one_dnn(recipe(run={"threads": 1})) and one_dnn(recipe(student={"dtype": "bfloat16"}))
+    own = tmp_path / "student"
+    shutil.copytree(STUDENT, own)
+    config = json.loads((own / "config.json").read_text())
+    for changes in (
+        {"attention_bias": True},
+        {"model_type": "qwen2"},
+        {"model_type": "llama", "mlp_bias": True},
+    ):
+        (own / "config.json").write_text(json.dumps(config | changes))
+        assert lanes_of(recipe(own)) == 3 and one_dnn(recipe(own))
+    with pytest.raises(ZeroDivisionError), products_of_lanes(recipe()):
+        raise ZeroDivisionError
+    assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(96, 288), (288, 96), (96, 44), (37, 100)])
+def test_products_without_a_bias_are_the_same_either_way(inputs: int, outputs: int) -> None:
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(inputs)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    for rows in (1, 15, 16, 128, 531, 1000):
+        states = torch.randn(rows, inputs, generator=generator)
+        answers = torch.randn(rows, outputs, generator=generator)
+        products = (
+            lambda states=states: linear(states, weight),
+            lambda answers=answers: answers @ weight,
+            lambda states=states, answers=answers: answers.t() @ states,
+        )
+        theirs = [product() for product in products]
+        with products_of_lanes(recipe()):
+            ours = [product() for product in products]
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)), rows

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from understudy.errors import EngineError
 from understudy.weights.base import ModelWeights, WeightPublisher
-from understudy.weights.disk import DiskWeights, current_snapshot
 from understudy.weights.in_process import CopiedWeights, SharedWeights
 
 
@@ -68,52 +65,5 @@ def test_a_failed_publish_keeps_the_old_version() -> None:
 
     publisher = CopiedWeights(ModelWeights(model()), Broken())
     with pytest.raises(EngineError, match="gone"):
-        asyncio.run(publisher.publish(1))
-    assert publisher.version == -1
-
-
-def test_disk_snapshots_are_complete_announced_and_pruned(tmp_path: Path) -> None:
-    base, root = tmp_path / "base", tmp_path / "snapshots"
-    base.mkdir()
-    (base / "config.json").write_text("{}")
-    trained, heard = model(), []
-
-    async def announce(version: int, folder: Path) -> None:
-        assert current_snapshot(root) == (version, folder)
-        heard.append((version, load_file(folder / "model.safetensors")["0.weight"][0, 0].item()))
-
-    (root / ".tmp-version-000000").mkdir(parents=True)
-    publisher: WeightPublisher = DiskWeights(ModelWeights(trained), root, base, announce, keep=2)
-    assert current_snapshot(root) is None
-
-    async def run() -> None:
-        for version in (1, 2, 3):
-            trained[0].weight.data.fill_(float(version))
-            await publisher.publish(version)
-
-    asyncio.run(run())
-    assert heard == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert sorted(path.name for path in root.iterdir()) == ["current", "version-000002", "version-000003"]
-    assert (root / "version-000003" / "config.json").read_text() == "{}"
-    assert publisher.version == 3
-
-
-def test_disk_publish_after_a_return_to_an_earlier_version(tmp_path: Path) -> None:
-    trained = model()
-    publisher = DiskWeights(ModelWeights(trained), tmp_path, keep=2)
-
-    async def run() -> None:
-        for version in (4, 5, 2):
-            await publisher.publish(version)
-
-    asyncio.run(run())
-    assert current_snapshot(tmp_path) == (2, tmp_path / "version-000002")
-    assert (tmp_path / "version-000002" / "model.safetensors").is_file()
-
-
-def test_an_unwritable_folder_is_a_clear_error(tmp_path: Path) -> None:
-    publisher = DiskWeights(ModelWeights(model()), tmp_path / "snapshots")
-    (tmp_path / "snapshots").rmdir()
-    with pytest.raises(EngineError, match="version 1 could not be written"):
         asyncio.run(publisher.publish(1))
     assert publisher.version == -1

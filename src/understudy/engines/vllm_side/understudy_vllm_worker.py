@@ -37,7 +37,6 @@ class UnderstudyWorker:
 
         self.model_runner.reload_weights(weights_iterator=tensors())
         _pack_again(self._understudy_model())
-        self.understudy_version = version
         return {"version": version, "tensors": count}
 
     def understudy_attach(self, gpu: str, tensors: str) -> dict[str, Any]:
@@ -65,7 +64,6 @@ class UnderstudyWorker:
         else:
             self.understudy_plan.run()
         torch.accelerator.synchronize()
-        self.understudy_version = version
         return {
             "version": version,
             "tensors": len(self.understudy_attached),
@@ -76,10 +74,6 @@ class UnderstudyWorker:
     def _understudy_model(self) -> Any:
         get_model = getattr(self.model_runner, "get_model", None)
         return get_model() if get_model else self.model_runner.model
-
-    def understudy_weight_version(self) -> dict[str, Any]:
-        """The version last loaded; a process that was restarted has none."""
-        return {"version": getattr(self, "understudy_version", None)}
 
 
 def _pack_again(model: Any) -> None:

@@ -1,0 +1,118 @@
+"""Low-rank adapters on their way to engine processes: the small matrices travel, the engine merges them itself.
+
+    trainer ──A, B, scale of each adapted layer, the mark of its base──> engine: W = W0 + scale · B·A, from the W0 it keeps
+
+They travel as named tensors, by the ways whole weights do (`hosted_weights`, `weight_broadcast`). The base never does: an engine
+process loaded it from the folder the trainer did. The mark says whether that is so to the bit, and one that differs is refused.
+Every version is merged from the kept base, so rounding does not add up over publishes. An engine that takes adapters holds the
+adapted layers twice.
+
+Legend: O outputs, I inputs of a layer, R rank of its adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor, nn
+
+from understudy.errors import EngineError
+
+_MARK = "adapter:base"
+_DOWN, _UP, _SCALE = "adapter:down:", "adapter:up:", "adapter:scale:"
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers as wide as an element of so many bytes."""
+
+
+def packed_adapter(name: str, down_RI: Tensor, up_OR: Tensor, scale: float) -> list[tuple[str, Tensor]]:
+    """The adapter of the weight `name`, as tensors to publish."""
+    return [
+        (f"{_DOWN}{name}", down_RI),
+        (f"{_UP}{name}", up_OR),
+        (f"{_SCALE}{name}", torch.tensor([scale], dtype=torch.float64)),
+    ]
+
+
+def packed_mark(mark: bytes) -> tuple[str, Tensor]:
+    return _MARK, torch.tensor(list(mark), dtype=torch.uint8)
+
+
+def is_of_adapters(name: str) -> bool:
+    """Whether a tensor that came is part of a set of adapters; such sets and whole weights do not mix."""
+    return name.startswith("adapter:")
+
+
+@torch.no_grad()
+def base_mark(weights: Iterable[tuple[str, Tensor]]) -> bytes:
+    """Tells sets of weights apart: by names, shapes, types, and sums over every bit, exact on any device."""
+    lines = []
+    for name, tensor in weights:
+        words = tensor.detach().contiguous().view(_WORDS[tensor.element_size()])
+        rows = words.flatten(1).sum(dim=1, dtype=torch.int64) if words.dim() > 1 else words.reshape(-1).long()
+        places = torch.arange(1, len(rows) + 1, device=rows.device)  # rows that changed places count too
+        lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {int((rows * places).sum())}")
+    return blake2b("\n".join(sorted(lines)).encode(), digest_size=16).digest()
+
+
+class AdaptedModel:
+    """An engine's model that takes adapters. Calls must not overlap."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._mark: bytes | None = None
+        self._base: dict[str, Tensor] = {}
+        """The adapted layers as they were without an adapter."""
+
+    def weights(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Every weight of the model by its name, the adapted ones merged, one after another; those without an adapter are the
+        model's own tensors. What does not fit is refused before the first."""
+        named = dict(tensors)
+        adapted = [name.removeprefix(_DOWN) for name in named if name.startswith(_DOWN)]
+        own = dict(self._model.named_parameters())
+        self._check(named, adapted, own)
+        return self._merged(named, frozenset(adapted), own)
+
+    def _check(self, named: dict[str, Tensor], adapted: Sequence[str], own: dict[str, nn.Parameter]) -> None:
+        if self._mark is None:
+            self._mark = base_mark(own.items())
+        if self._mark != bytes(named[_MARK].tolist()):
+            raise EngineError(
+                "the adapters that came belong to other weights than this engine has loaded: student.model changed since the trainer "
+                "read it, or means another revision here; set student.lora.publish = 'merged', or pin student.revision"
+            )
+        for name in adapted:
+            down_RI, up_OR = named[f"{_DOWN}{name}"], named[f"{_UP}{name}"]
+            if name not in own or own[name].shape != (up_OR.shape[0], down_RI.shape[1]):
+                found = list(own[name].shape) if name in own else "none"
+                raise EngineError(
+                    f"an adapter of {list(up_OR.shape)} × {list(down_RI.shape)} came for {name}; this model has {found}"
+                )
+
+    @torch.no_grad()
+    def _merged(
+        self, named: dict[str, Tensor], adapted: frozenset[str], own: dict[str, nn.Parameter]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in own.items():
+            if name not in adapted and name not in self._base:
+                yield name, parameter
+                continue
+            if name not in self._base:
+                self._base[name] = parameter.detach().clone()
+            base_OI = self._base[name]
+            if name not in adapted:  # a version before had one
+                yield name, base_OI
+                continue
+            down_RI = named[f"{_DOWN}{name}"].to(base_OI.device, torch.float32)
+            up_OR = named[f"{_UP}{name}"].to(base_OI.device, torch.float32)
+            yield name, merged(base_OI, down_RI, up_OR, float(named[f"{_SCALE}{name}"]))
+
+    def replaced(self) -> None:
+        """Whole weights came: they are the base of what comes next."""
+        self._mark, self._base = None, {}
+
+
+def merged(base_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:
+    """A layer with its adapter added in: in float32, rounded once, so that merging costs at most half a unit in the last place."""
+    return (base_OI.float() + scale * (up_OR.float() @ down_RI.float())).to(base_OI.dtype)

@@ -1,0 +1,78 @@
+"""Work that is over soon is not talked about; work that takes longer says what it is and how far it has come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+QUIET_SECONDS = 2.0
+"""How long nothing is said."""
+SHORT_SECONDS = 0.5
+"""A piece that is over so soon is not told of even then."""
+_PLAIN_SECONDS = 5.0
+_REFRESH_SECONDS = 0.2
+
+
+class Patience:
+    """`with patience.work("reading data.train", total=rows) as advance: …`; the quiet time is one for all of it together.
+
+    A thread of its own talks, so also work that never calls `advance` is told of. In a terminal it is a bar that goes away,
+    anywhere else a line every few seconds.
+    """
+
+    def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:
+        self._enabled = enabled
+        self._console = console or Console(stderr=True)
+        self._until = time.monotonic() + QUIET_SECONDS
+
+    @contextmanager
+    def work(self, text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        done, ended = 0, threading.Event()
+
+        def advance(pieces: int) -> None:
+            nonlocal done
+            done += pieces
+
+        def talk() -> None:
+            if ended.wait(max(SHORT_SECONDS, self._until - time.monotonic())):
+                return
+            if self._console.is_terminal:
+                self._bar(text, total, ended, lambda: done)
+                return
+            while True:
+                so_far = f": {done:,} of {total:,}" if total else ""
+                self._console.print(f"{text}{so_far}", highlight=False, markup=False, soft_wrap=True)
+                if ended.wait(_PLAIN_SECONDS):
+                    return
+
+        talker = threading.Thread(target=talk, name="patience", daemon=True)
+        if self._enabled:
+            talker.start()
+        try:
+            yield advance
+        finally:
+            ended.set()
+            if self._enabled:
+                talker.join()
+
+    def _bar(self, text: str, total: int | None, ended: threading.Event, done: Callable[[], int]) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
+        counted = (MofNCompleteColumn(),) if total else ()
+        with Progress(
+            *columns, *counted, TimeElapsedColumn(), console=self._console, transient=True
+        ) as progress:
+            task = progress.add_task(text, total=total)
+            while not ended.wait(_REFRESH_SECONDS):
+                progress.update(task, completed=done())

@@ -1,0 +1,79 @@
+"""An evaluation that goes wrong: bad answers are counted, and a broken one does not cost the step before it."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import run_cli
+
+import understudy
+from understudy.dataplane.ledger import audit
+from understudy.errors import EngineError
+from understudy.observability.metrics import read_metrics
+from understudy.policy.checkpoint import CheckpointStore
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def held_out(recipe: Make, tmp_path: Path) -> str:
+    """Twelve problems: four are judged, four get NaN, for four the reward raises."""
+    lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:12]
+    rows = [{**json.loads(line), "trouble": place % 3} for place, line in enumerate(lines)]
+    path = tmp_path / "held-out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
+def test_answers_that_cannot_be_judged_are_unsolved(recipe: Make, held_out: str, mode: str) -> None:
+    run = understudy.train(
+        recipe(
+            data__eval=held_out, data__reward="small_rewards:broken_held_out", trainer__eval_k=2, trainer__steps=2,
+            trainer__solved_at=-5.0, trainer__mode=mode,
+        ),
+        progress=False,
+    )  # fmt: skip
+    assert run.steps == 2
+    first, _, last = run.metrics
+    for line in (first, last):
+        assert line["val/failed"] == 8 * 3
+        assert line["val/failed"] == sum(v for k, v in line.items() if k.startswith("val/failed/"))
+        assert line["val/accuracy"] <= 4 / 12
+        assert line["val/pass@2"] == pytest.approx(4 / 12), (
+            "every judged answer reaches −5, no failed one does"
+        )
+    letters = [
+        json.loads(line) for line in (run.dir / "dataplane/dead_letters.jsonl").read_text().splitlines()
+    ]
+    assert Counter(letter["step"] for letter in letters) == {0: 24, 2: 24}
+    reasons = Counter("no judge" in letter["reason"] for letter in letters)
+    assert reasons == {True: 24, False: 24} and all(letter["partition"] == "eval" for letter in letters)
+    report = audit(run.dir)
+    assert report.balanced and report.dead == 48 and report.trained == 32
+    assert json.loads((run.dir / "state.json").read_text())["dead_letters"] == 0, (
+        "none of the rows trained on"
+    )
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
+def test_an_evaluation_that_breaks_keeps_the_step(
+    recipe: Make, held_out: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    table = recipe(
+        data__eval=held_out, trainer__eval_every=2, trainer__checkpoint_every=500, trainer__mode=mode,
+        rollout__agent="troubled_loop:GivesOut", rollout__agent_options={"troubled_loop:GivesOut": {"good": 20}},
+    )  # fmt: skip
+    with pytest.raises(EngineError, match="the engine of this loop is gone"):
+        understudy.train(table, progress=False)
+    run = Path(table["run"]["dir"])
+    assert CheckpointStore(run / "checkpoints").steps() == [2]
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    report = audit(run)
+    assert report.balanced and report.per_step == dict.fromkeys(range(1, 5), 16)

@@ -1,0 +1,69 @@
+"""A refused step: everything its update read is in a file, and `understudy replay` finds the rows again."""
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_rewards
+import torch
+
+import understudy
+from understudy.cli.main import main
+from understudy.config import parse_recipe
+from understudy.errors import UnderstudyError
+from understudy.policy.policy import Policy
+from understudy.policy.refused import replay
+from understudy.trainers.build import load_student_of, objective_of, policy_settings
+from understudy.trainers.replay import replay_run
+from understudy.types.jagged import Jagged
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
+def test_a_refused_step_is_run_again_from_its_file(
+    recipe: Make, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Teachers, rewards, advantages, old logprobs, refused after two good steps: the weights were saved, and the same rows break
+    again. With calm advantages they do not."""
+    monkeypatch.setattr(small_rewards, "good_judgements", itertools.repeat(True, 2 * 12))
+    table = recipe(
+        loss={"topk": 8, "task_coef": 1.0, "advantage": "grpo_no_std", "correction": {"weigh": "token"}},
+        rollout__n=3, trainer__batch_size=4, trainer__checkpoint_every=50, trainer__mode=mode,
+        data__reward="small_rewards:immense_later", **({"trainer__max_staleness": 0.0} if mode != "sync" else {}),
+    )  # fmt: skip
+    with pytest.raises(UnderstudyError, match="were not touched"):
+        understudy.train(table, progress=False)
+    run = Path(table["run"]["dir"])
+    lines = [json.loads(line) for line in (run / "refused.jsonl").read_text().splitlines()]
+    found = replay_run(run)
+    assert found.same_weights and found.weights_of == found.refused.step == 2
+    assert [row.key for row in found.findings] == [line["key"] for line in lines]
+    assert found.findings and not any(row.sound for row in found.findings)
+    rows, old = found.refused.rows, found.refused.old_logprobs
+    assert rows.advantages is not None and rows.teacher_ids is not None and old is not None
+    assert rows.teacher_topk_logprobs is not None and rows.importance is not None
+    assert set(rows.teachers) <= {"add", "sort"} and max(map(abs, rows.rewards)) == pytest.approx(1e38)
+    assert torch.isfinite(rows.behaviour_logprobs.values[rows.loss_mask.values]).all()
+    assert torch.isfinite(old.values).all() and len(old.values) == int(rows.loss_mask.values.sum())
+
+    calm = replace(rows, advantages=Jagged(torch.ones_like(rows.advantages.values), rows.advantages.offsets))
+    settled = parse_recipe(table)
+    policy = Policy(load_student_of(settled).model, policy_settings(settled))
+    assert all(row.sound for row in replay(policy, replace(found.refused, rows=calm), objective_of(settled)))
+
+    assert main(["replay", str(run)]) == 1
+    output = capsys.readouterr().out
+    assert "weights    of step 2, those the student had" in output and output.count("BROKEN") == len(rows)
+    assert main(["replay", str(run), "--step", "1"]) == 2
+    assert "no step after 1 others was refused" in capsys.readouterr().err
+
+
+def test_a_run_without_a_refused_step_says_so(recipe: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    run = understudy.train(recipe(trainer__steps=1), progress=False)
+    assert main(["replay", str(run.dir)]) == 2
+    assert "no step was refused" in capsys.readouterr().err

@@ -1,0 +1,47 @@
+"""Runs taken up again with keys that say who writes rows, or how far ahead, and not which."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import understudy
+from understudy.dataplane.ledger import audit
+from understudy.errors import ConfigError
+from understudy.observability.metrics import without_clock
+from understudy.trainers.launch import resume
+
+Make = Callable[..., dict[str, Any]]
+
+
+def bits_of(run: understudy.Run) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    weights = load_file(run.dir / "checkpoints" / "step-000003" / "model.safetensors")
+    lines = [without_clock(line) for line in run.metrics]
+    return lines, {name: tensor.tobytes() for name, tensor in weights.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_whose_rows_are_written_elsewhere_from_here_on_is_the_same_run(recipe: Make) -> None:
+    straight = understudy.train(recipe("straight", trainer__steps=3), progress=False)
+    first = understudy.train(recipe("changed", trainer__steps=2), progress=False)
+    changes = ["trainer.steps=3", "rollout.processes=1", "rollout.workers=1"]
+    assert bits_of(asyncio.run(resume(first.dir, changes, progress=False))) == bits_of(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_fully_async_run_may_run_further_ahead_from_here_on(recipe: Make) -> None:
+    asynchronous = {"trainer__mode": "fully_async", "run__determinism": "fast"}
+    run = understudy.train(
+        recipe("ahead", **asynchronous, trainer__steps=2, trainer__max_staleness=1.0), progress=False
+    )
+    changes = ["trainer.steps=5", "trainer.max_staleness=2", "trainer.adapt_admission=true"]
+    longer = asyncio.run(resume(Path(run.dir), changes, progress=False))
+    assert len(longer.metrics) == 5 and audit(run.dir).balanced
+    assert audit(run.dir).trained == 5 * 16
+    with pytest.raises(ConfigError, match="it may only be raised"):
+        asyncio.run(resume(Path(run.dir), ["trainer.steps=6", "trainer.max_staleness=0"], progress=False))

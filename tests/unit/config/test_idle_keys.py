@@ -1,0 +1,128 @@
+"""A key that is set and can have no effect is refused with what would give it one; defaults never are."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from understudy.config import Recipe, load_recipe, parse_recipe
+from understudy.config.recipe import apply_overrides
+from understudy.errors import ConfigError, UnderstudyError
+from understudy.observability.redact import redact
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted([*ROOT.glob("recipes/**/*.toml"), *ROOT.glob("src/understudy/assets/**/*.toml")])
+URL = '["http://h:1"]'
+
+
+def recipe(*words: str) -> Recipe:
+    table: dict[str, Any] = {
+        "student": {"model": "s"},
+        "teachers": {"t": {"model": "t"}},
+        "data": {"train": "d"},
+    }
+    apply_overrides(table, words)
+    return parse_recipe(table)
+
+
+REWARDED = ("loss.task_coef=1.0", "data.reward=m:f", "rollout.n=2")
+SERVERS = ("rollout.engine=sglang", f"rollout.urls={URL}")
+RAY = ("cluster.backend=ray",)
+CASES = [
+    ("loss.beta=0.9", ["loss.kind=jsd"], "needs loss.kind = 'jsd'"),
+    ("loss.alpha=0.3", ["loss.kind=skew_reverse_kl"], "'skew_forward_kl' or"),
+    ("loss.mixture_weight=0.3", ["loss.kind=mixture"], "needs loss.kind = 'mixture'"),
+    ("loss.clip_low=0.1", REWARDED, "needs a policy gradient"),
+    ("loss.clip_high=0.1", ["loss.kind=k1", "loss.signal=sampled", "loss.policy_gradient=true"], "a policy gradient"),
+    ("loss.dual_clip=3.0", REWARDED, "loss.task_coef above 0, or loss.policy_gradient = true"),
+    ("loss.tis_cap=2.0", REWARDED, "needs a policy gradient"),
+    ("loss.gamma=0.9", [*REWARDED, "loss.advantage=reinforce++"], "'reinforce\\+\\+' or 'gae'"),
+    ("loss.lam=0.9", [*REWARDED, "loss.advantage=gae"], "loss.advantage = 'gae'"),
+    ("loss.correction.cap=3.0", [*REWARDED, "loss.correction.weigh=token"], "loss.correction.weigh = "),
+    ("loss.correction.low=0.1", [*REWARDED, "loss.correction.drop=token"], "loss.correction.drop = "),
+    ("loss.correction.high=3.0", [*REWARDED, "loss.correction.drop=token"], "loss.correction.drop = "),
+    ("rollout.token_env=T", SERVERS, "running servers: rollout.urls"),
+    ("rollout.served_model=qwen", SERVERS, "running servers: rollout.urls"),
+    ("rollout.snapshots=/nfs", SERVERS, "servers that get new weights"),
+    ("rollout.max_refills=3", [*REWARDED, "rollout.filter_groups=true"], "rollout.filter_groups = true"),
+    ("rollout.overlong_penalty=2.0", [*REWARDED, "rollout.overlong_buffer=8"], "rollout.overlong_buffer, the"),
+    ("trainer.eval_every=5", ["data.eval=e", "data.reward=m:f"], "both data.eval and data.reward"),
+    ("trainer.eval_samples=5", ["data.eval=e", "data.reward=m:f"], "both data.eval and data.reward"),
+    ("trainer.eval_teachers=true", ["data.eval=e", "data.reward=m:f"], "both data.eval and data.reward"),
+    ("dataplane.storage_units=4", [*RAY, "dataplane.backend=transfer_queue"], "= 'transfer_queue'"),
+    ("dataplane.queue_timeout_seconds=9.0", [*RAY, "dataplane.backend=transfer_queue"], "= 'transfer_queue'"),
+    ("cluster.ray_auth=off", [*RAY, "cluster.address=h:1"], "needs cluster.backend = 'ray'"),
+    ("teachers.t.token_env=T", ["teachers.t.placement=external", f"teachers.t.urls={URL}"], "a token of the run's own"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "others", "told"), CASES)
+def test_a_key_that_changes_nothing_says_what_it_needs(word: str, others: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        recipe(word)
+    assert len(caught.value.problems) == 1
+    recipe(word, *others)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("replicas", 2), ("threads", 4), ("device", "cuda"), ("dtype", "bfloat16"), ("max_batch_tokens", 4), ("revision", "abc"),
+        ("tensor_parallel", 2),
+    ],
+)  # fmt: skip
+def test_keys_of_our_own_processes_are_refused_for_an_external_teacher(key: str, value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=f"`{key}` belongs to processes that this run starts; .* leave it out"
+    ):
+        recipe(
+            "teachers.t.placement=external", f"teachers.t.urls={URL}", f"teachers.t.{key}={json.dumps(value)}"
+        )
+
+
+def test_several_are_told_together() -> None:
+    with pytest.raises(
+        ConfigError, match=r"`replicas`, `dtype` belong .* out \(replicas = 1, dtype = 'float32'\)"
+    ):
+        recipe(
+            "teachers.t.placement=external",
+            f"teachers.t.urls={URL}",
+            "teachers.t.replicas=2",
+            "teachers.t.dtype=bfloat16",
+        )
+
+
+def test_a_redundant_key_that_may_come_to_matter_is_left_alone() -> None:
+    recipe("teachers.t.hedge_after_seconds=2.0")  # replicas may join a run
+    recipe(
+        "trainer.eval_k=4", "trainer.solved_at=0.5"
+    )  # `understudy eval RUN --data …` takes them from the run
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_shipped_recipes_set_nothing_in_vain_and_their_run_directories_can_be_read_back(path: Path) -> None:
+    """What a run directory holds names every key, defaults too; it must be taken up again as it is."""
+    one = load_recipe(path)
+    assert parse_recipe(json.loads(json.dumps(redact(one.model_dump())))) == one
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/*.md")), ids=lambda path: path.stem)
+def test_no_example_in_the_docs_sets_a_key_in_vain(path: Path) -> None:
+    """Each TOML fragment laid over a recipe that can hold it: fragments leave out what they are not about."""
+    for fragment in path.read_text().split("```toml\n")[1:]:
+        tables = tomllib.loads(fragment.split("```")[0])
+        base: dict[str, Any] = {
+            "student": {"model": "s"},
+            "teachers": {},
+            "data": {"train": "d", "reward": "m:f"},
+        }
+        for name, keys in tables.items():
+            base[name] = {**base.get(name, {}), **keys} if isinstance(keys, dict) else keys
+        problems: list[str] = []
+        try:
+            parse_recipe(base)
+        except UnderstudyError as error:
+            problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        assert not [line for line in problems if "changes nothing in this recipe" in line], fragment

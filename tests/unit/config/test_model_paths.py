@@ -1,0 +1,80 @@
+"""A model folder that is not there is told from a hub id by what lies beside the recipe."""
+
+from pathlib import Path
+
+import pytest
+
+from understudy.cli.main import main
+from understudy.config import load_recipe
+
+RECIPE = """
+[student]
+model = "{student}"
+[teachers.t]
+model = "{teacher}"
+{more}
+[data]
+train = "rows.jsonl"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A recipe's folder with a model in it, which is not where the command runs."""
+    for name in ("models/student", "student"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "students").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?"}\n')
+    return tmp_path
+
+
+def written(folder: Path, student: str, teacher: str = "Qwen/Qwen3-8B", more: str = "") -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(RECIPE.format(student=student, teacher=teacher, more=more))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("models/studnt", "models/student"),
+        ("modls/student", "models/student"),
+        ("modls/studnt", "models/student"),
+        ("./models/studnt", "models/student"),
+        ("studnt", "student"),
+        ("../nowhere-near-anything/x", None),
+    ],
+)
+def test_check_reports_a_missing_folder_with_the_nearest(
+    folder: Path, name: str, meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(written(folder, name))]) == 2
+    told = capsys.readouterr().err
+    assert f"student.model = '{(folder / name).resolve()}': no such folder" in told
+    assert (f"did you mean '{folder / meant}'?" in told) if meant else ("did you mean" not in told)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-0.6B", "gpt2", "HuggingFaceTB/SmolLM2-135M", "openai-community/gpt2", "meta-llama/Llama-3.2-1B"]
+)  # fmt: skip
+def test_hub_ids_are_left_alone(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    path = written(folder, name)
+    assert load_recipe(path).student.model == name
+    assert main(["check", str(path), "loss.topk=8"]) == 0, capsys.readouterr().err
+
+
+def test_what_an_external_server_serves_is_no_folder(folder: Path) -> None:
+    more = 'placement = "external"\nurls = ["http://h:1"]'
+    assert load_recipe(written(folder, "gpt2", "models/studnt", more)).teachers["t"].model == "models/studnt"
+
+
+def test_a_folder_beside_the_recipe_comes_before_one_where_the_command_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    assert load_recipe(written(folder, "models/student")).student.model == str(folder / "models/student")
+    assert load_recipe(written(folder, "models/mine")).student.model == "models/mine"

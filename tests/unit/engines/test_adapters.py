@@ -1,0 +1,100 @@
+"""Adapters merged by the engine itself: from the base it keeps, and only where that base is the trainer's."""
+
+import pytest
+import torch
+from torch import nn
+
+from understudy.engines.adapters import AdaptedModel, base_mark, is_of_adapters, packed_adapter, packed_mark
+from understudy.errors import EngineError
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4, bias=False)).to(dtype)
+
+
+def adapters(of: nn.Module, seed: int, scale: float = 2.0, rank: int = 2) -> Named:
+    """For both linear layers."""
+    random = torch.Generator().manual_seed(seed)
+    packed: Named = [packed_mark(base_mark(of.named_parameters()))]
+    for name, weight in of.named_parameters():
+        if weight.dim() == 2:
+            down = torch.randn(rank, weight.shape[1], generator=random)
+            packed += packed_adapter(name, down, torch.randn(weight.shape[0], rank, generator=random), scale)
+    return packed
+
+
+@torch.no_grad()
+def take(adapted: AdaptedModel, into: nn.Module, packed: Named) -> None:
+    """As an engine does: copied into its own tensors, where they are not those already."""
+    own = dict(into.named_parameters())
+    for name, tensor in adapted.weights(packed):
+        if own[name].data_ptr() != tensor.data_ptr():
+            own[name].copy_(tensor)
+
+
+def test_every_version_is_merged_from_the_base() -> None:
+    """Merged onto what the version before left, a hundred roundings in bfloat16 would add up."""
+    fresh, engine = model(torch.bfloat16), model(torch.bfloat16)
+    adapted = AdaptedModel(engine)
+    for seed in range(100):
+        take(adapted, engine, adapters(fresh, seed))
+    last = dict(adapters(fresh, 99))
+    for name, weight in fresh.named_parameters():
+        if weight.dim() == 2:
+            product = last[f"adapter:up:{name}"] @ last[f"adapter:down:{name}"]
+            expected = (weight.float() + 2.0 * product).to(torch.bfloat16)
+        else:
+            expected = weight
+        assert torch.equal(dict(engine.named_parameters())[name], expected), name
+    take(adapted, engine, adapters(fresh, 0, scale=0.0))
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), fresh.parameters(), strict=True))
+    take(adapted, engine, adapters(fresh, 1)[:1])  # a set without any: the base again
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), fresh.parameters(), strict=True))
+
+
+def test_adapters_of_another_base_are_refused_before_anything_changes() -> None:
+    engine = model()
+    adapted = AdaptedModel(engine)
+    before = [one.clone() for one in engine.parameters()]
+    with pytest.raises(
+        EngineError, match=r"other weights than this engine has loaded.*student\.lora\.publish"
+    ):
+        take(adapted, engine, adapters(model(seed=1), 0))
+    wrong = [(name, tensor[:, :1] if "up" in name else tensor) for name, tensor in adapters(engine, 0)]
+    wrong += packed_adapter("2.weight", torch.zeros(2, 9), torch.zeros(4, 2), 1.0)
+    with pytest.raises(EngineError, match=r"an adapter of \[4, 2\] × \[2, 9\] came for 2\.weight"):
+        take(adapted, engine, wrong)
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), before, strict=True))
+
+
+def test_whole_weights_are_the_base_of_what_comes_next() -> None:
+    engine, other = model(), model(seed=3)
+    adapted = AdaptedModel(engine)
+    take(adapted, engine, adapters(model(), 0))
+    engine.load_state_dict(other.state_dict())
+    adapted.replaced()
+    take(adapted, engine, adapters(other, 0, scale=0.0))
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), other.parameters(), strict=True))
+
+
+def test_a_mark_tells_names_types_places_and_every_bit() -> None:
+    weight = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    mark = base_mark([("a", weight), ("b", torch.ones(2))])
+    assert base_mark([("b", torch.ones(2)), ("a", weight.clone())]) == mark
+    others = [
+        [("a", weight)],
+        [("c", weight), ("b", torch.ones(2))],
+        [("a", weight.double()), ("b", torch.ones(2))],
+        [("a", weight[[1, 0, 2]]), ("b", torch.ones(2))],
+        [("a", weight.reshape(4, 3)), ("b", torch.ones(2))],
+        [("a", weight), ("b", torch.nextafter(torch.ones(2), torch.zeros(2)))],
+    ]
+    assert len({mark, *(base_mark(one) for one in others)}) == 1 + len(others)
+
+
+def test_their_names_are_no_weights_names() -> None:
+    assert all(is_of_adapters(name) for name, _ in adapters(model(), 0))
+    assert not any(is_of_adapters(name) for name, _ in model().named_parameters())

@@ -1,0 +1,160 @@
+"""vLLM servers that do not stay up: started again a bounded number of times, then given up with their own last words.
+
+The servers are processes of their own, behind the real launcher and the real `vllm_host`; a few lines of the standard library stand in
+for vLLM. `plan` says what each life of a server does: `serves`, `dies at once`, `dies when asked`, `answers once`.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from understudy.cluster.local import LocalProcesses
+from understudy.engines.base import GenerateRequest, Sampling
+from understudy.engines.restarts import Restarts
+from understudy.engines.vllm import VLLMEngine, VLLMSettings, start_vllm
+from understudy.errors import EngineError
+
+pytestmark = pytest.mark.timeout(120)
+
+SERVER = """
+import http.server, json, os, socketserver, sys
+from pathlib import Path
+
+here = Path(os.environ["VLLM_PLAN"])
+lives = len(here.with_suffix(".lives").read_text()) if here.with_suffix(".lives").exists() else 0
+here.with_suffix(".lives").write_text("x" * (lives + 1))
+plan = here.read_text().split(",")
+does = plan[min(lives, len(plan) - 1)]
+if does == "dies at once":
+    sys.exit("ValueError: no room for the KV cache")
+answered = 0
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+    def address_string(self):
+        return "unix"
+    def reply(self, body):
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+    def do_GET(self):
+        self.reply({})
+    def do_POST(self):
+        global answered
+        asked = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+        if "token_ids" not in asked:
+            self.reply({"success": True})
+            return
+        if does == "dies when asked" or (does == "answers once" and answered):
+            print("torch.AcceleratorError: illegal memory access", file=sys.stderr, flush=True)
+            os._exit(3)
+        answered += 1
+        ids = [5] * asked["sampling_params"]["max_tokens"]
+        content = [{"token_id": i, "logprob": -1.0, "rank": 1, "top_logprobs": []} for i in ids]
+        choice = {"index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": ids,
+                  "weight_versions": [{"version": "", "start": 0, "end": len(ids)}], "logprobs": {"content": content}}
+        self.reply({"request_id": "x", "model": "student", "choices": [choice]})
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+
+Server(sys.argv[sys.argv.index("--uds") + 1], Handler).serve_forever()
+"""
+
+
+def asked(key: str) -> GenerateRequest:
+    return GenerateRequest(key, np.array([3, 4], np.int32), Sampling(2, ()), seed=1)
+
+
+def with_server(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plan: str,
+    most: int,
+    body: Callable[[VLLMEngine, list[str]], Awaitable[None]],
+) -> int:
+    """Runs `body` with an engine over one such server and what it told; returns how often the server was started."""
+    package = folder / "fake" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for part in (package, *package.parents[:2]):
+        (part / "__init__.py").touch()
+    (package / "api_server.py").write_text(SERVER)
+    (folder / "plan").write_text(plan)
+    paths = [str(folder / "fake"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    env = {"VLLM_PLAN": str(folder / "plan")}
+    settings = VLLMSettings(sys.executable, str(folder), 64, 16, "float32", env=(env,))
+
+    async def inner() -> None:
+        processes, told = LocalProcesses(folder / "logs", start_timeout=60), list[str]()
+        try:
+            limits = Restarts(most, first_wait_s=0.05, longest_wait_s=0.2)
+            engine = await start_vllm(
+                settings, processes, restarts=limits, notify=told.append, version=0, patience_s=60
+            )
+            try:
+                await body(engine, told)
+            finally:
+                await engine.close()
+        finally:
+            await processes.close()
+
+    asyncio.run(asyncio.wait_for(inner(), 100))
+    return len((folder / "plan.lives").read_text())
+
+
+def test_one_that_dies_at_once_is_given_up_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(engine: VLLMEngine, told: list[str]) -> None:
+        assert (await engine.generate([asked("a")]))[0].tokens.tolist() == [5, 5]
+        os.kill(engine.children["replica-0"].ready["pid"], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="no vLLM server is left") as caught:
+            await engine.generate([asked("b")])
+        assert time.monotonic() - began < 50, "told when the last restart was in vain, not when patience ends"
+        words = str(caught.value)
+        assert "ValueError: no room for the KV cache" in words
+        assert "given up after 2 restarts" in words and "cluster.restarts.rollout" in words
+        assert [("(1 of 2)" in one, "(2 of 2)" in one) for one in told] == [
+            (True, False), (False, True), (False, False),
+        ]  # fmt: skip
+        assert "no room for the KV cache" in told[1] and "given up" in told[2]
+        await engine.update_weights(1, [])  # nobody is there to be told
+
+    assert with_server(tmp_path, monkeypatch, "serves,dies at once", 2, body) == 3
+
+
+def test_one_that_starts_and_dies_when_asked_is_given_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start is no progress: only an answer is."""
+
+    async def body(engine: VLLMEngine, told: list[str]) -> None:
+        with pytest.raises(EngineError, match=r"torch\.AcceleratorError: illegal memory access"):
+            await engine.generate([asked("a")])
+        assert sum("is back" in one for one in told) == 2
+
+    assert with_server(tmp_path, monkeypatch, "dies when asked", 2, body) == 3
+
+
+def test_answers_between_two_deaths_begin_the_count_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(engine: VLLMEngine, told: list[str]) -> None:
+        for row in "abc":
+            assert (await engine.generate([asked(row)]))[0].tokens.tolist() == [5, 5]
+        assert all("(1 of 1)" in one for one in told if "started again" in one)
+
+    assert with_server(tmp_path, monkeypatch, "answers once", 1, body) == 3

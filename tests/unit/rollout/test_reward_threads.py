@@ -1,0 +1,52 @@
+"""Threads of rewards: as many as needed up to a bound, errors come back, and nobody waits for one that hangs."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from contextvars import ContextVar
+
+import pytest
+
+from understudy.rollout.reward_threads import DaemonThreads
+
+
+def test_jobs_run_side_by_side_and_threads_are_used_again() -> None:
+    async def body() -> None:
+        loop, pool = asyncio.get_running_loop(), DaemonThreads(most=4, name="tested")
+        meeting = threading.Barrier(4)
+        await asyncio.wait_for(
+            asyncio.gather(*(loop.run_in_executor(pool, meeting.wait) for _ in range(4))), 10
+        )
+        names = await asyncio.gather(
+            *(loop.run_in_executor(pool, lambda: threading.current_thread().name) for _ in range(50))
+        )
+        assert set(names) <= {f"tested-{place}" for place in range(1, 5)}
+        pool.shutdown()
+
+    asyncio.run(body())
+
+
+def test_errors_and_context_come_through() -> None:
+    told: ContextVar[str] = ContextVar("told", default="nothing")
+    pool = DaemonThreads(most=1)
+    told.set("something")
+    assert pool.submit(told.get).result(10) == "something"
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(lambda: 1 / 0).result(10)
+    assert pool.submit(lambda: 3).result(10) == 3, "an error ends the job, not its thread"
+    pool.shutdown()
+
+
+def test_a_job_that_hangs_holds_up_neither_others_nor_the_end_of_the_process() -> None:
+    program = (
+        "import time\n"
+        "from understudy.rollout.reward_threads import DaemonThreads\n"
+        "pool = DaemonThreads(most=2)\n"
+        "pool.submit(time.sleep, 3600)\n"
+        "assert [pool.submit(abs, -i).result(10) for i in range(5)] == [0, 1, 2, 3, 4]\n"
+    )
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert time.monotonic() - started < 60

@@ -1,0 +1,47 @@
+"""How often Python looks for garbage while a run is on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from understudy.trainers.collector import NEW_OBJECTS, collecting_seldom
+
+
+@pytest.fixture(autouse=True)
+def thresholds() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_seldom_inside_and_as_before_afterwards() -> None:
+    gc.set_threshold(700, 10, 10)
+    with pytest.raises(ZeroDivisionError), collecting_seldom():
+        assert gc.get_threshold() == (NEW_OBJECTS, 10, 10)
+        raise ZeroDivisionError
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.parametrize("told", [0, 2 * NEW_OBJECTS])
+def test_whoever_said_more_is_obeyed(told: int) -> None:
+    gc.set_threshold(told, 10, 10)
+    with collecting_seldom():
+        assert gc.get_threshold() == (told, 10, 10)
+
+
+def test_cycles_are_found_all_the_same() -> None:
+    with collecting_seldom():
+        gone = weakref.ref(Cycle())
+        kept: list[list[int]] = []
+        while gone() is not None and len(kept) <= 2 * NEW_OBJECTS:
+            kept.append([])
+        assert gone() is None

@@ -1,0 +1,102 @@
+"""What `understudy plan` says a run holds: beside the bytes of real optimizers, and by machine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from understudy.cli.main import main
+from understudy.config import Recipe, parse_recipe
+from understudy.policy.ema import WeightAverage
+from understudy.policy.lora import LoraSettings, add_lora
+from understudy.policy.optimizer import AdamWSettings, MasterAdamW
+from understudy.trainers.model_folder import ModelFolder
+from understudy.trainers.plan import plan_processes, student_bytes
+from understudy.trainers.seating import seat
+
+ASSETS = Path(__file__).parents[3] / "src/understudy/assets/quickstart"
+STUDENT = ASSETS / "models/student"
+
+
+def recipe(*, model: str = str(STUDENT), **sections: Any) -> Recipe:
+    student = {"model": model, **sections.pop("student", {})}
+    table = {"student": student, "teachers": {"t": {"model": "org/t"}}, "data": {"train": "x.jsonl"}}
+    return parse_recipe(table | sections)
+
+
+def held(one: Recipe) -> int:
+    """Bytes of weights, masters, gradients, moments and averages of a student in the middle of a step."""
+    trainer, lora = one.trainer, one.student.lora
+    model = AutoModelForCausalLM.from_pretrained(STUDENT, dtype=getattr(torch, one.student.dtype))
+    if lora is not None:
+        add_lora(model, LoraSettings(lora.rank, lora.alpha, tuple(lora.targets)))
+    settings = AdamWSettings(kind=trainer.optimizer, offload=trainer.offload_optimizer)
+    optimizer = MasterAdamW(model.named_parameters(), settings)
+    average = WeightAverage(optimizer.masters, trainer.ema_decay) if trainer.ema_decay else None
+    model(input_ids=torch.arange(8)[None]).logits.float().square().mean().backward()
+    tensors = [master.grad for master in optimizer.masters.values() if master.grad is not None]
+    optimizer.step(1e-3, optimizer.grad_norm())
+    tensors += [*model.parameters(), *optimizer.masters.values()]
+    tensors += [value for state in optimizer.adamw.state.values() for value in state.values()]
+    tensors += list(average.values.values()) if average else []
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"student": {"dtype": "bfloat16"}},
+        {"trainer": {"optimizer": "adamw_8bit"}},
+        {"trainer": {"ema_decay": 0.9}},
+        {"student": {"dtype": "bfloat16"}, "trainer": {"offload_optimizer": True}},
+        {"trainer": {"offload_optimizer": True, "optimizer": "adamw_8bit", "ema_decay": 0.9}},
+        {"student": {"lora": {"rank": 4}}},
+        {"student": {"dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj", "down_proj"]}}},
+    ],
+)
+def test_the_bytes_are_those_a_real_optimizer_holds(sections: dict[str, Any]) -> None:
+    one = recipe(**sections)
+    parameters = ModelFolder.open(str(STUDENT), "student.model").parameters
+    assert sum(student_bytes(one, parameters)) == pytest.approx(held(one), rel=0.02)
+
+
+def test_an_offloaded_optimizer_is_the_hosts_on_a_gpu_and_the_same_memory_on_a_cpu() -> None:
+    one = recipe(student={"dtype": "bfloat16"}, trainer={"offload_optimizer": True})
+    parameters = ModelFolder.open(str(STUDENT), "student.model").parameters
+    there, here = (plan_processes(one, seat(one, gpus))[0] for gpus in (2, 0))
+    assert there.host_bytes == 16 * parameters and here.host_bytes == 0
+    assert there.bytes is not None and here.bytes == there.bytes + there.host_bytes
+
+
+def test_on_ray_the_table_says_which_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = {
+        "backend": "ray",
+        "pools": {"judges": {"nodes": 2, "gpus_per_node": 2}, "write": {"nodes": 2, "gpus_per_node": 1, "cpus_per_node": 1}},
+        "roles": {"rollout": "write", "workers": "write"},
+    }  # fmt: skip
+    teacher = {"model": "org/t", "placement": "pool", "pool": "judges", "replicas": 2, "tensor_parallel": 2}
+    one = recipe(cluster=cluster, teachers={"t": teacher}, rollout={"processes": 2, "workers": 2})
+    planned = {process.name: process.device for process in plan_processes(one, seat(one, None))}
+    assert planned == {
+        "trainer": "auto",
+        "rollout-0": "write node 0, cuda:0",
+        "rollout-1": "write node 1, cuda:0",
+        "rollout-worker-0": "write node 0, cpu",
+        "rollout-worker-1": "write node 1, cpu",
+        "teacher-t-0": "judges node 0, cuda:0",
+        "teacher-t-0-rank1": "judges node 0, cuda:1",
+        "teacher-t-1": "judges node 1, cuda:0",
+        "teacher-t-1-rank1": "judges node 1, cuda:1",
+    }
+
+
+def test_plan_shows_what_lies_on_the_host(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["trainer.offload_optimizer=true", "--gpus", "5"]
+    assert main(["plan", str(ASSETS / "recipe.toml"), *words]) == 0
+    assert "GiB of the host" in capsys.readouterr().out

@@ -1,0 +1,165 @@
+"""Teachers are asked first; rollouts are journalled while they work, whatever comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from learning_rig import recipe_of
+
+from understudy.dataplane.base import Retain
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.errors import TeacherError
+from understudy.observability.spans import Spans
+from understudy.rollout.single_turn import SingleTurn
+from understudy.rollout.timing import BatchTimings
+from understudy.trainers.batches import SCORED
+from understudy.trainers.gather import Lane
+from understudy.trainers.produce import produce_step
+from understudy.trainers.system import PARTITION, Tally
+from understudy.types.prompt import Prompt
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.trajectory import StopReason, Trajectory
+
+Score = Callable[[Sequence[ScoreItem]], Awaitable[list[TeacherScores]]]
+PROMPTS = [
+    Prompt(key=f"p{i}", ordinal=i, epoch=0, messages=({"role": "user", "content": "?"},), data_source="d")
+    for i in range(6)
+]
+
+
+async def write(requests: Sequence[GenerateRequest]) -> list[Generation]:
+    return [
+        Generation(
+            tokens=np.array([request.seed % 5, 2], np.int32),
+            logprobs=np.array([-0.5, -0.25], np.float32),
+            weight_versions=np.zeros(2, np.int32),
+            stop_reason=StopReason.EOS,
+        )
+        for request in requests
+    ]
+
+
+def scores_of(item: ScoreItem) -> TeacherScores:
+    count = len(item.positions)
+    return TeacherScores(
+        teacher="t",
+        key=item.key,
+        signal=Signal.SAMPLED,
+        sampled_logprobs=np.full(count, -1.0, np.float32),
+    )
+
+
+class Loops:
+    def of(self, prompt: Prompt) -> SingleTurn:
+        return SingleTurn()
+
+
+class Rewards:
+    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+        return trajectory
+
+
+def system_of(plane: EmbeddedDataPlane, score: Score, deterministic: bool) -> Any:
+    recipe = recipe_of(
+        teachers={"t": {"model": "teacher"}},
+        loss={"distill_coef": 1.0, "task_coef": 0.0, "kind": "k1", "signal": "sampled"},
+        rollout={"n": 1, "max_batch": 4},
+    )
+    return SimpleNamespace(
+        recipe=recipe,
+        plane=plane,
+        deterministic=deterministic,
+        renderer=SimpleNamespace(
+            ahead=lambda prompts: None, render=lambda prompt: np.array([1, 3], np.int32), context=32
+        ),
+        sampling=Sampling(max_new_tokens=6),
+        engine_lane=Lane("engine", write, 4),
+        teacher_lanes={"t": Lane("t", score, 3)},
+        router=SimpleNamespace(route=lambda value: "t"),
+        loops=Loops(),
+        rewards=Rewards(),
+        spans=Spans(None),
+        timings=BatchTimings(),
+        tally=Tally(),
+        turnstile=None,
+        row_workers=None,
+        far_scoring=None,
+        critic=None,
+        policy=None,
+        run=SimpleNamespace(dead_letters="dead_letters.jsonl"),
+        view=SimpleNamespace(note=lambda text: None),
+    )
+
+
+def with_plane(folder: Path, work: Callable[[EmbeddedDataPlane], Awaitable[None]]) -> None:
+    async def main() -> None:
+        plane = EmbeddedDataPlane.open(
+            folder, max_rows=100, max_bytes=1 << 20, spill_bytes=1 << 20, retain=Retain.UNTIL_ACK
+        )
+        try:
+            async with asyncio.timeout(20):
+                await work(plane)
+        finally:
+            await plane.close()
+
+    asyncio.run(main())
+
+
+async def columns(plane: EmbeddedDataPlane) -> list[set[str]]:
+    return [set(row.columns) for row in (await plane.list(PARTITION)).values()]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_rollouts_are_safe_though_the_teacher_says_nothing(tmp_path: Path, deterministic: bool) -> None:
+    async def work(plane: EmbeddedDataPlane) -> None:
+        asked, speak = [], asyncio.Event()
+
+        async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            asked.extend([(item.key, any("tokens" in row for row in await columns(plane))) for item in items])
+            await speak.wait()
+            return [scores_of(item) for item in items]
+
+        step = asyncio.create_task(produce_step(system_of(plane, score, deterministic), PROMPTS, step=1))
+        while not all("tokens" in row for row in await columns(plane)) or len(asked) < len(PROMPTS):
+            await asyncio.sleep(0.005)
+        assert not step.done() and not any(SCORED in row for row in await columns(plane))
+        if deterministic:  # the first cohort's teacher knew of its rows before the journal did
+            assert not any(journalled for _, journalled in asked[:3])
+        speak.set()
+        await step
+        assert all({"tokens", SCORED} <= row for row in await columns(plane))
+
+    with_plane(tmp_path, work)
+
+
+def test_a_row_that_no_teacher_can_judge_is_set_aside_with_its_rollout_written(tmp_path: Path) -> None:
+    async def work(plane: EmbeddedDataPlane) -> None:
+        puts: list[str] = []
+        put = plane.put
+
+        async def noting(partition: str, rows: Any, *more: Any, **others: Any) -> Any:
+            puts.extend(rows)
+            return await put(partition, rows, *more, **others)
+
+        plane.put = noting  # type: ignore[method-assign]
+
+        async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            if any(item.key.startswith("p0_") for item in items):
+                raise TeacherError("what is this?")
+            return [scores_of(item) for item in items]
+
+        system = system_of(plane, score, deterministic=False)
+        await produce_step(system, PROMPTS, step=1)
+        assert system.tally.dead_letters == 1
+        held = await plane.list(PARTITION)
+        assert len(held) == len(PROMPTS) - 1 and all(SCORED in row.columns for row in held.values())
+        assert puts.count("p0_0_0") == 1  # before it was set aside, not after
+
+    with_plane(tmp_path, work)
