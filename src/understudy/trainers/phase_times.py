@@ -96,7 +96,9 @@ def measure(run: Path) -> MeasuredRun:
         split,
         rows_per_second=float(np.mean(rows)) / step_seconds,
         step_seconds=step_seconds,
-        idle={side: _mean(lines, f"perf/async/{side}_idle") for side in _SIDES if recipe.trainer.mode != "sync"},
+        idle={
+            side: _mean(lines, f"perf/async/{side}_idle") for side in _SIDES if recipe.trainer.mode != "sync"
+        },
     )
 
 

@@ -44,7 +44,7 @@ def small_gpu_system(tokens: int, fits: int, **changes: Any) -> tuple[Any, io.St
 
 
 def usage_of(system: Any, result: Any) -> dict[str, float]:
-    system.far_rows = system.row_workers = system.far_scoring = system.engine = None
+    system.far_rows = system.row_workers = system.far_scoring = system.engine = system.publisher = None
     return usage_metrics(system, result, 1.0)
 
 
