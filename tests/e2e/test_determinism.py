@@ -48,9 +48,11 @@ def test_fast_mode_trains_every_row_once(recipe: Make) -> None:
 @pytest.mark.parametrize(
     "loss",
     [
-        {"kind": "k2", "signal": "sampled"},
+        pytest.param({"kind": "k2", "signal": "sampled"}, marks=pytest.mark.slow, id="k2-sampled"),
         {"kind": "k1", "signal": "sampled", "policy_gradient": True},
-        {"kind": "reverse_kl", "signal": "topk", "topk": 8},
+        pytest.param(
+            {"kind": "reverse_kl", "signal": "topk", "topk": 8}, marks=pytest.mark.slow, id="reverse_kl-topk"
+        ),
         {"kind": "jsd", "signal": "hidden"},
     ],
     ids=lambda loss: f"{loss['kind']}-{loss['signal']}",

@@ -105,6 +105,7 @@ def test_a_resumed_run_lists_what_changed_and_goes_further(place: Path, recipe: 
     assert json.loads((run / "recipe.json").read_text())["trainer"]["steps"] == 7
 
 
+@pytest.mark.slow
 def test_the_command_measures_the_model_that_was_measured(
     recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,8 @@ def test_answers_that_cannot_be_judged_are_unsolved(recipe: Make, held_out: str,
     )
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
 def test_an_evaluation_that_breaks_keeps_the_step(
     recipe: Make, held_out: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,7 @@ def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
     assert code == 2 and "sits in the trainer's process already" in output and "rollout.stop" in output
 
 
+@pytest.mark.slow
 def test_teachers_may_have_a_pool_of_their_own(recipe: Make) -> None:
     table = recipe(trainer__steps=2, cluster={"pools": {"judges": {"cpus_per_node": 1}}}, **ASYNC)
     model = table["teachers"]["add"]["model"]

@@ -127,9 +127,8 @@ def test_a_step_whose_rewards_never_come_is_given_up(
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("mode", "how"), [("fully_async", "SIGTERM"), pytest.param("sync", "SIGINT", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "how"), [("fully_async", "SIGTERM"), ("sync", "SIGINT")])
 def test_a_step_whose_teacher_stands_still_is_given_up(
     local: tuple[Path, Path], tmp_path: Path, mode: str, how: str
 ) -> None:

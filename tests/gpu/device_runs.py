@@ -23,7 +23,8 @@ from understudy.engines import decode_attention, fused_decode, fused_norm, hf, s
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.policy.critic import give_value_head
 from understudy.policy.microbatch import Layout
-from understudy.policy.policy import Policy, PolicySettings, StepResult
+from understudy.policy.policy import Policy
+from understudy.policy.step import PolicySettings, StepResult
 from understudy.trainers import build as building
 from understudy.trainers import launch
 from understudy.trainers.system import System

@@ -30,10 +30,11 @@ from understudy.errors import PolicyError, RankLost, RowsUnreachable, Understudy
 from understudy.observability.faults import point
 from understudy.policy.checkpoint import Checkpoint, CheckpointStore
 from understudy.policy.forward import Objective
-from understudy.policy.policy import Policy, PolicySettings, StepResult
+from understudy.policy.policy import Policy
 from understudy.policy.rank_thread import RankThread
 from understudy.policy.shard import Group, is_about_a_connection
 from understudy.policy.state import PolicyState
+from understudy.policy.step import PolicySettings, StepResult
 from understudy.policy.wire import batch_columns, far_columns, jagged_columns, pack, told_of, unpack
 from understudy.types.far_batch import AnyBatch, FarBatch, RowSource
 from understudy.types.jagged import Jagged

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from understudy.errors import CheckpointError, PolicyError
 from understudy.policy.assemble import Assembler
+from understudy.policy.bad_rows import refusal
 from understudy.policy.compiled import compile_layers
 from understudy.policy.ema import WeightAverage
 from understudy.policy.forward import (
@@ -39,76 +40,23 @@ from understudy.policy.head_start import HeadStart, HeadStarts
 from understudy.policy.lanes import Lanes
 from understudy.policy.load import context_length, switch_off_dropout
 from understudy.policy.lora import (
-    LoraSettings,
     adapter_tensors,
     add_lora,
     is_adapter,
     mark_of_base,
     merged_weights,
 )
-from understudy.policy.microbatch import Layout
-from understudy.policy.optimizer import AdamWSettings, MasterAdamW, assign
+from understudy.policy.optimizer import MasterAdamW, assign
 from understudy.policy.plan import Plan, plan_step
-from understudy.policy.refused import RefusedRows, refused_rows
 from understudy.policy.rows import hold_rows, row_sums, trainable_rows
-from understudy.policy.schedule import Schedule
 from understudy.policy.shard import Alone, Ranks, whole
 from understudy.policy.state import PolicyState, random_state, restore_random_state, unique_tensors
+from understudy.policy.step import BadRows, PolicySettings, StepResult
 from understudy.types.batch import Batch
 from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead, TeacherHead
-from understudy.types.loss_metrics import Metric, merge_metrics, metrics_to_host
-
-BadRows = Callable[[RefusedRows], None]
-"""Called with the rows that broke a step and the reason, before the error is raised: the place to save them for replay."""
-
-
-@dataclass(frozen=True, slots=True)
-class PolicySettings:
-    schedule: Schedule = field(default_factory=Schedule)
-    adamw: AdamWSettings = field(default_factory=AdamWSettings)
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    """Compiles the decoder layers (`compiled.py`)."""
-    loss_temperature: float = 1.0
-    """Divides the student's logits in the loss; declared apart from the rollout's temperature."""
-    layout: Layout | None = None
-    """How rows lie in a forward pass; None chooses by device and dtype."""
-    lora: LoraSettings | None = None
-    """Trains small adapters and leaves the weights themselves frozen."""
-    lanes: int = 1
-    """Micro-batches at a time, on as many threads (`lanes.py`): for a small student on a CPU, on one rank."""
-    ema_decay: float | None = None
-    """Keeps an exponential average of the weights beside them, for evaluation and export."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One optimizer step, or several of one batch added up."""
-
-    step: int
-    """The trainer's step it belongs to, counted from 0."""
-    loss: float
-    grad_norm: float
-    """Before clipping."""
-    learning_rate: float
-    metrics: Mapping[str, Metric]
-    """What the objective measured, added up over the micro-batches, on the host."""
-    tokens: int
-    """Tokens that went through the model."""
-    loss_tokens: int
-    """Tokens that bore loss."""
-    micro_batches: int
-    row_losses: tuple[float, ...]
-    """Σ of each row's per-token losses before reduction weights, in the batch's row order; 0 where a row bears no loss."""
-    row_tokens: tuple[int, ...]
-    """Loss-bearing tokens of each row."""
-    seconds: Mapping[str, float]
-    """Wall time of `prepare`, `compute` (forward and backward) and `optimizer`, and of what was done `ahead` of them, while
-    teachers were at work."""
-    updates: int = 1
-    """Optimizer steps it took."""
+from understudy.types.loss_metrics import merge_metrics, metrics_to_host
 
 
 class Policy:
@@ -193,7 +141,7 @@ class Policy:
         if batch is None:
             raise PolicyError("no row of this batch is trained on")
         assembler = Assembler(batch, _no_weights(batch))
-        plan = self._plan(assembler, trainable_rows(assembler, self.context_length), max_tokens)
+        plan = self.plan(assembler, trainable_rows(assembler, self.context_length), max_tokens)
         hold_rows(assembler, plan, self.ranks, self.vocab_size)
         micros = [assembler.cut(group, self.layout) for group in plan.mine[: self.lanes.count]]
         with attention_for(self.model, self.layout):
@@ -222,20 +170,20 @@ class Policy:
         ahead = head_start.seconds if head_start is not None else 0.0
         assembler = Assembler(batch, weights, old_logprobs, teacher_heads)
         rows = trainable_rows(assembler, self.context_length)
-        plan = self._plan(assembler, rows, max_tokens_per_microbatch)
+        plan = self.plan(assembler, rows, max_tokens_per_microbatch)
         hold_rows(assembler, plan, self.ranks, self.vocab_size)
         self.optimizer.zero_grad()
         planned = time.perf_counter()
         try:
             with self._own_device(), attention_for(self.model, self.layout):
-                outputs = self._accumulate(assembler, plan, objective, head_start)
+                outputs = self.accumulate(assembler, plan, objective, head_start)
                 del head_start
                 sums = self.ranks.total(row_sums(assembler, plan.mine, outputs))
                 loss, row_losses = float(sums[0]), sums[1:].tolist()
                 self.optimizer.check_reach()
                 grad_norm = self.optimizer.grad_norm()
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                    raise self._refusal(assembler, objective, rows, loss, grad_norm)
+                    raise refusal(self, assembler, objective, rows, loss, grad_norm)
         except BaseException:
             self.optimizer.zero_grad()
             self.ranks.settle(self.forward)
@@ -289,9 +237,7 @@ class Policy:
         """float32 [P] per row: what `reader` makes of each loss-bearing token under the current weights."""
         self._head_starts.wait()
         assembler = Assembler(batch, _no_weights(batch))
-        plan = self._plan(
-            assembler, trainable_rows(assembler, self.context_length), max_tokens_per_microbatch
-        )
+        plan = self.plan(assembler, trainable_rows(assembler, self.context_length), max_tokens_per_microbatch)
         hold_rows(assembler, plan, self.ranks, self.vocab_size)
         found = torch.zeros(int(assembler.loss_offsets[-1]), dtype=torch.float64)
 
@@ -389,7 +335,7 @@ class Policy:
             return tensors
         return {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
 
-    def _accumulate(
+    def accumulate(
         self, assembler: Assembler, plan: Plan, objective: Objective, head_start: HeadStart | None = None
     ) -> list[LossOutput]:
         """Forward and backward of this rank's micro-batches; gradients add up over micro-batches and ranks."""
@@ -429,7 +375,7 @@ class Policy:
                 outputs.append(output)
         return outputs
 
-    def _plan(self, assembler: Assembler, rows: Sequence[int], max_tokens: int) -> Plan:
+    def plan(self, assembler: Assembler, rows: Sequence[int], max_tokens: int) -> Plan:
         lengths = assembler.token_lengths.tolist()
         return plan_step(
             rows,
@@ -442,34 +388,6 @@ class Policy:
             self.ranks.size,
             self.lanes.count,
         )
-
-    def _refusal(
-        self, assembler: Assembler, objective: Objective, rows: list[int], loss: float, grad_norm: float
-    ) -> PolicyError:
-        """Finds the rows by running them one by one, hands them to the callback, and words the error."""
-        bad = self._unsound_rows(assembler, objective, rows)
-        what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
-        names = ", ".join(assembler.keys[row] for row in bad[:8]) + (" …" if len(bad) > 8 else "")
-        where = f"{len(bad)} row(s): {names}" if bad else "no single row: only their sum overflows"
-        reason = f"step {self.step} stopped with {what}; {where}. The weights were not touched"
-        if self.on_bad_rows is not None:
-            self.on_bad_rows(refused_rows(assembler, bad or rows, reason, self.step))
-        return PolicyError(reason)
-
-    def _unsound_rows(self, assembler: Assembler, objective: Objective, rows: list[int]) -> list[int]:
-        """Rows whose own loss or gradient is not finite. With several ranks a gradient is everybody's, so a round in
-        which no loss is broken but the gradient is accuses the row of every rank."""
-        plan = self._plan(assembler, rows, max_tokens=1)
-        accused = torch.zeros(len(assembler.keys), dtype=torch.float64)
-        for index, (group, counted) in enumerate(plan.passes()):
-            self.optimizer.zero_grad()
-            outputs = self._accumulate(assembler, Plan([group] if counted else [], 1, group), objective)
-            broken = bool(outputs) and not bool(torch.isfinite(outputs[0].loss))
-            losses_broken = self.ranks.total(torch.tensor([float(broken)]))[0] > 0
-            gradient_broken = not math.isfinite(self.optimizer.grad_norm())
-            if counted and (broken or (gradient_broken and not losses_broken)):
-                accused[plan.mine[index]] = 1.0
-        return self.ranks.total(accused).nonzero().flatten().tolist()
 
 
 def _no_weights(batch: AnyBatch) -> Jagged:

@@ -28,8 +28,9 @@ from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.follow import LeadingPolicy
 from understudy.policy.lora import LoraSettings
 from understudy.policy.optimizer import AdamWSettings
-from understudy.policy.policy import Policy, PolicySettings
+from understudy.policy.policy import Policy
 from understudy.policy.schedule import Schedule, ScheduleKind
+from understudy.policy.step import PolicySettings
 from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loops import Loops

@@ -16,10 +16,11 @@ from understudy.errors import CheckpointError
 from understudy.losses.value import ValueObjective
 from understudy.policy.critic import give_value_head, token_values
 from understudy.policy.optimizer import AdamWSettings
-from understudy.policy.policy import BadRows, Policy, PolicySettings, StepResult
+from understudy.policy.policy import Policy
 from understudy.policy.reference import FrozenModel
 from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.policy.state import PolicyState
+from understudy.policy.step import BadRows, PolicySettings, StepResult
 from understudy.trainers.loading import load_model
 from understudy.trainers.threads import lanes_of
 from understudy.types.batch import Batch

@@ -43,7 +43,7 @@ from understudy.config.capacity import capacity_notes, max_prompts
 from understudy.dataplane.base import Count, Lease, Order, split_key
 from understudy.errors import DataError, PolicyError
 from understudy.observability.faults import point
-from understudy.policy.policy import StepResult
+from understudy.policy.step import StepResult
 from understudy.trainers.admission import AdmissionController
 from understudy.trainers.filters import (
     install_filters,

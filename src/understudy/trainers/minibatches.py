@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from understudy.dataplane.base import split_key
-from understudy.policy.policy import StepResult
+from understudy.policy.step import StepResult
 from understudy.rollout.seeds import hash63
 from understudy.types.loss_metrics import Metric, MetricTotal, merge_metrics
 

@@ -36,9 +36,10 @@ from understudy.errors import ConfigError, RankLost
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.policy.follow import LeadingPolicy
-from understudy.policy.policy import BadRows, Policy, PolicySettings
+from understudy.policy.policy import Policy
 from understudy.policy.rank_thread import RankThread
 from understudy.policy.shard import Group, join, leave
+from understudy.policy.step import BadRows, PolicySettings
 from understudy.trainers.loading import LoadedModel
 
 FAILED, LOST_COMPANY = 1, 4

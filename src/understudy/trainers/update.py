@@ -22,7 +22,7 @@ import torch
 from understudy.dataplane.base import Lease, Order
 from understudy.errors import DataError
 from understudy.losses.reduce import Reduction, token_weights
-from understudy.policy.policy import StepResult
+from understudy.policy.step import StepResult
 from understudy.trainers.batches import assemble, fact_columns, rollout_metrics, token_columns
 from understudy.trainers.critic import Critic, critic_metrics
 from understudy.trainers.far_rows import far_batch_of

@@ -11,7 +11,7 @@ import torch
 from understudy.engines.hosted import HostedEngine
 from understudy.engines.remote import RemoteEngine
 from understudy.policy.follow import LeadingPolicy
-from understudy.policy.policy import StepResult
+from understudy.policy.step import StepResult
 from understudy.trainers.system import System
 from understudy.weights.in_process import CopiedWeights
 

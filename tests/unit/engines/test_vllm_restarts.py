@@ -136,6 +136,7 @@ def test_one_that_dies_at_once_is_given_up_with_its_own_words(
     assert with_server(tmp_path, monkeypatch, "serves,dies at once", 2, body) == 3
 
 
+@pytest.mark.slow
 def test_one_that_starts_and_dies_when_asked_is_given_up_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_one_that_starts_and_dies_when_asked_is_given_up_too(
     assert with_server(tmp_path, monkeypatch, "dies when asked", 2, body) == 3
 
 
+@pytest.mark.slow
 def test_answers_between_two_deaths_begin_the_count_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

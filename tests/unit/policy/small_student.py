@@ -19,8 +19,8 @@ from understudy.policy.forward import Objective
 from understudy.policy.head import logits_of
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.optimizer import AdamWSettings
-from understudy.policy.policy import PolicySettings
 from understudy.policy.schedule import Schedule, ScheduleKind
+from understudy.policy.step import PolicySettings
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead

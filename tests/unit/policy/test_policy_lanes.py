@@ -45,8 +45,8 @@ def in_turn(policy: Policy) -> Policy:
 
 def by_backward(policy: Policy) -> Policy:
     """The plan of lanes, and the plain loop over it."""
-    plan = policy._plan
-    policy._plan = lambda *a: (
+    plan = policy.plan
+    policy.plan = lambda *a: (
         setattr(policy, "lanes", Lanes(3)),
         plan(*a),
         setattr(policy, "lanes", Lanes()),

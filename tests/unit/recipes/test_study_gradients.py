@@ -20,7 +20,8 @@ from understudy.engines.hf import HFEngine
 from understudy.losses.objective import Backend, Objective
 from understudy.losses.reduce import token_weights
 from understudy.policy.microbatch import Layout
-from understudy.policy.policy import Policy, PolicySettings
+from understudy.policy.policy import Policy
+from understudy.policy.step import PolicySettings
 from understudy.teacher.model import load_frozen
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scorer import Scorer

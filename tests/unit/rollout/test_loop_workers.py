@@ -146,6 +146,7 @@ def test_a_row_that_kills_its_worker_is_that_row_s_fault(
     with_workers(tmp_path, use, count=1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cluster.restarts.workers`: counted in a row without a finished session; with none left the run ends, not the row."""
     monkeypatch.setattr(workers_module, "_TRIES", 1)
@@ -171,6 +172,7 @@ def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch:
     with_workers(tmp_path, use, count=1, restarts=1, notify=told.append)
 
 
+@pytest.mark.slow
 def test_many_sessions_wait_for_a_worker_s_last_restart(tmp_path: Path) -> None:
     """While it is started for the last time it is not given up, whoever asks meanwhile."""
 

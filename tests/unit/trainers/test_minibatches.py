@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from understudy.policy.policy import StepResult
+from understudy.policy.step import StepResult
 from understudy.trainers.minibatches import combine, split_rows
 from understudy.types.loss_metrics import MetricSum, MetricTotal
 

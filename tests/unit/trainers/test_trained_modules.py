@@ -21,7 +21,8 @@ from understudy.errors import EngineError
 from understudy.policy.attention import VARLEN
 from understudy.policy.forward import attention_for
 from understudy.policy.microbatch import Layout
-from understudy.policy.policy import Policy, PolicySettings
+from understudy.policy.policy import Policy
+from understudy.policy.step import PolicySettings
 from understudy.trainers.engines import open_engine, publisher_of
 from understudy.trainers.gather import Lane
 from understudy.trainers.lending import lender_of

@@ -14,8 +14,9 @@ from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.hf import HFEngine
 from understudy.policy.forward import sampled_logprobs
 from understudy.policy.optimizer import AdamWSettings
-from understudy.policy.policy import Policy, PolicySettings
+from understudy.policy.policy import Policy
 from understudy.policy.schedule import Schedule
+from understudy.policy.step import PolicySettings
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead
