@@ -49,7 +49,11 @@ def test_fast_mode_trains_every_row_once(recipe: Make) -> None:
     "loss",
     [
         pytest.param({"kind": "k2", "signal": "sampled"}, marks=pytest.mark.slow, id="k2-sampled"),
-        {"kind": "k1", "signal": "sampled", "policy_gradient": True},
+        pytest.param(
+            {"kind": "k1", "signal": "sampled", "policy_gradient": True},
+            marks=pytest.mark.slow,
+            id="k1-sampled",
+        ),
         pytest.param(
             {"kind": "reverse_kl", "signal": "topk", "topk": 8}, marks=pytest.mark.slow, id="reverse_kl-topk"
         ),

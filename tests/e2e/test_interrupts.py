@@ -96,13 +96,9 @@ def test_while_starting_there_is_nothing_to_save(local: tuple[Path, Path]) -> No
     assert all_gone(family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "how"),
-    [
-        ("sync", "SIGTERM"),
-        pytest.param("fully_async", "SIGINT", marks=pytest.mark.slow),
-        pytest.param("drained", "SIGTERM", marks=pytest.mark.slow),
-    ],
+    ("mode", "how"), [("sync", "SIGTERM"), ("fully_async", "SIGINT"), ("drained", "SIGTERM")]
 )
 def test_a_step_whose_rewards_never_come_is_given_up(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, how: str

@@ -224,6 +224,7 @@ def test_packed_moments_from_a_recipe(recipe: Make, plain: dict[str, understudy.
     assert sizes[0] < 0.35 * sizes[1]
 
 
+@pytest.mark.slow
 def test_offload_average_and_recomputation_change_no_step(
     recipe: Make, tmp_path: Path, plain: dict[str, understudy.Run]
 ) -> None:

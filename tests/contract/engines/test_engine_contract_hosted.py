@@ -294,7 +294,7 @@ def test_a_host_that_cannot_load_its_model_says_so_in_one_line(
     assert "refused without a token" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("trainer", ["gone", "lives"])
+@pytest.mark.parametrize("trainer", [pytest.param("gone", marks=pytest.mark.slow), "lives"])
 def test_it_ends_with_its_launcher_and_takes_the_snapshots_along_where_the_trainer_is_gone_too(
     tmp_path: Path, trainer: str
 ) -> None:

@@ -131,7 +131,7 @@ def test_one_rank_leads_and_the_others_follow(tmp_path: Path) -> None:
     assert followed == 3
 
 
-@pytest.mark.parametrize("who", [1, 0])
+@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_fails_alone_is_told_within_seconds(tmp_path: Path, who: int) -> None:
     """The other ranks sit in a collective that never ends; the leader must not."""
     (said, seconds), _ = on_ranks(2, tmp_path, "fail_alone", who=who)
