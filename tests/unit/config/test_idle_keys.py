@@ -95,10 +95,11 @@ def test_several_are_told_together() -> None:
 
 
 def test_a_redundant_key_that_may_come_to_matter_is_left_alone() -> None:
-    recipe("teachers.t.hedge_after_seconds=2.0")  # replicas may join a run
-    recipe(
-        "trainer.eval_k=4", "trainer.solved_at=0.5"
-    )  # `understudy eval RUN --data …` takes them from the run
+    hedged = recipe("teachers.t.hedge_after_seconds=2.0")  # replicas may join a run
+    assert hedged.teachers["t"].hedge_after_seconds == 2.0
+    # `understudy eval RUN --data …` takes these from the run.
+    measured = recipe("trainer.eval_k=4", "trainer.solved_at=0.5").trainer
+    assert (measured.eval_k, measured.solved_at) == (4, 0.5)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -43,21 +43,23 @@ def test_work_that_ends_gives_its_result_before_and_after_a_signal() -> None:
     assert len(told) == 1 and told[0].startswith("SIGTERM: finishing this step")
 
 
+async def stuck(ended: list[str]) -> None:
+    """Waits for what never comes, and says when it is cancelled."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append("cleaned up")
+
+
 def test_work_that_does_not_end_is_cancelled_and_given_up() -> None:
     ended: list[str] = []
-
-    async def stuck() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("cleaned up")
 
     async def body() -> None:
         with Interrupts(lambda text: None) as stop:
             stop.training = True
             asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
             with pytest.raises(Abandoned):
-                await stop.waiting(stuck())
+                await stop.waiting(stuck(ended))
             assert ended == ["cleaned up"]
             assert await asyncio.to_thread(lambda: 5) == 5, "saving has threads of its own"
 
@@ -67,15 +69,9 @@ def test_work_that_does_not_end_is_cancelled_and_given_up() -> None:
 def test_whoever_is_cancelled_cancels_the_work() -> None:
     ended: list[str] = []
 
-    async def stuck() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("cleaned up")
-
     async def body() -> None:
         with Interrupts(lambda text: None) as stop:
-            outer = asyncio.create_task(stop.waiting(stuck()))
+            outer = asyncio.create_task(stop.waiting(stuck(ended)))
             await asyncio.sleep(0.01)
             outer.cancel()
             with pytest.raises(asyncio.CancelledError):
