@@ -280,11 +280,10 @@ def kernels_on_the_host(patch: pytest.MonkeyPatch) -> None:
         first, second = x.chunk(2, -1)
         return x * cosine[:, None] + torch.cat([-second, first], -1) * sine[:, None]
 
-    def heads(query, key, value, weights, epsilon, cosine, sine, slots_B, lengths_B, keys, values):  # type: ignore[no-untyped-def]
+    def heads(query, key, value, weights, epsilon, cosine, sine, slots_B, lengths_B, pool):  # type: ignore[no-untyped-def]
         if weights is not None:
             query, key = norm(query, weights[0], epsilon), norm(key, weights[1], epsilon)
-        keys[slots_B, :, lengths_B] = turned(key, cosine, sine)
-        values[slots_B, :, lengths_B] = value
+        pool.write(slots_B, lengths_B, turned(key, cosine, sine), value)
         return turned(query, cosine, sine)
 
     patch.setattr(hf, "KERNEL_DEVICES", {"cuda", "cpu"})

@@ -6,6 +6,7 @@ import torch
 from understudy.engines.decode_attention import slot_attention, slot_attention_plain
 from understudy.engines.fused_decode import place_heads, silu_times
 from understudy.engines.fused_norm import rms_norm
+from understudy.engines.key_values import KeyValues
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,15 +56,15 @@ def test_a_broken_slot_stays_alone_in_attention(dtype: torch.dtype) -> None:
     slots_B, ends_B = (torch.tensor(values, device=DEVICE) for values in ([3, 0, 2], [5, 64, 1]))
     query = normal(3, 4, 64, dtype=dtype)
     keys, values = normal(5, 2, 70, 64, dtype=dtype, seed=1), normal(5, 2, 70, 64, dtype=dtype, seed=2)
-    whole = slot_attention(query, keys, values, slots_B, ends_B, 0.125, 0)
-    plain = slot_attention_plain(query, keys, values, slots_B, ends_B, 0.125, 0)
+    whole = slot_attention(query, KeyValues(keys, values), slots_B, ends_B, 0.125, 0)
+    plain = slot_attention_plain(query, KeyValues(keys, values), slots_B, ends_B, 0.125, 0)
     torch.testing.assert_close(whole, plain, atol=LOOSE[dtype], rtol=LOOSE[dtype])
     # Columns behind a row's end, and slots nobody asks for, may hold anything.
     keys[3, :, 5:], values[3, :, 5:] = torch.nan, torch.nan
     keys[1], values[1], keys[4], values[4] = torch.nan, torch.inf, -torch.inf, torch.nan
-    assert torch.equal(slot_attention(query, keys, values, slots_B, ends_B, 0.125, 0), whole)
+    assert torch.equal(slot_attention(query, KeyValues(keys, values), slots_B, ends_B, 0.125, 0), whole)
     keys[0, :, 3] = torch.nan
-    found = slot_attention(query, keys, values, slots_B, ends_B, 0.125, 0)
+    found = slot_attention(query, KeyValues(keys, values), slots_B, ends_B, 0.125, 0)
     assert torch.equal(found[[0, 2]], whole[[0, 2]]) and found[1].isnan().all()
 
 
@@ -76,7 +77,9 @@ def test_placing_heads_touches_one_column_of_each_rows_slot(dtype: torch.dtype) 
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
     keys, values = (torch.full((5, 2, 10, 64), 7.0, device=DEVICE, dtype=dtype) for _ in range(2))
     norms = normal(64, dtype=dtype, seed=4), normal(64, dtype=dtype, seed=5)
-    turned = place_heads(query, key, value, norms, 1e-6, cosine, sine, slots_B, lengths_B, keys, values)
+    turned = place_heads(
+        query, key, value, norms, 1e-6, cosine, sine, slots_B, lengths_B, KeyValues(keys, values)
+    )
 
     def rotated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         normed = plain_norm(x, weight)

@@ -74,6 +74,12 @@ _RULES = (
     ),
     _Rule(
         "rollout",
+        ("kv_cache",),
+        lambda r: r.rollout.engine == "hf",
+        "rollout.engine = 'hf'; vLLM takes engine_args = [\"--kv-cache-dtype=fp8\"]",
+    ),
+    _Rule(
+        "rollout",
         ("snapshots",),
         lambda r: r.rollout.engine != "hf" and r.rollout.live_weights,
         "servers that get new weights: rollout.engine = 'vllm' or 'sglang' with live_weights",

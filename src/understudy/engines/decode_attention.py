@@ -4,7 +4,8 @@ Legend: B rows, S slots, Q query heads, H key/value heads (G = Q / H queries sha
 
 Only a row's true length is read, and keys and values are not expanded to the query heads: at batch 256 a step is bound
 by reading them once. `slot_attention` is the Triton kernel, `slot_attention_plain` its twin in plain torch: what a CPU
-runs, and what the kernel must equal.
+runs, and what the kernel must equal. Numbers of eight bits are read as they are and multiplied in fp16, which holds each of them
+exactly; the scales of keys go to the scores, those of values to the weights (`key_values.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from understudy.engines.key_values import KeyValues
 
 try:
     import triton
@@ -26,8 +29,7 @@ BLOCK = 64
 
 def slot_attention_plain(
     query_BQD: Tensor,
-    keys_SHCD: Tensor,
-    values_SHCD: Tensor,
+    pool: KeyValues,
     slots_B: Tensor,
     lengths_B: Tensor,
     scale: float,
@@ -35,11 +37,11 @@ def slot_attention_plain(
 ) -> Tensor:
     """[B, Q, D]: softmax(q·k)·v over the first `lengths` columns of each row's slot; the last `window` of them if > 0."""
     rows, queries, size = query_BQD.shape
-    heads = keys_SHCD.shape[1]
-    keys_BHCD, values_BHCD = keys_SHCD[slots_B].float(), values_SHCD[slots_B].float()
+    keys_BHCD, values_BHCD = pool.of_slots(slots_B)
+    heads = keys_BHCD.shape[1]
     grouped_BHGD = query_BQD.view(rows, heads, queries // heads, size).float()
     scores_BHGC = grouped_BHGD @ keys_BHCD.transpose(-1, -2) * scale
-    columns_C = torch.arange(keys_SHCD.shape[2], device=query_BQD.device)
+    columns_C = torch.arange(keys_BHCD.shape[2], device=query_BQD.device)
     visible_BC = columns_C < lengths_B[:, None]
     if window > 0:
         visible_BC &= columns_C >= lengths_B[:, None] - window
@@ -54,9 +56,9 @@ if triton is not None:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        query, keys, values, out, slots, lengths, scale, window,
-        query_row, query_head, key_slot, key_head, key_column, out_row, out_head,
-        GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+        query, keys, values, key_scales, value_scales, out, slots, lengths, scale, window,
+        query_row, query_head, key_slot, key_head, key_column, scale_slot, scale_head, out_row, out_head,
+        GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr,
     ):  # fmt: skip
         row, head = tl.program_id(0), tl.program_id(1)
         slot = tl.load(slots + row).to(tl.int64)
@@ -70,7 +72,10 @@ if triton is not None:
             mask=there[:, None],
             other=0.0,
         )
+        if NARROW:
+            q = q.to(tl.float16)
         base = slot * key_slot + head * key_head
+        scale_base = slot * scale_slot + head * scale_head
         best = tl.full((PADDED,), float("-inf"), tl.float32)
         total = tl.zeros((PADDED,), tl.float32)
         mixed = tl.zeros((PADDED, SIZE), tl.float32)
@@ -80,13 +85,25 @@ if triton is not None:
             places = base + column[:, None].to(tl.int64) * key_column + size[None, :]
             k = tl.load(keys + places, mask=visible[:, None], other=0.0)
             v = tl.load(values + places, mask=visible[:, None], other=0.0)
+            if NARROW:
+                k, v = k.to(tl.float16), v.to(tl.float16)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if NARROW:
+                scores *= tl.load(key_scales + scale_base + column, mask=visible, other=0.0)[None, :]
             scores = tl.where(visible[None, :], scores, float("-inf"))
             higher = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
             shrink = tl.exp(best - higher)
             total = total * shrink + tl.sum(weights, 1)
-            mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            if NARROW:
+                # Of the block's largest, so that small values do not vanish in fp16.
+                worth = tl.load(value_scales + scale_base + column, mask=visible, other=0.0)
+                most = tl.max(worth, 0)
+                weights *= (worth / most)[None, :]
+                fresh = tl.dot(weights.to(v.dtype), v, input_precision="ieee") * most
+            else:
+                fresh = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            mixed = mixed * shrink[:, None] + fresh
             best = higher
         mixed = mixed / total[:, None]
         tl.store(
@@ -98,8 +115,7 @@ if triton is not None:
 
 def slot_attention(
     query_BQD: Tensor,
-    keys_SHCD: Tensor,
-    values_SHCD: Tensor,
+    pool: KeyValues,
     slots_B: Tensor,
     lengths_B: Tensor,
     scale: float,
@@ -107,15 +123,19 @@ def slot_attention(
 ) -> Tensor:
     """`slot_attention_plain` as one kernel; a program per row and key/value head."""
     rows, queries, size = query_BQD.shape
+    keys_SHCD, values_SHCD = pool.keys_SHCD, pool.values_SHCD
+    narrow = pool.key_scales_SHC is not None
+    key_scales = pool.key_scales_SHC if pool.key_scales_SHC is not None else keys_SHCD
+    value_scales = pool.value_scales_SHC if pool.value_scales_SHC is not None else values_SHCD
     heads = keys_SHCD.shape[1]
     group = queries // heads
     out_BQD = torch.empty_like(query_BQD, memory_format=torch.contiguous_format)
     _kernel[(rows, heads)](
-        query_BQD, keys_SHCD, values_SHCD, out_BQD, slots_B, lengths_B, scale, window,
+        query_BQD, keys_SHCD, values_SHCD, key_scales, value_scales, out_BQD, slots_B, lengths_B, scale, window,
         query_BQD.stride(0), query_BQD.stride(1),
-        keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2),
+        keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2), key_scales.stride(0), key_scales.stride(1),
         out_BQD.stride(0), out_BQD.stride(1),
-        GROUP=group, PADDED=max(16, 1 << (group - 1).bit_length()), SIZE=size, BLOCK=BLOCK,
+        GROUP=group, PADDED=max(16, 1 << (group - 1).bit_length()), SIZE=size, BLOCK=BLOCK, NARROW=narrow,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return out_BQD
@@ -129,11 +149,16 @@ def kernel_fits(queries: int, heads: int, size: int) -> bool:
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function transformers calls: `key` and `value` are a layer's whole pool (see `slots.SlotLayer`)."""
+    """The attention function transformers calls; `pools` are the layers' (see `slots.SlotLayer`), where `key` and `value` are by now."""
     places = options["slots"]
     window = int(options.get("sliding_window") or 0)
     function = slot_attention if query.is_cuda else slot_attention_plain
     mixed_BQD = function(
-        query[:, :, 0], key, value, places.slots_B, places.ends_B, options["scaling"], window
+        query[:, :, 0],
+        options["pools"][module.layer_idx].pool,
+        places.slots_B,
+        places.ends_B,
+        options["scaling"],
+        window,
     )
     return mixed_BQD[:, None], None

@@ -70,7 +70,7 @@ class _Layer:
         query_RQD, key_RHD, value_RHD = (one.view(rows, -1, self.size) for one in self.heads(normed_RF))
         turned_RQD = fused_decode.place_heads(
             query_RQD, key_RHD, value_RHD, self.head_weights, self.head_epsilon, *turns,
-            places.slots_B, places.lengths_B, pool.keys, pool.values,
+            places.slots_B, places.lengths_B, pool.pool,
         )  # fmt: skip
         out: Tensor = self.mixed(attend(self, turned_RQD, pool).reshape(rows, -1))
         return out
@@ -98,9 +98,7 @@ class DecodeLoop:
         )
 
         def attend(layer: _Layer, query_BQD: Tensor, pool: SlotLayer) -> Tensor:
-            return function(
-                query_BQD, pool.keys, pool.values, places.slots_B, places.ends_B, layer.scale, layer.window
-            )
+            return function(query_BQD, pool.pool, places.slots_B, places.ends_B, layer.scale, layer.window)
 
         return self._logits(self._through(tokens_B, places, pools, attend))
 
@@ -109,10 +107,8 @@ class DecodeLoop:
         places = prompts.places
 
         def attend(layer: _Layer, query_TQD: Tensor, pool: SlotLayer) -> Tensor:
-            at = (places.slots_B, slice(None), places.lengths_B)
-            return packed_attention(
-                query_TQD, pool.keys[at], pool.values[at], prompts, layer.scale, layer.window
-            )
+            keys_THD, values_THD = pool.pool.read(places.slots_B, places.lengths_B, query_TQD.dtype)
+            return packed_attention(query_TQD, keys_THD, values_THD, prompts, layer.scale, layer.window)
 
         normed_TF = self._through(prompts.tokens_T, places, pools, attend)
         return self._logits(normed_TF.index_select(0, prompts.last_B))

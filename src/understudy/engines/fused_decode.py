@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from understudy.engines import decode_attention
+from understudy.engines import decode_attention, key_values
 from understudy.engines.fused_norm import generates_only, refuse_gradients
+from understudy.engines.key_values import KeyValues
 
 try:
     import triton
@@ -30,6 +31,8 @@ MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
 """Classes that compute down(act(gate(x)) * up(x))."""
 
 if triton is not None:
+    SMALLEST_TOP = tl.constexpr(key_values.SMALLEST_TOP)
+    LARGEST = tl.constexpr(key_values.LARGEST)
 
     @triton.jit
     def _turned(x, weight, cosine, sine, epsilon, NORMED: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -52,17 +55,31 @@ if triton is not None:
         return (straight.to(tl.float32) + crossed.to(tl.float32)).to(kind)
 
     @triton.jit
+    def _keep(head, kept, scale, NARROW: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One head's vector at one place, as `key_values.narrowed` has it where numbers are of eight bits."""
+        size = tl.arange(0, SIZE)
+        if NARROW:
+            wide = head.to(tl.float32)
+            own = tl.maximum(tl.max(tl.abs(wide), 0), SMALLEST_TOP) / LARGEST
+            tl.store(kept + size, (wide / own).to(kept.dtype.element_ty))
+            tl.store(scale, own)
+        else:
+            tl.store(kept + size, head)
+
+    @triton.jit
     def _heads_kernel(  # type: ignore[no-untyped-def]
-        query, key, value, query_weight, key_weight, cosine, sine, slots, lengths, out, keys, values, epsilon,
-        query_row, key_row, value_row, turn_row, pool_slot, pool_head, pool_column,
-        QUERIES: tl.constexpr, HEADS: tl.constexpr, NORMED: tl.constexpr, SIZE: tl.constexpr,
+        query, key, value, query_weight, key_weight, cosine, sine, slots, lengths, out, keys, values, key_scales, value_scales,
+        epsilon, query_row, key_row, value_row, turn_row, pool_slot, pool_head, pool_column, scale_slot, scale_head,
+        QUERIES: tl.constexpr, HEADS: tl.constexpr, NORMED: tl.constexpr, SIZE: tl.constexpr, NARROW: tl.constexpr,
     ):  # fmt: skip
         row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
         size = tl.arange(0, SIZE)
         cosine += row * turn_row
         sine += row * turn_row
         slot = tl.load(slots + row).to(tl.int64)
-        place = slot * pool_slot + tl.load(lengths + row).to(tl.int64) * pool_column
+        column = tl.load(lengths + row).to(tl.int64)
+        place = slot * pool_slot + column * pool_column
+        scale_place = slot * scale_slot + column
         if head < QUERIES:
             own_query = query + row * query_row + head * SIZE
             at = (row * QUERIES + head) * SIZE
@@ -71,11 +88,23 @@ if triton is not None:
             own = head - QUERIES
             own_key = key + row * key_row + own * SIZE
             turned = _turned(own_key, key_weight, cosine, sine, epsilon, NORMED, SIZE)
-            tl.store(keys + place + own * pool_head + size, turned)
+            _keep(
+                turned,
+                keys + place + own * pool_head,
+                key_scales + scale_place + own * scale_head,
+                NARROW,
+                SIZE,
+            )
         else:
             own = head - QUERIES - HEADS
             written = tl.load(value + row * value_row + own * SIZE + size)
-            tl.store(values + place + own * pool_head + size, written)
+            _keep(
+                written,
+                values + place + own * pool_head,
+                value_scales + scale_place + own * scale_head,
+                NARROW,
+                SIZE,
+            )
 
     @triton.jit
     def _gate_kernel(  # type: ignore[no-untyped-def]
@@ -101,8 +130,7 @@ def place_heads(
     sine_BD: Tensor,
     slots_B: Tensor,
     lengths_B: Tensor,
-    keys_SHCD: Tensor,
-    values_SHCD: Tensor,
+    pool: KeyValues,
 ) -> Tensor:
     """Norms (where there are `weights`) and rotates queries and keys, writes keys and values at each row's next column, and
     returns the queries [B, Q, D]."""
@@ -111,12 +139,16 @@ def place_heads(
     query_BQD, key_BHD, value_BHD = (_rows_of_heads(x) for x in (query_BQD, key_BHD, value_BHD))
     cosine_BD, sine_BD = cosine_BD.contiguous(), sine_BD.contiguous()
     query_weight, key_weight = weights or (query_BQD, key_BHD)
+    keys_SHCD, values_SHCD = pool.keys_SHCD, pool.values_SHCD
+    key_scales = pool.key_scales_SHC if pool.key_scales_SHC is not None else keys_SHCD
+    value_scales = pool.value_scales_SHC if pool.value_scales_SHC is not None else values_SHCD
     out_BQD = torch.empty((rows, queries, size), dtype=query_BQD.dtype, device=query_BQD.device)
     _heads_kernel[(rows, queries + 2 * heads)](
         query_BQD, key_BHD, value_BHD, query_weight, key_weight, cosine_BD, sine_BD, slots_B, lengths_B,
-        out_BQD, keys_SHCD, values_SHCD, epsilon,
-        query_BQD.stride(0), key_BHD.stride(0), value_BHD.stride(0), cosine_BD.stride(0), keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2),
-        QUERIES=queries, HEADS=heads, NORMED=weights is not None, SIZE=size, num_warps=1,
+        out_BQD, keys_SHCD, values_SHCD, key_scales, value_scales, epsilon,
+        query_BQD.stride(0), key_BHD.stride(0), value_BHD.stride(0), cosine_BD.stride(0),
+        keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2), key_scales.stride(0), key_scales.stride(1),
+        QUERIES=queries, HEADS=heads, NORMED=weights is not None, SIZE=size, NARROW=pool.key_scales_SHC is not None, num_warps=1,
     )  # fmt: skip
     return out_BQD
 
@@ -182,14 +214,14 @@ def _attention(
         projection(hidden_states).view(rows, -1, size)
         for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
-    pool = options["past_key_values"].layers[module.layer_idx]
+    pool = options["past_key_values"].layers[module.layer_idx].pool
     turned_BQD = place_heads(
         query_BQD, key_BHD, value_BHD,
         None if norms is None else (norms[0].weight, norms[1].weight),
         0.0 if norms is None else norms[0].variance_epsilon,
-        cosine[:, 0], sine[:, 0], places.slots_B, places.lengths_B, pool.keys, pool.values,
+        cosine[:, 0], sine[:, 0], places.slots_B, places.lengths_B, pool,
     )  # fmt: skip
     mixed_BQD = decode_attention.slot_attention(
-        turned_BQD, pool.keys, pool.values, places.slots_B, places.ends_B, module.scaling, window
+        turned_BQD, pool, places.slots_B, places.ends_B, module.scaling, window
     )
     return module.o_proj(mixed_BQD.view(rows, 1, -1)), None

@@ -29,6 +29,7 @@ from understudy.engines import decode_loop
 from understudy.engines.base import GenerateRequest, Generation
 from understudy.engines.fused_decode import fuse_decoding
 from understudy.engines.fused_norm import fuse_norms
+from understudy.engines.key_values import KeptAs
 from understudy.engines.padded import PaddedBatch
 from understudy.engines.schedule import Batching, Call, Scheduler
 from understudy.engines.slots import SlotBatch, SlotPool, pool_bytes, pool_fits
@@ -54,6 +55,10 @@ class Layout(StrEnum):
     """A pool taken once, one slot of `max_length` per row, steps as CUDA graphs: fast on a GPU."""
 
 
+def _multiplies_fp8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def sharing_copy(model: Any) -> Any:
     """New modules around the very tensors of `model`."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
@@ -68,7 +73,8 @@ class HFEngine:
 
     `model` becomes the engine's own and is put into eval mode; to generate with a model that is being trained, use
     `share_parameters_with`. `max_length` bounds prompt plus new tokens. `detokenize` is only needed for stop strings.
-    `layout` is chosen by device and model unless it is given: slots on a GPU, for the models that can.
+    `layout` is chosen by device and model unless it is given: slots on a GPU, for the models that can. `kept_as` says how
+    keys and values are kept in slots.
     """
 
     def __init__(
@@ -84,12 +90,13 @@ class HFEngine:
         detokenize: Detokenize | None = None,
         version: int = -1,
         layout: Layout | None = None,
+        kept_as: KeptAs = KeptAs.MODEL,
     ) -> None:
         self._device, self._pad_id, self._max_length = torch.device(device), pad_id, max_length
         self._detokenize = detokenize
         self._version = version
         self._torn = False
-        self._layout, self._max_batch = layout, max_batch
+        self._layout, self._max_batch, self._kept_as = layout, max_batch, kept_as
         self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         self._adopt(model.to(self._device))
         self._scheduler = Scheduler(
@@ -147,20 +154,34 @@ class HFEngine:
 
     def _pool_for(self, model: Any) -> SlotPool | None:
         """Slots where they were asked for, or where nothing speaks against them; None means padding."""
+        narrow = self._kept_as is KeptAs.FP8
         if self._layout is Layout.PADDED or (
             self._layout is None and self._device.type not in KERNEL_DEVICES
         ):
+            if narrow:
+                raise EngineError(
+                    f"keys and values in fp8 need the kernels of a GPU, this engine runs on {self._device.type}; leave out "
+                    "rollout.kv_cache"
+                )
             return None
         problem = "" if pool_fits(model) else "its attention is not one the decode kernel knows"
+        if not problem and narrow and not _multiplies_fp8(self._device):
+            problem = f"fp8 needs compute capability 8.9, {torch.cuda.get_device_name(self._device)} has less"
         if not problem and self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
-            needed = pool_bytes(model, slots=self._max_batch, max_length=self._max_length)
+            needed = pool_bytes(
+                model, slots=self._max_batch, max_length=self._max_length, kept_as=self._kept_as
+            )
             if needed > _POOL_SHARE * free:
                 problem = (
                     f"{self._max_batch} rows of {self._max_length} tokens need {needed / 1e9:.1f} GB of keys and values, "
                     f"more than {_POOL_SHARE:.0%} of the {free / 1e9:.1f} GB that are free"
                 )
         if problem:
+            if narrow:
+                raise EngineError(
+                    f"{type(model).__name__} cannot keep keys and values in fp8: {problem}; leave out rollout.kv_cache"
+                )
             if self._layout is Layout.SLOTS:
                 raise EngineError(
                     f"{type(model).__name__} cannot be decoded over slots: {problem}; leave `layout` out"
@@ -173,7 +194,13 @@ class HFEngine:
             if decode_loop.fits(model):
                 decode_loop.join_products(model)
         with torch.inference_mode():
-            return SlotPool(model, slots=self._max_batch, max_length=self._max_length, device=self._device)
+            return SlotPool(
+                model,
+                slots=self._max_batch,
+                max_length=self._max_length,
+                device=self._device,
+                kept_as=self._kept_as,
+            )
 
     def _build(self, rows: Sequence[Row]) -> RowBatch:
         writing = Writing(

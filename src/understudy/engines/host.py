@@ -28,6 +28,7 @@ from understudy.engines.adapters import AdaptedModel
 from understudy.engines.group_backend import gpu_id
 from understudy.engines.hf import HFEngine
 from understudy.engines.host_app import HostApp
+from understudy.engines.key_values import KeptAs
 from understudy.engines.owned_folder import remove_if_abandoned
 from understudy.engines.schedule import Batching
 from understudy.engines.writing import Detokenize
@@ -55,6 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--max-batch", type=int, default=128, help="rows decoded together")
     parser.add_argument("--max-length", type=int, required=True, help="prompt and new tokens of one row")
+    parser.add_argument("--kv-cache", default=KeptAs.MODEL, choices=[one.value for one in KeptAs])
     parser.add_argument("--pad-id", type=int, default=0, help="filling that is never attended to")
     parser.add_argument("--batching", default=Batching.COMPOSED, choices=[mode.value for mode in Batching])
     parser.add_argument("--deterministic", action="store_true", help="only algorithms that repeat to the bit")
@@ -98,6 +100,7 @@ def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
         max_length=args.max_length,
         batching=Batching(args.batching),
         detokenize=_detokenize(args.model, options),
+        kept_as=KeptAs(args.kv_cache),
     )
     return engine, AdaptedModel(model)
 

@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from understudy.engines import decode_attention, decode_loop
+from understudy.engines.key_values import KeptAs, KeyValues, bytes_per_token
 from understudy.engines.padded import PaddedBatch
 from understudy.engines.writing import Row, RowBatch, Writing
 
@@ -50,11 +51,12 @@ class Places:
 
 
 class SlotLayer(DynamicLayer):
-    """One layer's pool. `update` writes each row's newest key and value at its place and answers with the whole pool."""
+    """One layer's pool. `update` writes each row's newest key and value at its place; attention reads the pool itself."""
 
-    def __init__(self, keys_SHCD: Tensor, values_SHCD: Tensor) -> None:
+    def __init__(self, pool: KeyValues) -> None:
         super().__init__()
-        self.keys, self.values = keys_SHCD, values_SHCD
+        self.pool = pool
+        self.keys, self.values = pool.keys_SHCD, pool.values_SHCD
         self.is_initialized = True
         self.places: Places | None = None
 
@@ -62,9 +64,8 @@ class SlotLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         assert self.places is not None
-        at = (self.places.slots_B, slice(None), self.places.lengths_B)
-        self.keys[at] = key_states[:, :, 0]
-        self.values[at] = value_states[:, :, 0]
+        places = self.places
+        self.pool.write(places.slots_B, places.lengths_B, key_states[:, :, 0], value_states[:, :, 0])
         return self.keys, self.values
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
@@ -81,29 +82,36 @@ def pool_fits(model: Any) -> bool:
     )
 
 
-def pool_bytes(model: Any, *, slots: int, max_length: int) -> int:
+def pool_bytes(model: Any, *, slots: int, max_length: int, kept_as: KeptAs = KeptAs.MODEL) -> int:
     """The memory a pool takes."""
     config = model.config.get_text_config(decoder=True)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * size * model.dtype.itemsize
-    return int((slots + 1) * max_length * per_token)
+    per_token = bytes_per_token(config.num_key_value_heads, size, kept_as, model.dtype)
+    return int((slots + 1) * max_length * config.num_hidden_layers * per_token)
 
 
 class SlotPool:
     """Keys and values of every row in flight, the free slots, and the recorded steps."""
 
-    def __init__(self, model: Any, *, slots: int, max_length: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int,
+        max_length: int,
+        device: torch.device,
+        kept_as: KeptAs = KeptAs.MODEL,
+    ) -> None:
         config = model.config.get_text_config(decoder=True)
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         # One slot more than rows: a graph's unused rows write there.
         shape = (slots + 1, config.num_key_value_heads, max_length, size)
         self._model, self._device, self._scratch = model, device, slots
         self.last_column = max_length - 1
-
-        def block() -> Tensor:
-            return torch.zeros(shape, dtype=model.dtype, device=device)
-
-        self._layers = [SlotLayer(block(), block()) for _ in range(config.num_hidden_layers)]
+        self._layers = [
+            SlotLayer(KeyValues.empty(shape, kept_as, model.dtype, device))
+            for _ in range(config.num_hidden_layers)
+        ]
         self._cache = Cache(layers=self._layers)
         self._free = list(range(slots))[::-1]
         self._most = slots
@@ -128,8 +136,8 @@ class SlotPool:
         columns_N = torch.from_numpy(place_N + prompts.pads[row_N]).to(self._device)
         slots_N = torch.tensor(slots, device=self._device)[rows_N]
         for layer, source in zip(self._layers, prompts.cache.layers, strict=True):
-            layer.keys[slots_N, :, places_N] = source.keys[rows_N, :, columns_N]
-            layer.values[slots_N, :, places_N] = source.values[rows_N, :, columns_N]
+            fresh = (source.keys[rows_N, :, columns_N], source.values[rows_N, :, columns_N])
+            layer.pool.write(slots_N, places_N, *fresh)
 
     @property
     def reads_prompts(self) -> bool:
@@ -197,6 +205,7 @@ class SlotPool:
                 past_key_values=self._cache,
                 use_cache=True,
                 slots=places,
+                pools=self._layers,
             )
         finally:
             config._attn_implementation = before

@@ -27,6 +27,7 @@ from understudy.engines.base import Engine, Sampling
 from understudy.engines.dialects import DIALECTS
 from understudy.engines.gpu_handover import GpuHandover
 from understudy.engines.hf import HFEngine
+from understudy.engines.key_values import KeptAs
 from understudy.engines.remote import RemoteEngine
 from understudy.engines.restarts import Restarts
 from understudy.engines.schedule import Batching
@@ -102,7 +103,8 @@ async def open_engine(
         )
     batching = Batching.COMPOSED if deterministic else Batching.CONTINUOUS
     own = student.sharing_twin() if shared else student.twin()
-    return own.engine(recipe.rollout.max_batch, batching, context_of(recipe, student))
+    kept_as = KeptAs(recipe.rollout.kv_cache)
+    return own.engine(recipe.rollout.max_batch, batching, context_of(recipe, student), kept_as)
 
 
 def publisher_of(recipe: Recipe, policy: TrainedPolicy, engine: Engine, *, shared: bool) -> WeightPublisher:

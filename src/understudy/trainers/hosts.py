@@ -13,6 +13,7 @@ from understudy.config import Recipe
 from understudy.engines.hosted import HostedEngine
 from understudy.engines.hosted_delivery import WeightDelivery
 from understudy.engines.hosted_weights import Snapshots
+from understudy.engines.key_values import KeptAs
 from understudy.engines.replicas import Endpoint
 from understudy.engines.restarts import Restarts
 from understudy.engines.schedule import Batching
@@ -40,6 +41,8 @@ class HostSettings:
     """Composed: a batch goes whole to one process, and every bit equals the in-process engine's with as many threads.
     Continuous: requests are merged as they arrive and spread by outstanding tokens."""
     deterministic: bool
+    kept_as: KeptAs = KeptAs.MODEL
+    """How keys and values are kept."""
     trust_remote_code: bool = False
     revision: str | None = None
     address: str = "127.0.0.1"
@@ -50,6 +53,7 @@ class HostSettings:
         words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
         words += ["--threads", str(self.threads), "--max-batch", str(self.max_batch)]
         words += ["--max-length", str(self.max_length), "--pad-id", str(self.pad_id)]
+        words += ["--kv-cache", self.kept_as.value]
         words += ["--batching", self.batching.value, "--bind", f"{self.address}:0"]
         words += ["--deterministic"] if self.deterministic else []
         words += ["--trust-remote-code"] if self.trust_remote_code else []
@@ -147,6 +151,7 @@ async def hosts_of(
         pad_id=student.pad_id,
         batching=Batching.COMPOSED if deterministic else Batching.CONTINUOUS,
         deterministic=deterministic,
+        kept_as=KeptAs(rollout.kv_cache),
         trust_remote_code=recipe.student.trust_remote_code,
         revision=recipe.student.revision,
         address=launcher.address if writes_rows(recipe, launcher) and beside else "127.0.0.1",

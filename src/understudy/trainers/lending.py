@@ -25,6 +25,7 @@ import numpy as np
 
 from understudy.engines.base import Engine, GenerateRequest, Generation
 from understudy.engines.hf import HFEngine, sharing_copy
+from understudy.engines.key_values import KeptAs
 from understudy.engines.schedule import Batching
 from understudy.rollout.seeds import hash63
 from understudy.trainers.gather import Lane
@@ -194,6 +195,7 @@ def lender_of(system: System) -> Lender | None:
         pad_id=system.sampling.stop_ids[0],
         max_length=system.renderer.context,
         batching=Batching.CONTINUOUS,
+        kept_as=KeptAs(rollout.kv_cache),
     )
     engines = rollout.processes or len(rollout.urls) or rollout.replicas
     return Lender(

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from understudy.engines.hf import HFEngine, sharing_copy
+from understudy.engines.key_values import KeptAs
 from understudy.engines.schedule import Batching
 from understudy.errors import DataError
 from understudy.policy.load import load_student
@@ -42,7 +43,11 @@ class LoadedModel:
         return replace(self, model=sharing_copy(self.model))
 
     def engine(
-        self, max_batch: int, batching: Batching = Batching.COMPOSED, max_length: int | None = None
+        self,
+        max_batch: int,
+        batching: Batching = Batching.COMPOSED,
+        max_length: int | None = None,
+        kept_as: KeptAs = KeptAs.MODEL,
     ) -> HFEngine:
         return HFEngine(
             self.model,
@@ -52,6 +57,7 @@ class LoadedModel:
             max_length=max_length or self.context,
             batching=batching,
             detokenize=self.tokenizer.decode,
+            kept_as=kept_as,
         )
 
 

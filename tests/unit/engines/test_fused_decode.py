@@ -15,13 +15,14 @@ from understudy.engines import decode_loop, fused_decode
 from understudy.engines.base import Sampling
 from understudy.engines.draw_kernel import draw_unfiltered
 from understudy.engines.fused_decode import fuse_decoding, silu_times
+from understudy.engines.key_values import KeptAs
 from understudy.engines.sampling import SamplingBatch, draw, shape_logits
 from understudy.engines.slots import SlotPool
 
 needs_triton = pytest.mark.skipif(fused_decode.triton is None, reason="triton is not installed")
 
 
-def check_decoding(kind: str, device: str) -> None:
+def check_decoding(kind: str, device: str, kept_as: KeptAs = KeptAs.MODEL) -> None:
     """Two steps over slots, with the kernels and without: the same logits, and the same keys and values in the pool."""
     model = make_model(kind).to(device)
 
@@ -34,15 +35,19 @@ def check_decoding(kind: str, device: str) -> None:
     assert fuse_decoding(fused) == 2 * model.config.num_hidden_layers
     assert decode_loop.fits(joined)
     decode_loop.join_products(joined)
-    expected = two_steps(model, device, loop=False)
+    expected = two_steps(model, device, False, kept_as)
+    # In eight bits a last bit of difference may decide to which of two neighbours a number is rounded.
+    tolerance = {"atol": 2e-5, "rtol": 1e-4} if kept_as is KeptAs.MODEL else {"atol": 5e-3, "rtol": 0.13}
     for one, loop in ((fused, False), (looped, True), (joined, True)):
-        for plain, found in zip(expected, two_steps(one, device, loop), strict=True):
-            torch.testing.assert_close(found, plain, atol=2e-5, rtol=1e-4)
+        for plain, found in zip(expected, two_steps(one, device, loop, kept_as), strict=True):
+            torch.testing.assert_close(found, plain, **tolerance)
 
 
-def two_steps(model: Any, device: str, loop: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and the keys left in the pool."""
-    pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device))
+def two_steps(
+    model: Any, device: str, loop: bool, kept_as: KeptAs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, and the keys and values left in the pool."""
+    pool = SlotPool(model, slots=3, max_length=8, device=torch.device(device), kept_as=kept_as)
     pool._loop = decode_loop.DecodeLoop(model) if loop else None
     places = pool.scratch_places(3)
     places.slots_B.copy_(torch.tensor([2, 0, 1]))
@@ -52,7 +57,9 @@ def two_steps(model: Any, device: str, loop: bool) -> tuple[torch.Tensor, torch.
             logits.append(pool.forward(torch.tensor(tokens, device=device), places).clone())
             places.lengths_B += torch.tensor([1, 2, 1], device=device)
     # Columns nobody wrote are zero in both.
-    return torch.stack(logits), torch.stack([layer.keys for layer in pool._layers])
+    every = torch.arange(4, device=device)
+    keys, values = zip(*(layer.pool.of_slots(every) for layer in pool._layers), strict=True)
+    return torch.stack(logits), torch.stack(keys), torch.stack(values)
 
 
 def check_drawing(device: str, vocab: int, dtype: torch.dtype) -> None:
@@ -103,7 +110,8 @@ CASES = [(100, torch.float32), (5000, torch.float32), (6144, torch.bfloat16)]
 
 @needs_triton
 def test_the_kernels_in_triton_s_interpreter() -> None:
-    """In a process of its own: Triton decides when a kernel is defined whether it will be interpreted."""
+    """In a process of its own: Triton decides when a kernel is defined whether it will be interpreted. Eight bits are tried on a GPU
+    alone: the interpreter loses the carry when it rounds to them (31.2 becomes 16)."""
     code = """
 from test_fused_decode import CASES, check_decoding, check_drawing, check_gate, check_prompts
 for kind in ("qwen3-16", "llama-16"):
@@ -122,6 +130,7 @@ for vocab, dtype in CASES:
 @pytest.mark.parametrize("kind", ["qwen3-16", "llama-16"])
 def test_a_fused_step_on_the_gpu(kind: str) -> None:
     check_decoding(kind, "cuda")
+    check_decoding(kind, "cuda", KeptAs.FP8)
     check_prompts(kind, "cuda")
 
 
