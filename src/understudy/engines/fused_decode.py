@@ -29,79 +29,102 @@ ATTENTIONS = {"LlamaAttention", "Qwen2Attention", "Qwen3Attention"}
 """Classes of transformers whose forward is projections, head norms or none, rotary positions, cache, attention, projection."""
 MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
 """Classes that compute down(act(gate(x)) * up(x))."""
+SHARE = 8
+"""Heads of a row that one program turns: with one each, a step spends as long starting programs as the rest of it takes."""
 
 if triton is not None:
     SMALLEST_TOP = tl.constexpr(key_values.SMALLEST_TOP)
     LARGEST = tl.constexpr(key_values.LARGEST)
 
     @triton.jit
-    def _turned(x, weight, cosine, sine, epsilon, NORMED: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One head: normed, then rotated by its position."""
+    def _turned(  # type: ignore[no-untyped-def]
+        x, head, there, weight, cosine, sine, epsilon, NORMED: tl.constexpr, SIZE: tl.constexpr
+    ):
+        """Some heads of a row: normed, then rotated by its position."""
         place = tl.arange(0, SIZE)
         other = (place + SIZE // 2) % SIZE
-        own, far = tl.load(x + place), tl.load(x + other)
+        own = tl.load(x + head[:, None] * SIZE + place[None, :], mask=there[:, None], other=0.0)
+        far = tl.load(x + head[:, None] * SIZE + other[None, :], mask=there[:, None], other=0.0)
         kind = own.dtype
         if NORMED:
             wide = own.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)
-            own = (wide * scale).to(kind).to(tl.float32) * tl.load(weight + place).to(tl.float32)
-            far = (far.to(tl.float32) * scale).to(kind).to(tl.float32) * tl.load(weight + other).to(
-                tl.float32
-            )
+            scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]
+            weights, far_weights = tl.load(weight + place), tl.load(weight + other)
+            own = (wide * scale).to(kind).to(tl.float32) * weights.to(tl.float32)[None, :]
+            far = (far.to(tl.float32) * scale).to(kind).to(tl.float32) * far_weights.to(tl.float32)[None, :]
             own, far = own.to(kind), far.to(kind)
-        far = tl.where(place < SIZE // 2, -far.to(tl.float32), far.to(tl.float32))
-        straight = (own.to(tl.float32) * tl.load(cosine + place).to(tl.float32)).to(kind)
-        crossed = (far * tl.load(sine + place).to(tl.float32)).to(kind)
+        far = tl.where(place[None, :] < SIZE // 2, -far.to(tl.float32), far.to(tl.float32))
+        straight = (own.to(tl.float32) * tl.load(cosine + place).to(tl.float32)[None, :]).to(kind)
+        crossed = (far * tl.load(sine + place).to(tl.float32)[None, :]).to(kind)
         return (straight.to(tl.float32) + crossed.to(tl.float32)).to(kind)
 
     @triton.jit
-    def _keep(head, kept, scale, NARROW: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One head's vector at one place, as `key_values.narrowed` has it where numbers are of eight bits."""
-        size = tl.arange(0, SIZE)
+    def _keep(  # type: ignore[no-untyped-def]
+        vectors, head, there, kept, pool_head, scales, scale_head, NARROW: tl.constexpr, SIZE: tl.constexpr
+    ):
+        """Some heads' vectors at one place, as `key_values.narrowed` has them where numbers are of eight bits."""
+        places = kept + head[:, None] * pool_head + tl.arange(0, SIZE)[None, :]
         if NARROW:
-            wide = head.to(tl.float32)
-            own = tl.maximum(tl.max(tl.abs(wide), 0), SMALLEST_TOP) / LARGEST
-            tl.store(kept + size, (wide / own).to(kept.dtype.element_ty))
-            tl.store(scale, own)
+            wide = vectors.to(tl.float32)
+            own = tl.maximum(tl.max(tl.abs(wide), 1), SMALLEST_TOP) / LARGEST
+            tl.store(places, (wide / own[:, None]).to(kept.dtype.element_ty), mask=there[:, None])
+            tl.store(scales + head * scale_head, own, mask=there)
         else:
-            tl.store(kept + size, head)
+            tl.store(places, vectors, mask=there[:, None])
 
     @triton.jit
     def _heads_kernel(  # type: ignore[no-untyped-def]
         query, key, value, query_weight, key_weight, cosine, sine, slots, lengths, out, keys, values, key_scales, value_scales,
         epsilon, query_row, key_row, value_row, turn_row, pool_slot, pool_head, pool_column, scale_slot, scale_head,
-        QUERIES: tl.constexpr, HEADS: tl.constexpr, NORMED: tl.constexpr, SIZE: tl.constexpr, NARROW: tl.constexpr,
+        QUERIES: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
+        NORMED: tl.constexpr, SIZE: tl.constexpr, NARROW: tl.constexpr,
     ):  # fmt: skip
-        row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        size = tl.arange(0, SIZE)
+        """A program takes `SHARE` heads of a row: first the queries' programs, then the keys', then the values'."""
+        row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        query_parts: tl.constexpr = (QUERIES + SHARE - 1) // SHARE
+        key_parts: tl.constexpr = (HEADS + SHARE - 1) // SHARE
         cosine += row * turn_row
         sine += row * turn_row
         slot = tl.load(slots + row).to(tl.int64)
         column = tl.load(lengths + row).to(tl.int64)
         place = slot * pool_slot + column * pool_column
         scale_place = slot * scale_slot + column
-        if head < QUERIES:
-            own_query = query + row * query_row + head * SIZE
-            at = (row * QUERIES + head) * SIZE
-            tl.store(out + at + size, _turned(own_query, query_weight, cosine, sine, epsilon, NORMED, SIZE))
-        elif head < QUERIES + HEADS:
-            own = head - QUERIES
-            own_key = key + row * key_row + own * SIZE
-            turned = _turned(own_key, key_weight, cosine, sine, epsilon, NORMED, SIZE)
+        if part < query_parts:
+            head = part * SHARE + tl.arange(0, SHARE)
+            there = head < QUERIES
+            own = query + row * query_row
+            turned = _turned(own, head, there, query_weight, cosine, sine, epsilon, NORMED, SIZE)
+            at = out + (row * QUERIES + head)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+            tl.store(at, turned, mask=there[:, None])
+        elif part < query_parts + key_parts:
+            head = (part - query_parts) * SHARE + tl.arange(0, SHARE)
+            there = head < HEADS
+            own = key + row * key_row
+            turned = _turned(own, head, there, key_weight, cosine, sine, epsilon, NORMED, SIZE)
             _keep(
                 turned,
-                keys + place + own * pool_head,
-                key_scales + scale_place + own * scale_head,
+                head,
+                there,
+                keys + place,
+                pool_head,
+                key_scales + scale_place,
+                scale_head,
                 NARROW,
                 SIZE,
             )
         else:
-            own = head - QUERIES - HEADS
-            written = tl.load(value + row * value_row + own * SIZE + size)
+            head = (part - query_parts - key_parts) * SHARE + tl.arange(0, SHARE)
+            there = head < HEADS
+            at = value + row * value_row + head[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+            written = tl.load(at, mask=there[:, None], other=0.0)
             _keep(
                 written,
-                values + place + own * pool_head,
-                value_scales + scale_place + own * scale_head,
+                head,
+                there,
+                values + place,
+                pool_head,
+                value_scales + scale_place,
+                scale_head,
                 NARROW,
                 SIZE,
             )
@@ -143,12 +166,13 @@ def place_heads(
     key_scales = pool.key_scales_SHC if pool.key_scales_SHC is not None else keys_SHCD
     value_scales = pool.value_scales_SHC if pool.value_scales_SHC is not None else values_SHCD
     out_BQD = torch.empty((rows, queries, size), dtype=query_BQD.dtype, device=query_BQD.device)
-    _heads_kernel[(rows, queries + 2 * heads)](
+    _heads_kernel[(rows, -(-queries // SHARE) + 2 * -(-heads // SHARE))](
         query_BQD, key_BHD, value_BHD, query_weight, key_weight, cosine_BD, sine_BD, slots_B, lengths_B,
         out_BQD, keys_SHCD, values_SHCD, key_scales, value_scales, epsilon,
         query_BQD.stride(0), key_BHD.stride(0), value_BHD.stride(0), cosine_BD.stride(0),
         keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2), key_scales.stride(0), key_scales.stride(1),
-        QUERIES=queries, HEADS=heads, NORMED=weights is not None, SIZE=size, NARROW=pool.key_scales_SHC is not None, num_warps=1,
+        QUERIES=queries, HEADS=heads, SHARE=SHARE, NORMED=weights is not None, SIZE=size, NARROW=pool.key_scales_SHC is not None,
+        num_warps=4,
     )  # fmt: skip
     return out_BQD
 
