@@ -156,6 +156,10 @@ def main() -> None:
         default=[1],
         help="updates between publishes, of the run at staleness 1",
     )
+    gpu.add_argument(
+        "--kv-cache", nargs="+", choices=["model", "fp8"], default=["model"],
+        help="how rollouts keep keys and values, of the runs at staleness 1",
+    )  # fmt: skip
     gpu.add_argument("--max-batch", type=int, default=0, help="rows decoded together; a batch when not set")
     gpu.add_argument("--eager-student", action="store_true", help="the student's layers not compiled")
     gpu.add_argument("--engine", default="{}", help='more keys of [rollout], as JSON: {"processes": 1}')

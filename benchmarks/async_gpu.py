@@ -7,6 +7,9 @@ driver's multi-process service (MPS) is on (`--mps` adds a run under it; the ser
 `--every 2` adds a run that publishes weights after every second update and decodes twice the rows at a time: what decoding costs
 beside attention is then paid half as often. The peer has no such setting (it generates one training batch at a time).
 
+`--kv-cache model fp8` adds runs that keep keys and values of rollouts in eight bits (`rollout.kv_cache`). The peer's trainer has no setting for
+that, so such a row compares what each can be told to do, not the same arithmetic; its name says so.
+
 Every pace is tokens over seconds of all counted steps; the fully async run is cut off while rollouts are still under way.
 """
 
@@ -36,6 +39,7 @@ GOAL = 2.0
 MAIN = "fully async, staleness 1"
 MPS = ", MPS"
 EVERY = ", publishing every "
+FP8 = ", keys and values in fp8"
 PEER = "TRL 1.16 + vLLM colocated"
 _LEAST_SECONDS = 35.0
 """A run that gets less is not begun."""
@@ -83,7 +87,13 @@ def _order(options: argparse.Namespace) -> list[str]:
     peer = [PEER] if "trl" in options.systems else []
     sync = ["sync"] if "sync" in options.systems else []
     publishing = [f"{EVERY}{one} updates" if one > 1 else "" for one in options.every]
-    shared = [MAIN + one + (MPS if options.mps else "") for one in publishing if one or options.mps]
+    kept = [FP8 if one == "fp8" else "" for one in options.kv_cache]
+    shared = [
+        MAIN + one + other + (MPS if options.mps else "")
+        for other in kept
+        for one in publishing
+        if one or other or options.mps
+    ]
     return [*ours[:1], *peer, *shared, *sync, *ours[1:]]
 
 
@@ -97,7 +107,8 @@ def _ours(
 ) -> Timing | str:
     if system == "sync":
         return run_ours(shape, folder, *given, timeout, {}, {}, "sync")
-    degree, _, rarely = system.removesuffix(MPS).partition(EVERY)
+    narrow = FP8 in system
+    degree, _, rarely = system.removesuffix(MPS).removesuffix(FP8).partition(EVERY)
     staleness, every = float(degree.rsplit(" ", 1)[1]), int(rarely.split()[0]) if rarely else 1
     # Two windows until every party is busy (kernels compiled, graphs recorded, a window waiting), then the counted steps.
     longer = replace(shape, skip=2 * every, steps=2 * every + options.counted)
@@ -106,14 +117,25 @@ def _ours(
     trainer = {"mode": "fully_async", "max_staleness": staleness, "partial_rollouts": options.partial}
     trainer |= {"sync_every": every}
     engine = {"context_length": shape.new_tokens + 128, "max_batch": options.max_batch or shape.batch * every}
+    engine |= {"kv_cache": "fp8"} if narrow else {}
     engine |= json.loads(options.engine)
     if not system.endswith(MPS):
-        return run_ours(longer, folder, *given, timeout, engine, trainer, f"async-{staleness:g}-{every}")
+        name = f"async-{staleness:g}-{every}" + "-fp8" * narrow
+        return run_ours(longer, folder, *given, timeout, engine, trainer, name)
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         return "nvidia-cuda-mps-control is not installed"
     with _mps(control) as environment:
-        return run_ours(longer, folder, *given, timeout, engine, trainer, f"async-mps-{every}", environment)
+        return run_ours(
+            longer,
+            folder,
+            *given,
+            timeout,
+            engine,
+            trainer,
+            f"async-mps-{every}" + "-fp8" * narrow,
+            environment,
+        )
 
 
 def _say(system: str, result: Timing | str, folder: Path, seconds: float) -> None:

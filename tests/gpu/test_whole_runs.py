@@ -9,7 +9,7 @@ On the host (`cpu`) the engine takes the GPU's ways with kernels in plain torch;
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "sync to the bit": {"run__determinism": "full", "student__model": "llama"},
     "fully async": {"trainer__mode": "fully_async", "trainer__steps": 3},
     "an engine of its own process": {"rollout__processes": 1},
+    "keys in eight bits": {"rollout__kv_cache": "fp8"},
     "lora": {"student__lora": {"rank": 4, "alpha": 16.0}, "trainer__learning_rate": 2e-2},
     "gradient checkpointing": {"student__gradient_checkpointing": True},
     "compiled": {"student__compile": True},
@@ -68,7 +69,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 QUICK = {"sync", "lora", "grpo and distillation", "fully async"}
 """Those that every `make test` runs on the host."""
-GPU_ONLY = {"a share of the GPU"}
+GPU_ONLY = {"keys in eight bits"}
 LONG = {"compiled"}
 """Those that take a minute on a GPU too; `-m "gpu and not slow"` leaves them out."""
 
@@ -144,6 +145,8 @@ def test_a_run_trains_the_whole_student_as_the_host_would(
     run, watch = Runner(monkeypatch).train(table, layout)
     folder = Path(table["student"]["model"])
     near = Tolerance.of(device, table["student"]["dtype"])
+    if table["rollout"].get("kv_cache") == "fp8":  # what writes is not quite what is trained; old weights would be far off
+        near = replace(near, logprob=2 * near.logprob)
 
     assert run.steps == table["trainer"]["steps"] and watch.engine_modules_apart
     every_weight_moved(watch.student)
