@@ -16,6 +16,7 @@
     ├── ClusterError                processes and placement
     │   └── ChildDied               a child process ended; carries the child's own last words
     │       └── RankLost            one of the ranks that train the student; the run may go back to its last checkpoint
+    │           └── CriticLost      the process of the critic, which trains too
     └── RunDirectoryError           a run directory exists already, or is not one
 
 All of them pickle (a child process can send one), because each is built from its message alone.
@@ -98,6 +99,10 @@ class ChildDied(ClusterError):
 
 class RankLost(ChildDied):
     """A rank that trains the student with others is gone, and with it this rank's part of the student."""
+
+
+class CriticLost(RankLost):
+    """The critic's process is gone, and with it what the critic learnt since the last checkpoint."""
 
 
 class RunDirectoryError(UnderstudyError):

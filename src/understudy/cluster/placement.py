@@ -45,7 +45,7 @@ class Claim:
     """What a role wants of a pool."""
 
     role: str
-    """`student`, `rollout`, `workers`, `teacher-NAME`."""
+    """`student`, `rollout`, `workers`, `critic`, `teacher-NAME`."""
     pool: str
     units: int
     """Ranks, engines, replicas or workers."""

@@ -10,7 +10,7 @@ again is decided by whoever asked for it:
 
     teacher replica      by its pool, with a back-off, on whatever machine has its bundle then; rows wait or go elsewhere
     rollout engine       the same, by the engine that speaks to it
-    rank                 with all others, by the run, which goes back to its last checkpoint and is seated anew
+    rank, critic         with all others, by the run, which goes back to its last checkpoint and is seated anew
 """
 
 from __future__ import annotations

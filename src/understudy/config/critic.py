@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from understudy.config.base import Section
+from understudy.config.devices import Device
 from understudy.config.models import DType
 
 
@@ -27,6 +28,12 @@ class CriticConfig(Section):
     """So many first steps train the critic alone; the student waits until its advantages mean something."""
     dtype: DType = "float32"
     gradient_checkpointing: bool = False
+    process: bool = False
+    """In a process of its own, which the run starts and watches; else in the trainer's, on the student's device. A pool
+    (`cluster.roles.critic`) means a process too. The figures are the same, to the bit on a CPU."""
+    device: Device | None = None
+    """Of a process of its own: `auto` (a GPU of its own where there are several), `cpu`, `cuda` or `cuda:N` (that one, whoever else
+    sits there). Not set: `cpu` where the student is, else `auto`."""
 
 
 class ReferenceConfig(Section):

@@ -51,6 +51,12 @@ def _roles(recipe: Recipe) -> list[str]:
         problems.append(
             f"[critic] is only used by loss.advantage = 'gae', and it is {loss.advantage!r}; change it, or leave [critic] out"
         )
+    if "critic" in recipe.cluster.roles and loss.advantage != "gae":
+        problems.append(
+            f"cluster.roles.critic = {recipe.cluster.roles['critic']!r} changes nothing in this recipe: a critic needs loss.advantage = "
+            f"'gae', and it is {loss.advantage!r}; change it, or take the role out"
+        )
+    problems += _critic_device(recipe)
     if recipe.reference is not None and loss.kl_coef == 0:
         problems.append(
             "[reference] is only used with loss.kl_coef above 0; set it, or leave [reference] out"
@@ -60,6 +66,16 @@ def _roles(recipe: Recipe) -> list[str]:
             "loss.kl_in = 'reward' takes the penalty off task rewards, and loss.task_coef is 0; use kl_in = 'loss'"
         )
     return problems
+
+
+def _critic_device(recipe: Recipe) -> list[str]:
+    critic = recipe.critic
+    if critic is None or critic.device is None or critic.process or "critic" in recipe.cluster.roles:
+        return []
+    return [
+        f"critic.device = {critic.device!r} is for a critic in a process of its own, and this one sits in the trainer's, on the "
+        "student's device; set critic.process = true (or cluster.roles.critic), or leave device out"
+    ]
 
 
 def _correction(recipe: Recipe) -> list[str]:

@@ -142,7 +142,9 @@ def _apply(table: dict[str, Any], override: str) -> None:
         value = text
     *sections, key = name.strip().split(".")
     for section in sections:
-        table = table.setdefault(section, {})
+        if table.get(section) is None:  # a run directory writes down sections that a recipe left out as null
+            table[section] = {}
+        table = table[section]
         if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: `{section}` is a value, not a section")
     table[key] = value

@@ -108,8 +108,8 @@ class RestartsConfig(Section):
     """`[cluster.restarts]`: what is started again by itself when it is lost, and how often; by role."""
 
     student: Annotated[int, Field(ge=0)] = 1
-    """A rank of the student: the run goes back to its last checkpoint, in the same process, on the machines there are. Counted
-    anew after each checkpoint; 0 ends the run with the rank's own words."""
+    """A rank of the student, or the critic's process (`critic.process`): the run goes back to its last checkpoint, in the same process,
+    on the machines there are. Counted anew after each checkpoint; 0 ends the run with the lost one's own words."""
     rollout: Annotated[int, Field(ge=0)] = 5
     """An engine process (`rollout.processes`): so often in a row without having served for a minute, with a growing wait between;
     then it is given up, and the run ends with its last words when none is left. A vLLM server that the run started, in the same
@@ -133,8 +133,9 @@ class ClusterConfig(Section):
     """How long a child process may take until it is ready."""
     pools: dict[str, PoolConfig] = Field(default={})
     """Named slices of the machines; a teacher names its own with `pool`, other roles by `cluster.roles`."""
-    roles: dict[Literal["student", "rollout", "workers"], str] = Field(default={})
-    """Role → pool. A role that is not named is seated by the backend; a critic and a reference sit with the student's leading rank."""
+    roles: dict[Literal["student", "rollout", "workers", "critic"], str] = Field(default={})
+    """Role → pool. A role that is not named is seated by the backend; a critic without a pool or a process of its own (`critic.process`)
+    and a reference sit with the student's leading rank."""
     restarts: RestartsConfig = RestartsConfig()
 
 

@@ -42,9 +42,10 @@ from understudy.trainers.backends import open_plane
 from understudy.trainers.best import BestSoFar
 from understudy.trainers.changes import flatten
 from understudy.trainers.collector import collecting_seldom
-from understudy.trainers.critic import critic_of, reference_of
+from understudy.trainers.critic import ValueModel, critic_of, reference_of
 from understudy.trainers.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.trainers.evaluate import eval_prompts
+from understudy.trainers.far_critic import ComingCritic, FarCritic
 from understudy.trainers.far_rows import open_far_rows
 from understudy.trainers.far_scoring import FarScoring
 from understudy.trainers.far_writing import MODULE as ROW_WORKER
@@ -55,7 +56,7 @@ from understudy.trainers.loops import Keeping, open_loops
 from understudy.trainers.prompt_facts import longest_prompt, mixed_teachers
 from understudy.trainers.ranks import start_ranks
 from understudy.trainers.refused import keep_refused
-from understudy.trainers.seating import with_rollout_devices
+from understudy.trainers.seating import critic_sits_apart, with_rollout_devices
 from understudy.trainers.system import PARTITION, System
 from understudy.trainers.teacher_admin import open_for_requests
 from understudy.trainers.teachers import (
@@ -87,6 +88,9 @@ async def build(
         await processes.ready()
         seating = seat_here(recipe)
         recipe = with_rollout_devices(recipe, seating, gpu_names())
+        coming = None
+        if critic_sits_apart(recipe):
+            coming = ComingCritic(recipe, run, processes, seating, gpu_names(), stack)
         with view.work(f"loading the student {recipe.student.model}"):
             student = await asyncio.to_thread(load_student_of, recipe)
         prompts = load_dataset(recipe.data.train)
@@ -107,7 +111,7 @@ async def build(
 
         policy, engine, publisher = await _policy_and_engine(recipe, run, processes, student, stack, view)
         await publisher.publish(0)
-        critic = await asyncio.to_thread(critic_of, recipe, partial(keep_refused, run, "critic"))
+        critic = await _critic(recipe, run, coming, view)
         reference = await asyncio.to_thread(reference_of, recipe)
 
         plane = await open_plane(recipe, run, deterministic, stack)
@@ -144,6 +148,8 @@ async def build(
         background = await stack.enter_async_context(asyncio.TaskGroup())
         if isinstance(policy, LeadingPolicy):
             stack.callback(policy.expect_the_end)
+        if isinstance(critic, FarCritic):
+            stack.callback(critic.expect_the_end)
         yield System(
             recipe=recipe,
             run=run,
@@ -181,6 +187,16 @@ async def build(
             row_workers=row_workers,
             far_scoring=far_scoring,
         )
+
+
+async def _critic(
+    recipe: Recipe, run: RunDir, coming: ComingCritic | None, view: LiveView
+) -> ValueModel | None:
+    """Where its process is coming, that one; else in this process, if the recipe has one at all."""
+    on_bad_rows = partial(keep_refused, run, "critic")
+    if coming is not None:
+        return await coming.arrived(on_bad_rows, view)
+    return await asyncio.to_thread(critic_of, recipe, on_bad_rows)
 
 
 async def _loops(

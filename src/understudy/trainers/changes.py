@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from understudy.config import Recipe, parse_recipe
+from understudy.config import CriticConfig, Recipe, parse_recipe
 from understudy.config.recipe import apply_overrides
 from understudy.errors import ConfigError
 from understudy.observability.redact import HIDDEN
@@ -50,6 +50,8 @@ ACCEPTED: Mapping[str, str] = {
     "student.gradient_checkpointing": _ROUNDING,
     "student.compile": _ROUNDING,
     "student.lora.publish": "how weights travel to the engines",
+    "critic.process": "where the critic sits",
+    "critic.device": _ROUNDING,
     "loss.backend": _ROUNDING,
     "rollout.max_batch": _ROUNDING,
     "rollout.replicas": _WRITTEN_ALIKE,
@@ -140,7 +142,7 @@ def changed_recipe(run: RunDir, overrides: Sequence[str]) -> tuple[Recipe, list[
 
 def compare(before: Recipe, after: Recipe) -> list[Change]:
     """Every difference that is accepted; raises with every one that is not."""
-    old, new = flatten(before.model_dump()), flatten(after.model_dump())
+    old, new = flatten(_tables(before)), flatten(_tables(after))
     accepted, problems = [], []
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key):
@@ -158,6 +160,14 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
     if problems:
         raise ConfigError(problems)
     return accepted
+
+
+def _tables(recipe: Recipe) -> dict[str, Any]:
+    """A critic that the recipe says nothing of has the defaults: saying where it sits changes nothing else of it."""
+    table = recipe.model_dump()
+    if recipe.loss.advantage == "gae" and recipe.critic is None:
+        table["critic"] = CriticConfig().model_dump()
+    return table
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """The critic of a run: values before a step, its own updates beside the student's, its place in a checkpoint.
 
-It lives whole in the trainer's process (on the leading rank, where there are several).
+ValueModel  what a step asks of a critic, wherever it is
+├── Critic     whole in the trainer's process, with the leading rank where there are several
+└── FarCritic  the same `Critic` in a process of its own, here or on another machine (`far_critic.py`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,9 +24,9 @@ from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.policy.state import PolicyState
 from understudy.policy.step import BadRows, PolicySettings, StepResult
 from understudy.trainers.loading import load_model
+from understudy.trainers.memory import untouched
 from understudy.trainers.threads import lanes_of
 from understudy.types.batch import Batch
-from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal
 
@@ -34,8 +36,36 @@ if TYPE_CHECKING:
 _MODEL, _OPTIMIZER = "critic.model/", "critic.optimizer/"
 
 
+class ValueModel(Protocol):
+    """A critic as a step sees it. Calls block, and are made from one thread at a time, never that of the event loop."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether this step trains the critic only."""
+        ...
+
+    @property
+    def untouched(self) -> bool:
+        """After a call that ran out of memory: whether it left everything as it was."""
+        ...
+
+    def values(self, batch: Batch, max_tokens: int) -> Jagged:
+        """float32 [P] per row: of each loss-bearing token, under the current weights."""
+        ...
+
+    def update(self, batch: Batch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult: ...
+
+    def skip_step(self) -> None:
+        """A trainer step that leaves the critic as it is."""
+        ...
+
+    def state(self) -> PolicyState: ...
+
+    def load_state(self, state: PolicyState) -> None: ...
+
+
 class Critic:
-    """A value model and its optimizer."""
+    """A value model and its optimizer, in this process."""
 
     def __init__(self, policy: Policy, config: CriticConfig) -> None:
         self.policy = policy
@@ -44,18 +74,30 @@ class Critic:
 
     @property
     def alone(self) -> bool:
-        """Whether this step trains the critic only."""
         return self.policy.step < self.config.only_steps
+
+    @property
+    def untouched(self) -> bool:
+        return untouched(self.policy)
 
     def values(self, batch: Batch, max_tokens: int) -> Jagged:
         return self.policy.read(batch, token_values, max_tokens)
 
-    def update(self, batch: AnyBatch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult:
+    def update(self, batch: Batch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult:
         return self.policy.update(batch, self.objective, weights, max_tokens, ends_step=ends_step)
 
+    def skip_step(self) -> None:
+        self.policy.skip_step()
 
-def critic_of(recipe: Recipe, on_bad_rows: BadRows | None) -> Critic | None:
-    """The critic this recipe asks for, loaded; None where its advantages need none."""
+    def state(self) -> PolicyState:
+        return self.policy.state()
+
+    def load_state(self, state: PolicyState) -> None:
+        self.policy.load_state(state)
+
+
+def critic_of(recipe: Recipe, on_bad_rows: BadRows | None, device: str | None = None) -> Critic | None:
+    """The critic this recipe asks for, loaded, on the student's device unless told; None where its advantages need none."""
     if recipe.loss.advantage != "gae":
         return None
     config, trainer = recipe.critic or CriticConfig(), recipe.trainer
@@ -63,7 +105,7 @@ def critic_of(recipe: Recipe, on_bad_rows: BadRows | None) -> Critic | None:
     loaded = load_model(
         config.model or student.model,
         dtype=config.dtype,
-        device=student.device,
+        device=device or student.device,
         trust_remote_code=student.trust_remote_code,
         revision=student.revision if config.model is None else None,
     )
@@ -75,7 +117,7 @@ def critic_of(recipe: Recipe, on_bad_rows: BadRows | None) -> Critic | None:
             weight_decay=config.weight_decay, grad_clip=config.grad_clip, kind=trainer.optimizer
         ),
         gradient_checkpointing=config.gradient_checkpointing,
-        lanes=lanes_of(recipe),
+        lanes=lanes_of(recipe) if loaded.device.type == "cpu" else 1,
     )
     return Critic(Policy(give_value_head(loaded.model), settings, on_bad_rows=on_bad_rows), config)
 
@@ -117,13 +159,14 @@ def training_state(system: System) -> PolicyState:
     state = system.policy.state()
     if system.critic is None:
         return state
-    own = system.critic.policy.state()
+    own = system.critic.state()
     extra: dict[str, torch.Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in own.model.items()}
     extra |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in own.optimizer.items()}
     return replace(
         state,
         optimizer={**state.optimizer, **extra},
-        progress={**state.progress, "critic": dict(own.progress)},
+        # A run has one state of chance, the trainer's, wherever its critic sits.
+        progress={**state.progress, "critic": {**own.progress, "random": state.progress["random"]}},
     )
 
 
@@ -136,7 +179,7 @@ def restore_critic(system: System, state: PolicyState) -> None:
             f"{'one' if found is None else 'none'}; resume with the recipe the run was started with"
         )
     if system.critic is not None and found is not None:
-        system.critic.policy.load_state(critic_state(state))
+        system.critic.load_state(critic_state(state))
 
 
 def critic_state(state: PolicyState) -> PolicyState:

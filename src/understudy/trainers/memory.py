@@ -26,15 +26,15 @@ MOST_HALVINGS = 3
 Result = TypeVar("Result")
 
 
-def within_memory(system: System, policy: object, batch: AnyBatch, work: Callable[[int], Result]) -> Result:
-    """`work(tokens)`, a call of `policy` with `batch`; again with half the tokens where the GPU's memory was too small."""
+def within_memory(system: System, learner: object, batch: AnyBatch, work: Callable[[int], Result]) -> Result:
+    """`work(tokens)`, a call of `learner` (a policy or a critic) with `batch`; again with half the tokens where the GPU's memory was too small."""
     asked = tokens = system.micro_batches.tokens(system.recipe)
     for halvings in range(MOST_HALVINGS + 1):
         try:
             result = work(tokens)
         except torch.OutOfMemoryError:
             smaller = max(tokens // 2, _longest_row(batch))
-            if halvings == MOST_HALVINGS or smaller >= tokens or not _may_try_again(system, policy):
+            if halvings == MOST_HALVINGS or smaller >= tokens or not _may_try_again(system, learner):
                 raise
             tokens = smaller
         else:
@@ -57,12 +57,18 @@ def _longest_row(batch: AnyBatch) -> int:
     return max(lengths, default=0)
 
 
-def _may_try_again(system: System, policy: object) -> bool:
-    """One rank, no promise of bits, and nothing happened yet: the gradients are cleared, so the weights were not reached."""
+def _may_try_again(system: System, learner: object) -> bool:
+    """One rank, no promise of bits, and nothing happened yet."""
+    if system.deterministic:
+        return False
+    # A critic says it of itself: it may be in another process.
+    return untouched(learner) if isinstance(learner, Policy) else bool(getattr(learner, "untouched", False))
+
+
+def untouched(policy: Policy) -> bool:
+    """Whether a call that failed did nothing: the gradients are cleared, so the weights were not reached."""
     return (
-        isinstance(policy, Policy)
-        and policy.ranks.size == 1
-        and not system.deterministic
+        policy.ranks.size == 1
         and all(weight.grad is None for weight in policy.optimizer.weights.values())
         and all(master.grad is None for master in policy.optimizer.masters.values())
     )

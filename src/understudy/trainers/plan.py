@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from understudy.cluster.placement import DeviceKind
 from understudy.config import CriticConfig, Recipe, ReferenceConfig, TeacherConfig
 from understudy.trainers.model_folder import ModelFolder, is_hub_id
-from understudy.trainers.seating import ROLLOUT, STUDENT, WORKERS, Seating, teacher_role
+from understudy.trainers.seating import (
+    CRITIC,
+    ROLLOUT,
+    STUDENT,
+    WORKERS,
+    Seating,
+    critic_device,
+    critic_sits_apart,
+    teacher_role,
+)
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PROCESS_BYTES = 400 * 2**20
@@ -29,7 +38,7 @@ class PlannedProcess:
 
 
 def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
-    processes = _student(recipe, seating) + _rollouts(recipe, seating)
+    processes = _student(recipe, seating) + _critic(recipe, seating) + _rollouts(recipe, seating)
     for name, teacher in recipe.teachers.items():
         if teacher.placement == "external":
             processes += [
@@ -128,14 +137,13 @@ def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
 
 
 def _beside(recipe: Recipe) -> int | None:
-    """Bytes of a critic and a reference, which live whole in the trainer's process."""
+    """Bytes of a critic and a reference that live whole in the trainer's process."""
     total = 0
-    if recipe.loss.advantage == "gae":
-        critic = recipe.critic or CriticConfig()
-        parameters = _parameters(critic.model or recipe.student.model)
-        if parameters is None:
+    if recipe.loss.advantage == "gae" and not critic_sits_apart(recipe):
+        size = _critic_bytes(recipe)
+        if size is None:
             return None
-        total += parameters * (16 + (0 if critic.dtype == "float32" else _BYTES[critic.dtype]))
+        total += size
     if recipe.loss.kl_coef > 0:
         reference = recipe.reference or ReferenceConfig(dtype=recipe.student.dtype)
         parameters = _parameters(reference.model or recipe.student.model)
@@ -143,6 +151,31 @@ def _beside(recipe: Recipe) -> int | None:
             return None
         total += parameters * _BYTES[reference.dtype]
     return total
+
+
+def _critic(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
+    if not critic_sits_apart(recipe):
+        return []
+    size = _critic_bytes(recipe)
+    return [
+        PlannedProcess(
+            CRITIC,
+            "values of the student's tokens, and its own updates",
+            _device(recipe, seating, CRITIC, 0, critic_device(recipe)),
+            _parameters(_critic_model(recipe)),
+            None if size is None else size + _PROCESS_BYTES,
+        )
+    ]
+
+
+def _critic_model(recipe: Recipe) -> str:
+    return (recipe.critic.model if recipe.critic is not None else None) or recipe.student.model
+
+
+def _critic_bytes(recipe: Recipe) -> int | None:
+    """Weights, masters, gradients and moments, as `student_bytes` counts them."""
+    parameters, dtype = _parameters(_critic_model(recipe)), (recipe.critic or CriticConfig()).dtype
+    return None if parameters is None else parameters * (16 + (0 if dtype == "float32" else _BYTES[dtype]))
 
 
 def _replica(

@@ -151,19 +151,24 @@ class Followers:
         shutil.rmtree(self.meeting, ignore_errors=True)
 
     def _obituary(self, rank: int) -> RankLost:
-        child = self._children[rank]
-        code = child.process.returncode
-        where = f"rank {rank} of {self._size}"
-        with child.log.open("rb") as handle:
-            handle.seek(max(self._said_before[rank], child.log.stat().st_size - _LAST_WORDS_BYTES))
-            lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
-        words = lines[-1].strip() if lines else "it said nothing"
-        if code < 0 and rank not in self.here and words.startswith(SUPERVISOR_GONE):
-            return RankLost(f"{where} went with its machine {words}; log: {child.log}")
-        if code < 0:
-            name = signal.Signals(-code).name
-            return RankLost(f"{where} was killed by {name} (out of memory, or by somebody); log: {child.log}")
-        return RankLost(f"{words} ({where} ended with code {code}; log: {child.log})")
+        who = f"rank {rank} of {self._size}"
+        return RankLost(
+            obituary(who, self._children[rank], self._said_before[rank], elsewhere=rank not in self.here)
+        )
+
+
+def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> str:
+    """How a process ended, in its own words where it left any after the first `said_before` bytes of its log."""
+    code = child.process.returncode
+    with child.log.open("rb") as handle:
+        handle.seek(max(said_before, child.log.stat().st_size - _LAST_WORDS_BYTES))
+        lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
+    words = lines[-1].strip() if lines else "it said nothing"
+    if code < 0 and elsewhere and words.startswith(SUPERVISOR_GONE):
+        return f"{who} went with its machine {words}; log: {child.log}"
+    if code < 0:
+        return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by somebody); log: {child.log}"
+    return f"{words} ({who} ended with code {code}; log: {child.log})"
 
 
 async def start_ranks(

@@ -2,7 +2,7 @@
 
 [cluster.pools.NAME]     a bundle per node, each on a machine of its own; who is in the pool sits where `seat` put it
 `standalone` teachers    a bundle per replica, on different machines where there are enough
-everybody else           beside the trainer, on its own machine: the student, and ranks, engines, workers without a pool
+everybody else           beside the trainer, on its own machine: the student, and ranks, engines, workers, a critic without a pool
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from understudy.cluster.placement import DeviceKind, Placement, Seat
 from understudy.cluster.ray_layout import Bundle, GroupWish, Home, NodeFacts, RayLayout, Spread
 from understudy.config import Recipe, TeacherConfig
 from understudy.errors import ClusterError
-from understudy.trainers.seating import ROLLOUT, STUDENT, WORKERS, seat, teacher_role
+from understudy.trainers.seating import CRITIC, ROLLOUT, STUDENT, WORKERS, seat, teacher_role
 
 
 def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
@@ -42,6 +42,9 @@ def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
     elif recipe.rollout.starts_servers:
         homes |= _in_pool(recipe, placement, ROLLOUT, "vllm-replica", recipe.rollout.replicas)
     homes |= _in_pool(recipe, placement, WORKERS, "rollout-worker", recipe.rollout.workers)
+    if CRITIC in recipe.cluster.roles:
+        seats = _of_one_node(placement, CRITIC, 0)
+        homes[CRITIC] = Home(f"pool {recipe.cluster.roles[CRITIC]}", seats[0].node, _share(seats))
     for name, teacher in recipe.teachers.items():
         role = teacher_role(name)
         if teacher.placement == "pool":
@@ -69,10 +72,14 @@ def beside_the_trainer(recipe: Recipe) -> Recipe:
     rollout = recipe.rollout
     if ROLLOUT in recipe.cluster.roles:  # its servers take no GPU here
         rollout = rollout.model_copy(update={"engine": "hf", "processes": 0})
+    critic = recipe.critic
+    if CRITIC in recipe.cluster.roles and critic is not None:  # nor does a critic that has a pool
+        critic = critic.model_copy(update={"process": False, "device": None})
     return recipe.model_copy(
         update={
             "teachers": {},
             "rollout": rollout,
+            "critic": critic,
             "trainer": recipe.trainer.model_copy(update={"ranks": recipe.trainer.ranks - elsewhere}),
             "cluster": recipe.cluster.model_copy(update={"pools": {}, "roles": {}}),
         }
@@ -88,13 +95,18 @@ def _in_pool(
         return {}
     found = {}
     for unit in range(units):
-        seats = placement.of(role, unit)
-        if len({one.node for one in seats}) > 1:
-            raise ClusterError(
-                f"{role}/{unit} sits on several machines; lower run.threads\n{placement.draw(seats[0].pool, seats[0].kind)}"
-            )
+        seats = _of_one_node(placement, role, unit)
         found[f"{process}-{unit}"] = Home(f"pool {pool}", seats[0].node, _share(seats))
     return found
+
+
+def _of_one_node(placement: Placement, role: str, unit: int) -> list[Seat]:
+    seats = placement.of(role, unit)
+    if len({one.node for one in seats}) > 1:
+        raise ClusterError(
+            f"{role}/{unit} sits on several machines; lower run.threads\n{placement.draw(seats[0].pool, seats[0].kind)}"
+        )
+    return seats
 
 
 def _share(seats: Sequence[Seat]) -> Bundle:

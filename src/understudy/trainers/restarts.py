@@ -1,8 +1,8 @@
-"""When a rank is lost, the run goes back to its last checkpoint by itself.
+"""When a rank or the critic's process is lost, the run goes back to its last checkpoint by itself.
 
     attempt ──rank lost──> everything of it is ended ──> attempt from the last checkpoint, on the machines there are ──> …
 
-A student in shards cannot go on without one of them, so the whole run is taken up again as `understudy resume` would: the
+A student in shards cannot go on without one of them, nor without what its critic learnt, so the whole run is taken up again as `understudy resume` would: the
 journal is rewound, metrics are cut back, processes are started and seated anew. Every row is trained exactly once, and under
 `determinism = "full"` the figures are those of an undisturbed run.
 """
@@ -40,7 +40,8 @@ async def with_restarts(
             now = saved_step()
             used, saved = (0 if now > saved else used), now
             if used >= allowed or stop.requested or not await forget_group():
-                raise RankLost(f"{lost}; `understudy resume` goes on from the last checkpoint") from None
+                told = f"{lost}; `understudy resume` goes on from the last checkpoint"
+                raise type(lost)(told) from None
             used += 1
             news = (
                 f"{lost}; going back to {f'step {now}' if now else 'the start'} (restart {used} of {allowed})"

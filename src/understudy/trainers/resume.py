@@ -103,7 +103,7 @@ async def restore(system: System, checkpoint: Checkpoint) -> None:
         await asyncio.to_thread(system.policy.load_checkpoint, checkpoint)
     else:
         system.policy.load_state(checkpoint.policy)
-    restore_critic(system, checkpoint.policy)
+    await asyncio.to_thread(restore_critic, system, checkpoint.policy)
     system.cursor.restore(checkpoint.extra["cursor"])
     system.tally.rows_trained = int(checkpoint.extra["rows_trained"])
     # The launch before may have been killed between the checkpoint and what follows it.

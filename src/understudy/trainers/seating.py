@@ -1,7 +1,7 @@
 """A recipe's roles as claims on pools, and the seats they get on this machine.
 
     [cluster.pools]        a slice each of the machine's GPUs, in the order written
-    machine                what no pool took: the student and `standalone` teachers, each on a GPU of its own
+    machine                what no pool took: the student, a critic in its own process and `standalone` teachers, each on a GPU of its own
 
 Three ways not to be counted: `external` teachers sit elsewhere; `device = "cuda:N"` is a seat chosen by hand, whoever else
 sits there; and on a machine with a single GPU everybody shares it, resident, because there is no other.
@@ -24,6 +24,7 @@ MACHINE = "machine"
 STUDENT: Final = "student"
 ROLLOUT: Final = "rollout"
 WORKERS: Final = "workers"
+CRITIC: Final = "critic"
 
 
 _WAYS_OUT = {
@@ -37,6 +38,18 @@ _ANY_DEVICE = "set 'cpu', or 'auto', which takes a GPU where there is one"
 
 def teacher_role(name: str) -> str:
     return f"teacher-{name}"
+
+
+def critic_sits_apart(recipe: Recipe) -> bool:
+    """Whether the recipe has a critic, in a process of its own."""
+    asked = recipe.critic is not None and recipe.critic.process
+    return recipe.loss.advantage == "gae" and (asked or CRITIC in recipe.cluster.roles)
+
+
+def critic_device(recipe: Recipe) -> str:
+    """What a critic in a process of its own is to sit on, as recipes say it."""
+    chosen = recipe.critic.device if recipe.critic is not None else None
+    return chosen or ("cpu" if recipe.student.device == "cpu" else "auto")
 
 
 @dataclass(frozen=True)
@@ -110,8 +123,8 @@ def seat(recipe: Recipe, gpus: int | None, cpus: int | None = None) -> Seating:
         if not any(claim.pool == MACHINE for claim in claims):
             raise
         raise ClusterError(
-            f"{error}\n(pool {MACHINE} is what cluster.pools left of this machine. The student and each replica of a "
-            "standalone teacher have GPUs of their own; to share one on purpose, set `device` to 'cuda:N')"
+            f"{error}\n(pool {MACHINE} is what cluster.pools left of this machine. The student, a critic in a process of its own and "
+            "each replica of a standalone teacher have GPUs of their own; to share one on purpose, set `device` to 'cuda:N')"
         ) from None
     return Seating(placement, {claim.role: claim for claim in claims}, first_gpu)
 
@@ -153,6 +166,8 @@ def _enough_gpus(recipe: Recipe, gpus: int) -> None:
         for name, teacher in recipe.teachers.items()
         if not gpus and teacher.placement != "external" and asks_for_gpu(teacher.device)
     ]
+    if not gpus and critic_sits_apart(recipe) and asks_for_gpu(critic_device(recipe)):
+        problems.append(f"critic.device = {critic_device(recipe)!r}: {has}; {_ANY_DEVICE}")
     named = {gpu for devices in recipe.rollout.devices for gpu in devices.split(",")}
     if len(named) > gpus:
         problems.append(
@@ -170,6 +185,7 @@ def _gpus_in_pools(recipe: Recipe) -> None:
         sits.append(
             ("rollout.processes sit on student.device, which is", recipe.student.device, roles.get(ROLLOUT))
         )
+    sits.append(("critic.device =", critic_device(recipe), roles.get(CRITIC)))
     sits += [
         (f"teachers.{name}.device =", teacher.device, teacher.pool)
         for name, teacher in recipe.teachers.items()
@@ -202,6 +218,9 @@ def _pool_claims(recipe: Recipe) -> list[Claim]:
             claims.append(_rollout_claim(recipe, pool, on_gpu))
         elif role == WORKERS and recipe.rollout.workers:
             claims.append(Claim(WORKERS, pool, recipe.rollout.workers, 1, DeviceKind.CPU))
+        elif role == CRITIC:
+            on_gpu = on_gpu and critic_device(recipe) != "cpu"
+            claims.append(Claim(CRITIC, pool, 1, 1 if on_gpu else recipe.run.threads or 1, _kind(on_gpu)))
         else:
             raise ClusterError(
                 f"cluster.roles.{role} = {pool!r}: in this recipe `{role}` has no processes of its own, it lives in the "
@@ -270,6 +289,11 @@ def _machine(recipe: Recipe, left: range, gpus: int) -> tuple[list[Claim], list[
                     at(ROLLOUT, unit, f"cuda:{index}")
         elif gpus > 1:
             claims.append(_rollout_claim(recipe, MACHINE))
+    if CRITIC not in recipe.cluster.roles and critic_sits_apart(recipe) and critic_device(recipe) != "cpu":
+        if gpus == 1 or critic_device(recipe).startswith("cuda:"):
+            at(CRITIC, 0, critic_device(recipe))
+        else:
+            claims.append(Claim(CRITIC, MACHINE, 1))
     for name, teacher in recipe.teachers.items():
         if teacher.placement != "standalone" or teacher.device == "cpu":
             continue

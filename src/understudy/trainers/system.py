@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from understudy.teacher.pool import TeacherPool
     from understudy.teacher.route import TeacherRouter
     from understudy.trainers.best import BestSoFar
-    from understudy.trainers.critic import Critic
+    from understudy.trainers.critic import ValueModel
     from understudy.trainers.far_rows import LeadingRows
     from understudy.trainers.far_scoring import FarScoring
     from understudy.trainers.far_writing import RowWorkers
@@ -100,7 +100,7 @@ class System:
     background: asyncio.TaskGroup
     """Work beside the steps; what fails there ends the run."""
     best: BestSoFar
-    critic: Critic | None = None
+    critic: ValueModel | None = None
     """The value model of a run whose advantages need one."""
     reference: FrozenModel | None = None
     """The frozen model of a run that keeps its student near one."""

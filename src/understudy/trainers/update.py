@@ -24,7 +24,7 @@ from understudy.errors import DataError
 from understudy.losses.reduce import Reduction, token_weights
 from understudy.policy.step import StepResult
 from understudy.trainers.batches import assemble, fact_columns, rollout_metrics, token_columns
-from understudy.trainers.critic import Critic, critic_metrics
+from understudy.trainers.critic import ValueModel, critic_metrics
 from understudy.trainers.far_rows import far_batch_of
 from understudy.trainers.memory import within_memory
 from understudy.trainers.minibatches import combine
@@ -78,7 +78,7 @@ def learn(system: System, batch: AnyBatch) -> StepResult:
     parts = rows_of_updates(recipe, batch, policy.step)
     if not parts:
         if critic is not None:
-            critic.policy.skip_step()
+            critic.skip_step()
         return _nothing_to_learn(system, batch)
     ready = prepare(system, batch, len(parts))
     extra: dict[str, Metric] = {name: MetricTotal(value) for name, value in ready.metrics.items()}
@@ -91,12 +91,13 @@ def learn(system: System, batch: AnyBatch) -> StepResult:
     return replace(result, metrics={**result.metrics, **extra}, seconds={**result.seconds, **ready.seconds})
 
 
-def _teach_critic(system: System, critic: Critic, batch: Batch, parts: Sequence[list[int]]) -> StepResult:
+def _teach_critic(system: System, critic: ValueModel, batch: Batch, parts: Sequence[list[int]]) -> StepResult:
     results = []
     for number, rows in enumerate(parts, start=1):
         part, weights = _cut(batch, rows, system.recipe.loss.reduction)
+        assert isinstance(part, Batch)
         learn_part = partial(critic.update, part, weights, ends_step=number == len(parts))
-        results.append(within_memory(system, critic.policy, part, learn_part))
+        results.append(within_memory(system, critic, part, learn_part))
     return combine(list(zip(parts, results, strict=True)), len(batch))
 
 

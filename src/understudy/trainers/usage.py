@@ -12,6 +12,7 @@ from understudy.engines.hosted import HostedEngine
 from understudy.engines.remote import RemoteEngine
 from understudy.policy.follow import LeadingPolicy
 from understudy.policy.step import StepResult
+from understudy.trainers.far_critic import FarCritic
 from understudy.trainers.system import System
 from understudy.weights.in_process import CopiedWeights
 
@@ -36,7 +37,8 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
     """Of one step that took `seconds` in all; call it once per step, for the memory peak starts again.
 
     `bytes_sent` (rank 0 to each other rank) and `bytes_fetched` (rows, by rank 0) count from the start of the launch, and so do
-    bytes between the trainer's process and workers that write rows themselves, the queue, or engine processes and servers (of generations).
+    bytes between the trainer's process and workers that write rows themselves, the queue, engine processes and servers (of generations),
+    or the critic's process.
     `published_bytes` are those of the last version, to each engine.
     """
     model, device = system.policy.model, system.policy.device
@@ -67,6 +69,9 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
     if isinstance(system.engine, HostedEngine | RemoteEngine):
         metrics["perf/engines/bytes_sent"] = float(system.engine.traffic.sent)
         metrics["perf/engines/bytes_received"] = float(system.engine.traffic.received)
+    if isinstance(system.critic, FarCritic):
+        metrics["perf/critic/bytes_sent"] = float(system.critic.traffic.sent)
+        metrics["perf/critic/bytes_received"] = float(system.critic.traffic.received)
     if isinstance(system.publisher, CopiedWeights):
         metrics["perf/weights/published_bytes"] = float(system.publisher.published_bytes)
     if device.type == "cuda":

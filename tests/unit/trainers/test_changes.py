@@ -18,6 +18,9 @@ TABLE: dict[str, Any] = {
 }
 
 
+PPO: dict[str, Any] = {**TABLE, "loss": {"task_coef": 1.0, "advantage": "gae"}, "critic": {}}
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     (tmp_path / "recipe.json").write_text(json.dumps(parse_recipe(TABLE).model_dump()))
@@ -135,6 +138,22 @@ def test_every_refusal_comes_at_once(run: RunDir) -> None:
     assert len(caught.value.problems) == 2
 
 
+@pytest.mark.parametrize("written", [True, False], ids=["[critic]", "no [critic]"])
+def test_a_critic_may_move_and_nothing_else_of_it_may_change(tmp_path: Path, written: bool) -> None:
+    table = PPO if written else {key: value for key, value in PPO.items() if key != "critic"}
+    (tmp_path / "recipe.json").write_text(json.dumps(parse_recipe(table).model_dump()))
+    run = RunDir.open(tmp_path)
+    recipe, changes = changed_recipe(run, ["critic.process=true", "critic.device=cpu"])
+    assert recipe.critic is not None and recipe.critic.process
+    assert [change.key for change in changes] == ["critic.device", "critic.process"]
+    assert "where the critic sits" in str(changes[1])
+    pool = ["cluster.pools.p.cpus_per_node=1", "cluster.roles.critic=p"]
+    assert "where processes sit" in str(changed_recipe(run, pool)[1][-1])
+    with pytest.raises(ConfigError, match="critic in the checkpoint") as caught:
+        changed_recipe(run, ["critic.process=true", "critic.learning_rate=1e-3"])
+    assert len(caught.value.problems) == 1
+
+
 def test_a_teacher_more_or_less_is_refused(run: RunDir) -> None:
     with pytest.raises(ConfigError, match="judged by the old teachers"):
         changed_recipe(run, ["teachers.third.model=x", "teachers.third.key=third"])
@@ -146,7 +165,7 @@ def test_the_same_value_is_no_change(run: RunDir) -> None:
 
 def test_the_tables_name_only_keys_that_exist() -> None:
     adapted = {**TABLE, "student": {"model": "student", "lora": {"rank": 4}}}
-    known = set(flatten(parse_recipe(TABLE).model_dump())) | set(flatten(parse_recipe(adapted).model_dump()))
+    known = {key for table in (TABLE, adapted, PPO) for key in flatten(parse_recipe(table).model_dump())}
     known |= {
         ".".join([first, "*", *rest])
         for first, _, *rest in (k.split(".") for k in known if k.startswith("teachers."))

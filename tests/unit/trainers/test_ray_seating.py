@@ -160,10 +160,10 @@ def test_roles_without_processes_of_their_own_are_refused_with_the_way_out(
         ray_layout(recipe(cluster=cluster, rollout=rollout), WITH_GPUS)
 
 
-@pytest.mark.parametrize("name", ["teacher-math", "critic"])
+@pytest.mark.parametrize("name", ["teacher-math", "reference"])
 def test_a_role_nobody_knows_is_refused_with_those_there_are(name: str) -> None:
     cluster = {"backend": "ray", "pools": {"p": {"nodes": 1, "cpus_per_node": 4}}, "roles": {name: "p"}}
-    with pytest.raises(ConfigError, match=r"expected one of 'student', 'rollout' or 'workers'"):
+    with pytest.raises(ConfigError, match=r"expected one of 'student', 'rollout', 'workers' or 'critic'"):
         recipe(cluster=cluster)
 
 

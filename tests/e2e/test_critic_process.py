@@ -1,0 +1,231 @@
+"""`critic.process`: the same PPO with the critic in a process of its own, which is watched, saved, replaced and never left behind."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+from small_runs import ASSETS, start_cli, write_toml
+
+import understudy
+from understudy.dataplane.ledger import audit
+from understudy.errors import LossInputError, PolicyError
+from understudy.observability.metrics import read_metrics, without_clock
+from understudy.trainers.launch import resume
+from understudy.trainers.replay import replay_run
+
+Make = Callable[..., dict[str, Any]]
+PPO = {"task_coef": 1.0, "distill_coef": 0.0, "advantage": "gae", "lam": 0.95}
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _rewards_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+def ppo(folder: Path, name: str, critic: dict[str, Any] | None = None, **trainer: Any) -> dict[str, Any]:
+    """Two prompts of three sessions in an update, two updates a step."""
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join((ASSETS / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:100]))
+    return {
+        "student": {"model": str(ASSETS / "models" / "student"), "device": "cpu"},
+        "loss": PPO,
+        "critic": {"learning_rate": 1e-3, "only_steps": 1, **(critic or {})},
+        "rollout": {"n": 3, "max_new_tokens": 6, "max_batch": 8},
+        "data": {"train": str(rows), "reward": "small_rewards:varied"},
+        "trainer": {
+            "steps": STEPS,
+            "batch_size": 4,
+            "mini_batch_size": 2,
+            "learning_rate": 1e-3,
+            "checkpoint_every": 1,
+            **trainer,
+        },
+        "cluster": {},
+        "run": {"dir": str(folder / name), "threads": 1},
+    }
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """What each step said, without clocks and without what travelled."""
+    found = [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
+    return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in found]
+
+
+def assert_same(one: Path, other: Path, step: int = STEPS) -> None:
+    """Every metric of every step, and every tensor of the last checkpoint: student, critic and both optimizers."""
+    assert lines(one) == lines(other) and len(lines(one)) == step
+    for name in ("model", "optimizer"):
+        mine, theirs = (
+            load_file(run / "checkpoints" / f"step-{step:06d}" / f"{name}.safetensors")
+            for run in (one, other)
+        )
+        assert mine.keys() == theirs.keys()
+        assert all(mine[key].tobytes() == theirs[key].tobytes() for key in mine), name
+    assert {"critic.model", "critic.optimizer"} <= {key.split("/")[0] for key in mine}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+def undisturbed(shelf: Path) -> Path:
+    """The critic in the trainer's process, run once."""
+    if not (shelf / "run" / "report.html").exists():
+        understudy.train(ppo(shelf, "run"), progress=False)
+    return shelf / "run"
+
+
+def processes_of_critics() -> list[int]:
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if "understudy.trainers.critic_process" in child.cmdline()]
+
+
+def test_its_own_process_changes_no_bit_and_a_checkpoint_fits_either_place(
+    tmp_path: Path, shelf: Path
+) -> None:
+    """A step with the process, two more without: all of it as if nobody had moved."""
+    first = understudy.train(ppo(tmp_path, "run", {"process": True}, steps=1), progress=False)
+    assert lines(first.dir) == lines(undisturbed(shelf))[:1]
+    assert first.last["perf/critic/bytes_sent"] > 0 and first.last["perf/critic/bytes_received"] > 0
+    assert "the critic answers at http://127.0.0.1:" in (first.dir / "logs" / "critic.log").read_text()
+    assert not processes_of_critics(), "it ended with its run"
+    asyncio.run(resume(first.dir, [f"trainer.steps={STEPS}", "critic.process=false"], progress=False))
+    assert_same(first.dir, undisturbed(shelf))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_the_process_goes_on_with_it(tmp_path: Path, shelf: Path) -> None:
+    first = understudy.train(ppo(tmp_path, "run", steps=1), progress=False)
+    moved = [f"trainer.steps={STEPS}", "critic.process=true", "critic.device=cpu"]
+    asyncio.run(resume(first.dir, moved, progress=False))
+    assert_same(first.dir, undisturbed(shelf))
+    assert (first.dir / "logs" / "critic.log").exists()
+
+
+@pytest.mark.slow
+def test_fully_async_and_two_threads_ask_it_too(tmp_path: Path) -> None:
+    runs = []
+    for process in (False, True):
+        table = ppo(tmp_path, f"run-{process}", {"process": process}, mode="fully_async", max_staleness=0)
+        table["run"] |= {"threads": 2, "determinism": "full"}
+        runs.append(understudy.train(table, progress=False).dir)
+    assert_same(*runs)
+
+
+@pytest.mark.slow
+def test_rows_that_break_its_update_are_named_and_kept_by_the_trainer(tmp_path: Path) -> None:
+    kept = []
+    for process in (False, True):
+        # The first update of the step throws it so far that the second has no numbers any more.
+        table = ppo(tmp_path, f"run-{process}", {"process": process, "learning_rate": 1e30})
+        with pytest.raises(
+            PolicyError, match=r"step 0 stopped with loss (inf|nan); .*row\(s\): 00000-.* were not touched"
+        ) as told:
+            understudy.train(table, progress=False)
+        run = Path(table["run"]["dir"])
+        rows = [json.loads(line) for line in (run / "refused.jsonl").read_text().splitlines()]
+        kept.append((str(told.value), rows, (run / rows[0]["file"]).read_bytes()))
+        assert rows and {row["role"] for row in rows} == {"critic"}
+        assert not list((run / "checkpoints").glob("step-*")), "the step that broke left nothing behind"
+        found = replay_run(run)
+        assert found.role == "critic" and [finding.key for finding in found.findings] == [
+            row["key"] for row in rows
+        ]
+    assert kept[0] == kept[1], "the same words, rows and columns from either place"
+
+
+def test_rows_it_may_not_learn_from_are_refused_before_either_model_is_touched(tmp_path: Path) -> None:
+    """Rewards too large for advantages: the critic sees a number that is none, and refuses as it would in the trainer."""
+    table = ppo(tmp_path, "run", {"process": True})
+    table["data"]["reward"] = "small_rewards:immense"
+    with pytest.raises(LossInputError, match="advantages_N holds nan"):
+        understudy.train(table, progress=False)
+    assert not processes_of_critics()
+
+
+@pytest.mark.slow
+def test_a_lost_critic_takes_the_run_back_to_its_last_checkpoint(tmp_path: Path, shelf: Path) -> None:
+    """It dies at its twelfth command, the first update of step 3; the one that takes its place lives to the end."""
+    table = ppo(tmp_path, "run", {"process": True})
+    process = start_cli(
+        "train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault="critic.after_command:12"
+    )
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    said = (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    assert "the critic was killed by SIGKILL (out of memory, or by somebody); log: " in said
+    assert "going back to step 2 (restart 1 of 1)" in said
+    assert_same(tmp_path / "run", undisturbed(shelf))
+    report = audit(tmp_path / "run")
+    assert report.balanced and report.trained == STEPS * 12, "every row once"
+
+
+Started = tuple[subprocess.Popen[str], Path, psutil.Process]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    """A long run that takes steps, its directory, and its critic; a lost critic ends it."""
+    table = ppo(tmp_path, "run", {"process": True}, steps=5000, checkpoint_every=1000)
+    table["cluster"] = {"restarts": {"student": 0}}
+    process = start_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet")
+    try:
+        deadline = time.monotonic() + 150
+        while not read_metrics(tmp_path / "run" / "metrics.jsonl"):
+            assert process.poll() is None and time.monotonic() < deadline, "no step was taken"
+            time.sleep(0.1)
+        (critic,) = psutil.Process(process.pid).children(recursive=True)
+        yield process, tmp_path / "run", critic
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_killed_critic_ends_the_run_with_its_name(started: Started) -> None:
+    process, run, critic = started
+    critic.kill()
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "Traceback" not in output, output
+    assert f"the critic was killed by SIGKILL (out of memory, or by somebody); log: {run}" in output
+    assert "`understudy resume` goes on" in output
+    assert time.monotonic() - killed < 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_no_critic_is_left_behind(started: Started, how: signal.Signals) -> None:
+    process, run, critic = started
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == (-how if how is signal.SIGKILL else 130), output
+    psutil.wait_procs([critic], timeout=20)
+    assert not critic.is_running() or critic.status() == psutil.STATUS_ZOMBIE
+    assert audit(run).balanced
+
+
+@pytest.mark.slow
+def test_a_critic_that_cannot_load_says_why(tmp_path: Path) -> None:
+    table = ppo(tmp_path, "run", {"process": True})
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in (ASSETS / "models" / "student").iterdir():
+        (broken / file.name).write_bytes(
+            file.read_bytes() if file.suffix != ".safetensors" else b"no weights"
+        )
+    table["critic"]["model"] = str(broken)
+    with pytest.raises(Exception, match=r"process critic ended with code \d; log: .*critic\.log"):
+        understudy.train(table, progress=False)
+    assert not processes_of_critics()
