@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -65,7 +65,6 @@ class EmbeddedDataPlane:
         self._lock = lock
         self._claims = Claims(store)
         self._intake = Intake(store)
-        self._refusal: DataPlaneError | None = None
         store.journal.on_failure = self._refuse
 
     @classmethod
@@ -120,10 +119,10 @@ class EmbeddedDataPlane:
         tags: Mapping[str, Mapping[str, Any]] | None = None,
         reserved: bool = False,
     ) -> tuple[str, ...]:
-        self._check()
+        self._store.check()
         return await self._intake.issue(partition, keys, step, group, tags, reserved)
 
-    async def put(
+    def put(
         self,
         partition: str,
         rows: Mapping[str, Columns],
@@ -131,12 +130,11 @@ class EmbeddedDataPlane:
         lease: Lease | None = None,
         *,
         status: RowStatus = RowStatus.FINISHED,
-    ) -> BatchMeta:
-        self._check()
-        return await self._intake.put(partition, rows, tags, lease, status)
+    ) -> Coroutine[Any, Any, BatchMeta]:
+        return self._intake.put(partition, rows, tags, lease, status)
 
     async def put_tags(self, partition: str, tags: Mapping[str, Mapping[str, Any]]) -> None:
-        self._check()
+        self._store.check()
         await self._intake.put_tags(partition, tags)
 
     def filter_groups(self, partition: str, group_filter: GroupFilter | None) -> None:
@@ -216,7 +214,7 @@ class EmbeddedDataPlane:
 
     async def ack(self, lease: Lease, step: int, keys: Sequence[str] | None = None) -> None:
         store = self._store
-        self._check()
+        store.check()
         store.expire()
         held = store.leases.check(lease, keys)
         if held.produces:
@@ -230,14 +228,14 @@ class EmbeddedDataPlane:
         await store.journal.durable()
 
     async def release(self, lease: Lease, keys: Sequence[str] | None = None) -> None:
-        self._check()
+        self._store.check()
         self._store.expire()
         held = self._store.leases.check(lease, keys)
         for key in list(held.rows) if keys is None else dict.fromkeys(keys):
             self._store.give_back(held.rows[key])
 
     async def renew(self, lease: Lease, lease_seconds: float | None = 600.0) -> Lease:
-        self._check()
+        self._store.check()
         self._store.expire()
         held = self._store.leases.check(lease)
         self._store.leases.renew(held, lease_seconds)
@@ -323,7 +321,7 @@ class EmbeddedDataPlane:
     # ---- checkpoints, start and end
 
     async def settle(self, step: int) -> None:
-        self._check()
+        self._store.check()
         journal, segment = self._store.journal, self._store.spill.roll()
 
         def job(connection: Any) -> None:
@@ -333,7 +331,7 @@ class EmbeddedDataPlane:
         await journal.run(job)
 
     async def rewind(self, step: int, *, keep_rows: bool) -> None:
-        self._check()
+        self._store.check()
         store = self._store
         await store.journal.run(lambda connection: journal_rewind.check(connection, step))
         self._refuse(DataPlaneError("the plane is being rewound; wait for `rewind` to return"))
@@ -345,17 +343,17 @@ class EmbeddedDataPlane:
 
         state = await store.journal.run(job)
         store.install(state)
-        self._refusal = None
+        self._store.refusal = None
 
     async def sync(self) -> None:
-        self._check()
+        self._store.check()
         writer = self._store.journal.writer
         await self._store.journal.run(lambda connection: writer.flush())
 
     async def close(self) -> None:
         """Commit what is open and let go of the folder. Whoever waits is told."""
         closed = DataPlaneError("the data plane is closed")
-        if self._refusal is not None and str(self._refusal) == str(closed):
+        if self._store.refusal is not None and str(self._store.refusal) == str(closed):
             return
         self._refuse(closed)
         await self._store.journal.close()
@@ -364,17 +362,12 @@ class EmbeddedDataPlane:
 
     def _refuse(self, error: DataPlaneError) -> None:
         """Fail whoever waits, and every call from now on."""
-        self._refusal = error
+        self._store.refusal = error
         self._claims.fail(error)
         self._store.admission.fail(error)
 
-    def _check(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal
-
     def _home(self, partition: str) -> Partition:
-        if self._refusal is not None:
-            raise self._refusal
+        self._store.check()
         return self._store.partitions[partition]
 
 

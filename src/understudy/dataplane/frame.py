@@ -63,11 +63,12 @@ class SpillRef(NamedTuple):
 
 def encode(column: str, value: Any) -> bytes:
     """The frame of one cell."""
-    if type(value) is float:  # by far the most common kinds first
+    kind = type(value)  # by far the most common kinds first
+    if kind is float:
         return _FLOAT.pack(FLOAT, 0, value)
     if value is None:
         return _NULL
-    if isinstance(value, ndarray):
+    if kind is ndarray or isinstance(value, ndarray):
         head = _array_head(value.dtype, value.shape)
         if head is None:
             names = ", ".join(str(dtype) for dtype in ARRAY_DTYPES)
@@ -175,8 +176,7 @@ def pack(frames: Mapping[str, bytes | SpillRef]) -> bytearray:
     parts = [_count(len(frames))]
     for name, cell in frames.items():
         frame = cell if type(cell) is bytes else encode_reference(cell)  # type: ignore[arg-type]
-        parts.append(_entry(name, len(frame)))
-        parts.append(frame)
+        parts += (_entry(name, len(frame)), frame)
     return _NOTHING.join(parts)
 
 

@@ -57,6 +57,7 @@ class Intake:
         status: RowStatus,
     ) -> BatchMeta:
         store = self._store
+        store.check()
         frames = framed(rows)
         given = checked_tags(tags) if tags else _NO_TAGS
         home = store.partitions[partition]
@@ -165,14 +166,17 @@ def _size_of_new(home: Partition, frames: Frames) -> int:
     size = 0
     for key, columns in frames.items():
         if key not in home.rows:
-            size += sum(map(len, columns.values()))
+            for frame in columns.values():
+                size += len(frame)
     return size
 
 
 def framed(rows: Mapping[str, Columns]) -> Frames:
     frames: Frames = {}
     for key, columns in rows.items():
-        frames[key] = {name: encode(name, cell) for name, cell in columns.items()}
+        cells = frames[key] = {}
+        for name, cell in columns.items():
+            cells[name] = encode(name, cell)
     return frames
 
 

@@ -56,18 +56,15 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="understudy-journal", daemon=True)
         self._thread.start()
 
-    def durable(self) -> asyncio.Future[None]:
-        """To be awaited: done when everything added so far is committed."""
+    def durable(self) -> Changes:
+        """To be awaited, at once: over when everything added so far is committed."""
         if self.writer.failure is not None:
             raise self.writer.failure
-        loop = self._loop
-        if loop is None:
-            loop = self._loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = asyncio.Future(loop=loop)
-        self.changes.waiters.append(waiter)
+        changes = self.changes
+        changes.awaited = True
         if not self._scheduled:
             self._schedule()
-        return waiter
+        return changes
 
     def _schedule(self) -> None:
         """At the end of this loop iteration, or when the thread is done with what it has."""
@@ -113,14 +110,7 @@ class Journal:
             self._schedule()
 
     def _committed(self, batch: Changes, error: BaseException | None) -> None:
-        for action in batch.then if error is None else ():
-            action()
-        for waiter in batch.waiters:
-            if not waiter.done():
-                if error is None:
-                    waiter.set_result(None)
-                else:
-                    waiter.set_exception(error)
+        batch.end(error)
         if isinstance(error, DataPlaneError):
             self.on_failure(error)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -108,22 +107,21 @@ def write_meta(connection: sqlite3.Connection, name: str, value: int) -> None:
     connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
 
-def insert_many(connection: sqlite3.Connection, head: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Insert in statements of many rows each.
+def insert_many(connection: sqlite3.Connection, head: str, width: int, values: list[Any]) -> None:
+    """Insert rows of `width` values, given one after another, in statements of many rows each.
 
     Every statement gives up the interpreter lock once. `executemany` would do so for every row, and on a busy
     process each return can cost a whole switch interval (5 ms).
     """
-    left = len(rows)
+    left = len(values) // width
     if left <= _FEW_ROWS:
-        if left:
-            connection.execute(_insert(head, len(rows[0]), left), tuple(chain.from_iterable(rows)))
+        connection.execute(_insert(head, width, left), values)
         return
     done = 0
     while left:
         size = left if left <= _FEW_ROWS else 1 << min(left.bit_length() - 1, _MOST_ROWS_LOG2)
-        part = rows[done : done + size]
-        connection.execute(_insert(head, len(rows[0]), size), tuple(chain.from_iterable(part)))
+        part = values[done * width : (done + size) * width]
+        connection.execute(_insert(head, width, size), part)
         done += size
         left -= size
 

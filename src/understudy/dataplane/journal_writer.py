@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,20 @@ _PAGES_PER_COMMIT = 5
 
 
 class Changes:
-    """What one transaction will write. Filled on the event loop; no longer touched once handed over."""
+    """What one transaction will write. Filled on the event loop; no longer touched once handed over.
+
+    `await` it (see `Journal.durable`) until it is committed. Whoever does gives up one turn of the event loop, in which a
+    small batch is committed; a future is made only where that was not enough.
+    """
 
     __slots__ = (
+        "awaited",
         "dirty",
+        "error",
         "facts",
         "grouped_lines",
         "lines",
+        "over",
         "packs",
         "packs_gone",
         "rows_gone",
@@ -46,10 +53,12 @@ class Changes:
     def __init__(self) -> None:
         self.dirty: dict[int, Row] = {}
         """Rows whose line changed; written as they are when the batch is handed over."""
-        self.lines: list[tuple[Any, ...]] = []
-        self.grouped_lines: list[tuple[Any, ...]] = []
+        self.lines: list[Any] = []
+        """One after another, as SQLite takes them."""
+        self.grouped_lines: list[Any] = []
         """Of rows that belong to a group, with its name and policy."""
-        self.packs: list[tuple[int, bytearray]] = []
+        self.packs: list[Any] = []
+        """Id and body of each, one after another."""
         self.spills: list[tuple[int, SpillRef, bytes]] = []
         """(pack, place, frame)."""
         self.facts: dict[tuple[str, str, int, str | None], list[str]] = {}
@@ -64,34 +73,54 @@ class Changes:
         """About how many bytes the commit writes, spill frames aside."""
         self.segment = 0
         """The spill segment current when this was handed over; earlier ones hold committed frames only."""
+        self.awaited = False
+        self.over = False
+        """Committed, or failed with `error`."""
+        self.error: BaseException | None = None
         self.waiters: list[asyncio.Future[None]] = []
         self.then: list[Callable[[], None]] = []
         """Run on the event loop after the commit."""
 
-    def note(
-        self, kind: str, partition: str, step: int, keys: Iterable[str], detail: str | None = None
-    ) -> None:
-        """A line of the ledger."""
+    def fact(self, kind: str, partition: str, step: int, detail: str | None = None) -> list[str]:
+        """A line of the ledger: the keys it is true of, to be added to."""
         fact = (kind, partition, step, detail)
         known = self.facts.get(fact)
         if known is None:
-            self.facts[fact] = list(keys)
-        else:
-            known.extend(keys)
+            known = self.facts[fact] = []
+        return known
 
     def empty(self) -> bool:
-        return not (self.dirty or self.facts or self.packs or self.waiters)
+        return not (self.dirty or self.facts or self.packs or self.awaited)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield  # the hand-over stands in the loop's line before us
+        if not self.over:
+            waiter = asyncio.get_running_loop().create_future()
+            self.waiters.append(waiter)
+            yield from waiter
+        if self.error is not None:
+            raise self.error
+
+    def end(self, error: BaseException | None) -> None:
+        """Committed, or not: go on, whoever waits."""
+        self.over, self.error = True, error
+        if error is None:
+            for action in self.then:
+                action()
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def seal(self, segment: int) -> None:
         """Handed over: fix the lines as they are now."""
         for row in self.dirty.values():
             group = row.group
             if group is None:
-                self.lines.append(row.line())
+                self.lines += row.line()
             else:
-                self.grouped_lines.append((*row.line(), group.name, group.policy.value))
+                self.grouped_lines += (*row.line(), group.name, group.policy.value)
         self.segment = segment
-        self.size = 150 * len(self.dirty) + sum([len(body) for _, body in self.packs])
+        self.size = 150 * len(self.dirty) + sum(map(len, self.packs[1::2]))
         for keys in self.facts.values():
             self.size += 30 * len(keys)
 
@@ -146,24 +175,27 @@ class Writer:
     def _write(connection: sqlite3.Connection, batch: Changes) -> None:
         """Rows before the marks on them, everything before the deletions: one row may have all of them in one batch."""
         insert_many = schema.insert_many
-        insert_many(connection, schema.INSERT_ROWS, batch.lines)
+        if batch.lines:
+            insert_many(connection, schema.INSERT_ROWS, 8, batch.lines)
         if batch.grouped_lines:
-            insert_many(connection, schema.INSERT_GROUPED_ROWS, batch.grouped_lines)
-        insert_many(connection, schema.INSERT_PACKS, batch.packs)
+            insert_many(connection, schema.INSERT_GROUPED_ROWS, 10, batch.grouped_lines)
+        if batch.packs:
+            insert_many(connection, schema.INSERT_PACKS, 2, batch.packs)
         if batch.spills:
-            spills = [(pack, ref.segment) for pack, ref, _ in batch.spills]
-            insert_many(connection, schema.INSERT_SPILLS, spills)
-        bare: list[tuple[Any, ...]] = []
-        detailed: list[tuple[Any, ...]] = []
+            spills = [value for pack, ref, _ in batch.spills for value in (pack, ref.segment)]
+            insert_many(connection, schema.INSERT_SPILLS, 2, spills)
+        bare: list[Any] = []
+        detailed: list[Any] = []
         for (kind, home, step, told), keys in batch.facts.items():
             names = _as_json(keys)
             if told is None:
-                bare.append((kind, 1, home, step, names))
+                bare += (kind, 1, home, step, names)
             else:
-                detailed.append((kind, 1, home, step, names, told))
-        insert_many(connection, schema.INSERT_EVENTS, bare)
+                detailed += (kind, 1, home, step, names, told)
+        if bare:
+            insert_many(connection, schema.INSERT_EVENTS, 5, bare)
         if detailed:
-            insert_many(connection, schema.INSERT_EVENTS_WITH_DETAIL, detailed)
+            insert_many(connection, schema.INSERT_EVENTS_WITH_DETAIL, 6, detailed)
         for step, ids in batch.trained.items():
             for first, last in schema.runs(ids):
                 connection.execute("UPDATE rows SET trained=? WHERE id BETWEEN ? AND ?", (step, first, last))

@@ -55,14 +55,11 @@ class Partition:
     serve_scheduled: bool = False
 
     def view(self, spec: ViewSpec) -> View:
-        """The view of this spec, up to date; one that was dropped or never asked for is built by looking at every row."""
+        """The view of this spec; one that was dropped or never asked for is built by looking at every row."""
         if self.latest is not None and self.latest.spec is spec:
-            self.latest.catch_up()
             return self.latest
         found = self.views.pop(spec, None)
-        if found is not None:
-            found.catch_up()
-        else:
+        if found is None:
             singles: list[Unit] = [row for row in self.rows.values() if row.group is None]
             found = View(spec, [*singles, *self.groups.values()])
             self._make_room()
@@ -81,7 +78,7 @@ class Partition:
         self.rows[row.key] = row
         of_step = self.counts.get(row.step)
         if of_step is None:
-            of_step = self.counts[row.step] = dict.fromkeys(RowStatus, 0)
+            of_step = self.counts[row.step] = _NONE.copy()
         of_step[row.status] += 1
 
     def count(self, step: int | None) -> dict[RowStatus, int]:

@@ -7,6 +7,7 @@ hash with probability n² / 2⁶⁵ (3 in a million for 10 million keys); the se
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 
 import numpy as np
@@ -15,9 +16,7 @@ import numpy as np
 class SettledKeys:
     def __init__(self, merge_at: int = 65536) -> None:
         self._recent: set[int] = set()
-        self._sorted = np.empty(0, np.int64)
-        self._values = self._sorted.data
-        """The same numbers: one of them is read much faster this way."""
+        self._sorted = array("q")
         self._merge_at = merge_at
 
     def add(self, key: str) -> None:
@@ -28,20 +27,23 @@ class SettledKeys:
     def _merge(self) -> None:
         """By insertion, which copies; sorting all of them again would cost ever more a key."""
         fresh = np.sort(np.fromiter(self._recent, np.int64, len(self._recent)))
-        places = np.searchsorted(self._sorted, fresh)
+        known = np.frombuffer(self._sorted, np.int64)
+        places = np.searchsorted(known, fresh)
         new = np.ones(len(fresh), bool)
-        inside = places < len(self._sorted)
-        new[inside] = self._sorted[places[inside]] != fresh[inside]
-        self._sorted = np.insert(self._sorted, places[new], fresh[new])
-        self._values = self._sorted.data
+        inside = places < len(known)
+        new[inside] = known[places[inside]] != fresh[inside]
+        merged = np.insert(known, places[new], fresh[new])
+        # As an `array`: one of its numbers is read much faster than one of numpy's.
+        self._sorted = array("q", (0,)) * len(merged)
+        np.frombuffer(self._sorted, np.int64)[:] = merged
         self._recent.clear()
 
     def __contains__(self, key: str) -> bool:
         value = hash(key)
         if value in self._recent:
             return True
-        place = bisect_left(self._values, value)
-        return place < len(self._values) and self._values[place] == value
+        place = bisect_left(self._sorted, value)
+        return place < len(self._sorted) and self._sorted[place] == value
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._sorted)

@@ -45,12 +45,18 @@ class Store:
         self.partitions = Partitions()
         self.last_step = 0
         self.on_change: Callable[[Partition], None] = lambda partition: None
+        self.refusal: DataPlaneError | None = None
+        """Why the plane takes no work, if it does not."""
         self._spill_bytes = spill_bytes
         self._retain = retain
         self._spilling: dict[SpillRef, bytes] = {}
         """Frames on their way to disk: readable here until their commit."""
         self._next_id = 1
         self._next_arrival = 1
+
+    def check(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
 
     def install(self, state: Loaded) -> None:
         """Become what the journal says; filters set by the program stay."""
@@ -93,7 +99,7 @@ class Store:
             home.join(row, row.sort[0], group)
         changes = self.journal.changes
         changes.dirty[row.id] = row
-        changes.note("issued", home.name, step, (key,))
+        changes.fact("issued", home.name, step).append(key)
         return row
 
     def arrive(self, home: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> Row:
@@ -104,7 +110,9 @@ class Store:
         row = Row(row_id, home.name, key, step, {}, status)
         row.packs = 1
         pack_id = row_id << PACK_SHIFT
-        size = sum(map(len, frames.values()))
+        size = 0
+        for frame in frames.values():
+            size += len(frame)
         if size < self._spill_bytes and self.admission.hold(size):
             row.resident = size
             row.columns = frames  # type: ignore[assignment]  # made for this call, and of bytes alone
@@ -116,8 +124,8 @@ class Store:
         home.add(row)
         changes = self.journal.changes
         changes.dirty[row_id] = row
-        changes.packs.append((pack_id, pack(row.columns)))
-        changes.note("issued", home.name, step, (key,))
+        changes.packs += (pack_id, pack(row.columns))
+        changes.fact("issued", home.name, step).append(key)
         return row
 
     def sibling(self, home: Partition, key: str) -> Row | None:
@@ -154,7 +162,7 @@ class Store:
         else:
             cells = self._spill_some(row, frames, pack_id)
         columns.update(cells)
-        changes.packs.append((pack_id, pack(cells)))
+        changes.packs += (pack_id, pack(cells))
         if row.status is not status:
             home.set_status(row, status)
             changes.dirty[row.id] = row
@@ -211,15 +219,15 @@ class Store:
 
     def trained(self, home: Partition, rows: list[Row], step: int) -> None:
         changes = self.journal.changes
-        changes.note("trained", home.name, step, [row.key for row in rows])
-        ids = [row.id for row in rows]
-        known = changes.trained.get(step)
-        if known is None:
-            changes.trained[step] = ids[:]
-        else:
-            known += ids
+        keys = changes.fact("trained", home.name, step)
+        ids = changes.trained.get(step)
+        if ids is None:
+            ids = changes.trained[step] = []
+        for row in rows:
+            keys.append(row.key)
+            ids.append(row.id)
         if self._retain is Retain.UNTIL_ACK:
-            changes.packs_gone += ids
+            changes.packs_gone += [row.id for row in rows]
             self._note_spills(rows)
         self._remove(home, rows)
 
@@ -228,7 +236,7 @@ class Store:
         changes = self.journal.changes
         home.removed[kind, kind_of_reason(told)] += len(rows)
         for row in rows:
-            changes.note(kind, home.name, row.step, (row.key,), told)
+            changes.fact(kind, home.name, row.step, told).append(row.key)
             changes.rows_gone.append(row.id)
             if kind == "dead":
                 changes.then.append(partial(self.dead_letters.append, home.name, row.key, row.step, told))

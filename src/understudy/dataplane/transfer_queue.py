@@ -52,7 +52,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
     def __init__(self, store: Store, lock: FolderLock) -> None:
         super().__init__(store, lock)
         assert isinstance(store, QueueStore)
-        self._intake: QueueIntake = QueueIntake(store, self._check)
+        self._intake: QueueIntake = QueueIntake(store)
 
     @classmethod
     def open_on(
@@ -147,7 +147,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         lease: Lease | None = None,
     ) -> BatchMeta:
         """`put` for rows that a process elsewhere has written: it is the announcement that makes them count."""
-        self._check()
+        self._store.check()
         return await self._intake.adopt(partition, rows, tags, status, lease)
 
     async def cells(self, written: Written) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from understudy.dataplane.base import Columns, Lease, RowStatus, split_key
@@ -147,7 +147,7 @@ class QueueStore(Store):
                 row.resident += len(cell)
                 self.admission.resident += len(cell)
         row.columns.update(written.cells)
-        changes.packs.append((pack_id, pack(written.cells)))
+        changes.packs += (pack_id, pack(written.cells))
         self.lent.noted(written)
         self._shelve_adopted(home, row, written)
 
@@ -213,11 +213,9 @@ class QueueStore(Store):
 class QueueIntake(Intake):
     """Rows are let in first, then uploaded, then written into the ledger if they are still wanted."""
 
-    def __init__(self, store: QueueStore, check: Callable[[], None]) -> None:
-        """`check` raises where the plane does not take work any more."""
+    def __init__(self, store: QueueStore) -> None:
         super().__init__(store)
         self._queue = store
-        self._check = check
 
     async def put(
         self,
@@ -228,18 +226,20 @@ class QueueIntake(Intake):
         status: RowStatus,
     ) -> BatchMeta:
         store = self._queue
+        store.check()
         frames, given = framed(rows), checked_tags(tags)
         home, room = await self._admit(partition, frames, lease)
         store.overwriting(home, frames)
         epoch, held = store.leases.epoch, self._hold(frames)
         try:
             arrived = await self._upload(home, frames, held)
-            self._check()
+            store.check()
             if store.leases.epoch != epoch:
                 raise DataPlaneError("the plane was rewound while these rows were on their way")
             self._look(home, frames, lease)
         except BaseException:
-            if store.leases.epoch == epoch and self._takes_work():
+            if store.leases.epoch == epoch and store.refusal is None:
+                # Otherwise the plane is closed, or being rewound, and what was taken of its memory is counted anew.
                 self._undo(home, frames, held, room)
             raise
         store.overwriting(home, frames)  # again: somebody elsewhere may have been quicker
@@ -280,14 +280,6 @@ class QueueIntake(Intake):
         self._write(home, rows, given, status, room)  # type: ignore[arg-type]
         await store.journal.durable()
         return BatchMeta(partition, tuple(rows), shared_columns([one.cells for one in rows.values()]))
-
-    def _takes_work(self) -> bool:
-        """Otherwise the plane is closed, or being rewound, and what was taken of its memory is counted anew."""
-        try:
-            self._check()
-        except DataPlaneError:
-            return False
-        return True
 
     def _hold(self, frames: Frames) -> Held:
         """What to upload, and memory for it; large columns it has no room for go to disk alone.

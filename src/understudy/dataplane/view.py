@@ -141,7 +141,8 @@ class View:
         return self._ready_rows
 
     def ready(self, count: Count) -> int:
-        self.catch_up()
+        if self.changed:
+            self.catch_up()
         return len(self._ready) if count is Count.GROUPS else self._ready_rows
 
     def catch_up(self) -> None:
@@ -160,9 +161,10 @@ class View:
                 if unit not in self._ready:
                     self._ready[unit] = 1
                     self._ready_rows += 1
-                    self._unblock(unit)
                     if unit not in self._members:
                         self._place_row(unit)
+                    elif self._blocker is not None:
+                        self._unblock(unit)
                 return
             size = 0
         else:
@@ -201,7 +203,8 @@ class View:
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 64:
             self._tidy()
-        self._unblock(row)
+        if self._blocker is not None:
+            self._unblock(row)
 
     def _place(self, unit: Unit) -> None:
         """Into its place in the order; a group's place moves when it loses a session."""
@@ -225,9 +228,10 @@ class View:
         """The first rows in order, whole groups only; None when that is not enough yet. The caller leases them."""
         if self.ready(count) < at_least:
             return None
-        if self._is_blocked(at_least, count):
-            return None
-        self._blocker = None
+        if self._blocker is not None:
+            if self._is_blocked(at_least, count):
+                return None
+            self._blocker = None
         if n == 1:
             row = self._take_single()
             if row is not None:
@@ -285,10 +289,10 @@ class View:
         if not heap:
             return None
         row = heap[0][2]
-        if not isinstance(row, Row) or row not in self._ready:
+        if type(row) is not Row or self._ready.pop(row, None) is None:
             return None
         heapq.heappop(heap)
-        del members[row], self._ready[row]
+        del members[row]
         self._ready_rows -= 1
         return row
 

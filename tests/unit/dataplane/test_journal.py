@@ -25,7 +25,7 @@ def commits(plane: EmbeddedDataPlane) -> list[int]:
     plain = writer.commit
 
     def counting(batch: Any) -> None:
-        sizes.append(len(batch.lines))
+        sizes.append(len(batch.dirty))
         plain(batch)
 
     writer.commit = counting  # type: ignore[method-assign]
