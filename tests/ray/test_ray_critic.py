@@ -1,0 +1,120 @@
+"""The critic on a machine of its own: the same bits, and a machine that is lost takes the run back to its last checkpoint."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray_runs import STORE, figures, lines, node_of
+
+import understudy
+from understudy.dataplane.ledger import audit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from small_runs import ASSETS, start_cli, write_toml
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(autouse=True)
+def _rewards_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(Path(__file__).parents[1] / "e2e")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", folder)
+
+
+def ppo(folder: Path, steps: int, **changes: dict[str, Any]) -> dict[str, Any]:
+    """Rewards alone, two updates a step."""
+    table: dict[str, dict[str, Any]] = {
+        "student": {"model": str(ASSETS / "models" / "student"), "device": "cpu"},
+        "loss": {"task_coef": 1.0, "distill_coef": 0.0, "advantage": "gae", "lam": 0.95},
+        "critic": {"learning_rate": 1e-3},
+        "rollout": {"n": 2, "max_new_tokens": 4},
+        "data": {"train": str(ASSETS / "data" / "train.jsonl"), "reward": "small_rewards:varied"},
+        "trainer": {
+            "steps": steps, "batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 3
+        },
+        "cluster": {},
+        "run": {"dir": str(folder), "threads": 1, "determinism": "full"},
+    }  # fmt: skip
+    for section, entries in changes.items():
+        table[section] = {**table[section], **entries}
+    return table
+
+
+def in_pool(cluster: Any) -> dict[str, Any]:
+    pool = {"pools": {"judge": {"nodes": 1, "cpus_per_node": 1}}, "roles": {"critic": "judge"}}
+    return {"backend": "ray", "address": cluster.address, **pool}
+
+
+def critics(log: Path) -> list[int]:
+    """Pids of the run's critics, the newest last."""
+    return [int(pid) for pid in re.findall(r"process critic runs on \S+ \(pid (\d+)\)", log.read_text())]
+
+
+def test_a_critic_in_a_pool_of_its_own_learns_to_the_bit_what_it_learns_inside(
+    cluster: Any, tmp_path: Path
+) -> None:
+    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    here = understudy.train(ppo(tmp_path / "here", 3), progress=False)
+    there = understudy.train(ppo(tmp_path / "there", 3, cluster=in_pool(cluster)), progress=False)
+    assert figures(there.dir) == figures(here.dir) and len(figures(here.dir)) == 3
+    assert lines(there.dir)[-1]["perf/critic/bytes_sent"] > 0
+    for name in ("model", "optimizer"):
+        one, other = (
+            (run.dir / "checkpoints" / "step-000003" / f"{name}.safetensors").read_bytes()
+            for run in (here, there)
+        )
+        assert one == other, "the checkpoint too"
+    (pid,) = critics(there.dir / "logs" / "trainer.log")
+    said = (there.dir / "logs" / "critic.log").read_text()
+    assert "the critic answers at http://" in said, "its log is in the run directory"
+    assert not psutil.pid_exists(pid)
+
+
+def started(cluster: Any, folder: Path, steps: int) -> tuple[subprocess.Popen[str], int]:
+    """A run on the cluster that has saved a checkpoint and gone on, and the pid of its critic."""
+    table = ppo(folder / "run", steps, cluster=in_pool(cluster))
+    process = start_cli("train", str(write_toml(folder / "recipe.toml", table)), "--quiet")
+    metrics, log = folder / "run" / "metrics.jsonl", folder / "run" / "logs" / "trainer.log"
+    deadline = time.monotonic() + 400
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.05)
+    return process, critics(log)[-1]
+
+
+def test_a_lost_machine_takes_the_run_back_and_another_one_has_the_critic(
+    cluster: Any, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    steps = 60
+    here = understudy.train(ppo(tmp_path / "here", steps), progress=False)
+    process, pid = started(cluster, tmp_path, steps)
+    cluster.remove_node(node_of(cluster, pid), allow_graceful=False)
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output[-3000:]
+    log = tmp_path / "run" / "logs" / "trainer.log"
+    assert "the critic went with its machine" in log.read_text(), log.read_text()[-3000:]
+    assert re.search(r"going back to step \d+ \(restart 1 of 1\)", log.read_text())
+    assert critics(log)[-1] != pid and not any(psutil.pid_exists(one) for one in critics(log))
+    assert figures(tmp_path / "run") == figures(here.dir), "to the bit what the undisturbed run says"
+    report = audit(tmp_path / "run" / "dataplane")
+    assert report.balanced and (report.trained, report.dead) == (8 * steps, 0), "every row exactly once"
+
+
+def test_without_another_machine_that_is_said_within_seconds(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    process, pid = started(cluster, tmp_path, 5000)
+    cluster.remove_node(node_of(cluster, pid), allow_graceful=False)
+    lost = time.monotonic()
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 2, output[-3000:]
+    assert time.monotonic() - lost < 60
+    assert "pool judge wants 1 × (1 CPU); room was found for 0" in output, output[-3000:]
+    assert audit(tmp_path / "run" / "dataplane").balanced

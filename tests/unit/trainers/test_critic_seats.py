@@ -1,0 +1,140 @@
+"""Where a critic may sit: what a recipe may say of it, the seat it gets, and what the plan draws."""
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from understudy.cli.main import main
+from understudy.cluster.ray_layout import Bundle, Home, NodeFacts
+from understudy.config import Recipe, parse_recipe
+from understudy.errors import ClusterError, ConfigError
+from understudy.trainers.plan import plan_processes
+from understudy.trainers.ray_seating import beside_the_trainer, ray_layout
+from understudy.trainers.seating import CRITIC, STUDENT, critic_device, critic_sits_apart, seat
+
+QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
+NODES = [NodeFacts("a", Bundle(8), Bundle(8), True), NodeFacts("b", Bundle(8), Bundle(8))]
+POOL = {"pools": {"judge": {"gpus_per_node": 1}}, "roles": {"critic": "judge"}}
+
+
+def recipe(**sections: Any) -> Recipe:
+    """PPO on rewards alone."""
+    table: dict[str, Any] = {
+        "student": {"model": "org/student"},
+        "data": {"train": "x.jsonl", "reward": "m:f"},
+        "loss": {"task_coef": 1.0, "distill_coef": 0.0, "advantage": "gae"},
+    }
+    return parse_recipe({**table, **sections})
+
+
+def on_ray(**pool: int) -> dict[str, Any]:
+    return {"backend": "ray", "pools": {"judge": pool}, "roles": {"critic": "judge"}}
+
+
+def test_it_sits_with_the_student_unless_told() -> None:
+    for one in (recipe(), recipe(critic={"learning_rate": 1e-3})):
+        assert not critic_sits_apart(one) and CRITIC not in seat(one, 4).claims
+        assert [process.name for process in plan_processes(one, seat(one, 4))] == ["trainer"]
+    assert critic_sits_apart(recipe(critic={"process": True}))
+    assert critic_sits_apart(recipe(cluster=POOL)), "a pool means a process"
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"cluster": POOL}, r"cluster\.roles\.critic = 'judge' changes nothing .* needs loss\.advantage = 'gae'"),
+        ({"critic": {"process": True}}, r"\[critic\] is only used by loss\.advantage = 'gae'"),
+    ],
+)  # fmt: skip
+def test_a_place_for_a_critic_that_is_not_there_is_refused(sections: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        recipe(loss={"task_coef": 1.0, "distill_coef": 0.0}, **sections)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_device_is_for_a_process_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"critic\.device = 'cuda:1' .* set critic\.process = true"):
+        recipe(critic={"device": "cuda:1"})
+    assert critic_device(recipe(critic={"device": "cuda:1", "process": True})) == "cuda:1"
+    assert critic_device(recipe(critic={"device": "cpu"}, cluster=POOL)) == "cpu"
+    on_cpu = recipe(student={"model": "org/student", "device": "cpu"}, critic={"process": True})
+    assert critic_device(on_cpu) == "cpu", "the student's, where that is said"
+    assert critic_device(recipe(critic={"process": True})) == "auto"
+    with pytest.raises(ConfigError, match="did you mean 'judge'"):
+        recipe(cluster={**POOL, "roles": {"critic": "juge"}})
+
+
+def test_on_one_machine_it_takes_a_gpu_of_its_own_where_there_are_several() -> None:
+    one = recipe(critic={"process": True}, trainer={"ranks": 2})
+    seating = seat(one, 3)
+    assert [seating.gpus(STUDENT, rank) for rank in range(2)] == [[0], [1]] and seating.gpus(CRITIC, 0) == [2]
+    assert {process.name: process.device for process in plan_processes(one, seating)}["critic"] == "cuda:2"
+    with pytest.raises(ClusterError, match=r"critic 1 × 1 = 3: 1 too many[\s\S]*to share one on purpose"):
+        seat(one, 2)
+    alone = recipe(critic={"process": True})
+    assert seat(alone, 1).gpus(CRITIC, 0) == [0] and seat(alone, 0).gpus(CRITIC, 0) == []
+    assert "0 student/0 + critic/0" in seat(alone, 1).placement.drawing()
+    by_hand = recipe(critic={"process": True, "device": "cuda:0"})
+    assert seat(by_hand, 4).gpus(CRITIC, 0) == [0], "that one, whoever else sits there"
+    with pytest.raises(ClusterError, match="this machine has 4 GPUs"):
+        seat(recipe(critic={"process": True, "device": "cuda:9"}), 4)
+    with pytest.raises(ClusterError, match=r"critic\.device = 'cuda': this machine has no GPU"):
+        seat(recipe(critic={"process": True, "device": "cuda"}), 0)
+
+
+def test_a_pool_is_a_slice_of_this_machine_too() -> None:
+    seating = seat(recipe(cluster=POOL), 2)
+    assert seating.gpus(STUDENT, 0) == [0] and seating.gpus(CRITIC, 0) == [1], "the student comes first"
+    cpus = {"pools": {"judge": {"cpus_per_node": 4}}, "roles": {"critic": "judge"}}
+    threads = seat(recipe(cluster=cpus, run={"threads": 3}), 1)
+    assert threads.claims[CRITIC].world_size == 3, "a CPU a thread"
+    assert threads.gpus(CRITIC, 0) == []
+    with pytest.raises(ClusterError, match=r"critic\.device = 'cuda': pool judge has no GPUs"):
+        seat(recipe(cluster=cpus, critic={"device": "cuda"}), 1)
+    with pytest.raises(ClusterError, match="a unit of 6 CPUs would end inside a node of pool judge"):
+        seat(recipe(cluster=cpus, run={"threads": 6}), 1)
+
+
+def test_on_ray_its_home_is_a_bundle_of_its_pool() -> None:
+    one = recipe(cluster=on_ray(nodes=1, cpus_per_node=2), run={"threads": 2})
+    layout = ray_layout(one, NODES)
+    assert layout.homes == {"critic": Home("pool judge", 0, Bundle(2))}
+    assert layout.groups["pool judge"].bundles == (Bundle(2),)
+    gpu = recipe(cluster=on_ray(nodes=1, gpus_per_node=1), critic={"process": True})
+    assert ray_layout(gpu, NODES).homes["critic"].share == Bundle(0, 1)
+    here = beside_the_trainer(gpu)
+    assert not critic_sits_apart(here), "it takes nothing of the trainer's machine"
+    beside = recipe(cluster={"backend": "ray"}, critic={"process": True})
+    assert not ray_layout(beside, NODES).homes and critic_sits_apart(beside_the_trainer(beside))
+    wide = recipe(cluster=on_ray(nodes=2, cpus_per_node=2), run={"threads": 4})
+    with pytest.raises(ClusterError, match=r"critic/0 sits on several machines; lower run\.threads"):
+        ray_layout(wide, NODES)
+
+
+def test_plan_draws_it_with_its_pool_and_its_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["loss.task_coef=1.0", "loss.advantage=gae", "run.threads=1", "cluster.backend=ray"]
+    pool = [
+        "cluster.pools.judge.nodes=1",
+        "cluster.pools.judge.cpus_per_node=2",
+        "cluster.roles.critic=judge",
+    ]
+    assert main(["plan", str(QUICKSTART), *words, *pool]) == 0
+    drawn = capsys.readouterr().out
+    assert "node 0 │ 0 critic/0 │ 1 free │" in drawn
+    assert "on Ray, pool judge: 1 × (2 CPU) on machines of their own" in drawn
+    (row,) = [line for line in drawn.splitlines() if "its own updates" in line]
+    assert "critic" in row and "judge node 0, cpu" in row
+
+
+def test_what_the_trainer_holds_shrinks_by_its_critic() -> None:
+    student = {"model": str(QUICKSTART.parent / "models" / "student"), "device": "cpu"}
+    inside, outside = (recipe(student=student, critic={"process": process}) for process in (False, True))
+    (whole,) = plan_processes(inside, seat(inside, 0))
+    trainer, critic = plan_processes(outside, seat(outside, 0))
+    assert whole.bytes and trainer.bytes and critic.bytes and critic.parameters
+    assert whole.bytes - trainer.bytes == 16 * critic.parameters < critic.bytes
