@@ -145,6 +145,7 @@ def test_rows_that_break_its_update_are_named_and_kept_by_the_trainer(tmp_path: 
     assert kept[0] == kept[1], "the same words, rows and columns from either place"
 
 
+@pytest.mark.slow
 def test_rows_it_may_not_learn_from_are_refused_before_either_model_is_touched(tmp_path: Path) -> None:
     """Rewards too large for advantages: the critic sees a number that is none, and refuses as it would in the trainer."""
     table = ppo(tmp_path, "run", {"process": True})

@@ -7,7 +7,7 @@ ValueModel  what a step asks of a critic, wherever it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,8 +49,9 @@ class ValueModel(Protocol):
         """After a call that ran out of memory: whether it left everything as it was."""
         ...
 
-    def values(self, batch: Batch, max_tokens: int) -> Jagged:
-        """float32 [P] per row: of each loss-bearing token, under the current weights."""
+    def begin_values(self, rows: Callable[[], Batch], max_tokens: Callable[[], int]) -> Callable[[], Jagged]:
+        """Whoever gives float32 [P] per row: the value of each loss-bearing token under the current weights. A critic elsewhere
+        computes them from now on, one in this process when they are asked for."""
         ...
 
     def update(self, batch: Batch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult: ...
@@ -79,6 +80,9 @@ class Critic:
     @property
     def untouched(self) -> bool:
         return untouched(self.policy)
+
+    def begin_values(self, rows: Callable[[], Batch], max_tokens: Callable[[], int]) -> Callable[[], Jagged]:
+        return lambda: self.values(rows(), max_tokens())
 
     def values(self, batch: Batch, max_tokens: int) -> Jagged:
         return self.policy.read(batch, token_values, max_tokens)

@@ -13,7 +13,8 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -145,12 +146,17 @@ class FarCritic:
         asked = self._asked
         return None if asked is None else f"{asked[0]} ({now - asked[1]:.0f} s)"
 
-    def values(self, batch: Batch, max_tokens: int) -> Jagged:
-        told, columns = batch_columns(for_critic(batch))
-        what = f"values of {len(batch)} rows"
-        _, found = self._ask(what, {"do": "values", "batch": told, "max_tokens": max_tokens}, columns)
-        values = jagged_from("values", found)
-        assert values is not None
+    def begin_values(self, rows: Callable[[], Batch], max_tokens: Callable[[], int]) -> Callable[[], Jagged]:
+        batch = for_critic(rows())
+        told, columns = batch_columns(batch)
+        head = {"do": "values", "batch": told, "max_tokens": max_tokens()}
+        answer = self._begin(f"values of {len(batch)} rows", head, columns)
+
+        def values() -> Jagged:
+            found = jagged_from("values", self._outcome(answer)[1])
+            assert found is not None
+            return found
+
         return values
 
     def update(self, batch: Batch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult:
@@ -184,11 +190,18 @@ class FarCritic:
         tensors: Mapping[str, torch.Tensor] | None = None,
         learnt: tuple[Batch, Jagged] | None = None,
     ) -> Told:
-        """One command and its answer; `learnt` are the rows of an update, kept where they break it."""
+        return self._outcome(self._begin(what, head, tensors or {}), learnt)
+
+    def _begin(
+        self, what: str, head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> Future[bytes]:
         self._asked = (what, time.monotonic())
+        message = pack(head, tensors)
+        return asyncio.run_coroutine_threadsafe(self._channel.ask(PATH, message), self._loop)
+
+    def _outcome(self, asking: Future[bytes], learnt: tuple[Batch, Jagged] | None = None) -> Told:
+        """The answer to a command; `learnt` are the rows of an update, kept where they break it."""
         try:
-            message = pack(head, tensors or {})
-            asking = asyncio.run_coroutine_threadsafe(self._channel.ask(PATH, message), self._loop)
             answer, found = unpack(asking.result())
         except HostLost as error:
             raise self._lost(error) from None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -57,6 +58,9 @@ def prepare(system: System, batch: AnyBatch, updates: int) -> Prepared:
     recipe = system.recipe
     loss = recipe.loss
     ready = Prepared(batch)
+    values = None
+    if loss.task_coef > 0 and system.critic is not None:
+        values = system.critic.begin_values(batch.streams, partial(system.micro_batches.tokens, recipe))
     if needs_old_logprobs(loss, updates):
         with ready.timed("old_logprobs"):
             ready.old_logprobs = within_memory(
@@ -72,11 +76,9 @@ def prepare(system: System, batch: AnyBatch, updates: int) -> Prepared:
             known = system.reference.logprobs(batch.streams(), max_tokens, loss.student_temperature)
         ready.batch = ready.batch.with_columns(reference_logprobs=known)
     if loss.task_coef > 0:
-        if system.critic is not None:
+        if values is not None:
             with ready.timed("values"):
-                ready.batch = ready.batch.with_columns(
-                    values=system.critic.values(batch.streams(), max_tokens)
-                )
+                ready.batch = ready.batch.with_columns(values=values())
         rewards = penalised(ready.batch, recipe.rollout.max_new_tokens, recipe.rollout.overlong_buffer,
                             recipe.rollout.overlong_penalty)  # fmt: skip
         ready.batch = replace(ready.batch, rewards=rewards)

@@ -61,7 +61,7 @@ async def asked_and_disturbed(child: Child, disturb: Any, **watching: float) -> 
 
     def ask() -> None:
         try:
-            critic.values(batch_of(), 64)
+            critic.begin_values(batch_of, lambda: 64)()
         except BaseException as error:
             got.append(error)
 
