@@ -91,26 +91,24 @@ def processes_of_critics() -> list[int]:
     return [child.pid for child in children if "understudy.trainers.critic_process" in child.cmdline()]
 
 
-def test_its_own_process_changes_no_bit_and_a_checkpoint_fits_either_place(
-    tmp_path: Path, shelf: Path
-) -> None:
-    """A step with the process, two more without: all of it as if nobody had moved."""
-    first = understudy.train(ppo(tmp_path, "run", {"process": True}, steps=1), progress=False)
-    assert lines(first.dir) == lines(undisturbed(shelf))[:1]
-    assert first.last["perf/critic/bytes_sent"] > 0 and first.last["perf/critic/bytes_received"] > 0
-    assert "the critic answers at http://127.0.0.1:" in (first.dir / "logs" / "critic.log").read_text()
+def test_its_own_process_changes_no_bit(tmp_path: Path, shelf: Path) -> None:
+    run = understudy.train(ppo(tmp_path, "run", {"process": True}), progress=False)
+    assert_same(run.dir, undisturbed(shelf))
+    assert run.last["perf/critic/bytes_sent"] > 0 and run.last["perf/critic/bytes_received"] > 0
+    assert "the critic answers at http://127.0.0.1:" in (run.dir / "logs" / "critic.log").read_text()
     assert not processes_of_critics(), "it ended with its run"
-    asyncio.run(resume(first.dir, [f"trainer.steps={STEPS}", "critic.process=false"], progress=False))
-    assert_same(first.dir, undisturbed(shelf))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_the_process_goes_on_with_it(tmp_path: Path, shelf: Path) -> None:
-    first = understudy.train(ppo(tmp_path, "run", steps=1), progress=False)
-    moved = [f"trainer.steps={STEPS}", "critic.process=true", "critic.device=cpu"]
-    asyncio.run(resume(first.dir, moved, progress=False))
-    assert_same(first.dir, undisturbed(shelf))
-    assert (first.dir / "logs" / "critic.log").exists()
+@pytest.mark.parametrize("first", [True, False], ids=["out to in", "in to out"])
+def test_a_checkpoint_fits_either_place(tmp_path: Path, shelf: Path, first: bool) -> None:
+    """A step in one place, two more in the other: all of it as if nobody had moved."""
+    run = understudy.train(ppo(tmp_path, "run", {"process": first}, steps=1), progress=False).dir
+    assert (run / "logs" / "critic.log").exists() == first
+    moved = [f"trainer.steps={STEPS}", f"critic.process={'false' if first else 'true'}"]
+    asyncio.run(resume(run, moved, progress=False))
+    assert_same(run, undisturbed(shelf))
+    assert (run / "logs" / "critic.log").exists()
 
 
 @pytest.mark.slow
