@@ -148,7 +148,7 @@ def main() -> None:
     gpu.add_argument(
         "--trl-python", default=sys.executable, help="an interpreter that can import trl and vllm"
     )
-    gpu.add_argument("--counted", type=int, default=4, help="steps counted of each fully async run")
+    gpu.add_argument("--counted", type=int, default=4, help="windows counted of each fully async run")
     gpu.add_argument(
         "--every",
         type=int,

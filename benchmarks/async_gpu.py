@@ -110,8 +110,8 @@ def _ours(
     narrow = FP8 in system
     degree, _, rarely = system.removesuffix(MPS).removesuffix(FP8).partition(EVERY)
     staleness, every = float(degree.rsplit(" ", 1)[1]), int(rarely.split()[0]) if rarely else 1
-    # Two windows until every party is busy (kernels compiled, graphs recorded, a window waiting), then the counted steps.
-    longer = replace(shape, skip=2 * every, steps=2 * every + options.counted)
+    # Three windows until every party is busy: two were written while the first update compiled, and the third in their wake.
+    longer = replace(shape, skip=3 * every, steps=3 * every + options.counted * every)
     # All answers are equally long, so a publish finds the engine between two windows: waiting for rollouts costs nothing,
     # and no keys and values are computed anew.
     trainer = {"mode": "fully_async", "max_staleness": staleness, "partial_rollouts": options.partial}

@@ -136,6 +136,11 @@ class TeacherPool:
     def replicas(self) -> list[str]:
         return list(self._keeper.replicas)
 
+    @property
+    def width(self) -> int:
+        """Replicas that could answer now."""
+        return len(self._keeper.usable())
+
     async def add(self, spec: ReplicaSpec) -> None:
         """One more replica while running."""
         await self._keeper.add(spec)

@@ -10,7 +10,9 @@ teacher work best on batches. This file joins the calls, under one of two rules:
     are held elsewhere, by somebody who left, comes back: its other calls wait until the sample that lost them asks again.
 
 `Arrivals` (determinism "fast"): a call goes out the moment it is made. Engines batch continuously and so do teachers, so
-    holding calls back to fill a batch would only add waiting. No barrier anywhere.
+    holding calls back to fill a batch would only add waiting. No barrier anywhere. Only calls for scores that are made within
+    two milliseconds, as when rows end with the same decode step, share requests: hundreds of requests cost more than what
+    they carry.
 
         member A ──generate──┐                       ┌─ chunk 0 ──> lane.run([...])
         member B ──generate──┼── all wait? sort, cut ┤
@@ -26,6 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from understudy.engines.far import BearerGone
+from understudy.errors import ClusterError, TeacherUnavailable
+
+_AT_ONCE_S = 0.002
+"""An engine tells of rows that ended with one step one after another; so long it takes for a few dozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,10 @@ class Lane:
     name: str
     run: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
     limit: int
-    """Calls in one batch of a cohort at most."""
+    """Calls in one batch at most."""
+    servers: Callable[[], int] | None = None
+    """How many share the work now, where calls that arrive together may go in one batch; each gets its part. None where
+    every arriving call goes alone: rows of an engine end one by one, and a batch is answered whole."""
 
 
 class Gather(Protocol):
@@ -59,9 +68,7 @@ async def _run(lane: Lane, calls: Sequence[_Call]) -> None:
     except BearerGone:
         raise
     except BaseException as error:
-        for call in calls:
-            if not call.result.done():
-                call.result.set_exception(error)
+        _fail(calls, error)
         if not isinstance(error, Exception):
             raise
         return
@@ -150,13 +157,80 @@ class _Member(AbstractAsyncContextManager[None]):
 
 
 class Arrivals:
-    """Every call goes on its own, at once; engines and teachers merge what arrives."""
+    """Calls go at once; engines and teachers merge what arrives."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Lane, list[_Call]]] = {}
+        """Since the last were sent."""
 
     def member(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     async def call(self, lane: Lane, key: str, item: Any) -> Any:
-        results = await lane.run([item])
-        if len(results) != 1:
-            raise RuntimeError(f"lane {lane.name} gave {len(results)} results for 1 call")
-        return results[0]
+        if lane.servers is None:
+            return await _alone(lane, item)
+        loop = asyncio.get_running_loop()
+        call = _Call(key, item, loop.create_future())
+        if lane.name not in self._made:
+            self._made[lane.name] = (lane, [])
+            loop.call_later(_AT_ONCE_S, self._send, lane.name)
+        self._made[lane.name][1].append(call)
+        return await call.result
+
+    def _send(self, name: str) -> None:
+        lane, made = self._made.pop(name)
+        calls = [call for call in made if not call.result.done()]
+        assert lane.servers is not None
+        size = min(lane.limit, -(-len(calls) // max(lane.servers(), 1)))
+        for start in range(0, len(calls), size or 1):
+            _together(lane, calls[start : start + size])
+
+
+def _together(lane: Lane, calls: Sequence[_Call]) -> None:
+    """One batch, given up when every caller has gone."""
+    task = asyncio.create_task(_each(lane, calls))
+
+    def leave(_: asyncio.Future[Any]) -> None:
+        if all(call.result.cancelled() for call in calls):
+            task.cancel()
+
+    for call in calls:
+        call.result.add_done_callback(leave)
+
+
+async def _each(lane: Lane, calls: Sequence[_Call]) -> None:
+    """A batch that fails is asked again one by one, so that an error reaches the caller it belongs to; a server that nobody can
+    reach, and a run that ends, is everybody's."""
+    try:
+        results = await lane.run([call.item for call in calls])
+        if len(results) != len(calls):
+            raise RuntimeError(f"lane {lane.name} gave {len(results)} results for {len(calls)} calls")
+    except (TeacherUnavailable, ClusterError) as error:
+        _fail(calls, error)
+    except Exception as error:
+        if len(calls) == 1:
+            _fail(calls, error)
+        else:
+            for call in calls:
+                if not call.result.done():
+                    _together(lane, [call])
+    except BaseException as error:
+        _fail(calls, error)
+        raise
+    else:
+        for call, result in zip(calls, results, strict=True):
+            if not call.result.done():
+                call.result.set_result(result)
+
+
+def _fail(calls: Sequence[_Call], error: BaseException) -> None:
+    for call in calls:
+        if not call.result.done():
+            call.result.set_exception(error)
+
+
+async def _alone(lane: Lane, item: Any) -> Any:
+    results = await lane.run([item])
+    if len(results) != 1:
+        raise RuntimeError(f"lane {lane.name} gave {len(results)} results for 1 call")
+    return results[0]

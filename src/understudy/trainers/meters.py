@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from understudy.trainers.gather import Lane
@@ -54,4 +54,4 @@ def metered(lane: Lane, meter: BusyMeter) -> Lane:
         finally:
             meter.leave()
 
-    return Lane(lane.name, run, lane.limit)
+    return replace(lane, run=run)

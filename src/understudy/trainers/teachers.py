@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -56,6 +57,8 @@ _TOLD = (
     EventKind.ADDED,
     EventKind.REMOVED,
 )
+_SCORE_TOGETHER = 16
+"""Sequences that end together and share a request otherwise: enough that requests cost little, few enough that their answers come soon."""
 _SCORE_CHUNK = 64
 """Sequences of one scoring request under full determinism: a constant, so that scores do not depend on replica counts."""
 
@@ -287,9 +290,15 @@ def router_of(recipe: Recipe, pools: Mapping[str, TeacherPool]) -> TeacherRouter
 
 
 def teacher_lanes(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict[str, Lane]:
-    """Full determinism sends chunks composed by key; otherwise each sample goes alone and the replica batches."""
-    limit = _SCORE_CHUNK if deterministic else 1
-    return {name: Lane(f"score/{name}", pool.score, limit) for name, pool in pools.items()}
+    """Full determinism sends chunks composed by key; otherwise samples go as they come, few to a request, and the replica batches."""
+    limit = _SCORE_CHUNK if deterministic else _SCORE_TOGETHER
+    return {
+        name: Lane(f"score/{name}", pool.score, limit, partial(_width, pool)) for name, pool in pools.items()
+    }
+
+
+def _width(pool: TeacherPool) -> int:
+    return pool.width
 
 
 def manifests_of(pools: Mapping[str, TeacherPool]) -> dict[str, dict[str, Any]]:

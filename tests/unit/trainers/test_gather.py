@@ -3,10 +3,12 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from understudy.engines.far import BearerGone
+from understudy.errors import TeacherError, TeacherUnavailable
 from understudy.trainers.gather import Arrivals, Cohort, Lane
 
 
@@ -110,6 +112,90 @@ def test_arrivals_hold_nobody_back() -> None:
         return finished
 
     assert asyncio.run(scenario()) == [1, 2, 3, 0]
+
+
+def served(
+    batches: list[list[int]], servers: int, numbers: Sequence[int], bad: int | None = None
+) -> list[Any]:
+    """What callers got who asked at once; `batches` are what the lane was given."""
+
+    async def serve(items: Sequence[int]) -> list[int]:
+        batches.append(list(items))
+        await asyncio.sleep(0)
+        if bad in items:
+            raise TeacherError(f"{bad} is too long")
+        return [10 * item for item in items]
+
+    async def scenario() -> list[Any]:
+        lane, gather = Lane("score/t", serve, 4, lambda: servers), Arrivals()
+        asked = (gather.call(lane, str(number), number) for number in numbers)
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+
+    return asyncio.run(scenario())
+
+
+def test_calls_for_scores_of_one_moment_share_requests() -> None:
+    batches: list[list[int]] = []
+    assert served(batches, 1, range(10)) == [10 * number for number in range(10)]
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_every_server_gets_its_part_of_what_arrives() -> None:
+    batches: list[list[int]] = []
+    assert served(batches, 3, range(5)) == [0, 10, 20, 30, 40]
+    assert batches == [[0, 1], [2, 3], [4]]
+    batches.clear()
+    assert served(batches, 0, [7]) == [70], "with nobody there the call is made all the same: the pool waits"
+
+
+def test_one_bad_call_does_not_fail_those_it_came_with() -> None:
+    batches: list[list[int]] = []
+    found = served(batches, 1, range(4), bad=2)
+    assert found[:2] == [0, 10] and found[3] == 30 and isinstance(found[2], TeacherError)
+    assert batches == [[0, 1, 2, 3], [0], [1], [2], [3]]
+
+
+def test_a_teacher_nobody_can_reach_is_not_asked_again_one_by_one() -> None:
+    asked: list[int] = []
+
+    async def serve(items: Sequence[int]) -> list[int]:
+        asked.append(len(items))
+        raise TeacherUnavailable("gone")
+
+    async def scenario() -> list[Any]:
+        lane, gather = Lane("score/t", serve, 4, lambda: 1), Arrivals()
+        return await asyncio.gather(*(gather.call(lane, str(n), n) for n in range(3)), return_exceptions=True)
+
+    assert all(isinstance(one, TeacherUnavailable) for one in asyncio.run(scenario())) and asked == [3]
+
+
+def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last() -> None:
+    async def scenario() -> list[str]:
+        told: list[str] = []
+
+        async def serve(items: Sequence[int]) -> list[int]:
+            try:
+                await asyncio.sleep(0.05 if 3 in items else 60)
+            except asyncio.CancelledError:
+                told.append(f"{len(items)} given up")
+                raise
+            told.append(f"{len(items)} answered")
+            return list(items)
+
+        lane, gather = Lane("score/t", serve, 8, lambda: 1), Arrivals()
+        some = [asyncio.create_task(gather.call(lane, str(n), n)) for n in (1, 2, 3)]
+        await asyncio.sleep(0.01)
+        some[0].cancel()
+        assert await some[2] == 3
+        others = [asyncio.create_task(gather.call(lane, str(n), n)) for n in (4, 5)]
+        await asyncio.sleep(0.01)
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        return told
+
+    assert asyncio.run(scenario()) == ["3 answered", "2 given up"]
 
 
 def test_a_lane_that_loses_results_is_an_error() -> None:
