@@ -4,9 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import resources
+from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from understudy.cli.main import main
 
 ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
 TOKEN_VARIABLE = "UNDERSTUDY_TEST_TOKEN"
@@ -41,6 +45,13 @@ def start_cli(*arguments: str, fault: str | None = None) -> subprocess.Popen[str
         env["UNDERSTUDY_FAULT"] = fault
     command = [sys.executable, "-m", "understudy.cli.main", *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def call_cli(*arguments: str) -> tuple[int, str]:
+    """The command in this process, which has imported everything already, where nothing of a process is looked at."""
+    with redirect_stdout(StringIO()) as output, redirect_stderr(output):
+        code = main(arguments)
+    return code, output.getvalue()
 
 
 def run_cli(*arguments: str, fault: str | None = None) -> tuple[int, str]:

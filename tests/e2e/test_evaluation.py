@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
-from small_runs import run_cli, write_toml
+from small_runs import call_cli, run_cli, write_toml
 
 import understudy
 from understudy.cli.main import main
@@ -38,7 +38,7 @@ def evaluated(place: Path, recipe: Make) -> Path:
             trainer__learning_rate=1e-1,
         )
         table["run"]["dir"] = str(run)
-        code, output = run_cli("train", str(write_toml(place / "r.toml", table)), "--quiet")
+        code, output = call_cli("train", str(write_toml(place / "r.toml", table)), "--quiet")
         assert code == 0, output
     return run
 
@@ -84,8 +84,8 @@ def test_best_is_what_the_commands_give(place: Path, recipe: Make, tmp_path: Pat
 
 def test_a_folder_without_a_best_says_so(place: Path, recipe: Make, tmp_path: Path) -> None:
     run = evaluated(place, recipe)
-    code, output = run_cli("eval", str(recipe()["student"]["model"]), "--best", "--data", str(place / "eval.jsonl"),
-                           "--reward", "understudy.rollout.reward:exact_match")  # fmt: skip
+    code, output = call_cli("eval", str(recipe()["student"]["model"]), "--best", "--data", str(place / "eval.jsonl"),
+                            "--reward", "understudy.rollout.reward:exact_match")  # fmt: skip
     assert code == 2 and "--best chooses among the checkpoints of a run" in output
     assert run.exists()
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from small_runs import run_cli, start_cli, write_toml
+from small_runs import call_cli, run_cli, start_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
@@ -227,15 +227,15 @@ def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
         table["teachers"][name] |= {"placement": "pool", "pool": "p", "urls": []}
         table["teachers"][name].pop("token_env")
     table["cluster"] = {"pools": {"p": {"cpus_per_node": 4}}, "roles": {"student": "p"}}
-    code, output = run_cli("check", str(write_toml(tmp_path / "a.toml", table)))
+    code, output = call_cli("check", str(write_toml(tmp_path / "a.toml", table)))
     assert code == 2 and "run.determinism = 'full'" in output and "share no pool" in output
-    code, output = run_cli("check", str(write_toml(tmp_path / "b.toml", recipe(trainer__sync_every=2))))
+    code, output = call_cli("check", str(write_toml(tmp_path / "b.toml", recipe(trainer__sync_every=2))))
     assert code == 2 and "trainer.sync_every belongs to trainer.mode = 'fully_async'" in output
     table = recipe(trainer__sync_every=2, **FILTERED, **ASYNC)
-    code, output = run_cli("check", str(write_toml(tmp_path / "c.toml", table)))
+    code, output = call_cli("check", str(write_toml(tmp_path / "c.toml", table)))
     assert code == 2 and "set trainer.sync_every = 1" in output
     table = recipe(trainer__lend_after=1.0, rollout__stop=["."], **ASYNC)
-    code, output = run_cli("check", str(write_toml(tmp_path / "d.toml", table)))
+    code, output = call_cli("check", str(write_toml(tmp_path / "d.toml", table)))
     assert code == 2 and "sits in the trainer's process already" in output and "rollout.stop" in output
 
 
@@ -254,5 +254,5 @@ def test_doctor_says_what_a_run_waits_for(recipe: Make) -> None:
     run = understudy.train(recipe(trainer__steps=2, **ASYNC), progress=False)
     waits = json.loads((run.dir / "waits.json").read_text())
     assert waits["waiting"] == [] and waits["status"] == "ended"
-    code, output = run_cli("doctor", str(run.dir))
+    code, output = call_cli("doctor", str(run.dir))
     assert code == 0 and "ended" in output
