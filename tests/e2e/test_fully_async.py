@@ -151,7 +151,7 @@ def test_kill_9_and_resume_trains_every_prompt_once(recipe: Make, tmp_path: Path
     path = write_toml(tmp_path / "recipe.toml", table)
     code, output = run_cli("train", str(path), fault=fault)
     assert code == -9, output
-    code, output = run_cli("resume", table["run"]["dir"])
+    code, output = call_cli("resume", table["run"]["dir"])
     assert code == 0, output
     run = Path(table["run"]["dir"])
     report = audit(run)
