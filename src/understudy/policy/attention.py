@@ -66,10 +66,10 @@ def varlen_attention(
         out_TQD, _ = grouped_attention(*lying, groups, cu_seq_lens_q, max_length_q, scale, learns)
     elif query_QTD.is_cuda and query_QTD.dtype in (torch.float16, torch.bfloat16):
         out_TQD = _flash(*heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
-    elif runs := _few_runs(cu_seq_lens_q):
-        out_TQD = _by_runs(*heads, runs, scaling, sliding_window)
+    elif runs := few_runs(cu_seq_lens_q):
+        out_TQD = rows_by_runs(*heads, runs, scaling, sliding_window)
     else:
-        out_TQD = _side_by_side(*heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        out_TQD = rows_side_by_side(*heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     if places_U is not None:
         out_TQD = out_TQD.index_select(0, places_U)
     return out_TQD[None], None
@@ -102,7 +102,7 @@ def _flash(
     return out_TQD
 
 
-def _few_runs(bounds: torch.Tensor) -> list[tuple[int, int]]:
+def few_runs(bounds: torch.Tensor) -> list[tuple[int, int]]:
     """(rows, length) of neighbouring rows of one length, on a CPU and where there are few of them; else nothing.
 
     Rows come sorted by length, so short answers to prompts of one form are a handful of runs."""
@@ -114,7 +114,7 @@ def _few_runs(bounds: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(counts.tolist(), lengths.tolist(), strict=True))
 
 
-def _by_runs(
+def rows_by_runs(
     query_QTD: torch.Tensor,
     key_GTD: torch.Tensor,
     value_GTD: torch.Tensor,
@@ -145,7 +145,7 @@ def _by_runs(
     return torch.cat(pieces)
 
 
-def _side_by_side(
+def rows_side_by_side(
     query_QTD: torch.Tensor,
     key_GTD: torch.Tensor,
     value_GTD: torch.Tensor,

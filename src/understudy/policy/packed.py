@@ -1,6 +1,7 @@
 """Rows one after another through the body, and no token more than is needed.
 
-On a CPU, where every product counts, two things are left out that change no number but its rounding:
+On a CPU, where every product counts, two things are left out that change no number but its rounding, and small models take a way
+of their own through their layers (`lean_body.py`):
 
   - a beginning that several rows share is computed once (`engines/prefix_tree.py`); attention alone lays whole rows out again,
   - the last layer's feed-forward part runs where its result is read: at the positions that predict a loss-bearing token.
@@ -24,6 +25,7 @@ from torch import nn
 
 from understudy.engines.grouped_attention import NO_GROUPS, in_groups, takes_groups
 from understudy.engines.prefix_tree import prefix_tree
+from understudy.policy.lean_body import lean_states
 
 WORTH_SHARING = 0.1
 """The share of the tokens that shared beginnings must save before they are used."""
@@ -125,6 +127,8 @@ def packed_states_at(
     )
     line = lay_out(ids_1T, lengths, share=on_cpu, group=group)
     read_N = read_N if line.nodes_T is None else line.nodes_T[read_N]
+    if on_cpu and (lean_NH := _lean(body, line, read_N)) is not None:
+        return lean_NH
     if not on_cpu or not _can_stop_early(body):
         return _through(body, line)[0].index_select(0, read_N)
     states_1UH = body.embed_tokens(line.ids_1U)
@@ -144,6 +148,20 @@ def packed_states_at(
     states_NH = states_NH + last.mlp(last.post_attention_layernorm(states_NH))
     states: torch.Tensor = body.norm(states_NH)
     return states
+
+
+def _lean(body: Any, line: Line, read_N: torch.Tensor) -> torch.Tensor | None:
+    options = line.options
+    return lean_states(
+        body,
+        line.ids_1U[0],
+        line.position_ids_1U,
+        options["cu_seq_lens_q"],
+        options["max_length_q"],
+        read_N,
+        options.get("nodes_T"),
+        options.get("places_U"),
+    )
 
 
 def _can_stop_early(body: Any) -> bool:

@@ -15,7 +15,7 @@ from understudy.engines.grouped_attention import (
     in_groups,
     takes_groups,
 )
-from understudy.policy.attention import _flash, _side_by_side
+from understudy.policy.attention import _flash, rows_side_by_side
 from understudy.policy.microbatch import Layout
 from understudy.policy.optimizer import AdamWSettings
 from understudy.policy.policy import Policy
@@ -39,7 +39,7 @@ def test_flash_kernel_equals_the_plain_twin(window: int | None, kv_heads: int) -
 
     query, key, value, slope = draw(4), draw(kv_heads), draw(kv_heads), draw(4).transpose(0, 1)
     results = []
-    for kernel, dtype in ((_flash, torch.bfloat16), (_side_by_side, torch.float64)):
+    for kernel, dtype in ((_flash, torch.bfloat16), (rows_side_by_side, torch.float64)):
         leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (query, key, value)]
         out = kernel(*leaves, bounds, max(lengths), 0.2, window)
         (out * slope.to(dtype)).sum().backward()
