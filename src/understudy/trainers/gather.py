@@ -35,6 +35,18 @@ _AT_ONCE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """How calls that arrive together go in one batch."""
+
+    servers: Callable[[], int]
+    """How many share the lane's work now; each gets its part."""
+    weight: Callable[[Any], int]
+    """Of a call's item."""
+    most: int
+    """What the items of one batch weigh together, unless there is but one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lane:
     """Where calls of one kind go: an engine, or one teacher."""
 
@@ -42,9 +54,8 @@ class Lane:
     run: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
     limit: int
     """Calls in one batch at most."""
-    servers: Callable[[], int] | None = None
-    """How many share the work now, where calls that arrive together may go in one batch; each gets its part. None where
-    every arriving call goes alone: rows of an engine end one by one, and a batch is answered whole."""
+    sharing: Sharing | None = None
+    """None where every arriving call goes alone: rows of an engine end one by one, and a batch is answered whole."""
 
 
 class Gather(Protocol):
@@ -167,7 +178,7 @@ class Arrivals:
         return nullcontext()
 
     async def call(self, lane: Lane, key: str, item: Any) -> Any:
-        if lane.servers is None:
+        if lane.sharing is None:
             return await _alone(lane, item)
         loop = asyncio.get_running_loop()
         call = _Call(key, item, loop.create_future())
@@ -179,11 +190,24 @@ class Arrivals:
 
     def _send(self, name: str) -> None:
         lane, made = self._made.pop(name)
-        calls = [call for call in made if not call.result.done()]
-        assert lane.servers is not None
-        size = min(lane.limit, -(-len(calls) // max(lane.servers(), 1)))
-        for start in range(0, len(calls), size or 1):
-            _together(lane, calls[start : start + size])
+        for calls in _parts(lane, [call for call in made if not call.result.done()]):
+            _together(lane, calls)
+
+
+def _parts(lane: Lane, calls: Sequence[_Call]) -> list[list[_Call]]:
+    assert lane.sharing is not None
+    sharing = lane.sharing
+    size = min(lane.limit, -(-len(calls) // max(sharing.servers(), 1)))
+    parts: list[list[_Call]] = []
+    left = 0
+    for call in calls:
+        weight = sharing.weight(call.item)
+        if not parts or len(parts[-1]) == size or weight > left:
+            parts.append([])
+            left = sharing.most
+        parts[-1].append(call)
+        left -= weight
+    return parts
 
 
 def _together(lane: Lane, calls: Sequence[_Call]) -> None:

@@ -37,14 +37,14 @@ from understudy.teacher.route import TeacherRouter
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.far_cache import FarScoreCache
 from understudy.trainers.far_scoring import FarScoring
-from understudy.trainers.gather import Lane
+from understudy.trainers.gather import Lane, Sharing
 from understudy.trainers.ray_seating import beside_the_trainer
 from understudy.trainers.row_wire import External
 from understudy.trainers.seating import Seating, Seats, seat
 from understudy.trainers.system import System
 from understudy.trainers.teacher_processes import LocalTeachers
 from understudy.types.loss import TeacherHead
-from understudy.types.scores import Signal
+from understudy.types.scores import ScoreItem, Signal
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ _TOLD = (
 )
 _SCORE_TOGETHER = 16
 """Sequences that end together and share a request otherwise: enough that requests cost little, few enough that their answers come soon."""
+_TOGETHER_TOKENS = 16_384
+"""Of such a request: a replica's own batch has as many."""
 _SCORE_CHUNK = 64
 """Sequences of one scoring request under full determinism: a constant, so that scores do not depend on replica counts."""
 
@@ -293,12 +295,19 @@ def teacher_lanes(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict
     """Full determinism sends chunks composed by key; otherwise samples go as they come, few to a request, and the replica batches."""
     limit = _SCORE_CHUNK if deterministic else _SCORE_TOGETHER
     return {
-        name: Lane(f"score/{name}", pool.score, limit, partial(_width, pool)) for name, pool in pools.items()
+        name: Lane(
+            f"score/{name}", pool.score, limit, Sharing(partial(_width, pool), _tokens, _TOGETHER_TOKENS)
+        )
+        for name, pool in pools.items()
     }
 
 
 def _width(pool: TeacherPool) -> int:
     return pool.width
+
+
+def _tokens(item: ScoreItem) -> int:
+    return len(item.tokens)
 
 
 def manifests_of(pools: Mapping[str, TeacherPool]) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 
 from understudy.engines.far import BearerGone
 from understudy.errors import TeacherError, TeacherUnavailable
-from understudy.trainers.gather import Arrivals, Cohort, Lane
+from understudy.trainers.gather import Arrivals, Cohort, Lane, Sharing
 
 
 async def run_cohort(seed: int, turns: dict[str, int], limit: int = 3) -> list[tuple[str, ...]]:
@@ -115,7 +115,11 @@ def test_arrivals_hold_nobody_back() -> None:
 
 
 def served(
-    batches: list[list[int]], servers: int, numbers: Sequence[int], bad: int | None = None
+    batches: list[list[int]],
+    servers: int,
+    numbers: Sequence[int],
+    bad: int | None = None,
+    weight: Callable[[int], int] = int,
 ) -> list[Any]:
     """What callers got who asked at once; `batches` are what the lane was given."""
 
@@ -127,7 +131,7 @@ def served(
         return [10 * item for item in items]
 
     async def scenario() -> list[Any]:
-        lane, gather = Lane("score/t", serve, 4, lambda: servers), Arrivals()
+        lane, gather = Lane("score/t", serve, 4, Sharing(lambda: servers, weight, 100)), Arrivals()
         asked = (gather.call(lane, str(number), number) for number in numbers)
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
 
@@ -148,6 +152,19 @@ def test_every_server_gets_its_part_of_what_arrives() -> None:
     assert served(batches, 0, [7]) == [70], "with nobody there the call is made all the same: the pool waits"
 
 
+def test_long_rows_do_not_make_a_long_request() -> None:
+    batches: list[list[int]] = []
+    assert served(batches, 1, range(6), weight=[10, 80, 30, 500, 100, 0].__getitem__) == [
+        0,
+        10,
+        20,
+        30,
+        40,
+        50,
+    ]
+    assert batches == [[0, 1], [2], [3], [4, 5]]
+
+
 def test_one_bad_call_does_not_fail_those_it_came_with() -> None:
     batches: list[list[int]] = []
     found = served(batches, 1, range(4), bad=2)
@@ -163,7 +180,7 @@ def test_a_teacher_nobody_can_reach_is_not_asked_again_one_by_one() -> None:
         raise TeacherUnavailable("gone")
 
     async def scenario() -> list[Any]:
-        lane, gather = Lane("score/t", serve, 4, lambda: 1), Arrivals()
+        lane, gather = Lane("score/t", serve, 4, Sharing(lambda: 1, int, 100)), Arrivals()
         return await asyncio.gather(*(gather.call(lane, str(n), n) for n in range(3)), return_exceptions=True)
 
     assert all(isinstance(one, TeacherUnavailable) for one in asyncio.run(scenario())) and asked == [3]
@@ -182,7 +199,7 @@ def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last
             told.append(f"{len(items)} answered")
             return list(items)
 
-        lane, gather = Lane("score/t", serve, 8, lambda: 1), Arrivals()
+        lane, gather = Lane("score/t", serve, 8, Sharing(lambda: 1, int, 100)), Arrivals()
         some = [asyncio.create_task(gather.call(lane, str(n), n)) for n in (1, 2, 3)]
         await asyncio.sleep(0.01)
         some[0].cancel()
