@@ -57,6 +57,12 @@ def test_wrong_type(told: Callable[..., str]) -> None:
     assert "`trainer.steps` = 'ten'" in told(trainer__steps="ten")
 
 
+def test_eight_bits_without_a_gpu(told: Callable[..., str]) -> None:
+    assert "rollout.kv_cache = 'fp8' needs a GPU to write on; student.device = 'cpu' is a CPU here" in told(
+        student__device="cpu", rollout__kv_cache="fp8"
+    )
+
+
 def test_missing_model_folder(told: Callable[..., str], tmp_path: Path) -> None:
     assert "no such folder" in told(student__model=str(tmp_path / "nowhere"))
 

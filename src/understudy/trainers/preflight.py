@@ -15,6 +15,7 @@ import jinja2
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from understudy.cluster.devices import visible_gpus
 from understudy.config import Recipe, TeacherConfig
 from understudy.config.base import nearest
 from understudy.errors import ConfigError, DataError, UnderstudyError
@@ -93,7 +94,18 @@ def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:
         raise ConfigError(
             f"rollout.context_length = {rollout.context_length}; the student holds {student.context} tokens"
         )
+    if rollout.kv_cache == "fp8" and _writes_on_a_cpu(recipe):
+        raise ConfigError(
+            f"rollout.kv_cache = 'fp8' needs a GPU to write on; student.device = {recipe.student.device!r} is a CPU here. Leave it out"
+        )
     build_loop(rollout.agent, rollout.agent_options.get(rollout.agent))
+
+
+def _writes_on_a_cpu(recipe: Recipe) -> bool:
+    """As far as that is known before a cluster is asked."""
+    elsewhere = recipe.rollout.devices or "rollout" in recipe.cluster.roles
+    device = recipe.student.device
+    return not elsewhere and (device == "cpu" or (device == "auto" and not visible_gpus()))
 
 
 def describe(recipe: Recipe) -> ObjectiveDescription:
