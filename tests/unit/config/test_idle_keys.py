@@ -84,7 +84,7 @@ def test_keys_of_our_own_processes_are_refused_for_an_external_teacher(key: str,
 
 def test_servers_have_a_way_of_their_own_to_keep_keys_in_eight_bits() -> None:
     assert recipe("rollout.kv_cache=fp8").rollout.kv_cache == "fp8"
-    with pytest.raises(ConfigError, match='vLLM takes engine_args = ."--kv-cache-dtype=fp8"'):
+    with pytest.raises(ConfigError, match=r'vLLM takes engine_args = ."--kv-cache-dtype=fp8"'):
         recipe("rollout.kv_cache=fp8", *SERVERS)
 
 
