@@ -12,6 +12,7 @@ import numpy as np
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.far import CallGivenUp, Grant, NotBrought
 from understudy.engines.host_wire import CONTENT_TYPE, GIVEN_UP, FrameError, decode_answer, encode_call
+from understudy.serving.connections import Connections
 
 _CONNECT_S = 10.0
 
@@ -51,9 +52,7 @@ class Deposits:
                 headers={"Authorization": f"Bearer {grant.token}"} if grant.token else {},
                 # No deadline on work: a batch takes as long as it takes.
                 timeout=httpx.Timeout(None, connect=_CONNECT_S),
-                limits=httpx.Limits(
-                    max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0
-                ),
+                transport=Connections(),
                 trust_env=False,
             )
         return self._hosts[place]

@@ -13,6 +13,7 @@ from understudy.engines.replicas import Endpoint
 from understudy.engines.traffic import Traffic
 from understudy.engines.weight_broadcast import TransferBroken
 from understudy.errors import EngineError
+from understudy.serving.connections import Connections
 
 
 class HostLost(EngineError):
@@ -33,7 +34,7 @@ class HostChannel:
             headers={"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {},
             # No deadline on work: a batch takes as long as it takes. Whether the process lives is asked apart.
             timeout=httpx.Timeout(None, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
+            transport=Connections(),
             trust_env=False,
         )
 

@@ -20,6 +20,7 @@ from understudy.engines.dialects import DIALECTS, Ask, Dialect, Json, Piece
 from understudy.engines.replicas import Endpoint
 from understudy.engines.traffic import Traffic
 from understudy.errors import EngineError
+from understudy.serving.connections import Connections
 from understudy.types.trajectory import StopReason
 
 PAUSED = 423
@@ -204,6 +205,5 @@ def check_candidates(dialect: Dialect, sampling: Sampling) -> None:
 
 def client_of(endpoint: Endpoint, connections: int | None) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    transport = httpx.AsyncHTTPTransport(uds=endpoint.socket, limits=limits, retries=0)
+    transport = Connections(uds=endpoint.socket, most=connections)
     return httpx.AsyncClient(base_url=endpoint.url, headers=headers, transport=transport)

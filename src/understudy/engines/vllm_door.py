@@ -30,6 +30,7 @@ from understudy.engines.owned_folder import OwnedFolder
 from understudy.engines.pieces import NOBODY_BEHIND, PAUSED
 from understudy.engines.weight_broadcast import Receiver, TransferBroken
 from understudy.errors import EngineError
+from understudy.serving.connections import Connections
 from understudy.serving.http import Gate, answering, as_json, read_body, unless_gone
 
 MAX_BODY_BYTES = 1 << 30
@@ -45,7 +46,7 @@ class VLLMDoor:
 
     def __init__(self, socket: str, *, token: str | None, address: str, memory: Path | None = None) -> None:
         self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=None)),
+            transport=Connections(uds=socket),
             base_url="http://vllm",
             timeout=None,  # whoever asks has a deadline, and hangs up
         )

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 
 from understudy.errors import TeacherError, TeacherUnavailable
+from understudy.serving.connections import Connections
 
 REFUSALS = (400, 401, 403, 404, 405, 413, 422)
 
@@ -47,14 +48,11 @@ class Channel:
         self.teacher = teacher
         self.replica = replica or self.url
         self._read_timeout = read_timeout
-        # Requests wait here and not in httpx: each one that comes or goes there looks at all that wait and at every connection, which
-        # with hundreds of them costs seconds.
-        self._lines = asyncio.Semaphore(max_connections)
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(None, connect=connect_timeout),
-            limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=30.0),
+            transport=Connections(most=max_connections),
             trust_env=False,
         )
 
@@ -74,10 +72,7 @@ class Channel:
         headers = {"Content-Type": content_type} if content is not None else {}
         seconds = self._read_timeout if timeout is None else timeout
         try:
-            async with (
-                asyncio.timeout(seconds),
-                self._lines,
-            ):  # the whole exchange; httpx bounds each read only
+            async with asyncio.timeout(seconds):  # the whole exchange; httpx bounds each read only
                 response = await self._http.request(method, path, content=content, headers=headers)
         except TimeoutError as error:
             raise ReplicaTimeout(f"{self.who}: no answer to {path} within {seconds:.1f} s") from error
