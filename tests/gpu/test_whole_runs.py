@@ -145,9 +145,8 @@ def test_a_run_trains_the_whole_student_as_the_host_would(
     run, watch = Runner(monkeypatch).train(table, layout)
     folder = Path(table["student"]["model"])
     near = Tolerance.of(device, table["student"]["dtype"])
-    if (
-        table["rollout"].get("kv_cache") == "fp8"
-    ):  # what writes is not quite what is trained; old weights would be far off
+    # What writes is then not quite what is trained; old weights would be much further off.
+    if table["rollout"].get("kv_cache") == "fp8":
         near = replace(near, logprob=2 * near.logprob)
 
     assert run.steps == table["trainer"]["steps"] and watch.engine_modules_apart
