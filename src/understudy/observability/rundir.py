@@ -22,6 +22,7 @@ import fcntl
 import json
 import os
 import secrets
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ class RunDir:
 
 def write_atomically(path: Path, text: str) -> None:
     """Either the old content or the new is there, never half of one, even after kill -9."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     with temporary.open("w") as handle:
         handle.write(text)
         handle.flush()

@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,13 @@ async def watched(
     graph: Graph = lambda spans, now: [],
 ) -> AsyncIterator[None]:
     """Keep `path` up to date while the body runs; `facts` are figures of the moment worth knowing beside the waits."""
-    dog = asyncio.create_task(_watch(spans, path, stall_seconds, tell, facts, graph), name="watchdog")
+    ended = asyncio.Event()
+    dog = asyncio.create_task(_watch(spans, path, stall_seconds, tell, facts, graph, ended), name="watchdog")
     try:
         yield
     finally:
-        dog.cancel()
+        # Not cancelled: a write under way on its thread would go on, and "running" be the last word.
+        ended.set()
         await asyncio.gather(dog, return_exceptions=True)
         _write(path, "ended", [], 0.0, facts(), [])
 
@@ -89,9 +91,10 @@ async def _watch(
     tell: Callable[[str], None],
     facts: Callable[[], dict[str, Any]],
     graph: Graph,
+    ended: asyncio.Event,
 ) -> None:
     told_at = 0.0
-    while True:
+    while not ended.is_set():
         now, under_way = time.monotonic(), spans.under_way()
         still, waits, chains = now - spans.last_end, waiting_for(under_way, now), graph(under_way, now)
         await asyncio.to_thread(_write, path, "running", waits, still, facts(), chains)
@@ -101,7 +104,8 @@ async def _watch(
             tell(f"nothing has moved for {still:.0f} s; under way: {text}")
             lines = [*chains, *map(str, waits), *_task_lines()]
             logger.warning("stalled for %.0f s\n%s", still, "\n".join(lines))
-        await asyncio.sleep(min(_REFRESH_SECONDS, stall_seconds))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), min(_REFRESH_SECONDS, stall_seconds))
 
 
 def _task_lines() -> list[str]:

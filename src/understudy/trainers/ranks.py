@@ -91,6 +91,7 @@ class Followers:
         self._children: dict[int, Child] = {}
         self._said_before: dict[int, int] = {}
         self._sent_home = False
+        self._loss: RankLost | None = None
         self._patience = _LEAVE_SECONDS
         self.here = [rank for rank in range(size) if not rank or not processes.is_elsewhere(f"rank-{rank}")]
         """Ranks of the trainer's own machine."""
@@ -114,12 +115,16 @@ class Followers:
         )
 
     def lost(self) -> RankLost | None:
-        """The error of the first rank that ended by its own fault; of one that lost company only if there is no other."""
-        if self._sent_home:
-            return None
+        """The error of the first rank that ended by its own fault; of one that lost company only if there is no other.
+
+        Once known it stays: whoever waits for a rank asks at its own times, perhaps after the others went home because of it.
+        """
+        if self._sent_home or self._loss is not None:
+            return self._loss
         gone = {rank: child for rank, child in self._children.items() if not child.alive}
         ordered = sorted(gone, key=lambda rank: (gone[rank].process.returncode == LOST_COMPANY, rank))
-        return self._obituary(ordered[0]) if ordered else None
+        self._loss = self._obituary(ordered[0]) if ordered else None
+        return self._loss
 
     def refused(self, number: int) -> dict[int, str]:
         found: dict[int, str] = {}
@@ -139,7 +144,9 @@ class Followers:
         self._sent_home = True
 
     def end_at_once(self) -> None:
+        """Nobody waits for them from now on, nor for a call they have part in."""
         self._patience = 0.0
+        self._loss = self._loss or RankLost("the ranks were ended with the run")
 
     async def close(self) -> None:
         """After a stop command they end by themselves; whoever does not is ended."""

@@ -52,3 +52,17 @@ def test_progress_is_no_stall(tmp_path: Path) -> None:
 
     asyncio.run(moving())
     assert not told
+
+
+def test_the_last_word_is_that_it_ended(tmp_path: Path) -> None:
+    """However the body's end falls into a write under way on its thread."""
+    path = tmp_path / "waits.json"
+
+    async def once(seconds: float) -> None:
+        async with watched(Spans(None), path, 0.0005, lambda text: None, dict):
+            await asyncio.sleep(seconds)
+
+    for turn in range(300):
+        asyncio.run(once(turn % 30 * 1e-4))
+        assert json.loads(path.read_text())["status"] == "ended"
+    assert [one.name for one in tmp_path.iterdir()] == ["waits.json"]

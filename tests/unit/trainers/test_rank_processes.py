@@ -1,11 +1,13 @@
 """A follower that cannot start says why in its own words."""
 
+import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from understudy.cluster.local import LocalProcesses
-from understudy.errors import ChildDied
+from understudy.errors import ChildDied, RankLost
 from understudy.observability.rundir import RunDir
 from understudy.trainers.ranks import Followers, refusal_file
 
@@ -25,8 +27,6 @@ async def fail_to_start(folder: Path) -> tuple[str, Followers]:
 
 @pytest.mark.parametrize("spoiled", ["", pytest.param("{}", marks=pytest.mark.slow)])
 def test_its_own_error_comes_first(tmp_path: Path, spoiled: str) -> None:
-    import asyncio
-
     if spoiled:
         (tmp_path / "recipe.json").write_text(spoiled)
     said, followers = asyncio.run(fail_to_start(tmp_path))
@@ -41,3 +41,43 @@ def test_a_refusal_is_found_by_command_and_rank(tmp_path: Path) -> None:
     followers._children = {1: None, 2: None}  # type: ignore[dict-item]
     refusal_file(followers.meeting, 7, 2).write_text("too long")
     assert followers.refused(7) == {2: "too long"} and followers.refused(6) == {}
+
+
+READY = """
+import pathlib, sys, time
+pathlib.Path(sys.argv[sys.argv.index("--ready-file") + 1]).write_text("{}")
+time.sleep(60)
+"""
+
+
+async def lose_one(folder: Path) -> tuple[RankLost, Followers]:
+    """A rank that is there and is killed, seen by whoever watches the ranks."""
+    processes = LocalProcesses(folder / "logs", start_timeout=60)
+    followers = Followers(processes, RunDir(folder), size=2)
+    child = await processes.start("rank-1", "rank_for_test", [])
+    followers._children, followers._said_before = {1: child}, {1: 0}
+    try:
+        child.process.kill()
+        with pytest.raises(RankLost) as caught:
+            await asyncio.wait_for(followers.watch(), 20)
+        return caught.value, followers
+    finally:
+        await processes.close()
+
+
+def test_a_loss_is_known_after_the_others_went_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that has part in a lost rank asks for it again and again, on a thread of its own: it must hear of it even when
+    the loss has ended the run already, or a minute goes by until it gives up."""
+    (tmp_path / "rank_for_test.py").write_text(READY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    seen, followers = asyncio.run(lose_one(tmp_path))
+    followers.send_home()
+    assert followers.lost() is seen and "rank 1 of 2 was killed by SIGKILL" in str(seen)
+
+
+def test_nobody_waits_for_ranks_that_were_ended(tmp_path: Path) -> None:
+    followers = Followers(LocalProcesses(tmp_path), RunDir(tmp_path), size=2)
+    followers.send_home()
+    assert followers.lost() is None
+    followers.end_at_once()
+    assert "ended with the run" in str(followers.lost())
