@@ -61,6 +61,21 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "critic": {"loss": {**TASK, "advantage": "gae"}, "critic": {"learning_rate": 3e-3}},
     "grpo and distillation": {"loss": {"task_coef": 1.0, "topk": 16}, "rollout__n": 2},
     "epochs": {
+        # No clip within reach (that is "clipped epochs", in float32): at its edge a gradient is a step, and one token that bfloat16 puts on the other side turns
+        # a mini-batch's gradient elsewhere (cosines of 0.7 to 0.98 with the default clip, above 0.99 without).
+        "loss": {
+            "task_coef": 1.0,
+            "topk": 16,
+            "correction": {"weigh": "token"},
+            "clip_low": 1.0,
+            "clip_high": 1e4,
+        },
+        "trainer__learning_rate": 1e-3,
+        "rollout__n": 2,
+        "trainer__epochs": 2,
+        "trainer__mini_batch_size": 3,
+    },
+    "clipped epochs": {
         "loss": {"task_coef": 1.0, "topk": 16, "correction": {"weigh": "token"}},
         "rollout__n": 2,
         "trainer__epochs": 2,
@@ -69,7 +84,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 QUICK = {"sync", "lora", "grpo and distillation", "fully async"}
 """Those that every `make test` runs on the host."""
-GPU_ONLY = {"keys in eight bits"}
+GPU_ONLY, HOST_ONLY = {"keys in eight bits"}, {"clipped epochs"}
 LONG = {"compiled"}
 """Those that take a minute on a GPU too; `-m "gpu and not slow"` leaves them out."""
 
@@ -100,7 +115,8 @@ def cases() -> list[Any]:
         if name not in GPU_ONLY:
             found.append(pytest.param("cpu", name, marks=slow, id=f"cpu-{name}"))
         on_gpu = [*GPU, pytest.mark.slow] if name in LONG else GPU
-        found.append(pytest.param("cuda", name, marks=on_gpu, id=f"cuda-{name}"))
+        if name not in HOST_ONLY:
+            found.append(pytest.param("cuda", name, marks=on_gpu, id=f"cuda-{name}"))
     return found
 
 
