@@ -53,7 +53,7 @@ from understudy.trainers.far_writing import RowWorkers, brings_tokens, settings_
 from understudy.trainers.gather import Lane
 from understudy.trainers.loading import LoadedModel, load_model, resolve_device
 from understudy.trainers.loops import Keeping, open_loops
-from understudy.trainers.prompt_facts import longest_prompt, mixed_teachers
+from understudy.trainers.prompt_facts import LongestPrompt, mixed_teachers
 from understudy.trainers.ranks import start_ranks
 from understudy.trainers.refused import keep_refused
 from understudy.trainers.seating import critic_sits_apart, with_rollout_devices
@@ -120,12 +120,7 @@ async def build(
             far_rows = await open_far_rows(
                 plane, policy, recipe.dataplane.queue_timeout_seconds, stack.callback
             )
-        renderer = Renderer(
-            student.tokenizer,
-            context=context_of(recipe, student),
-            reserve=recipe.rollout.max_new_tokens,
-            template_options=recipe.rollout.template_options,
-        )
+        renderer = _renderer(recipe, student)
         loops, row_workers = await _loops(
             recipe, run, renderer, processes, plane, stack, far_scoring, engine, view.note
         )
@@ -247,14 +242,22 @@ async def _policy_and_engine(
     return policy, engine, publisher_of(recipe, policy, engine, shared=shared)
 
 
+def _renderer(recipe: Recipe, student: LoadedModel) -> Renderer:
+    return Renderer(
+        student.tokenizer,
+        context=context_of(recipe, student),
+        reserve=recipe.rollout.max_new_tokens,
+        template_options=recipe.rollout.template_options,
+    )
+
+
 def _student_facts(recipe: Recipe, student: LoadedModel, prompts: Dataset) -> StudentFacts:
-    room = student.context - recipe.rollout.max_new_tokens
     return StudentFacts(
         vocabulary_of(student.tokenizer),
         student.model.get_output_embeddings().weight.shape[0],
         student.device,
-        student.context,
-        partial(longest_prompt, student.tokenizer, prompts, room),
+        context_of(recipe, student),
+        LongestPrompt(_renderer(recipe, student), prompts),
         mixed_teachers(prompts, recipe.data.mixture_key),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -74,8 +74,9 @@ class StudentFacts:
     """Ids the student's head knows; some may belong to no token, and a teacher's candidates may name them all the same."""
     device: torch.device
     context: int
-    longest_prompt: Callable[[], int]
-    """Tokens; only asked where a teacher holds less than the student does."""
+    """The longest a rollout may be."""
+    longest_prompt: Callable[[], Awaitable[int]]
+    """Tokens; only asked where a teacher may not hold the longest rollout."""
     mixed: Collection[str] = ()
     """Teachers that rows name in a mixture."""
 
@@ -234,7 +235,7 @@ async def _start(
     if name in student.mixed:
         signals = list(dict.fromkeys([*signals, *needed_signals(Signal(loss.signal))]))
     k = loss.topk if loss.signal in ("topk", "at_ids") else 0
-    check_signals(manifest, signals, k, _length(recipe, student, manifest))
+    check_signals(manifest, signals, k, await _length(recipe, student, manifest))
     if deterministic and manifest.batching is Batching.BY_ARRIVAL:
         logger.warning(
             "teacher %s batches by arrival: its scores, and so this run, may differ in the last bits from time to time; "
@@ -262,10 +263,10 @@ async def _start(
             teachers.heads[name] = _head(await client.head(), loss.teacher_temperature, student.device)
 
 
-def _length(recipe: Recipe, student: StudentFacts, manifest: Manifest) -> int:
-    """prompt + response + 1. Prompts are only measured where this teacher holds less than the student."""
+async def _length(recipe: Recipe, student: StudentFacts, manifest: Manifest) -> int:
+    """prompt + response + 1. Prompts are only measured where this teacher may not hold the longest rollout and one more."""
     holds_all = manifest.limits.max_length > student.context
-    return (0 if holds_all else student.longest_prompt()) + recipe.rollout.max_new_tokens + 1
+    return (0 if holds_all else await student.longest_prompt()) + recipe.rollout.max_new_tokens + 1
 
 
 def _head(wire: WireHead, temperature: float, device: torch.device) -> TeacherHead:
