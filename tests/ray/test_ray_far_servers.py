@@ -180,7 +180,8 @@ def test_servers_and_workers_killed_as_they_write_cost_no_row(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and killed == 2, output[-3000:]
     said = log.read_text()
-    assert said.count("; started again in ") >= 2
+    # Of the second the door may live for a moment longer, and be asked once more before it is started again.
+    assert said.count("is back, with weights") >= 2
     assert not any(one.is_running() for one in servers_of_the_dead), "they end with their door"
     assert len(re.findall(r"_0_0 is begun again", said)) > 1
     assert_whole(tmp_path / "run", ROWS * steps)
@@ -189,8 +190,9 @@ def test_servers_and_workers_killed_as_they_write_cost_no_row(
 
 @contextmanager
 def running(dialect: str, model: str, host: str) -> Iterator[str]:
-    """The address of a server that is not the run's."""
+    """The address of a server that is not the run's. It takes its time, so that weights come while it writes."""
     words = [sys.executable, str(HERE / "wire_server_child.py"), dialect, model, "--host", host]
+    words += ["--token-seconds", "0.02"]
     pipe = subprocess.PIPE
     child = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
     assert child.stdin is not None and child.stdout is not None

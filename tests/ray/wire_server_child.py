@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 
 import torch
 import uvicorn
@@ -20,9 +21,12 @@ async def main() -> None:
     parser.add_argument("dialect")
     parser.add_argument("model")
     parser.add_argument("--host")
+    parser.add_argument("--token-seconds", type=float, default=0.0, help="how long each token takes, at least")
     known = parser.parse_args()
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(known.model, dtype=torch.float32)
+    if known.token_seconds:
+        model.register_forward_pre_hook(lambda *_: time.sleep(known.token_seconds))
     server = WireServer(known.dialect, model, model.config.max_position_embeddings)
     http = uvicorn.Server(
         uvicorn.Config(
