@@ -12,6 +12,7 @@ from typing import Any
 
 from understudy.config import Recipe, load_recipe, parse_recipe
 from understudy.errors import ConfigError, UnderstudyError
+from understudy.trainers.ending import run_to_its_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = T
     problems = preflight(recipe, progress=progress)
     if problems:
         raise ConfigError(problems)
-    return _outside_a_loop(lambda: asyncio.run(launch(recipe, progress=progress)))
+    return _outside_a_loop(lambda: run_to_its_end(launch(recipe, progress=progress)))
 
 
 def distill(

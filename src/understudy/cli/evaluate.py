@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 
 from rich.console import Console
 
 from understudy.observability.live import LiveView
+from understudy.trainers.ending import run_to_its_end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
     from understudy.trainers.evaluate import evaluate_model
 
     with LiveView(0) as view:
-        results = asyncio.run(
+        results = run_to_its_end(
             evaluate_model(
                 options.model,
                 options.data,

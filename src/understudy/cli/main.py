@@ -30,6 +30,7 @@ from understudy.cli import (
     train,
 )
 from understudy.errors import ConfigError, UnderstudyError
+from understudy.trainers.ending import leave_soon
 
 INTERRUPTED = 130
 _COMMANDS = {
@@ -56,6 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     command: Callable[[argparse.Namespace], int | None] = options.run_command
+    code = _exit_code(command, options)
+    leave_soon(code)
+    return code
+
+
+def _exit_code(command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     try:
         return command(options) or 0

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import threading
-
 from rich.console import Console
 from rich.table import Table
 
 from understudy.api import Run
 from understudy.observability.report import accuracy_table
 from understudy.observability.rundir import RunDir, read_json
+from understudy.trainers.ending import leave_soon
 
 STOPPED = 130
-_LAST_SECONDS = 3.0
 
 
 def finish(run: Run) -> int:
@@ -38,15 +35,7 @@ def finish(run: Run) -> int:
             highlight=False,
             soft_wrap=True,
         )
-        _leave_soon()
+        leave_soon(STOPPED, whatever_runs=True)
         return STOPPED
     console.print(f"report  {run.dir / 'report.html'}", highlight=False, soft_wrap=True)
     return 0
-
-
-def _leave_soon() -> None:
-    """Python waits for every thread before it ends, also for one that hangs in somebody's agent loop. All is saved and said: after
-    a moment the process ends whatever they do."""
-    end = threading.Timer(_LAST_SECONDS, os._exit, (STOPPED,))
-    end.daemon = True
-    end.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from importlib import resources
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from understudy.cli.outcome import finish
 from understudy.cli.reading import checked_recipe
+from understudy.trainers.ending import run_to_its_end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     from understudy.trainers.launch import launch
 
     next_command = f"understudy train {path} loss.kind=reverse_kl"
-    code = finish(asyncio.run(launch(recipe, progress=not options.quiet, next_command=next_command)))
+    code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))
     console = Console()
     console.print(f"next    {next_command}", highlight=False, soft_wrap=True)
     return code

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 
 from rich.console import Console
 
 from understudy.cli.outcome import finish
 from understudy.observability.rundir import RunDir
+from understudy.trainers.ending import run_to_its_end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,4 +31,4 @@ def run(options: argparse.Namespace) -> int:
         console.print("nothing changes: the run has these values already", highlight=False)
     from understudy.trainers.launch import resume
 
-    return finish(asyncio.run(resume(options.run, options.overrides, progress=not options.quiet)))
+    return finish(run_to_its_end(resume(options.run, options.overrides, progress=not options.quiet)))

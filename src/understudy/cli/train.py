@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 
 from understudy.cli.outcome import finish
 from understudy.cli.reading import checked_recipe
+from understudy.trainers.ending import run_to_its_end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,4 +20,4 @@ def run(options: argparse.Namespace) -> int:
     recipe = checked_recipe(options.recipe, options.overrides, progress=not options.quiet)
     from understudy.trainers.launch import launch
 
-    return finish(asyncio.run(launch(recipe, progress=not options.quiet)))
+    return finish(run_to_its_end(launch(recipe, progress=not options.quiet)))

@@ -1,0 +1,73 @@
+"""What a run came to is known, and its process gone, whatever still hangs in a thread."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from understudy.errors import ClusterError
+from understudy.trainers.ending import run_to_its_end
+
+
+def test_an_error_does_not_wait_for_a_thread() -> None:
+    release = threading.Event()
+
+    async def work() -> None:
+        hanging = asyncio.create_task(asyncio.to_thread(release.wait))
+        await asyncio.sleep(0.1)
+        hanging.cancel()
+        raise ClusterError("no teacher is left")
+
+    began = time.monotonic()
+    threading.Timer(20, release.set).start()
+    with pytest.raises(ClusterError, match="no teacher"):
+        run_to_its_end(work())
+    took = time.monotonic() - began
+    release.set()
+    assert took < 10
+
+
+def test_what_ends_with_the_loop_has_threads_and_is_waited_for() -> None:
+    closed: list[str] = []
+
+    async def works_until_the_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.to_thread(closed.append, "written")
+
+    async def work() -> int:
+        background.append(asyncio.create_task(works_until_the_end()))
+        return await asyncio.to_thread(lambda: 7)
+
+    background: list[asyncio.Task[None]] = []
+    assert run_to_its_end(work()) == 7 and closed == ["written"]
+
+
+COMMAND = """
+import asyncio, sys, time
+from understudy.cli import check
+from understudy.cli.main import main
+from understudy.errors import ClusterError
+from understudy.trainers.ending import run_to_its_end
+
+async def work():
+    asyncio.create_task(asyncio.to_thread(time.sleep, 600))
+    await asyncio.sleep(0.1)
+    if sys.argv[1] == "fails":
+        raise ClusterError("no teacher is left")
+
+check.run = lambda options: run_to_its_end(work())
+sys.exit(main(["check", "recipe.toml"]))
+"""
+
+
+@pytest.mark.parametrize(("how", "code", "said"), [("fails", 2, "no teacher is left"), ("ends well", 0, "")])
+def test_a_command_ends_while_somebodys_thread_hangs(how: str, code: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, how], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code and said in done.stderr, done
