@@ -109,8 +109,10 @@ async def _listen(folder: Path, teachers: Teachers) -> None:
 async def _answered(teachers: Teachers, asked: Path) -> dict[str, Any]:
     try:
         answer = await _carry_out(teachers, read_json(asked))
-    except (UnderstudyError, ValueError, KeyError, TypeError) as error:
-        answer = {"error": str(error) or type(error).__name__}
+    except UnderstudyError as error:
+        answer = {"error": str(error)}
+    except Exception as error:  # an address with a port there cannot be, half a file: no request ends a run
+        answer = {"error": f"{type(error).__name__}: {error}"}
     logger.info("asked for %s: %s", asked.name, answer)
     return answer
 

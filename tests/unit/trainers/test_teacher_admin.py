@@ -1,0 +1,33 @@
+"""Whoever asks a run for a replica is answered, whatever they wrote; the run itself does not suffer by it."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from understudy.errors import TeacherError
+from understudy.observability.rundir import RunDir
+from understudy.teacher.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool import TeacherPool
+from understudy.trainers.teacher_admin import ask_run, open_for_requests
+from understudy.trainers.teachers import Teachers
+
+
+@pytest.mark.parametrize("url", ["http://localhost:99999", "http://[half", "localhost", "http://127.0.0.1:1"])
+def test_an_address_there_cannot_be_is_told_and_ends_nothing(tmp_path: Path, url: str) -> None:
+    run = RunDir(tmp_path)
+    run.recipe.write_text("{}")
+    run.state.write_text(json.dumps({"status": "running", "pid": os.getpid()}))
+    pool = TeacherPool("add", [ReplicaSpec("0", Endpoint("http://127.0.0.1:1"))])
+
+    async def asked() -> None:
+        async with open_for_requests(run, Teachers({"add": pool})):
+            with pytest.raises(TeacherError):
+                await asyncio.to_thread(
+                    ask_run, tmp_path, {"do": "add", "teacher": "add", "url": url}, patience=10.0
+                )
+            assert await asyncio.to_thread(ask_run, tmp_path, {"do": "list"}, patience=10.0) == {"add": []}
+
+    asyncio.run(asyncio.wait_for(asked(), 60))
