@@ -195,9 +195,12 @@ class LeadingPolicy:
             self._lookout.send_home()
 
     def close(self) -> None:
-        """Sends the followers home; where the group is broken already there is nobody to tell."""
+        """Sends the followers home. Where the group is broken, or breaks over this, there is nobody to tell: whoever is gone by now is
+        no loss, and whoever has not heard is ended."""
         if self._broken is None:
-            self._together({"do": "stop"}, lambda: None)
+            self._number += 1
+            message = pack({"do": "stop", "number": self._number}, {})
+            wait([self._thread.submit(lambda: _broadcast(self._group, message))], timeout=_GRACE_SECONDS)
 
     def _send_head(self, name: str, head: TeacherHead) -> None:
         """A teacher's head travels once; it is by far the largest thing a step could carry."""

@@ -11,6 +11,7 @@ from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import psutil
 import torch
 from small_student import batch_of, cross_entropy, poisoned, qwen3, settings, token_mean, varied_batch
 
@@ -210,8 +211,25 @@ def fail_alone(ranks: Any, folder: str, who: int) -> Any:
     return said, time.monotonic() - started
 
 
+def gone_at_the_end(ranks: Any, folder: str) -> Any:
+    """How long the leader takes to send a rank home that is gone already."""
+    note, policy = Path(folder) / "pid", Policy(qwen3(), settings(), ranks=ranks)
+    if ranks.rank != 0:
+        note.write_text(str(os.getpid()))
+        return None
+    while not note.exists():
+        time.sleep(0.05)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(int(note.read_text())).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.05)
+    leader, started = LeadingPolicy(policy, ranks, lookout=NotesInAFolder(folder)), time.monotonic()
+    leader.close()
+    return time.monotonic() - started
+
+
 JOBS = {
     "fail_alone": fail_alone,
+    "gone_at_the_end": gone_at_the_end,
     "lead_and_follow": lead_and_follow,
     "rows_by_name": rows_by_name,
     "train": train,

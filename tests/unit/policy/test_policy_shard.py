@@ -140,6 +140,12 @@ def test_a_rank_that_fails_alone_is_told_within_seconds(tmp_path: Path, who: int
     assert said[1] == said[0] if who == 1 else "failed alone" in said[1], "a broken group is not used again"
 
 
+def test_a_rank_that_is_gone_when_it_is_sent_home_is_no_loss(tmp_path: Path) -> None:
+    """All steps are taken and saved by then: nobody waits to hear how it ended, and nothing is raised."""
+    seconds, _ = on_ranks(2, tmp_path, "gone_at_the_end")
+    assert seconds < 10
+
+
 def test_a_batch_travels_unchanged() -> None:
     batch = varied_batch()
     total = int(batch.loss_mask.values.sum())
