@@ -24,7 +24,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from understudy.dataplane.base import Columns, Lease
@@ -127,5 +127,5 @@ async def _run(
     rows = {key: {name: cells[name][i] for name in cells} for i, key in enumerate(meta.keys)}
     if cells and rows:
         await plane.put(meta.partition, rows, lease=lease)
-    done = replace(meta, fields=meta.fields + tuple(name for name in cells if name not in meta.fields))
+    done = meta.but(fields=meta.fields + tuple(name for name in cells if name not in meta.fields))
     return await in_kind(plane, batch, done) if theirs else done

@@ -13,7 +13,7 @@ process that dies on the way leaves nothing that anybody refers to, and the call
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from understudy.dataplane.base import Columns, Lease
@@ -63,7 +63,7 @@ async def call_elsewhere(
     if not isinstance(answer.result, BatchMeta):
         return answer.result
     new = tuple(name for name in answer.result.fields if name not in (*meta.fields, *handed.fields))
-    return replace(meta, fields=meta.fields + new)
+    return meta.but(fields=meta.fields + new)
 
 
 class FarBridge:

@@ -13,7 +13,6 @@ import asyncio
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +131,7 @@ async def far_batch_of(system: System, lease: Lease) -> tuple[FarBatch, dict[str
         extra[_HIDDEN_DTYPE] = str(head.weight_VH.dtype).removeprefix("torch.")
     sizes = facts[SIZES]
     batch = FarBatch(
-        replace(meta, tags=(), extra=extra),
+        meta.but(tags=(), extra=extra),
         tuple(row["tokens"] for row in sizes),
         tuple(row["loss"] for row in sizes),
         rows,

@@ -91,7 +91,7 @@ class FarBatch:
 
     def streams(self) -> Batch:
         """Every row with its tokens but nothing of its teacher: for a model that lives whole in the trainer's process."""
-        return replace(self, meta=replace(self.meta, fields=STREAMS)).here()
+        return replace(self, meta=self.meta.but(fields=STREAMS)).here()
 
     def here(self) -> Batch:
         """Every row with all its columns, in the trainer's process: fetched, or else from the run directory."""
