@@ -129,6 +129,9 @@ async def _produce(
         except _INFRASTRUCTURE:
             raise
         except Exception as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                # It was given up, and something in its loop could not bear that: no fault of the sample's.
+                raise asyncio.CancelledError from error
             await _bury(system, key, error)
 
 

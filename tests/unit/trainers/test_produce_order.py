@@ -163,3 +163,41 @@ def test_a_row_that_no_teacher_can_judge_is_set_aside_with_its_rollout_written(t
         assert puts.count("p0_0_0") == 1  # before it was set aside, not after
 
     with_plane(tmp_path, work)
+
+
+class CutOff:
+    """An environment that cannot bear to be left in the midst of an episode."""
+
+    def of(self, prompt: Prompt) -> CutOff:
+        return self
+
+    async def run(self, prompt: Prompt, context: Any) -> list[Trajectory]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RuntimeError("the episode was cut off")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_sample_that_is_given_up_is_no_dead_letter(tmp_path: Path, deterministic: bool) -> None:
+    """Whatever its loop says to that: the run may go on with it later. Its own deadline is another matter."""
+
+    async def work(plane: EmbeddedDataPlane) -> None:
+        async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            return [scores_of(item) for item in items]
+
+        system = system_of(plane, score, deterministic)
+        system.loops = CutOff()
+        step = asyncio.create_task(produce_step(system, PROMPTS, step=1))
+        await asyncio.sleep(0.05)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert system.tally.dead_letters == 0 and len(await plane.list(PARTITION)) == len(PROMPTS)
+
+        rollout = system.recipe.rollout.model_copy(update={"deadline_seconds": 0.05})
+        system.recipe = system.recipe.model_copy(update={"rollout": rollout})
+        await produce_step(system, PROMPTS, step=1)
+        assert system.tally.dead_letters == len(PROMPTS)
+
+    with_plane(tmp_path, work)
