@@ -92,5 +92,7 @@ class Spans:
             self._handle.flush()
 
     def close(self) -> None:
+        """Whoever is still about something may end it all the same; nobody writes that down any more."""
         if self._handle:
             self._handle.close()
+            self._handle = None

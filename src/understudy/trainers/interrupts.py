@@ -11,6 +11,7 @@ the event loop itself does not hear the signal for DEAF_S (somebody's coroutine 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
@@ -18,6 +19,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 EXIT_NOW = 130
 PATIENCE_S = 8.0
@@ -57,7 +60,10 @@ class Interrupts:
         self._on_second = on_second
 
     async def waiting(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` gives, which waits for others; `Abandoned` where it waits too long after somebody asked to stop."""
+        """What `work` gives, which waits for others; `Abandoned` where it waits too long after somebody asked to stop.
+
+        Whoever is told that it was given up, or is cancelled, closes next what the work uses: so it is over by then, if it can be.
+        """
         task, told = asyncio.create_task(work), asyncio.create_task(self._told.wait())
         try:
             await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
@@ -68,7 +74,10 @@ class Interrupts:
         finally:
             told.cancel()
             task.cancel()
-        await asyncio.wait({task}, timeout=_CANCEL_S)
+            if not task.done():
+                await asyncio.wait({task}, timeout=_CANCEL_S)
+                if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                    logger.warning("what was given up ended with %s: %s", type(error).__name__, error)
         # Threads that hang may hold all places of the old one, and saving needs some.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="leaving"))
         raise Abandoned

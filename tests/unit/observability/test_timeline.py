@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from understudy.observability.spans import Spans
 from understudy.observability.timeline import draw_timeline, last_steps, read_last_launch
 
 
@@ -28,3 +29,13 @@ def test_only_the_last_steps_are_drawn(tmp_path: Path) -> None:
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
     assert not draw_timeline(tmp_path / "none.jsonl", tmp_path / "timeline.png")
+
+
+def test_whoever_ends_after_the_file_was_closed_is_not_troubled(tmp_path: Path) -> None:
+    spans = Spans(tmp_path / "spans.jsonl")
+    with spans.span("update"):
+        pass
+    with spans.span("rollout"):
+        spans.close()
+    assert [entry["name"] for entry in read_last_launch(tmp_path / "spans.jsonl")] == ["update"]
+    assert not spans.under_way()

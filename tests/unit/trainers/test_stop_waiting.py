@@ -76,7 +76,29 @@ def test_whoever_is_cancelled_cancels_the_work() -> None:
             outer.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await outer
-            await asyncio.sleep(0)
+            assert ended == ["cleaned up"]
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_work_of_whoever_is_cancelled_is_over_when_they_are() -> None:
+    """They go on to close what it uses."""
+    ended: list[str] = []
+
+    async def slow_to_leave() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)
+            ended.append("cleaned up")
+
+    async def body() -> None:
+        with Interrupts(lambda text: None) as stop:
+            outer = asyncio.create_task(stop.waiting(slow_to_leave()))
+            await asyncio.sleep(0.01)
+            outer.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await outer
             assert ended == ["cleaned up"]
 
     asyncio.run(asyncio.wait_for(body(), 10))
