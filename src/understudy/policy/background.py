@@ -23,10 +23,14 @@ class BackgroundSaver:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
-    def save(self, step: int, policy: PolicyState, extra: Mapping[str, Any] | None = None) -> Future[Path]:
-        """Returns as soon as `policy` may change again; the future is done when the checkpoint is final."""
+    def save(
+        self, step: int, policy: PolicyState, extra: Mapping[str, Any] | None = None, *, copied: bool = True
+    ) -> Future[Path]:
+        """Returns as soon as `policy` may change again; the future is done when the checkpoint is final. Without a copy the policy
+        may change only then."""
         self.wait()
-        self._pending = self._writer.submit(self.store.save, step, policy.detached(), dict(extra or {}))
+        state = policy.detached() if copied else policy
+        self._pending = self._writer.submit(self.store.save, step, state, dict(extra or {}))
         return self._pending
 
     def wait(self) -> Path | None:

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,13 @@ async def save_checkpoint(system: System, step: int) -> None:
             "teachers": system.manifests,
             "rows_trained": system.tally.rows_trained,
         }
-        state = await asyncio.to_thread(training_state, system)
-        if system.recipe.trainer.async_save:
-            written = await asyncio.to_thread(system.saver.save, step, state, extra)
+        state, beside = await asyncio.to_thread(training_state, system), system.recipe.trainer.async_save
+        # Always the saver's thread: a run that ends in the midst of it waits there, so that the next attempt finds nobody writing.
+        written = await asyncio.to_thread(partial(system.saver.save, step, state, extra, copied=beside))
+        if beside:
             system.saving.add(system.background.create_task(_when_final(system, written), name="checkpoint"))
         else:
-            await asyncio.to_thread(system.checkpoints.save, step, state, extra)
-            await _let_go(system)
+            await _when_final(system, written)
 
 
 async def finish_saving(system: System) -> None:
@@ -71,7 +72,8 @@ async def finish_saving(system: System) -> None:
 
 
 async def _when_final(system: System, written: Future[Path]) -> None:
-    await asyncio.wrap_future(written)
+    # Who is cancelled here must not take back a save that has not begun: the saver would tell of that instead of the trouble.
+    await asyncio.shield(asyncio.wrap_future(written))
     await _let_go(system)
 
 
