@@ -20,12 +20,12 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -49,7 +49,6 @@ _LEAVE_SECONDS = 10.0
 _LAST_WORDS_BYTES = 8192
 SUPERVISOR_GONE = "(its supervisor is gone"
 """How the log of a process elsewhere ends when its machine does."""
-Result = TypeVar("Result")
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -195,20 +194,21 @@ async def start_ranks(
     size = recipe.trainer.ranks
     followers, thread = Followers(processes, run, size), RankThread()
     _one_device_each(len(followers.here), student.device)
-    stack.callback(thread.close)
-    stack.push_async_callback(_leave, thread)
-    stack.push_async_callback(followers.close)
 
     def lead() -> tuple[Group, Policy]:
         group = join_at(0, size, followers.rendezvous, student.device)
         return group, Policy(student.model, settings, on_bad_rows=on_bad_rows, ranks=group)
 
+    joining = thread.submit(lead)
+    stack.callback(thread.close)
+    stack.push_async_callback(_leave, thread, joining)
+    stack.push_async_callback(followers.close)
     with view.work(f"starting {size - 1} more rank(s)"):
         async with asyncio.TaskGroup() as tasks:
             for rank in range(1, size):
                 tasks.create_task(followers.start(rank))
-            mine = tasks.create_task(_on(thread, lead))
-    group, policy = mine.result()
+            tasks.create_task(_over(joining))
+    group, policy = joining.result()
     leading = LeadingPolicy(policy, group, thread, followers)
     stack.push_async_exit(partial(_go_home, leading, followers, thread))
     watchers = await stack.enter_async_context(asyncio.TaskGroup())
@@ -217,8 +217,8 @@ async def start_ranks(
     return leading
 
 
-async def _on(thread: RankThread, job: Callable[[], Result]) -> Result:
-    return await asyncio.wrap_future(thread.submit(job))
+async def _over(joining: Future[tuple[Group, Policy]]) -> None:
+    await asyncio.wrap_future(joining)
 
 
 async def _go_home(
@@ -247,10 +247,13 @@ async def forget_group() -> bool:
     return not torch.distributed.is_initialized()
 
 
-async def _leave(thread: RankThread) -> None:
+async def _leave(thread: RankThread, joining: Future[Any] | None = None) -> None:
+    left = thread.submit(leave)
+    if joining is not None and not joining.done():
+        return  # it still waits for ranks that will not come: there is no group to leave
     with suppress(Exception):
         async with asyncio.timeout(_LEAVE_SECONDS):
-            await asyncio.wrap_future(thread.submit(leave))
+            await asyncio.wrap_future(left)
 
 
 def _free_port(address: str) -> int:

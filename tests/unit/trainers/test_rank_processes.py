@@ -2,14 +2,20 @@
 
 import asyncio
 import os
+import time
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from understudy.cluster.local import LocalProcesses
 from understudy.errors import ChildDied, RankLost
+from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
-from understudy.trainers.ranks import Followers, refusal_file
+from understudy.trainers.ranks import Followers, refusal_file, start_ranks
 
 
 async def fail_to_start(folder: Path) -> tuple[str, Followers]:
@@ -33,6 +39,32 @@ def test_its_own_error_comes_first(tmp_path: Path, spoiled: str) -> None:
     expected = "ConfigError: `student` is missing" if spoiled else "RunDirectoryError:"
     assert expected in said.splitlines()[0], said
     assert not followers.meeting.exists()
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    """Rank 0 waits for the others where they meet; when one could not start, there is nothing it has to leave."""
+    run = RunDir.create(str(tmp_path / "run"), "run")
+    student: Any = SimpleNamespace(device=torch.device("cpu"), model=None)
+    recipe: Any = SimpleNamespace(trainer=SimpleNamespace(ranks=2))
+
+    async def start() -> float:
+        processes = LocalProcesses(run.logs, start_timeout=60)
+        try:
+            async with AsyncExitStack() as stack:
+                try:
+                    view = LiveView(0, enabled=False)
+                    settings: Any = None
+                    await start_ranks(recipe, run, processes, student, settings, print, stack, view)
+                finally:
+                    failed = time.monotonic()
+        except ExceptionGroup as error:
+            assert error.subgroup(ChildDied) and "recipe.json" in str(error.exceptions[0])
+            return time.monotonic() - failed
+        finally:
+            await processes.close()
+        raise AssertionError("a rank without a recipe started")
+
+    assert asyncio.run(start()) < 5
 
 
 def test_a_refusal_is_found_by_command_and_rank(tmp_path: Path) -> None:
