@@ -28,6 +28,7 @@ class Connections(httpx.AsyncBaseTransport):
         self._idle: deque[tuple[httpcore.AsyncHTTPConnection, float]] = deque()
         """With the time each came back; the newest last."""
         self._busy: set[httpcore.AsyncHTTPConnection] = set()
+        self._closed = False
         self._tls: Any = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -59,6 +60,8 @@ class Connections(httpx.AsyncBaseTransport):
         )
 
     async def _take(self, origin: httpcore.Origin) -> httpcore.AsyncHTTPConnection:
+        if self._closed:
+            raise httpx.CloseError("the connections were closed while this request waited for its turn")
         while self._idle:
             connection, _ = self._idle.pop()
             if connection.can_handle_request(origin) and not connection.has_expired():
@@ -73,7 +76,7 @@ class Connections(httpx.AsyncBaseTransport):
     async def _put_back(self, connection: httpcore.AsyncHTTPConnection) -> None:
         """Its answer has been read, or given up."""
         try:
-            if connection.is_idle() and connection in self._busy:
+            if connection.is_idle() and not self._closed:
                 self._busy.discard(connection)
                 self._idle.append((connection, time.monotonic()))
                 await self._forget_old()
@@ -94,6 +97,8 @@ class Connections(httpx.AsyncBaseTransport):
         await connection.aclose()
 
     async def aclose(self) -> None:
+        """Requests under way fail; one that is still connecting is let finish, and nothing of it is kept."""
+        self._closed = True
         idle, busy = [connection for connection, _ in self._idle], list(self._busy)
         self._idle.clear()
         self._busy.clear()
@@ -125,11 +130,12 @@ class _Body(httpx.AsyncByteStream):
 
 @contextmanager
 def _in_words_of_httpx() -> Iterator[None]:
-    """httpcore's errors have httpx's names."""
+    """httpcore's errors have httpx's names. Of one that httpx has no name for (a connection was closed in the moment it was taken) a
+    request that failed is made all the same: whoever asks knows no others."""
     try:
         yield
     except Exception as error:
-        known = getattr(httpx, type(error).__name__, None)
-        if type(error).__module__.startswith("httpcore") and isinstance(known, type):
-            raise known(str(error)) from error
+        if type(error).__module__.startswith("httpcore"):
+            known = getattr(httpx, type(error).__name__, httpx.TransportError)
+            raise known(str(error) or type(error).__name__) from error
         raise

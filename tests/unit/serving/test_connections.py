@@ -187,6 +187,28 @@ def test_nobody_s_connection_stays_open_after_the_end_or_for_ever() -> None:
     run(scenario)
 
 
+def test_requests_that_are_there_when_it_ends_fail_in_known_words_and_leave_nothing_open() -> None:
+    """Those under way, those that wait their turn, and those that have just taken a connection."""
+
+    async def scenario() -> None:
+        async def slow(path: bytes) -> bytes:
+            await asyncio.sleep(0.01)
+            return path
+
+        for turns in range(1, 12):  # before the first turn it is httpx itself that refuses
+            async with client_of(slow, most=3) as (client, server):
+                await asyncio.gather(*(client.get("/first") for _ in range(3)))
+                asked = [asyncio.create_task(client.get("/")) for _ in range(8)]
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(one, httpx.HTTPError) for one in outcomes), outcomes
+            await asyncio.sleep(0.05)
+            assert server.open_now == 0
+
+    run(scenario)
+
+
 def test_through_a_unix_socket(tmp_path: Path) -> None:
     async def scenario() -> None:
         server = Server(echo)
