@@ -78,6 +78,12 @@ class Channel:
             raise ReplicaTimeout(f"{self.who}: no answer to {path} within {seconds:.1f} s") from error
         except httpx.HTTPError as error:
             raise TeacherUnavailable(f"{self.who}: {path} failed: {type(error).__name__}: {error}") from error
+        except RuntimeError as error:  # httpx's word for a client that is closed
+            if not self._http.is_closed:
+                raise
+            raise TeacherUnavailable(
+                f"{self.who}: it left while a request to {path} stood in line for it"
+            ) from error
         if response.status_code == 200:
             return response.content
         told = f"({response.status_code}): {_reason(response)}"

@@ -38,3 +38,25 @@ def test_requests_search_for_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(ask())
     assert searches.names == []
+
+
+def test_a_replica_that_has_left_is_unavailable_to_whoever_still_asks() -> None:
+    """Calls stand in line for a replica; when it is taken out, they must go to another one and not fail their rows."""
+
+    async def ask() -> None:
+        async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(says_nothing, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        channel = Channel(f"http://127.0.0.1:{port}", None, "teacher", "r0", max_connections=1)
+        under_way, in_line = (asyncio.create_task(channel.ask("GET", "/manifest")) for _ in range(2))
+        await asyncio.sleep(0.1)
+        await channel.close()
+        for late in (under_way, in_line, channel.ask("GET", "/manifest")):
+            with pytest.raises(TeacherUnavailable, match="teacher teacher, replica r0"):
+                await late
+        server.close()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
