@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.errors import ChildDied, ClusterError
+from understudy.observability.forks import only_here
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
@@ -49,6 +50,7 @@ class LocalProcesses:
         self._children: dict[str, Child] = {}
         self._pipe_read, self._pipe_write = os.pipe()
         os.set_inheritable(self._pipe_read, True)
+        only_here(self, LocalProcesses._close_pipe)
 
     @property
     def children(self) -> Mapping[str, Child]:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from understudy.errors import RunDirectoryError
+from understudy.observability.forks import only_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class RunDir:
         handle.truncate(0)
         handle.write(str(os.getpid()))
         handle.flush()
+        only_here(handle, lambda file: file.close())
         return handle
 
 

@@ -27,6 +27,7 @@ from understudy.engines.base import Generation, Sampling
 from understudy.engines.far import Grant
 from understudy.engines.visits import Leg
 from understudy.errors import DataError, UnderstudyError
+from understudy.observability.forks import only_here
 from understudy.rollout import worker_wire as wire
 from understudy.rollout.agent import LoopContext
 from understudy.rollout.loops import LoopChoice
@@ -140,6 +141,8 @@ async def _pipes() -> Channel:
     # Our channel is a copy of stdout; stdout itself becomes stderr for everybody else.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    # By its end the run knows that we are gone. In a fork it leads nowhere: closed, its number might become another file's.
+    only_here(out, lambda file: os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno()))
     reader = asyncio.StreamReader(limit=_LIMIT)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

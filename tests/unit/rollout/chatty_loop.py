@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
+import time
 
 import numpy as np
 
@@ -22,6 +24,8 @@ class Chatty:
             raise KeyError("loop bug")
         if prompt.columns.get("dies"):
             os._exit(7)
+        if prompt.columns.get("forks"):
+            multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
         if prompt.columns.get("impatient"):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(

@@ -105,7 +105,9 @@ def test_rows_are_the_same_with_and_without_workers(tmp_path: Path) -> None:
     with_workers(tmp_path, use)
 
 
-def test_a_killed_worker_s_sessions_are_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_killed_worker_s_sessions_are_run_again(tmp_path: Path, forks: bool) -> None:
+    """At once, also where a process that its loop forked lives on."""
     gate: list[asyncio.Event] = []
 
     async def slow(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
@@ -116,14 +118,22 @@ def test_a_killed_worker_s_sessions_are_run_again(tmp_path: Path) -> None:
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         gate.append(asyncio.Event())
-        rows = prompts(6)
+        rows = [*prompts(2, forks=forks), *prompts(6)[2:]]
         tasks = [asyncio.create_task(workers.run(p, context(p))) for p in rows]
         await asyncio.sleep(0.5)
         before = workers.pids
+        forked = [child for pid in before for child in psutil.Process(pid).children()]
+        assert len(forked) == 2 * forks
         os.kill(before[0], signal.SIGKILL)
         await asyncio.sleep(0.2)
         gate[0].set()
-        results = await asyncio.gather(*tasks)
+        try:
+            results = await asyncio.wait_for(asyncio.gather(*tasks), 40)
+        finally:
+            for pid in workers.pids:
+                forked += psutil.Process(pid).children()
+            for child in forked:
+                child.kill()
         assert [one.key for (one,) in results] == [f"{p.key}_0_0" for p in rows]
         assert workers.pids[1] == before[1]
 

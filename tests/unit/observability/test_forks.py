@@ -1,0 +1,63 @@
+"""A fork of the trainer or of a worker, as a pool of processes makes them, does not speak for it once it is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from understudy.errors import RunDirectoryError
+from understudy.observability.rundir import RunDir
+
+TRAINER = """
+import asyncio, multiprocessing, os, sys, time
+from pathlib import Path
+from understudy.cluster.local import LocalProcesses
+from understudy.observability.rundir import RunDir
+
+async def main():
+    lock = RunDir(Path(sys.argv[1])).lock()
+    processes = LocalProcesses(Path(sys.argv[1]) / "logs")
+    child = await processes.start("child", "child_for_test", [])
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    forked.start()
+    print(child.process.pid, forked.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from understudy.serving.child import end_with_launcher, write_ready_file
+end_with_launcher(int(sys.argv[sys.argv.index("--watch-fd") + 1]))
+write_ready_file(Path(sys.argv[sys.argv.index("--ready-file") + 1]))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_trainer_s_processes_end_and_its_run_is_free(tmp_path: Path, how: signal.Signals) -> None:
+    run = RunDir.create(str(tmp_path / "run"), "run")
+    (tmp_path / "child_for_test.py").write_text(CHILD)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(run.path)], stdout=subprocess.PIPE, text=True, env=env
+    )
+    assert trainer.stdout is not None
+    child, forked = (psutil.Process(int(pid)) for pid in trainer.stdout.readline().split())
+    try:
+        with pytest.raises(RunDirectoryError, match=f"in use by process {trainer.pid}"):
+            run.lock()
+        trainer.send_signal(how)
+        trainer.wait()
+        assert not psutil.wait_procs([child], timeout=10)[1]
+        assert forked.is_running()
+        run.lock().close()
+    finally:
+        trainer.stdout.close()
+        forked.kill()
