@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import msgspec
 
 from understudy.dataplane import journal_schema as schema
 from understudy.dataplane.frame import SpillRef
-from understudy.dataplane.rows import Row
+from understudy.dataplane.rows import Row, SharedLine
 from understudy.dataplane.spill import SpillFiles
 from understudy.errors import DataPlaneError
 from understudy.observability.faults import point
@@ -53,16 +54,16 @@ class Changes:
     def __init__(self) -> None:
         self.dirty: dict[int, Row] = {}
         """Rows whose line changed; written as they are when the batch is handed over."""
-        self.lines: list[Any] = []
-        """One after another, as SQLite takes them."""
-        self.grouped_lines: list[Any] = []
+        self.lines: dict[SharedLine, list[Any]] = {}
+        """What rows share → the rest of their lines, one after another, as SQLite takes them."""
+        self.grouped_lines: dict[SharedLine, list[Any]] = {}
         """Of rows that belong to a group, with its name and policy."""
         self.packs: list[Any] = []
         """Id and body of each, one after another."""
         self.spills: list[tuple[int, SpillRef, bytes]] = []
         """(pack, place, frame)."""
-        self.facts: dict[tuple[str, str, int, str | None], list[str]] = {}
-        """(kind, partition, step, detail) → the keys it became true of."""
+        self.facts: defaultdict[tuple[str, str, int, str | None], list[str]] = defaultdict(list)
+        """Lines of the ledger: (kind, partition, step, detail) → the keys it became true of."""
         self.trained: dict[int, list[int]] = {}
         """Step → ids of rows acked in it."""
         self.packs_gone: list[int] = []
@@ -80,14 +81,6 @@ class Changes:
         self.waiters: list[asyncio.Future[None]] = []
         self.then: list[Callable[[], None]] = []
         """Run on the event loop after the commit."""
-
-    def fact(self, kind: str, partition: str, step: int, detail: str | None = None) -> list[str]:
-        """A line of the ledger: the keys it is true of, to be added to."""
-        fact = (kind, partition, step, detail)
-        known = self.facts.get(fact)
-        if known is None:
-            known = self.facts[fact] = []
-        return known
 
     def empty(self) -> bool:
         return not (self.dirty or self.facts or self.packs or self.awaited)
@@ -115,10 +108,12 @@ class Changes:
         """Handed over: fix the lines as they are now."""
         for row in self.dirty.values():
             group = row.group
+            shared, own = row.line()
             if group is None:
-                self.lines += row.line()
+                self.lines.setdefault(shared, []).extend(own)
             else:
-                self.grouped_lines += (*row.line(), group.name, group.policy.value)
+                known = self.grouped_lines.setdefault(shared, [])
+                known += (*own, group.name, group.policy.value)
         self.segment = segment
         self.size = 150 * len(self.dirty) + sum(map(len, self.packs[1::2]))
         for keys in self.facts.values():
@@ -138,6 +133,8 @@ class Writer:
         self.file = folder / schema.FILE_NAME
         self.spill = spill
         self.connection = schema.connect(self.file)
+        self._cursor = self.connection.cursor()
+        """Of all commits: making one for every statement costs as much as many a statement."""
         self.failure: DataPlaneError | None = None
         self.log_bytes = 0
         """About how much the write-ahead log holds."""
@@ -147,21 +144,21 @@ class Writer:
     def commit(self, batch: Changes) -> None:
         if self.failure is not None:
             raise self.failure
-        connection = self.connection
+        cursor = self._cursor
         try:
             if batch.spills:
                 point("journal.before_spill")
                 for _, ref, frame in batch.spills:
                     self.spill.write(ref, frame)
             self._point("journal.before_begin")
-            connection.execute("BEGIN IMMEDIATE")
-            self._write(connection, batch)
+            cursor.execute("BEGIN IMMEDIATE")
+            self._write(cursor, batch)
             self._point("journal.before_commit")
-            connection.execute("COMMIT")
+            cursor.execute("COMMIT")
             self._point("journal.after_commit")
         except BaseException as error:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
             self.failure = DataPlaneError(
                 f"the journal {self.file} cannot be written: {error}; "
                 "what was acknowledged is safe: free space or mend the disk, then resume"
@@ -172,18 +169,18 @@ class Writer:
             self.sweep(batch.segment)
 
     @staticmethod
-    def _write(connection: sqlite3.Connection, batch: Changes) -> None:
+    def _write(cursor: sqlite3.Cursor, batch: Changes) -> None:
         """Rows before the marks on them, everything before the deletions: one row may have all of them in one batch."""
         insert_many = schema.insert_many
-        if batch.lines:
-            insert_many(connection, schema.INSERT_ROWS, 8, batch.lines)
-        if batch.grouped_lines:
-            insert_many(connection, schema.INSERT_GROUPED_ROWS, 10, batch.grouped_lines)
+        for shared, lines in batch.lines.items():
+            insert_many(cursor, schema.INSERT_ROWS, 5, lines, shared)
+        for shared, lines in batch.grouped_lines.items():
+            insert_many(cursor, schema.INSERT_GROUPED_ROWS, 7, lines, shared)
         if batch.packs:
-            insert_many(connection, schema.INSERT_PACKS, 2, batch.packs)
+            insert_many(cursor, schema.INSERT_PACKS, 2, batch.packs)
         if batch.spills:
             spills = [value for pack, ref, _ in batch.spills for value in (pack, ref.segment)]
-            insert_many(connection, schema.INSERT_SPILLS, 2, spills)
+            insert_many(cursor, schema.INSERT_SPILLS, 2, spills)
         bare: list[Any] = []
         detailed: list[Any] = []
         for (kind, home, step, told), keys in batch.facts.items():
@@ -193,16 +190,16 @@ class Writer:
             else:
                 detailed += (kind, 1, home, step, names, told)
         if bare:
-            insert_many(connection, schema.INSERT_EVENTS, 5, bare)
+            insert_many(cursor, schema.INSERT_EVENTS, 5, bare)
         if detailed:
-            insert_many(connection, schema.INSERT_EVENTS_WITH_DETAIL, 6, detailed)
+            insert_many(cursor, schema.INSERT_EVENTS_WITH_DETAIL, 6, detailed)
         for step, ids in batch.trained.items():
             for first, last in schema.runs(ids):
-                connection.execute("UPDATE rows SET trained=? WHERE id BETWEEN ? AND ?", (step, first, last))
+                cursor.execute("UPDATE rows SET trained=? WHERE id BETWEEN ? AND ?", (step, first, last))
         if batch.packs_gone:
-            schema.delete_packs(connection, batch.packs_gone)
+            schema.delete_packs(cursor, batch.packs_gone)
         if batch.rows_gone:
-            schema.delete_rows(connection, batch.rows_gone)
+            schema.delete_rows(cursor, batch.rows_gone)
 
     def sweep(self, below: int) -> None:
         """Delete spill segments nobody refers to."""

@@ -6,22 +6,22 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from understudy.dataplane.base import Lease
 from understudy.dataplane.rows import Row
 from understudy.errors import LeaseLost
 
 
-class HeldLease:
-    """The plane's side of a lease: the rows it still covers."""
+class HeldLease(msgspec.Struct, eq=False):
+    """The plane's side of a lease."""
 
-    __slots__ = ("expires", "id", "produces", "rows")
-
-    def __init__(self, lease_id: int, expires: float, rows: dict[str, Row], produces: bool) -> None:
-        self.id = lease_id
-        self.expires = expires
-        self.rows = rows
-        self.produces = produces
-        """Claimed to be made (pending or failed rows), not to be trained."""
+    id: int
+    expires: float
+    rows: dict[str, Row]
+    """Those it still covers."""
+    produces: bool
+    """Claimed to be made (pending or failed rows), not to be trained."""
 
 
 class Leases:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from understudy.dataplane.base import GroupPolicy, RowStatus, split_key
 from understudy.dataplane.frame import SpillRef
 
@@ -13,62 +15,40 @@ if TYPE_CHECKING:
     from understudy.dataplane.leases import HeldLease
 
 SortKey = tuple[str, int, int]
+SharedLine = tuple[str, str, int]
+"""Partition, status and step, in the journal's words (see `journal_schema.INSERT_ROWS`)."""
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _STATUS_LINE = {status: status.value for status in RowStatus} | {RowStatus.RUNNING: RowStatus.PENDING.value}
 
 
-class Row:
-    """One row in flight. `arrival` counts finished rows, so that a released row keeps its place in the line."""
+class Row(msgspec.Struct, eq=False):
+    """One row in flight. A `Struct`, which is made in half the time of a class of our own; equal to itself alone."""
 
-    __slots__ = (
-        "_sort",
-        "arrival",
-        "attempts",
-        "columns",
-        "gone",
-        "group",
-        "id",
-        "key",
-        "lease",
-        "packs",
-        "partition",
-        "resident",
-        "status",
-        "step",
-        "tags",
-    )
-
-    def __init__(
-        self,
-        row_id: int,
-        partition: str,
-        key: str,
-        step: int,
-        tags: dict[str, Any],
-        status: RowStatus = RowStatus.PENDING,
-    ) -> None:
-        self.id = row_id
-        self.partition = partition
-        self.key = key
-        self._sort: SortKey | None = None
-        self.step = step
-        self.tags = tags
-        self.status = status
-        self.columns: dict[str, bytes | SpillRef] = {}
-        self.group: Group | None = None
-        self.lease: HeldLease | None = None
-        self.arrival = 0
-        self.attempts = 0
-        self.packs = 0
-        self.resident = 0
-        self.gone = False
-        """Settled: it left the plane."""
+    id: int
+    partition: str
+    key: str
+    step: int
+    tags: dict[str, Any]
+    status: RowStatus = RowStatus.PENDING
+    columns: dict[str, bytes | SpillRef] = {}
+    arrival: int = 0
+    """Counts finished rows, so that a released row keeps its place in the line."""
+    packs: int = 0
+    resident: int = 0
+    """Bytes of its columns in memory."""
+    group: Group | None = None
+    lease: HeldLease | None = None
+    attempts: int = 0
+    gone: bool = False
+    """Settled: it left the plane."""
+    split: SortKey | None = None
+    """Its key in parts, once somebody asked."""
 
     @property
     def sort(self) -> SortKey:
-        if self._sort is None:
-            self._sort = split_key(self.key)
-        return self._sort
+        if self.split is None:
+            self.split = split_key(self.key)
+        return self.split
 
     @property
     def members(self) -> Iterable[Row]:
@@ -77,17 +57,13 @@ class Row:
     def __len__(self) -> int:
         return 1
 
-    def line(self) -> tuple[Any, ...]:
-        """Its line in the journal, but for the group. A lease does not outlive the process: running is written as pending."""
+    def line(self) -> tuple[SharedLine, tuple[Any, ...]]:
+        """Its line in the journal, but for the group: what it shares with many other rows, and the rest. A lease does not outlive
+        the process: running is written as pending."""
+        tags = _to_json(self.tags) if self.tags else "{}"
         return (
-            self.id,
-            self.partition,
-            self.key,
-            _STATUS_LINE[self.status],
-            self.step,
-            self.arrival,
-            self.attempts,
-            _to_json(self.tags) if self.tags else "{}",
+            (self.partition, _STATUS_LINE[self.status], self.step),
+            (self.id, self.key, self.arrival, self.attempts, tags),
         )
 
 

@@ -99,7 +99,7 @@ class Store:
             home.join(row, row.sort[0], group)
         changes = self.journal.changes
         changes.dirty[row.id] = row
-        changes.fact("issued", home.name, step).append(key)
+        changes.facts["issued", home.name, step, None].append(key)
         return row
 
     def arrive(self, home: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> Row:
@@ -107,25 +107,18 @@ class Store:
         row_id = self._next_id
         self._next_id = row_id + 1
         step = self.last_step + 1
-        row = Row(row_id, home.name, key, step, {}, status)
-        row.packs = 1
-        pack_id = row_id << PACK_SHIFT
-        size = 0
-        for frame in frames.values():
-            size += len(frame)
-        if size < self._spill_bytes and self.admission.hold(size):
-            row.resident = size
-            row.columns = frames  # type: ignore[assignment]  # made for this call, and of bytes alone
-        else:
-            row.columns = self._spill_some(row, frames, pack_id)
+        arrival = 0
         if status is RowStatus.FINISHED:
-            row.arrival = self._next_arrival
-            self._next_arrival += 1
+            arrival = self._next_arrival
+            self._next_arrival = arrival + 1
+        pack_id = row_id << PACK_SHIFT
+        columns, resident = self._keep(pack_id, frames)
+        row = Row(row_id, home.name, key, step, {}, status, columns, arrival, 1, resident)
         home.add(row)
         changes = self.journal.changes
         changes.dirty[row_id] = row
-        changes.packs += (pack_id, pack(row.columns))
-        changes.fact("issued", home.name, step).append(key)
+        changes.packs += (pack_id, pack(columns))
+        changes.facts["issued", home.name, step, None].append(key)
         return row
 
     def sibling(self, home: Partition, key: str) -> Row | None:
@@ -153,14 +146,10 @@ class Store:
                 if isinstance(before, bytes):
                     row.resident -= len(before)
                     self.admission.leave(0, len(before))
-        size = sum(map(len, frames.values()))
         pack_id = (row.id << PACK_SHIFT) + row.packs
         row.packs += 1
-        cells: Mapping[str, bytes | SpillRef] = frames
-        if size < self._spill_bytes and self.admission.hold(size):
-            row.resident += size
-        else:
-            cells = self._spill_some(row, frames, pack_id)
+        cells, resident = self._keep(pack_id, frames)
+        row.resident += resident
         columns.update(cells)
         changes.packs += (pack_id, pack(cells))
         if row.status is not status:
@@ -171,20 +160,27 @@ class Store:
             self._next_arrival += 1
             changes.dirty[row.id] = row
 
-    def _spill_some(self, row: Row, frames: dict[str, bytes], pack_id: int) -> dict[str, bytes | SpillRef]:
-        """References instead of the frames that are large, or for which memory has no room."""
+    def _keep(self, pack_id: int, frames: dict[str, bytes]) -> tuple[dict[str, bytes | SpillRef], int]:
+        """These frames, with references instead of those that are large or for which memory has no room; and how many bytes
+        of them are in memory."""
+        size = 0
+        for frame in frames.values():
+            size += len(frame)
+        if size < self._spill_bytes and self.admission.hold(size):
+            return frames, size  # type: ignore[return-value]  # made for this call, and of bytes alone
         changes = self.journal.changes
         cells: dict[str, bytes | SpillRef] = {}
+        resident = 0
         for name, frame in frames.items():
             if len(frame) < self._spill_bytes and self.admission.hold(len(frame)):
-                row.resident += len(frame)
+                resident += len(frame)
                 cells[name] = frame
             else:
                 ref = cells[name] = self.spill.reserve(frame)
                 self._spilling[ref] = frame
                 changes.spills.append((pack_id, ref, frame))
                 changes.then.append(partial(self._on_disk, ref))
-        return cells
+        return cells, resident
 
     def _on_disk(self, ref: SpillRef) -> None:
         del self._spilling[ref]
@@ -219,10 +215,8 @@ class Store:
 
     def trained(self, home: Partition, rows: list[Row], step: int) -> None:
         changes = self.journal.changes
-        keys = changes.fact("trained", home.name, step)
-        ids = changes.trained.get(step)
-        if ids is None:
-            ids = changes.trained[step] = []
+        keys = changes.facts["trained", home.name, step, None]
+        ids = changes.trained.setdefault(step, [])
         for row in rows:
             keys.append(row.key)
             ids.append(row.id)
@@ -236,7 +230,7 @@ class Store:
         changes = self.journal.changes
         home.removed[kind, kind_of_reason(told)] += len(rows)
         for row in rows:
-            changes.fact(kind, home.name, row.step, told).append(row.key)
+            changes.facts[kind, home.name, row.step, told].append(row.key)
             changes.rows_gone.append(row.id)
             if kind == "dead":
                 changes.then.append(partial(self.dead_letters.append, home.name, row.key, row.step, told))

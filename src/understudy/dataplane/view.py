@@ -201,7 +201,6 @@ class View:
         entry = (row.sort if self._by_key else row.arrival, row.id, row)
         self._members[row] = entry
         self._order.push(entry)
-        self._tidy()
         if self._blocker is not None:
             self._unblock(row)
 

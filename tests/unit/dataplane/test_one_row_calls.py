@@ -147,3 +147,26 @@ def test_keys_of_any_script_are_counted_once(tmp_path: Path) -> None:
     assert [key for _, key in Ledger.read(tmp_path).trained_keys("train")] == keys and audit(
         tmp_path
     ).balanced
+
+
+def test_rows_that_differ_in_all_they_could_share_are_read_back_from_one_commit(tmp_path: Path) -> None:
+    """A commit gives what many rows have in common once; rows of other partitions, steps, statuses and groups lie between."""
+
+    async def fill(plane: Any) -> Any:
+        calls = []
+        for i in range(120):
+            home, step, key = f"p{i % 2}", 1 + i % 3, f"{i:03d}_0_0"
+            tags = {key: {"number": i}} if i % 7 == 0 else None
+            group = GroupPolicy.TRAIN_REST if i % 5 == 0 else None
+            calls.append(plane.issue(home, [key], step=step, group=group, tags=tags))
+            if i % 4 == 0:
+                calls.append(plane.put(home, {f"{key}_put_0_0": row_of(i)}))
+        await asyncio.gather(*calls)
+        return await rows_of(plane)
+
+    async def rows_of(plane: Any) -> Any:
+        return {home: await plane.list(home) for home in ("p0", "p1")}
+
+    before = run(tmp_path, fill)
+    assert sum(map(len, before.values())) == 150
+    assert run(tmp_path, rows_of) == before and audit(tmp_path).balanced
