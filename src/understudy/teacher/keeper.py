@@ -19,6 +19,7 @@ from understudy.teacher.integrity import Identity, check_same, identify
 from understudy.teacher.launch import Endpoint, Launcher, ReplicaSpec, Witness
 from understudy.teacher.pool_events import EventKind, PoolEvent
 from understudy.teacher.replica import Replica
+from understudy.teacher.together import together
 
 Connect = Callable[[str, str, Endpoint], ScoringClient]
 """(teacher, replica, endpoint) → a client."""
@@ -71,7 +72,7 @@ class Keeper:
         for spec in specs:
             self._enrol(spec)
         try:
-            found = await asyncio.gather(*(self._bring_up(self.replicas[spec.name]) for spec in specs))
+            found = await together(self._bring_up(self.replicas[spec.name]) for spec in specs)
             self.identity = found[0]
             for spec, identity in zip(specs, found, strict=True):
                 check_same(self.identity, identity, spec.name)

@@ -16,3 +16,4 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Re
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -688,6 +688,27 @@ def test_start_fails_whole_when_one_replica_differs_or_cannot_start() -> None:
     asyncio.run(run(unable, "port in use"))
 
 
+class SlowToStart(Rig):
+    """As on a cluster: the machine of replica b takes its time."""
+
+    async def start(self, replica: str) -> Endpoint:
+        if replica == "a":
+            raise TeacherError("port in use")
+        await asyncio.sleep(0.1)
+        return await super().start(replica)
+
+
+def test_a_replica_that_is_still_coming_when_another_cannot_start_does_not_come() -> None:
+    async def run() -> None:
+        rig = SlowToStart()
+        with pytest.raises(TeacherError, match="port in use"):
+            await rig.pool.start()
+        await asyncio.sleep(0.2)
+        assert not rig.living and not rig.replicas
+
+    asyncio.run(run())
+
+
 def test_a_process_of_ours_that_is_slow_to_take_connections_is_asked_again() -> None:
     """On a crowded machine the first connection may time out although the process is ready."""
 
