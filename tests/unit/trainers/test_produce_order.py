@@ -168,10 +168,13 @@ def test_a_row_that_no_teacher_can_judge_is_set_aside_with_its_rollout_written(t
 class CutOff:
     """An environment that cannot bear to be left in the midst of an episode."""
 
+    running = 0
+
     def of(self, prompt: Prompt) -> CutOff:
         return self
 
     async def run(self, prompt: Prompt, context: Any) -> list[Trajectory]:
+        self.running += 1
         try:
             await asyncio.Event().wait()
         finally:
@@ -189,7 +192,8 @@ def test_a_sample_that_is_given_up_is_no_dead_letter(tmp_path: Path, determinist
         system = system_of(plane, score, deterministic)
         system.loops = CutOff()
         step = asyncio.create_task(produce_step(system, PROMPTS, step=1))
-        await asyncio.sleep(0.05)
+        while system.loops.running < len(PROMPTS):
+            await asyncio.sleep(0.005)
         step.cancel()
         with pytest.raises(asyncio.CancelledError):
             await step

@@ -19,7 +19,10 @@ from understudy.trainers.system import Tally
 
 
 class SlowStore(CheckpointStore):
+    begun = False
+
     def save(self, *args: Any, **kwargs: Any) -> Path:
+        self.begun = True
         time.sleep(0.5)
         return super().save(*args, **kwargs)
 
@@ -40,8 +43,8 @@ def test_whoever_ends_a_run_waits_for_what_is_being_written(tmp_path: Path, besi
     async def lost_meanwhile(system: Any) -> None:
         """As when a rank is lost while the step is saved."""
         saving = asyncio.create_task(save_checkpoint(system, 3))
-        await asyncio.sleep(0.1)
-        assert saving.done() == beside
+        while not store.begun:
+            await asyncio.sleep(0.01)
         saving.cancel()
         await asyncio.wait({saving})
         raise ZeroDivisionError
