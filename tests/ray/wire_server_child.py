@@ -21,7 +21,9 @@ async def main() -> None:
     parser.add_argument("dialect")
     parser.add_argument("model")
     parser.add_argument("--host")
-    parser.add_argument("--token-seconds", type=float, default=0.0, help="how long each token takes, at least")
+    parser.add_argument(
+        "--token-seconds", type=float, default=0.0, help="how long each token takes, at least"
+    )
     known = parser.parse_args()
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(known.model, dtype=torch.float32)

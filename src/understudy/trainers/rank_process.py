@@ -25,6 +25,7 @@ from understudy.policy.shard import is_about_a_connection, leave
 from understudy.serving.child import end_with_launcher, write_ready_file
 from understudy.trainers.build import load_student_of, objective_of, policy_settings, steady_torch
 from understudy.trainers.far_rows import QueueRows
+from understudy.trainers.rank_pulse import beat
 from understudy.trainers.ranks import FAILED, LOST_COMPANY, join_at, refusal_file
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         student = load_student_of(recipe)
         group = join_at(options.rank, options.size, options.rendezvous, student.device)
         joined = True
+        beat(options.meeting, options.rank)
         policy = Policy(student.model, policy_settings(recipe), ranks=group)
         write_ready_file(options.ready_file, rank=options.rank)
 

@@ -7,8 +7,8 @@
     └──────────────────────────┘
 
 A rank that dies is told by its own last words within seconds: `Followers` sees its process end, whatever the group is
-waiting for. What becomes of the run then is decided in `restarts.py`. A rank that only refuses a command leaves a note in
-the meeting folder.
+waiting for; one that lives and does nothing is lost after a minute (rank_pulse.py). What becomes of the run then is decided
+in `restarts.py`. A rank that only refuses a command leaves a note in the meeting folder.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from understudy.policy.rank_thread import RankThread
 from understudy.policy.shard import Group, join, leave
 from understudy.policy.step import BadRows, PolicySettings
 from understudy.trainers.loading import LoadedModel
+from understudy.trainers.rank_pulse import Pulse
 
 FAILED, LOST_COMPANY = 1, 4
 """Exit codes of a rank: by its own fault, or because another rank or the trainer went away."""
@@ -102,6 +103,7 @@ class Followers:
             if apart
             else f"file://{self.meeting / 'rendezvous'}"
         )
+        self._pulse = Pulse(self.meeting)
 
     async def start(self, rank: int) -> None:
         name = f"rank-{rank}"
@@ -122,7 +124,7 @@ class Followers:
             return self._loss
         gone = {rank: child for rank, child in self._children.items() if not child.alive}
         ordered = sorted(gone, key=lambda rank: (gone[rank].process.returncode == LOST_COMPANY, rank))
-        self._loss = self._obituary(ordered[0]) if ordered else None
+        self._loss = self._obituary(ordered[0]) if ordered else self._silence()
         return self._loss
 
     def refused(self, number: int) -> dict[int, str]:
@@ -155,6 +157,15 @@ class Followers:
             await asyncio.sleep(0.05)
         await asyncio.gather(*(self._processes.stop(child.name) for child in self._children.values()))
         shutil.rmtree(self.meeting, ignore_errors=True)
+
+    def _silence(self) -> RankLost | None:
+        for rank, child in self._children.items():
+            if self._pulse.silent(rank):
+                return RankLost(
+                    f"rank {rank} of {self._size} lives and has done nothing for {self._pulse.silence_s:.0f} s (somebody stopped it, or its "
+                    f"machine stands still); log: {child.log}"
+                )
+        return None
 
     def _obituary(self, rank: int) -> RankLost:
         who = f"rank {rank} of {self._size}"

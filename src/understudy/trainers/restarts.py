@@ -39,7 +39,8 @@ async def with_restarts(
         except RankLost as lost:
             now = saved_step()
             used, saved = (0 if now > saved else used), now
-            if used >= allowed or stop.requested or not await forget_group():
+            # Somebody may ask to stop while the lost ranks are let go of, too.
+            if used >= allowed or not await forget_group() or stop.requested:
                 told = f"{lost}; `understudy resume` goes on from the last checkpoint"
                 raise type(lost)(told) from None
             used += 1
