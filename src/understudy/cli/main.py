@@ -50,6 +50,13 @@ _COMMANDS = {
 }
 
 
+def program() -> int:
+    """The command `understudy`: `main`, after which the process ends, whatever still hangs in a thread."""
+    code = main()
+    leave_soon(code, whatever_runs=code == INTERRUPTED)
+    return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = _parsed(parser, arguments)
@@ -57,12 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     command: Callable[[argparse.Namespace], int | None] = options.run_command
-    code = _exit_code(command, options)
-    leave_soon(code)
-    return code
-
-
-def _exit_code(command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     try:
         return command(options) or 0
@@ -123,4 +124,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

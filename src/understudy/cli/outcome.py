@@ -8,7 +8,6 @@ from rich.table import Table
 from understudy.api import Run
 from understudy.observability.report import accuracy_table
 from understudy.observability.rundir import RunDir, read_json
-from understudy.trainers.ending import leave_soon
 
 STOPPED = 130
 
@@ -35,7 +34,6 @@ def finish(run: Run) -> int:
             highlight=False,
             soft_wrap=True,
         )
-        leave_soon(STOPPED, whatever_runs=True)
         return STOPPED
     console.print(f"report  {run.dir / 'report.html'}", highlight=False, soft_wrap=True)
     return 0

@@ -36,17 +36,14 @@ def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
 
 def leave_soon(code: int, *, whatever_runs: bool = False) -> None:
     """All is saved and said: in a moment the process ends, where a thread of `run_to_its_end` would hold it up; with `whatever_runs`
-    also where any other would."""
+    also where any other would. For the end of a program: whoever has more to do in this process must not call it."""
+    left_behind = [thread for thread in threading.enumerate() if thread.name.startswith(_NAME)]
 
     def end() -> None:
-        if whatever_runs or _held_up():
+        if whatever_runs or any(thread.is_alive() for thread in left_behind):
             os._exit(code)
 
-    if whatever_runs or _held_up():
+    if whatever_runs or left_behind:
         last = threading.Timer(_LAST_SECONDS, end)
         last.daemon = True
         last.start()
-
-
-def _held_up() -> bool:
-    return any(thread.name.startswith(_NAME) for thread in threading.enumerate())

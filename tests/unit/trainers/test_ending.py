@@ -50,18 +50,20 @@ def test_what_ends_with_the_loop_has_threads_and_is_waited_for() -> None:
 COMMAND = """
 import asyncio, sys, time
 from understudy.cli import check
-from understudy.cli.main import main
+from understudy.cli.main import program
 from understudy.errors import ClusterError
 from understudy.trainers.ending import run_to_its_end
 
 async def work():
     asyncio.create_task(asyncio.to_thread(time.sleep, 600))
     await asyncio.sleep(0.1)
-    if sys.argv[1] == "fails":
+    if how == "fails":
         raise ClusterError("no teacher is left")
 
+how = sys.argv[1]
 check.run = lambda options: run_to_its_end(work())
-sys.exit(main(["check", "recipe.toml"]))
+sys.argv[1:] = ["check", "recipe.toml"]
+sys.exit(program())
 """
 
 
@@ -71,3 +73,28 @@ def test_a_command_ends_while_somebodys_thread_hangs(how: str, code: int, said: 
         [sys.executable, "-c", COMMAND, how], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == code and said in done.stderr, done
+
+
+AGAIN = """
+import asyncio, sys, time
+from understudy.cli import check
+from understudy.cli.main import main
+from understudy.trainers.ending import run_to_its_end
+
+async def work():
+    asyncio.create_task(asyncio.to_thread(time.sleep, 1))
+    await asyncio.sleep(0.1)
+
+check.run = lambda options: run_to_its_end(work())
+assert main(["check", "recipe.toml"]) == 0
+run_to_its_end(asyncio.to_thread(time.sleep, 4))
+sys.exit(7)
+"""
+
+
+def test_a_process_that_goes_on_after_a_run_is_left_alone() -> None:
+    """Also while a later run has threads of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 7, done
