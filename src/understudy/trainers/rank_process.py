@@ -26,7 +26,7 @@ from understudy.serving.child import end_with_launcher, write_ready_file
 from understudy.trainers.build import load_student_of, objective_of, policy_settings, steady_torch
 from understudy.trainers.far_rows import QueueRows
 from understudy.trainers.rank_pulse import beat
-from understudy.trainers.ranks import FAILED, LOST_COMPANY, join_at, refusal_file
+from understudy.trainers.ranks import FAILED, LOST_COMPANY, door_file, join_at, refusal_file
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if torch.cuda.is_available():
             torch.cuda.set_device(options.rank % torch.cuda.device_count())
         student = load_student_of(recipe)
+        door_file(options.meeting, options.rank).touch()
         group = join_at(options.rank, options.size, options.rendezvous, student.device)
         joined = True
         beat(options.meeting, options.rank)

@@ -20,12 +20,10 @@ import signal
 import socket
 import sys
 import tempfile
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import psutil
 import torch
@@ -46,6 +44,7 @@ from understudy.trainers.rank_pulse import Pulse
 FAILED, LOST_COMPANY = 1, 4
 """Exit codes of a rank: by its own fault, or because another rank or the trainer went away."""
 _LOOK_SECONDS = 0.5
+_DOOR_SECONDS = 0.05
 _LEAVE_SECONDS = 10.0
 _LAST_WORDS_BYTES = 8192
 SUPERVISOR_GONE = "(its supervisor is gone"
@@ -81,6 +80,11 @@ def refusal_file(meeting: Path, number: int, rank: int) -> Path:
     return meeting / f"refused-{number}-{rank}"
 
 
+def door_file(meeting: Path, rank: int) -> Path:
+    """Left by rank `rank` when it is about to join."""
+    return meeting / f"here-{rank}"
+
+
 class Followers:
     """Ranks 1 … size−1, and the leader's `Lookout` on them."""
 
@@ -114,6 +118,11 @@ class Followers:
         self._children[rank] = await self._processes.start(
             name, "understudy.trainers.rank_process", arguments
         )
+
+    async def at_the_door(self) -> None:
+        """Returns once all of them are about to join; whoever starts them is told of one that does not come."""
+        while not all(door_file(self.meeting, rank).exists() for rank in range(1, self._size)):
+            await asyncio.sleep(_DOOR_SECONDS)
 
     def lost(self) -> RankLost | None:
         """The error of the first rank that ended by its own fault; of one that lost company only if there is no other.
@@ -210,26 +219,27 @@ async def start_ranks(
         group = join_at(0, size, followers.rendezvous, student.device)
         return group, Policy(student.model, settings, on_bad_rows=on_bad_rows, ranks=group)
 
-    joining = thread.submit(lead)
+    async def join() -> tuple[Group, Policy]:
+        # Not sooner: who waits in the group's own rendezvous for a rank that does not come cannot be called back, and torch counts the
+        # groups of a process, so that no later one of this process would meet its ranks.
+        await followers.at_the_door()
+        return await asyncio.wrap_future(thread.submit(lead))
+
     stack.callback(thread.close)
-    stack.push_async_callback(_leave, thread, joining)
+    stack.push_async_callback(_leave, thread)
     stack.push_async_callback(followers.close)
     with view.work(f"starting {size - 1} more rank(s)"):
         async with asyncio.TaskGroup() as tasks:
             for rank in range(1, size):
                 tasks.create_task(followers.start(rank))
-            tasks.create_task(_over(joining))
-    group, policy = joining.result()
+            mine = tasks.create_task(join())
+    group, policy = mine.result()
     leading = LeadingPolicy(policy, group, thread, followers)
     stack.push_async_exit(partial(_go_home, leading, followers, thread))
     watchers = await stack.enter_async_context(asyncio.TaskGroup())
     watcher = watchers.create_task(followers.watch())
     stack.callback(watcher.cancel)
     return leading
-
-
-async def _over(joining: Future[tuple[Group, Policy]]) -> None:
-    await asyncio.wrap_future(joining)
 
 
 async def _go_home(
@@ -258,13 +268,10 @@ async def forget_group() -> bool:
     return not torch.distributed.is_initialized()
 
 
-async def _leave(thread: RankThread, joining: Future[Any] | None = None) -> None:
-    left = thread.submit(leave)
-    if joining is not None and not joining.done():
-        return  # it still waits for ranks that will not come: there is no group to leave
+async def _leave(thread: RankThread) -> None:
     with suppress(Exception):
         async with asyncio.timeout(_LEAVE_SECONDS):
-            await asyncio.wrap_future(left)
+            await asyncio.wrap_future(thread.submit(leave))
 
 
 def _free_port(address: str) -> int:
