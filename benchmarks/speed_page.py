@@ -36,7 +36,7 @@ class Section:
 SECTIONS = (
     Section("A whole sync step on a GPU", "step-nvidia", "python benchmarks/step.py", besides="of a step"),
     Section("A whole sync step on a CPU", "step_cpu", "python benchmarks/step_cpu.py", besides="of a step"),
-    Section("Fully async on one GPU", "async-nvidia", "python benchmarks/async.py --gpu --mps --every 1 2"),
+    Section("Fully async on one GPU", "async-nvidia", "python benchmarks/async.py --gpu --mps --every 2 1 --kv-cache model fp8"),
     Section("Fully async on a CPU, rollouts of long-tailed length", "async-aarch64", "python benchmarks/async.py"),
     Section("Losses on a GPU", "losses-nvidia", "python benchmarks/losses.py", only=r"(top-64|full) forward KL: "),
     Section("Losses on a CPU", "losses-cpu", "python benchmarks/losses_cpu.py"),
