@@ -25,6 +25,6 @@ def run(options: argparse.Namespace) -> int:
 
     next_command = f"understudy train {path} loss.kind=reverse_kl"
     code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))
-    console = Console()
-    console.print(f"next    {next_command}", highlight=False, soft_wrap=True)
+    if code == 0:  # a run that was stopped has said how it goes on
+        Console().print(f"next    {next_command}", highlight=False, soft_wrap=True)
     return code

@@ -98,7 +98,9 @@ def examine(table: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     A validator that looks at a whole section only runs once its keys are right. So each offending key is told, taken
     out, and the rest is looked at again, until nothing new is found.
     """
-    current: dict[str, Any] = _floats(table)
+    # A section that is not there is as one without keys: what it lacks is told by name, and once.
+    needed: dict[str, Any] = {name: {} for name, field in Recipe.model_fields.items() if field.is_required()}
+    current: dict[str, Any] = needed | _floats(table)
     problems: list[str] = []
     for _ in range(4):
         try:

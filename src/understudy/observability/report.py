@@ -29,7 +29,8 @@ def write_report(run: RunDir, next_command: str | None = None) -> Path:
 
 
 def accuracy_table(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per data source: the student before and after, the teacher, and the ratio of the two."""
+    """One entry per data source: the student before and after, the teacher, and the ratio of the two. A run that ended before its
+    second evaluation has no figure after it."""
     evaluated = [line for line in metrics if any(key.startswith("val/accuracy/") for key in line)]
     if not evaluated:
         return []
@@ -37,15 +38,12 @@ def accuracy_table(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     table = []
     for key in sorted(key for key in last if key.startswith("val/accuracy/")):
         source = key.removeprefix("val/accuracy/")
+        before = first.get(key) if first is not last or first["step"] == 0 else None
+        after = last[key] if last["step"] > 0 else None
         teacher = first.get(f"val/teacher_accuracy/{source}")
+        ratio = after / teacher if teacher and after is not None else None
         table.append(
-            {
-                "source": source,
-                "before": first.get(key),
-                "after": last[key],
-                "teacher": teacher,
-                "of_teacher": last[key] / teacher if teacher else None,
-            }
+            {"source": source, "before": before, "after": after, "teacher": teacher, "of_teacher": ratio}
         )
     return table
 

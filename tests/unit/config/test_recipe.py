@@ -54,11 +54,21 @@ def test_defaults_are_sound() -> None:
             "two teachers have key = 'x'",
         ),
         (changed(data={"default_teacher": "tt"}), "did you mean 't'?"),
-        ({"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}}, "`data` is missing"),
+        ({"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}}, "`data.train` is missing"),
     ],
 )
 def test_each_problem_explains_itself(table: dict, expected: str) -> None:
     assert expected in problems_of(table)
+
+
+def test_what_a_missing_section_lacks_is_told_once() -> None:
+    with pytest.raises(ConfigError) as found:
+        parse_recipe({})
+    assert [str(line).partition(";")[0].partition(":")[0] for line in found.value.problems] == [
+        "`student.model` is missing",
+        "`data.train` is missing",
+        "no teacher",
+    ]
 
 
 def test_every_problem_is_told_at_once() -> None:

@@ -47,6 +47,15 @@ def test_the_table_compares_before_after_and_teacher(tmp_path: Path) -> None:
     assert table == [{"source": "add", "before": 0.2, "after": 0.6, "teacher": 0.8, "of_teacher": 0.6 / 0.8}]
 
 
+def test_a_run_stopped_before_its_second_evaluation_has_no_figure_after_it(tmp_path: Path) -> None:
+    start = {"step": 0, "val/accuracy/add": 0.2, "val/teacher_accuracy/add": 0.8}
+    assert accuracy_table([start, {"step": 1, "loss": 1.0}]) == [
+        {"source": "add", "before": 0.2, "after": None, "teacher": 0.8, "of_teacher": None}
+    ]
+    only_later = accuracy_table([{"step": 1, "loss": 1.0}, {**start, "step": 5}])
+    assert only_later == [{"source": "add", "before": None, "after": 0.2, "teacher": 0.8, "of_teacher": 0.25}]
+
+
 def test_the_page_escapes_and_the_picture_is_there(tmp_path: Path) -> None:
     run = small_run(tmp_path)
     page = write_report(run, "understudy export RUN out").read_text()

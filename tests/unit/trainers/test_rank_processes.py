@@ -37,7 +37,7 @@ def test_its_own_error_comes_first(tmp_path: Path, spoiled: str) -> None:
     if spoiled:
         (tmp_path / "recipe.json").write_text(spoiled)
     said, followers = asyncio.run(fail_to_start(tmp_path))
-    expected = "ConfigError: `student` is missing" if spoiled else "RunDirectoryError:"
+    expected = "ConfigError: `student.model` is missing" if spoiled else "RunDirectoryError:"
     assert expected in said.splitlines()[0], said
     assert not followers.meeting.exists()
 
