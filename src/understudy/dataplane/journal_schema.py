@@ -51,11 +51,10 @@ _TABLES = (
         SELECT events.seq, kind, sign, partition, step, detail, each.key AS place, each.value AS key
         FROM events, json_each(events.keys) AS each""",
 )
-_ROW = "partition, status, step, id, key, arrival, attempts, tags"
+_ROW = "id, partition, key, status, step, arrival, attempts, tags"
 # Columns left out are NULL. A NULL given as a parameter would cost more than all others of its line: Python's module
 # looks for an adapter of None first.
 INSERT_ROWS = f"INSERT OR REPLACE INTO rows({_ROW}) VALUES "
-"""Partition, status and step are alike for most rows of a commit, and given once for all that share them."""
 INSERT_GROUPED_ROWS = f"INSERT OR REPLACE INTO rows({_ROW}, grp, policy) VALUES "
 INSERT_PACKS = "INSERT INTO packs VALUES "
 INSERT_SPILLS = "INSERT OR IGNORE INTO spills VALUES "
@@ -108,36 +107,32 @@ def write_meta(connection: sqlite3.Connection, name: str, value: int) -> None:
     connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
 
-def insert_many(
-    cursor: sqlite3.Cursor, head: str, width: int, values: list[Any], shared: tuple[Any, ...] = ()
-) -> None:
-    """Insert rows, each of the `shared` values and of `width` of its own, given one after another, in statements of many rows.
+def insert_many(cursor: sqlite3.Cursor, head: str, width: int, values: list[Any]) -> None:
+    """Insert rows of `width` values, given one after another, in statements of many rows each.
 
     Every statement gives up the interpreter lock once. `executemany` would do so for every row, and on a busy
     process each return can cost a whole switch interval (5 ms).
     """
     left = len(values) // width
     if left <= _FEW_ROWS:
-        cursor.execute(_insert(head, len(shared), width, left), [*shared, *values] if shared else values)
+        cursor.execute(_insert(head, width, left), values)
         return
     done = 0
     while left:
         size = left if left <= _FEW_ROWS else 1 << min(left.bit_length() - 1, _MOST_ROWS_LOG2)
-        part = values[done * width : (done + size) * width]
-        cursor.execute(_insert(head, len(shared), width, size), [*shared, *part] if shared else part)
+        cursor.execute(_insert(head, width, size), values[done * width : (done + size) * width])
         done += size
         left -= size
 
 
 @lru_cache(maxsize=_STATEMENTS)
-def _insert(head: str, shared: int, width: int, rows: int) -> str:
-    """Shared values have numbers; a bare `?` is the next number nobody has, so all rows read alike.
+def _insert(head: str, width: int, rows: int) -> str:
+    """Bare placeholders alone: Python 3.12.1 warns that a list of values for numbered ones will be refused.
 
-    >>> _insert("INSERT INTO t VALUES ", 1, 2, 2)
-    'INSERT INTO t VALUES (?1,?,?),(?1,?,?)'
+    >>> _insert("INSERT INTO t VALUES ", 3, 2)
+    'INSERT INTO t VALUES (?,?,?),(?,?,?)'
     """
-    places = [f"?{number + 1}" for number in range(shared)] + ["?"] * width
-    return head + ",".join(("(" + ",".join(places) + ")",) * rows)
+    return head + ",".join(("(" + ",".join("?" * width) + ")",) * rows)
 
 
 def runs(ids: Iterable[int]) -> Iterator[tuple[int, int]]:

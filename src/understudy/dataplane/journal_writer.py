@@ -14,7 +14,7 @@ import msgspec
 
 from understudy.dataplane import journal_schema as schema
 from understudy.dataplane.frame import SpillRef
-from understudy.dataplane.rows import Row, SharedLine
+from understudy.dataplane.rows import Row
 from understudy.dataplane.spill import SpillFiles
 from understudy.errors import DataPlaneError
 from understudy.observability.faults import point
@@ -54,9 +54,9 @@ class Changes:
     def __init__(self) -> None:
         self.dirty: dict[int, Row] = {}
         """Rows whose line changed; written as they are when the batch is handed over."""
-        self.lines: dict[SharedLine, list[Any]] = {}
-        """What rows share → the rest of their lines, one after another, as SQLite takes them."""
-        self.grouped_lines: dict[SharedLine, list[Any]] = {}
+        self.lines: list[Any] = []
+        """One after another, as SQLite takes them."""
+        self.grouped_lines: list[Any] = []
         """Of rows that belong to a group, with its name and policy."""
         self.packs: list[Any] = []
         """Id and body of each, one after another."""
@@ -108,12 +108,10 @@ class Changes:
         """Handed over: fix the lines as they are now."""
         for row in self.dirty.values():
             group = row.group
-            shared, own = row.line()
             if group is None:
-                self.lines.setdefault(shared, []).extend(own)
+                self.lines += row.line()
             else:
-                known = self.grouped_lines.setdefault(shared, [])
-                known += (*own, group.name, group.policy.value)
+                self.grouped_lines += (*row.line(), group.name, group.policy.value)
         self.segment = segment
         self.size = 150 * len(self.dirty) + sum(map(len, self.packs[1::2]))
         for keys in self.facts.values():
@@ -172,10 +170,10 @@ class Writer:
     def _write(cursor: sqlite3.Cursor, batch: Changes) -> None:
         """Rows before the marks on them, everything before the deletions: one row may have all of them in one batch."""
         insert_many = schema.insert_many
-        for shared, lines in batch.lines.items():
-            insert_many(cursor, schema.INSERT_ROWS, 5, lines, shared)
-        for shared, lines in batch.grouped_lines.items():
-            insert_many(cursor, schema.INSERT_GROUPED_ROWS, 7, lines, shared)
+        if batch.lines:
+            insert_many(cursor, schema.INSERT_ROWS, 8, batch.lines)
+        if batch.grouped_lines:
+            insert_many(cursor, schema.INSERT_GROUPED_ROWS, 10, batch.grouped_lines)
         if batch.packs:
             insert_many(cursor, schema.INSERT_PACKS, 2, batch.packs)
         if batch.spills:

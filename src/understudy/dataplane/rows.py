@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from understudy.dataplane.leases import HeldLease
 
 SortKey = tuple[str, int, int]
-SharedLine = tuple[str, str, int]
-"""Partition, status and step, in the journal's words (see `journal_schema.INSERT_ROWS`)."""
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _STATUS_LINE = {status: status.value for status in RowStatus} | {RowStatus.RUNNING: RowStatus.PENDING.value}
 
@@ -57,13 +55,17 @@ class Row(msgspec.Struct, eq=False):
     def __len__(self) -> int:
         return 1
 
-    def line(self) -> tuple[SharedLine, tuple[Any, ...]]:
-        """Its line in the journal, but for the group: what it shares with many other rows, and the rest. A lease does not outlive
-        the process: running is written as pending."""
-        tags = _to_json(self.tags) if self.tags else "{}"
+    def line(self) -> tuple[Any, ...]:
+        """Its line in the journal, but for the group. A lease does not outlive the process: running is written as pending."""
         return (
-            (self.partition, _STATUS_LINE[self.status], self.step),
-            (self.id, self.key, self.arrival, self.attempts, tags),
+            self.id,
+            self.partition,
+            self.key,
+            _STATUS_LINE[self.status],
+            self.step,
+            self.arrival,
+            self.attempts,
+            _to_json(self.tags) if self.tags else "{}",
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from understudy.dataplane import journal as journal_module
-from understudy.dataplane.base import Order, RowStatus
+from understudy.dataplane.base import GroupPolicy, Order, RowStatus
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.ledger import audit
 from understudy.errors import DataPlaneError
@@ -275,3 +276,34 @@ def test_a_dead_letter_file_that_cannot_be_written_does_not_stop_the_run(tmp_pat
 
     asyncio.run(body())
     assert audit(tmp_path).dead == 1
+
+
+def test_every_placeholder_of_a_commit_is_bare(tmp_path: Path) -> None:
+    """Of a list of values for numbered or named ones Python 3.12.1 warns that it will be refused."""
+
+    class Recording:
+        def __init__(self, cursor: sqlite3.Cursor) -> None:
+            self.plain = cursor
+            self.statements: list[str] = []
+
+        def execute(self, statement: str, values: Any = ()) -> None:
+            self.statements.append(statement)
+            self.plain.execute(statement, values)
+
+    async def body() -> list[str]:
+        plane = EmbeddedDataPlane.open(tmp_path, **{**BOUNDS, "spill_bytes": 4000})
+        writer = plane._store.journal.writer
+        cursor = writer._cursor = Recording(writer._cursor)  # type: ignore[assignment]
+        await plane.issue("train", ["g_0_0", "g_1_0"], step=1, group=GroupPolicy.DROP_GROUP)
+        await plane.put("train", {f"{i}_0_0": ROW for i in range(40)}, tags={"3_0_0": {"source": "a"}})
+        await plane.put("train", {"large_0_0": {"tokens": np.arange(2000, dtype=np.int32)}})
+        await plane.dead_letter("train", "g_0_0", "poison")
+        await plane.ack(await plane.claim("train", 5), 1)
+        await plane.close()
+        return cursor.statements
+
+    statements = asyncio.run(body())
+    for table in ("rows(", "packs ", "spills ", "events("):
+        assert any(f"INTO {table}" in statement for statement in statements), table
+    for statement in statements:
+        assert not re.search(r"\?\d|[:@$]\w", statement), statement

@@ -149,8 +149,8 @@ def test_keys_of_any_script_are_counted_once(tmp_path: Path) -> None:
     ).balanced
 
 
-def test_rows_that_differ_in_all_they_could_share_are_read_back_from_one_commit(tmp_path: Path) -> None:
-    """A commit gives what many rows have in common once; rows of other partitions, steps, statuses and groups lie between."""
+def test_rows_that_differ_in_everything_are_read_back_from_one_commit(tmp_path: Path) -> None:
+    """Rows of other partitions, steps, statuses and groups lie between those that are alike."""
 
     async def fill(plane: Any) -> Any:
         calls = []
