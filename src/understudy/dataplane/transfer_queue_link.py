@@ -24,6 +24,7 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,6 +49,8 @@ Result = TypeVar("Result")
 _UNMARKED: Marks = {}
 FRAME_DTYPE = torch.uint8
 _IO_THREADS = 2
+_END_SECONDS = 5.0
+"""How long calls that were given up may take to end; one of them may be in the midst of serialising."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,11 @@ class QueueLink:
         self._owner = owner
         self._prefix = prefix
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="transfer-queue", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="transfer-queue", daemon=True)
+        self._thread.start()
+        self._calls: set[Future[Any]] = set()
+        self._door = threading.Lock()
+        """No call comes in between the look at the calls there are and the end of the loop."""
         self._client = AsyncTransferQueueClient(
             f"understudy-{os.getpid()}-{id(self):x}", _info(address.controller), zmq_io_threads=_IO_THREADS
         )
@@ -204,23 +211,66 @@ class QueueLink:
         )
 
     async def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        if self._closed:
-            work.close()
-            raise DataPlaneError("the link to TransferQueue is closed")
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        with self._door:
+            if self._closed:
+                work.close()
+                raise DataPlaneError("the link to TransferQueue is closed")
+            call = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._calls.add(call)
+        try:
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            # Not the caller was cancelled, but what it waits for.
+            raise DataPlaneError(
+                "the link to TransferQueue was closed while this call waited for an answer; close it after its last user"
+            ) from None
+        finally:
+            self._calls.discard(call)
 
     def close(self) -> None:
-        """Whoever started the queue ends it."""
-        if self._closed:
-            return
-        self._closed = True
-        self._client.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Whoever still waits for an answer gets a `DataPlaneError`. Whoever started the queue ends it."""
+        with self._door:
+            if self._closed:
+                return
+            self._closed = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        # TransferQueue's client may only be closed when nothing of it is under way: its sockets belong to the loop's thread.
+        if self._ended_loop():
+            self._client.close()
+        else:
+            logger.warning(
+                "a call to TransferQueue did not end within %.0f s: its sockets stay open", _END_SECONDS
+            )
         if self._owner:
             try:
                 transfer_queue.close()
             except Exception as error:  # its machines may be gone, and it with them
                 logger.warning("TransferQueue did not end in order: %s", error)
+
+    def _ended_loop(self) -> bool:
+        """Lets what was cancelled come to its end, then ends the loop; False where it does not hear."""
+        asyncio.run_coroutine_threadsafe(_last_call(), self._loop).add_done_callback(
+            lambda _: self._loop.stop()
+        )
+        self._thread.join(2 * _END_SECONDS)
+        if self._thread.is_alive():
+            return False
+        self._loop.close()
+        return True
+
+
+async def _last_call() -> None:
+    """Until every other task of this loop is over, or for `_END_SECONDS`."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=_END_SECONDS)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What every engine must do. Each check gets an open engine; the tests choose which engines to open."""
+"""What every engine must do. Each `check_...` gets an open engine and asserts; the tests choose which engines to open."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ def forced(
     return np.asarray(logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0])
 
 
-async def answers_come_in_order_with_the_trainer_s_logprobs(engine: Engine, model: Any) -> None:
+async def check_answers_come_in_order_with_the_trainer_s_logprobs(engine: Engine, model: Any) -> None:
     for temperature in (1.0, 0.7):
         asked = requests(12, Sampling(10, (EOS,), temperature=temperature))
         for request, generation in zip(asked, await engine.generate(asked), strict=True):
@@ -47,7 +47,7 @@ async def answers_come_in_order_with_the_trainer_s_logprobs(engine: Engine, mode
             assert set(generation.weight_versions.tolist()) == {0}
 
 
-async def filtered_logprobs_are_of_the_distribution_sampled_from(engine: Engine, model: Any) -> None:
+async def check_filtered_logprobs_are_of_the_distribution_sampled_from(engine: Engine, model: Any) -> None:
     asked = requests(8, Sampling(6, top_k=3))
     for request, generation in zip(asked, await engine.generate(asked), strict=True):
         ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
@@ -60,7 +60,7 @@ async def filtered_logprobs_are_of_the_distribution_sampled_from(engine: Engine,
             assert abs(float(kept[place, rank]) - float(generation.logprobs[place])) < 1e-4
 
 
-async def a_seed_repeats_its_tokens(engine: Engine, model: Any) -> None:
+async def check_a_seed_repeats_its_tokens(engine: Engine, model: Any) -> None:
     asked = requests(6, Sampling(12))
     first, second = await engine.generate(asked), await engine.generate(asked)
     assert [g.tokens.tolist() for g in first] == [g.tokens.tolist() for g in second]
@@ -68,7 +68,7 @@ async def a_seed_repeats_its_tokens(engine: Engine, model: Any) -> None:
     assert [g.tokens.tolist() for g in first] != [g.tokens.tolist() for g in await engine.generate(again)]
 
 
-async def candidates_are_the_model_s_own_best(engine: Engine, model: Any) -> None:
+async def check_candidates_are_the_model_s_own_best(engine: Engine, model: Any) -> None:
     """Hot sampling writes tokens far down the ranks: the candidates must not be those written."""
     asked = requests(6, Sampling(10, temperature=2.0, candidates=5))
     for request, generation in zip(asked, await engine.generate(asked), strict=True):
@@ -81,7 +81,7 @@ async def candidates_are_the_model_s_own_best(engine: Engine, model: Any) -> Non
     assert without.candidate_ids is None
 
 
-async def greedy_is_greedy(engine: Engine, model: Any) -> None:
+async def check_greedy_is_greedy(engine: Engine, model: Any) -> None:
     asked = requests(4, Sampling(8, temperature=0.0))
     for request, generation in zip(asked, await engine.generate(asked), strict=True):
         ids = torch.tensor([[*request.tokens.tolist(), *generation.tokens.tolist()]])
@@ -90,7 +90,7 @@ async def greedy_is_greedy(engine: Engine, model: Any) -> None:
         assert generation.tokens.tolist() == best[len(request.tokens) - 1 : -1].tolist()
 
 
-async def the_stop_token_is_kept_and_the_reason_named(engine: Engine, model: Any) -> None:
+async def check_the_stop_token_is_kept_and_the_reason_named(engine: Engine, model: Any) -> None:
     stops = tuple(range(3, 20))
     for generation in await engine.generate(requests(24, Sampling(12, stops, temperature=2.0))):
         inside = [token in stops for token in generation.tokens.tolist()]
@@ -100,22 +100,22 @@ async def the_stop_token_is_kept_and_the_reason_named(engine: Engine, model: Any
             assert generation.stop_reason is StopReason.LENGTH and len(inside) == 12 and not any(inside)
 
 
-async def the_model_s_own_end_token_is_no_stop_unless_asked_for(engine: Engine, model: Any) -> None:
+async def check_the_model_s_own_end_token_is_no_stop_unless_asked_for(engine: Engine, model: Any) -> None:
     generations = await engine.generate(requests(24, Sampling(40, temperature=2.0)))
     assert all(g.stop_reason is StopReason.LENGTH and len(g.tokens) == 40 for g in generations)
     assert any(EOS in g.tokens for g in generations)
 
 
-async def too_long_requests_name_themselves(engine: Engine, model: Any) -> None:
+async def check_too_long_requests_name_themselves(engine: Engine, model: Any) -> None:
     with pytest.raises(EngineError, match=f"row-long.*{CONTEXT}"):
         await engine.generate([GenerateRequest("row-long", np.full(CONTEXT, 5, np.int32), Sampling(10), 0)])
 
 
-async def an_empty_batch_is_answered(engine: Engine, model: Any) -> None:
+async def check_an_empty_batch_is_answered(engine: Engine, model: Any) -> None:
     assert await engine.generate([]) == []
 
 
-async def pause_holds_and_resume_goes_on(engine: Engine, model: Any) -> None:
+async def check_pause_holds_and_resume_goes_on(engine: Engine, model: Any) -> None:
     asked = requests(3, Sampling(60))
     task = asyncio.create_task(engine.generate(asked))
     await asyncio.sleep(0.15)
@@ -130,7 +130,7 @@ async def pause_holds_and_resume_goes_on(engine: Engine, model: Any) -> None:
     assert len((await late)[0].tokens) == 60
 
 
-async def abort_keeps_what_was_written(engine: Engine, model: Any) -> None:
+async def check_abort_keeps_what_was_written(engine: Engine, model: Any) -> None:
     asked = requests(3, Sampling(100))
     task = asyncio.create_task(engine.generate(asked))
     await asyncio.sleep(0.15)
@@ -149,7 +149,7 @@ async def _seconds_of(engine: Engine, asked: Sequence[GenerateRequest]) -> float
     return time.perf_counter() - start
 
 
-async def a_live_update_splits_generations_by_version(engine: Engine, model: Any, new: Any) -> None:
+async def check_a_live_update_splits_generations_by_version(engine: Engine, model: Any, new: Any) -> None:
     """`model` must be a copy that the engine does not own: its weights are the old ones."""
     asked = requests(4, Sampling(120, candidates=3))
     whole = min([await _seconds_of(engine, asked) for _ in range(2)])  # the first may have been slow to begin
@@ -177,14 +177,14 @@ async def a_live_update_splits_generations_by_version(engine: Engine, model: Any
 
 
 CHECKS = [
-    answers_come_in_order_with_the_trainer_s_logprobs,
-    filtered_logprobs_are_of_the_distribution_sampled_from,
-    a_seed_repeats_its_tokens,
-    greedy_is_greedy,
-    the_stop_token_is_kept_and_the_reason_named,
-    the_model_s_own_end_token_is_no_stop_unless_asked_for,
-    too_long_requests_name_themselves,
-    an_empty_batch_is_answered,
+    check_answers_come_in_order_with_the_trainer_s_logprobs,
+    check_filtered_logprobs_are_of_the_distribution_sampled_from,
+    check_a_seed_repeats_its_tokens,
+    check_greedy_is_greedy,
+    check_the_stop_token_is_kept_and_the_reason_named,
+    check_the_model_s_own_end_token_is_no_stop_unless_asked_for,
+    check_too_long_requests_name_themselves,
+    check_an_empty_batch_is_answered,
 ]
-CANDIDATE_CHECKS = [candidates_are_the_model_s_own_best]
-CONTROL_CHECKS = [pause_holds_and_resume_goes_on, abort_keeps_what_was_written]
+CANDIDATE_CHECKS = [check_candidates_are_the_model_s_own_best]
+CONTROL_CHECKS = [check_pause_holds_and_resume_goes_on, check_abort_keeps_what_was_written]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_contract import a_live_update_splits_generations_by_version
+from engine_contract import check_a_live_update_splits_generations_by_version
 from engines_under_contract import hf_composed, make_model
 from hosted_rig import FarProcesses, hosted
 from test_engine_contract_hosted import assert_same_bits, mixed_batch
@@ -101,7 +101,7 @@ def test_a_host_that_stops_in_the_middle_of_a_publish_costs_its_deadline(
         ):
             torch.set_num_threads(1)
             outside._delivery._bucket_bytes, outside._delivery._stall_s = 2048, 3.0
-            await a_live_update_splits_generations_by_version(outside, make_model(), make_model(seed=1))
+            await check_a_live_update_splits_generations_by_version(outside, make_model(), make_model(seed=1))
             pid = processes.children["rollout-1"].ready["pid"]
             on_bucket(monkeypatch, 1, lambda: os.kill(pid, signal.SIGSTOP))
             began = time.monotonic()

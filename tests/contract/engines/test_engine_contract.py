@@ -9,7 +9,7 @@ from engine_contract import (
     CANDIDATE_CHECKS,
     CHECKS,
     CONTROL_CHECKS,
-    a_live_update_splits_generations_by_version,
+    check_a_live_update_splits_generations_by_version,
     requests,
 )
 from engines_under_contract import ENGINES, make_model
@@ -32,7 +32,7 @@ def test_contract(name: str, check: Any, tmp_path: Path) -> None:
 def test_live_update(name: str, tmp_path: Path) -> None:
     async def body() -> None:
         async with ENGINES[name](make_model(), tmp_path) as engine:
-            await a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1))
+            await check_a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1))
 
     asyncio.run(asyncio.wait_for(body(), 60))
 

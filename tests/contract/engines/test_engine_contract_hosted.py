@@ -18,7 +18,7 @@ from engine_contract import (
     CANDIDATE_CHECKS,
     CHECKS,
     CONTROL_CHECKS,
-    a_live_update_splits_generations_by_version,
+    check_a_live_update_splits_generations_by_version,
     forced,
     requests,
 )
@@ -168,7 +168,7 @@ def test_continuous_hosts_share_the_load_and_sessions_stay(continuous: Opened) -
 @pytest.mark.parametrize("kind", ["composed", "continuous"])
 def test_live_update(kind: str, request: pytest.FixtureRequest) -> None:
     runner, engine, _ = request.getfixturevalue(kind)
-    runner.run(a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1)))
+    runner.run(check_a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1)))
 
 
 @pytest.mark.slow

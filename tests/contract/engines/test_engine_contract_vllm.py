@@ -14,7 +14,7 @@ from engine_contract import (
     CANDIDATE_CHECKS,
     CHECKS,
     CONTROL_CHECKS,
-    a_live_update_splits_generations_by_version,
+    check_a_live_update_splits_generations_by_version,
     forced,
     requests,
 )
@@ -39,7 +39,7 @@ def test_vllm_keeps_the_contract(tmp_path: Path, asks: str) -> None:
             for check in (*CHECKS, *CANDIDATE_CHECKS, *CONTROL_CHECKS):
                 await asyncio.wait_for(check(engine, make_model()), 120)
             new = make_model(seed=1)
-            await a_live_update_splits_generations_by_version(engine, make_model(), new)
+            await check_a_live_update_splits_generations_by_version(engine, make_model(), new)
             await killed_it_comes_back_with_the_newest_weights(vllm, engine, new)
             if isinstance(engine, AskingWorker):
                 assert vllm.traffic.sent == vllm.traffic.received == 0

@@ -15,7 +15,7 @@ from engine_contract import (
     CANDIDATE_CHECKS,
     CHECKS,
     CONTROL_CHECKS,
-    a_live_update_splits_generations_by_version,
+    check_a_live_update_splits_generations_by_version,
     requests,
 )
 from engines_under_contract import CONTEXT, hf_composed, make_model
@@ -290,7 +290,7 @@ def test_bits_equal_the_in_process_engine_s_also_after_a_kill_in_the_middle(
 
 def test_live_update(far: Opened) -> None:
     runner, engine, *_ = far
-    runner.run(a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1)))
+    runner.run(check_a_live_update_splits_generations_by_version(engine, make_model(), make_model(seed=1)))
 
 
 def test_a_way_that_breaks_is_told_apart_from_a_batch_that_was_given_up() -> None:

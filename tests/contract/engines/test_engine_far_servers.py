@@ -15,7 +15,7 @@ from engine_contract import (
     CANDIDATE_CHECKS,
     CHECKS,
     CONTROL_CHECKS,
-    a_live_update_splits_generations_by_version,
+    check_a_live_update_splits_generations_by_version,
     requests,
 )
 from engines_under_contract import CONTEXT, ENGINES, make_model
@@ -60,7 +60,7 @@ def test_live_update_and_candidates(name: str, tmp_path: Path) -> None:
     async def body(worker: AskingWorker, engine: RemoteEngine) -> None:
         for check in CANDIDATE_CHECKS:
             await check(worker, make_model())
-        await a_live_update_splits_generations_by_version(worker, make_model(), make_model(seed=1))
+        await check_a_live_update_splits_generations_by_version(worker, make_model(), make_model(seed=1))
         goes_on = [grant for grant in worker.grants if grant.after is not None]
         assert goes_on and all(grant.server.version == 1 for grant in goes_on if grant.server)
 
