@@ -1,0 +1,146 @@
+"""A link that is closed while somebody waits for an answer: who waits is told, whichever thread it waits on."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import zmq
+from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
+
+from understudy.dataplane.transfer_queue_link import QueueAddress, QueueLink
+from understudy.errors import DataPlaneError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(60)]
+
+
+class MuteController:
+    """Shakes hands like a controller of TransferQueue, takes every request, and answers none."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._doors = {name: self._context.socket(zmq.ROUTER) for name in ("handshake", "requests")}
+        self.ports = {name: door.bind_to_random_port("tcp://127.0.0.1") for name, door in self._doors.items()}
+        self.heard = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> QueueAddress:
+        ports = {"handshake_socket": self.ports["handshake"], "request_handle_socket": self.ports["requests"]}
+        told = {"role": "TransferQueueController", "id": "mute", "ip": "127.0.0.1", "ports": ports}
+        return QueueAddress(told, ())
+
+    def _listen(self) -> None:
+        poller = zmq.Poller()
+        for door in self._doors.values():
+            poller.register(door, zmq.POLLIN)
+        yes = ZMQMessage.create(ZMQRequestType.HANDSHAKE_ACK, "mute", {}).serialize()
+        while not self._ended.is_set():
+            ready = dict(poller.poll(50))
+            if self._doors["handshake"] in ready:
+                who, *_ = self._doors["handshake"].recv_multipart()
+                self._doors["handshake"].send_multipart([who, *yes])
+            if self._doors["requests"] in ready:
+                self._doors["requests"].recv_multipart()
+                self.heard += 1
+        self._context.destroy(linger=0)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def controller() -> Iterator[MuteController]:
+    made = MuteController()
+    yield made
+    made.close()
+
+
+def until_heard(controller: MuteController, requests: int) -> None:
+    deadline = time.monotonic() + 20
+    while controller.heard < requests:
+        assert time.monotonic() < deadline, f"{controller.heard} of {requests} requests arrived"
+        time.sleep(0.02)
+
+
+def in_a_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Of a thread that holds nobody up where it hangs."""
+    outcome: Future[Any] = Future()
+
+    def go() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=go, daemon=True).start()
+    return outcome
+
+
+def test_whoever_waits_on_other_threads_is_told_at_once(controller: MuteController) -> None:
+    link = QueueLink.connect(controller.address)
+    marks = {"scores": ("5f0c2a.1", "5f0c2a.2")}
+    calls: list[Callable[[], Any]] = [
+        lambda: asyncio.run(link.keys("train")),
+        lambda: asyncio.run(link.clear("train", ["a"])),
+        # Two columns under different names: one call of two parts.
+        lambda: asyncio.run(link.get("train", ["a", "b"], ["tokens", "scores"], marks)),
+    ]
+    waiting = [in_a_thread(call) for call in calls]
+    until_heard(controller, 4)
+    began = time.monotonic()
+    link.close()
+    for one in waiting:
+        with pytest.raises(DataPlaneError, match="was closed while this call waited for an answer"):
+            one.result(timeout=10)
+    assert time.monotonic() - began < 5
+    with pytest.raises(DataPlaneError, match="is closed"):
+        asyncio.run(link.keys("train"))
+    link.close()
+
+
+def test_a_caller_that_is_cancelled_meanwhile_stays_cancelled(controller: MuteController) -> None:
+    """Also by a timeout of its own, which must not turn into an error of the link."""
+
+    async def body() -> None:
+        link = QueueLink.connect(controller.address)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await link.keys("train")
+        asking = asyncio.create_task(link.keys("train"))
+        await asyncio.to_thread(until_heard, controller, 2)
+        asking.cancel()
+        link.close()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(body())
+
+
+def test_calls_that_come_while_it_is_closed_end_too(controller: MuteController) -> None:
+    """Eight threads ask again and again; none of them is left waiting, wherever the close caught it."""
+    link = QueueLink.connect(controller.address)
+
+    def ask_on() -> None:
+        async def whole() -> None:
+            while True:
+                try:
+                    async with asyncio.timeout(0.01):
+                        await link.keys("train")
+                except TimeoutError:
+                    continue
+
+        asyncio.run(whole())
+
+    waiting = [in_a_thread(ask_on) for _ in range(8)]
+    until_heard(controller, 20)
+    link.close()
+    for one in waiting:
+        with pytest.raises(DataPlaneError, match="closed"):
+            one.result(timeout=10)
