@@ -203,30 +203,41 @@ class RayProcesses(LocalProcesses):
             seating.cancel()
 
     async def _follow(self, supervisor: Any, name: str, process: RemoteProcess, log: Path) -> None:
-        """Copy what the process says into the run directory until it ends; a supervisor that is gone ended it."""
-        with log.open("ab") as sink:
-            offset = 0
-            while process.returncode is None:
-                try:
-                    news: News = await supervisor.follow.remote(name, offset, _FOLLOW_SECONDS)
-                except ray.exceptions.RayError as error:
-                    sink.write(f"(its supervisor is gone: {_reason(error)})\n".encode())
-                    process.returncode = _LOST
-                    if self._supervisors.get(unit_of(name)) is supervisor:
-                        del self._supervisors[unit_of(name)]
-                    return
-                sink.write(news.said)
-                sink.flush()
-                offset += len(news.said)
-                if not news.said:
-                    process.returncode = news.code
+        """Copy what the process says into the run directory until it ends; a supervisor that is gone ended it.
+
+        A log that cannot be written (a full disk) is warned about and tried again: that the process ended is seen all the same.
+        """
+        offset, writable = 0, True
+        while process.returncode is None:
+            try:
+                news: News = await supervisor.follow.remote(name, offset, _FOLLOW_SECONDS)
+            except ray.exceptions.RayError as error:
+                with contextlib.suppress(OSError):
+                    _append(log, f"(its supervisor is gone: {_reason(error)})\n".encode())
+                process.returncode = _LOST
+                if self._supervisors.get(unit_of(name)) is supervisor:
+                    del self._supervisors[unit_of(name)]
+                return
+            try:
+                copied, problem = _append(log, news.said), None
+            except OSError as error:
+                copied, problem = 0, error
+            offset += copied
+            if writable and problem is not None:
+                logger.warning(
+                    "what process %s says cannot be copied to %s (%s); tried again", name, log, problem
+                )
+            writable = problem is None
+            if not copied:  # all of it is there, or cannot be
+                process.returncode = news.code
+            if problem is not None and news.code is None:
+                await asyncio.sleep(_LOOK_SECONDS)
 
     async def _copy_log(self, supervisor: Any, name: str, log: Path) -> None:
-        with contextlib.suppress(ray.exceptions.RayError), log.open("ab") as sink:
+        with contextlib.suppress(ray.exceptions.RayError, OSError):
             offset = 0
             while said := (await supervisor.follow.remote(name, offset, 0.0)).said:
-                sink.write(said)
-                offset += len(said)
+                offset += _append(log, said)
 
     async def stop(self, name: str) -> None:
         if name not in self._remote:
@@ -270,6 +281,13 @@ class RayProcesses(LocalProcesses):
         for unit in list(self._supervisors):
             self._kill(unit)
         super().kill_now()
+
+
+def _append(log: Path, said: bytes) -> int:
+    """How many bytes of it are in the log now: a disk that fills up may take a part."""
+    # Unbuffered: what was not written must not be tried once more by closing the file.
+    with log.open("ab", buffering=0) as sink:
+        return sink.write(said) if said else 0
 
 
 def _with_device(arguments: Sequence[str], name: str, home: Home) -> list[str]:

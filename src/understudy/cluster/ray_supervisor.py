@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import ray
 
 from understudy.cluster.local import LocalProcesses
+from understudy.cluster.node_folder import NodeFolder
 from understudy.errors import ChildDied, ClusterError, UnderstudyError
 
 _LOOK_SECONDS = 0.2
@@ -40,8 +39,8 @@ class Supervisor:
     """The actor; made a Ray actor by `supervisor_of`, where its share of a bundle is known."""
 
     def __init__(self, start_timeout: float) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="understudy-node-"))
-        self._processes = LocalProcesses(self._folder, start_timeout)
+        self._folder = NodeFolder()
+        self._processes = LocalProcesses(self._folder.path, start_timeout)
         self._codes: dict[str, int | None] = {}
 
     async def where(self) -> dict[str, Any]:
@@ -65,7 +64,7 @@ class Supervisor:
 
     async def follow(self, name: str, offset: int, patience: float) -> News:
         """What it said from `offset` on, as soon as it says something or ends, or after `patience` seconds."""
-        log = self._folder / f"{name}.log"
+        log = self._folder.path / f"{name}.log"
         deadline = asyncio.get_running_loop().time() + patience
         while True:
             said = await asyncio.to_thread(_read, log, offset)
@@ -84,7 +83,7 @@ class Supervisor:
     async def close(self) -> None:
         """Ends every process, with grace, and leaves nothing on this machine's disk."""
         await self._processes.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
 
 def supervisor_of(start_timeout: float, **options: Any) -> Any:
@@ -116,5 +115,5 @@ def _read(log: Path, offset: int) -> bytes:
         with log.open("rb") as handle:
             handle.seek(offset)
             return handle.read(_MOST_BYTES)
-    except FileNotFoundError:
+    except OSError:  # not there yet, or not to be read: whether the process lives is told all the same
         return b""
