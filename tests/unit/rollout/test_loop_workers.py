@@ -3,7 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +37,69 @@ def prompts(count: int, **columns: Any) -> list[Prompt]:
 Use = Callable[[LoopWorkers, Callable[[Prompt], LoopContext]], Awaitable[Any]]
 
 
-def with_workers(
-    folder: Path,
-    use: Use,
-    *,
-    agent: str = "chatty_loop:Chatty",
-    count: int = 2,
-    generate: Any = None,
-    **settings: Any,
-) -> Any:
+async def used(workers: LoopWorkers, use: Use, generate: Any = None) -> Any:
+    engine = RecordingEngine(TOKENIZER)
+    renderer = Renderer(TOKENIZER, context=CONTEXT)
+
+    def context(prompt: Prompt) -> LoopContext:
+        async def ask(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+            if generate is not None:
+                return await generate(tokens, sampling, turn)
+            seed = derive_seed(3, prompt.epoch, prompt.key, 0, turn)
+            return await engine.generate(
+                GenerateRequest(f"{prompt.key}/{turn}", tokens, sampling, seed), prompt.key
+            )
+
+        return LoopContext(ask, renderer, Sampling(6, (TOKENIZER.eos_token_id,)), prompt.key, 0, CONTEXT)
+
+    try:
+        return await use(workers, context)
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def opened(folder: Path, count: int, **settings: Any) -> AsyncIterator[LoopWorkers]:
+    TOKENIZER.save_pretrained(folder)
+    workers = LoopWorkers(count, tokenizer=folder, agent="chatty_loop:Chatty", context=CONTEXT, **settings)
+    try:
+        await workers.start()
+        yield workers
+    finally:
+        await workers.close()
+        assert not [pid for pid in workers.pids if psutil.pid_exists(pid)]
+
+
+def with_workers(folder: Path, use: Use, *, generate: Any = None, **settings: Any) -> Any:
+    """One worker of the test's own."""
+
     async def body() -> Any:
-        TOKENIZER.save_pretrained(folder)
-        engine = RecordingEngine(TOKENIZER)
-        renderer = Renderer(TOKENIZER, context=CONTEXT)
-
-        def context(prompt: Prompt) -> LoopContext:
-            async def ask(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-                if generate is not None:
-                    return await generate(tokens, sampling, turn)
-                seed = derive_seed(3, prompt.epoch, prompt.key, 0, turn)
-                return await engine.generate(
-                    GenerateRequest(f"{prompt.key}/{turn}", tokens, sampling, seed), prompt.key
-                )
-
-            return LoopContext(ask, renderer, Sampling(6, (TOKENIZER.eos_token_id,)), prompt.key, 0, CONTEXT)
-
-        workers = LoopWorkers(count, tokenizer=folder, agent=agent, context=CONTEXT, **settings)
-        try:
-            await workers.start()
-            return await use(workers, context)
-        finally:
-            await workers.close()
-            await engine.close()
-            assert not [pid for pid in workers.pids if psutil.pid_exists(pid)]
+        async with opened(folder, 1, **settings) as workers:
+            return await used(workers, use, generate)
 
     return asyncio.run(asyncio.wait_for(body(), 120))
+
+
+Shared = Callable[..., Any]
+"""Uses workers that other tests use as well: each costs seconds to start. `generate` as in `used`."""
+
+
+def shared(folder: Path, count: int) -> Iterator[Shared]:
+    with asyncio.Runner() as runner:
+        workers = opened(folder, count)
+        there = runner.run(workers.__aenter__())
+        yield lambda use, generate=None: runner.run(asyncio.wait_for(used(there, use, generate), 120))
+        runner.run(workers.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def with_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    yield from shared(tmp_path_factory.mktemp("one"), 1)
+
+
+@pytest.fixture(scope="module")
+def with_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    yield from shared(tmp_path_factory.mktemp("two"), 2)
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
@@ -78,7 +107,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     return a.key == b.key and all(getattr(a, name).tolist() == getattr(b, name).tolist() for name in streams)
 
 
-def test_rows_are_the_same_with_and_without_workers(tmp_path: Path) -> None:
+def test_rows_are_the_same_with_and_without_workers(with_two: Shared) -> None:
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         rows = prompts(10, answer="x", nested={"a": [1, None, "é"]})
         here = LoopChoice("chatty_loop:Chatty")
@@ -102,11 +131,11 @@ def test_rows_are_the_same_with_and_without_workers(tmp_path: Path) -> None:
         assert summary["time/rollout/score/min"] == 1e6, "rows without an activity do not count in it"
         assert timings.take() == {}
 
-    with_workers(tmp_path, use)
+    with_two(use)
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_a_killed_worker_s_sessions_are_run_again(tmp_path: Path, forks: bool) -> None:
+def test_a_killed_worker_s_sessions_are_run_again(with_two: Shared, forks: bool) -> None:
     """At once, also where a process that its loop forked lives on."""
     gate: list[asyncio.Event] = []
 
@@ -139,7 +168,7 @@ def test_a_killed_worker_s_sessions_are_run_again(tmp_path: Path, forks: bool) -
         assert [one.key for (one,) in results] == [f"{p.key}_0_0" for p in rows]
         assert workers.pids[1] == before[1]
 
-    with_workers(tmp_path, use, generate=slow)
+    with_two(use, slow)
 
 
 @pytest.mark.slow
@@ -155,7 +184,7 @@ def test_a_row_that_kills_its_worker_is_that_row_s_fault(
         (fine,) = prompts(1)
         assert len(await workers.run(fine, context(fine))) == 1
 
-    with_workers(tmp_path, use, count=1)
+    with_workers(tmp_path, use)
 
 
 @pytest.mark.slow
@@ -181,7 +210,7 @@ def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch:
             await workers.run(fine, context(fine))
         assert "cluster.restarts.workers" in str(caught.value) and "rollout worker 0" in str(caught.value)
 
-    with_workers(tmp_path, use, count=1, restarts=1, notify=told.append)
+    with_workers(tmp_path, use, restarts=1, notify=told.append)
 
 
 @pytest.mark.slow
@@ -200,7 +229,7 @@ def test_many_sessions_wait_for_a_worker_s_last_restart(tmp_path: Path) -> None:
         os.kill(workers.pids[0], signal.SIGKILL)
         assert len(await asyncio.gather(*tasks)) == 6
 
-    with_workers(tmp_path, use, generate=slow, count=1, restarts=1)
+    with_workers(tmp_path, use, generate=slow, restarts=1)
 
 
 def test_one_that_cannot_be_started_again_is_given_up_with_the_reason(
@@ -224,10 +253,10 @@ def test_one_that_cannot_be_started_again_is_given_up_with_the_reason(
             await workers.run(fine, context(fine))
         assert starts == 3
 
-    with_workers(tmp_path, use, count=1, restarts=2, open_line=open_line)
+    with_workers(tmp_path, use, restarts=2, open_line=open_line)
 
 
-def test_errors_keep_their_kind(tmp_path: Path) -> None:
+def test_errors_keep_their_kind(with_one: Shared) -> None:
     async def broken(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
         raise EngineError("engine gone")
 
@@ -242,10 +271,10 @@ def test_errors_keep_their_kind(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match="engine gone"):
             await workers.run(fine, context(fine))
 
-    with_workers(tmp_path, use, generate=broken, count=1)
+    with_one(use, broken)
 
 
-def test_a_cancelled_session_leaves_the_worker_usable(tmp_path: Path) -> None:
+def test_a_cancelled_session_leaves_the_worker_usable(with_one: Shared) -> None:
     async def never(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
         await asyncio.sleep(1000)
         raise AssertionError
@@ -258,4 +287,4 @@ def test_a_cancelled_session_leaves_the_worker_usable(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="loop bug"):
             await workers.run(raising, context(raising))
 
-    with_workers(tmp_path, use, generate=never, count=1)
+    with_one(use, never)
