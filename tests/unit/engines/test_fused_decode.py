@@ -1,9 +1,6 @@
 """The decode step's fused kernels: transformers' arithmetic, and tokens drawn by the rule."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +16,10 @@ from understudy.engines.key_values import KeptAs
 from understudy.engines.sampling import SamplingBatch, draw, shape_logits
 from understudy.engines.slots import SlotPool
 
-needs_triton = pytest.mark.skipif(fused_decode.triton is None, reason="triton is not installed")
+interpreted = pytest.mark.skipif(
+    fused_decode.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="run by tests/unit/test_interpreted_kernels.py",
+)
 
 
 def check_decoding(kind: str, device: str, kept_as: KeptAs = KeptAs.MODEL) -> None:
@@ -108,22 +108,15 @@ def check_prompts(kind: str, device: str) -> None:
 CASES = [(100, torch.float32), (5000, torch.float32), (6144, torch.bfloat16)]
 
 
-@needs_triton
+@interpreted
 def test_the_kernels_in_triton_s_interpreter() -> None:
-    """In a process of its own: Triton decides when a kernel is defined whether it will be interpreted. Eight bits are tried on a GPU
-    alone: the interpreter loses the carry when it rounds to them (31.2 becomes 16)."""
-    code = """
-from test_fused_decode import CASES, check_decoding, check_drawing, check_gate, check_prompts
-for kind in ("qwen3-16", "llama-16"):
-    check_decoding(kind, "cpu")
-    check_prompts(kind, "cpu")
-check_gate("cpu")
-for vocab, dtype in CASES:
-    check_drawing("cpu", vocab, dtype)
-"""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=170)
+    """Eight bits are tried on a GPU alone: the interpreter loses the carry when it rounds to them (31.2 becomes 16)."""
+    for kind in ("qwen3-16", "llama-16"):
+        check_decoding(kind, "cpu")
+        check_prompts(kind, "cpu")
+    check_gate("cpu")
+    for vocab, dtype in CASES:
+        check_drawing("cpu", vocab, dtype)
 
 
 @pytest.mark.gpu

@@ -3,8 +3,6 @@
 import asyncio
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -284,29 +282,31 @@ def test_eight_bits_are_refused_where_there_are_no_slots() -> None:
         run(make_model("gemma3"), make_requests(1, Sampling(2)), layout=Layout.SLOTS, kept_as=KeptAs.FP8)
 
 
-@needs_triton
+@pytest.mark.skipif(
+    decode_attention.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="run by tests/unit/test_interpreted_kernels.py",
+)
 def test_the_kernels_equal_their_twins_in_triton_s_interpreter() -> None:
-    """In a process of its own: Triton decides when a kernel is defined whether it will be interpreted."""
-    code = """
-import torch
-from test_slots import SHAPES, random_pool
-from understudy.engines.key_values import KeptAs
-from understudy.engines.decode_attention import slot_attention, slot_attention_plain
-from understudy.engines.fused_norm import rms_norm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-for features in (16, 96):
-    norm = Qwen3RMSNorm(features, eps=1e-6)
-    torch.nn.init.normal_(norm.weight)
-    x = torch.randn(3, 2, 5, features).transpose(1, 2)
-    torch.testing.assert_close(rms_norm(x, norm.weight.detach(), 1e-6), norm(x).detach(), atol=1e-6, rtol=1e-5)
-for shape, window, kept_as in ((SHAPES[0], 9, "model"), (SHAPES[2], 0, "model"), (SHAPES[0], 0, "fp8"), (SHAPES[2], 9, "fp8")):
-    pool = random_pool(*shape, "cpu", torch.float32, KeptAs(kept_as))
-    expected = slot_attention_plain(**pool, window=window)
-    tolerance = 1e-5 if kept_as == "model" else 2e-3  # of fp16
-    torch.testing.assert_close(slot_attention(**pool, window=window), expected, atol=tolerance, rtol=tolerance)
-"""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=170)
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    for features in (16, 96):
+        norm = Qwen3RMSNorm(features, eps=1e-6)
+        torch.nn.init.normal_(norm.weight)
+        x = torch.randn(3, 2, 5, features).transpose(1, 2)
+        found = rms_norm(x, norm.weight.detach(), 1e-6)
+        torch.testing.assert_close(found, norm(x).detach(), atol=1e-6, rtol=1e-5)
+    for shape, window, kept_as in (
+        (SHAPES[0], 9, KeptAs.MODEL),
+        (SHAPES[2], 0, KeptAs.MODEL),
+        (SHAPES[0], 0, KeptAs.FP8),
+        (SHAPES[2], 9, KeptAs.FP8),
+    ):
+        pool = random_pool(*shape, "cpu", torch.float32, kept_as)
+        expected = slot_attention_plain(**pool, window=window)
+        tolerance = 1e-5 if kept_as is KeptAs.MODEL else 2e-3  # of fp16
+        torch.testing.assert_close(
+            slot_attention(**pool, window=window), expected, atol=tolerance, rtol=tolerance
+        )
 
 
 @pytest.mark.gpu

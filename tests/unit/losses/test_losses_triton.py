@@ -1,18 +1,15 @@
 """The Triton kernels, run by Triton's interpreter on the CPU (and compiled, where there is a GPU).
 
 Triton decides when a kernel is defined whether it will be interpreted, so these cases need TRITON_INTERPRET=1 before
-anything imports it: the last test runs this file again in a process of its own, the others run there.
+anything imports it: tests/unit/test_interpreted_kernels.py runs this file in a process of its own.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON
 GPU = torch.cuda.is_available() and HAS_TRITON and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 runs_kernels = pytest.mark.skipif(
-    not (INTERPRETED or GPU), reason="run by test_kernels_under_the_interpreter"
+    not (INTERPRETED or GPU), reason="run by tests/unit/test_interpreted_kernels.py"
 )
 
 OBJECTIVES = [
@@ -203,26 +200,3 @@ def test_kernels_and_plain_train_to_the_same_curve() -> None:
                     leaf -= 0.1 * leaf.grad
                     leaf.grad = None
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="the triton package is not installed")
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(INTERPRETED or GPU, reason="the cases run in this very process")
-def test_kernels_under_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__).resolve()),
-    ]
-    finished = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=570, check=False
-    )
-    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
-    assert " passed" in finished.stdout

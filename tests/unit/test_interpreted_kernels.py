@@ -1,0 +1,54 @@
+"""The Triton kernels of all rooms, run by Triton's interpreter on the CPU.
+
+Triton decides when a kernel is defined whether it will be interpreted, so the cases need TRITON_INTERPRET=1 before anything imports it.
+They lie in their rooms and are skipped there; this runs them in one process of its own, because importing torch and transformers
+takes longer than most of them.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CASES = [
+    "losses/test_losses_triton.py",
+    "engines/test_fused_decode.py::test_the_kernels_in_triton_s_interpreter",
+    "engines/test_slots.py::test_the_kernels_equal_their_twins_in_triton_s_interpreter",
+    "teacher/test_teacher_scorer.py::test_the_kernels_equal_their_plain_twins",
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the triton package is not installed")
+@pytest.mark.timeout(600)
+def test_kernels_under_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
+    finished = subprocess.run(
+        [*command, *(str(HERE / case) for case in CASES)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=570,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
+    assert re.search(r"^\d+ passed", finished.stdout, re.MULTILINE) and "skipped" not in finished.stdout, (
+        finished.stdout[-4000:]
+    )
