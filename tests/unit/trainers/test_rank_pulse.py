@@ -52,8 +52,8 @@ def looked_at(pulse: Pulse, seconds: float) -> bool:
 
 
 def test_a_stopped_process_is_silent_and_a_living_one_is_not(tmp_path: Path, rank: psutil.Process) -> None:
-    pulse = Pulse(tmp_path, silence_s=5.0)
-    assert not looked_at(pulse, 7.0)
+    pulse = Pulse(tmp_path, silence_s=3.0)
+    assert not looked_at(pulse, 4.0)
     rank.suspend()
     assert looked_at(pulse, 30.0)
 
