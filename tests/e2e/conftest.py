@@ -1,44 +1,31 @@
 """Real teachers, started once for the whole session, and recipes small enough for a test."""
 
-import json
+import asyncio
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import ASSETS, TOKEN, TOKEN_VARIABLE
+from small_runs import ASSETS, TOKEN_VARIABLE
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract" / "teacher"))
 
 
 @pytest.fixture(scope="session")
 def teacher_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """One scoring server per teacher of the quickstart, composed by request as under full determinism."""
-    folder = tmp_path_factory.mktemp("teachers")
-    processes, ready = [], {}
+    from teacher_rig import TOKEN, shared_nursery  # imports torch, which tests without teachers need not
+
     os.environ[TOKEN_VARIABLE] = TOKEN
-    for name in ("add", "sort"):
-        ready[name] = folder / f"{name}.ready"
-        arguments = ["--model", str(ASSETS / "models" / f"teacher-{name}"), "--name", name, "--threads", "1"]
-        arguments += ["--token-env", TOKEN_VARIABLE, "--ready-file", str(ready[name])]
-        log = (folder / f"{name}.log").open("wb")
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "understudy.teacher.server", *arguments], stdout=log, stderr=log
-            )
-        )
-    deadline = time.monotonic() + 120
-    while not all(path.exists() for path in ready.values()):
-        assert time.monotonic() < deadline and all(process.poll() is None for process in processes), (
-            "teachers did not start"
-        )
-        time.sleep(0.1)
-    yield {name: json.loads(path.read_text())["url"] for name, path in ready.items()}
-    for process in processes:
-        process.kill()
-        process.wait()
+    nursery = shared_nursery(tmp_path_factory)
+    children = {
+        name: nursery.fork(ASSETS / "models" / f"teacher-{name}", name=name) for name in ("add", "sort")
+    }
+    yield {name: asyncio.run(child.ready(120)).url for name, child in children.items()}
+    for child in children.values():
+        asyncio.run(child.end())
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from understudy.cli.main import main
 
 ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
 TOKEN_VARIABLE = "UNDERSTUDY_TEST_TOKEN"
-TOKEN = "token-of-the-test-session"
 
 
 def write_toml(path: Path, table: dict[str, Any]) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from small_runs import run_cli, start_cli, write_toml
+from small_runs import call_cli, run_cli, start_cli, write_toml
 
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import read_metrics, without_clock
@@ -66,12 +66,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory, teacher_urls: dict[str, 
 
 
 def straight(reference: dict[str, Any], recipe: Make) -> Path:
-    """The uninterrupted run, made once."""
+    """The uninterrupted run, made once, in this process: those that are killed and resumed have processes of their own."""
     path: Path = reference["folder"] / "run"
     if not reference["done"]:
         table = recipe(data__eval=recipe()["data"]["train"], trainer__eval_samples=8, trainer__eval_every=2)
         table["run"]["dir"] = str(path)
-        code, output = run_cli("train", str(write_toml(reference["folder"] / "r.toml", table)), "--quiet")
+        code, output = call_cli("train", str(write_toml(reference["folder"] / "r.toml", table)), "--quiet")
         assert code == 0, output
         reference["done"] = True
     return path

@@ -1,6 +1,5 @@
 import asyncio
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from teacher_rig import Nursery, write_model
+from teacher_rig import Nursery, shared_nursery, write_model
 
 torch.set_num_threads(1)
 
@@ -19,10 +18,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield nursery
-    nursery.close()
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Nursery:
+    return shared_nursery(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -183,6 +185,7 @@ class Nursery:
         lie: str | None = None,
         rate: float = 1.0,
         seed: int = 0,
+        name: str = "math",
     ) -> Child:
         self.count += 1
         folder = self.folder / f"replica-{self.count}"
@@ -191,7 +194,7 @@ class Nursery:
             "--model",
             str(model),
             "--name",
-            "math",
+            name,
             "--threads",
             "1",
             "--ready-file",
@@ -214,6 +217,17 @@ class Nursery:
     def close(self) -> None:
         self.process.kill()
         self.process.wait(30)
+
+
+_SHARED: list[Nursery] = []
+
+
+def shared_nursery(folders: pytest.TempPathFactory) -> Nursery:
+    """One for all tests of this process, in whichever room: it takes seconds to import everything. It ends with the process."""
+    if not _SHARED:
+        _SHARED.append(Nursery(folders.mktemp("nursery")))
+        atexit.register(_SHARED[0].close)
+    return _SHARED[0]
 
 
 @dataclass

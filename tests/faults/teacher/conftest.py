@@ -1,19 +1,16 @@
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract" / "teacher"))
 
-from teacher_rig import Nursery, write_model
+from teacher_rig import Nursery, shared_nursery, write_model
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield nursery
-    nursery.close()
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Nursery:
+    return shared_nursery(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
