@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_nursery() -> Iterator[None]:
+    """For all processes that a worker of a whole suite starts: one that imports torch for them."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    from understudy.cluster.nursery import prepared
+
+    with prepared({"OMP_NUM_THREADS": "1"}):  # as teachers have it
+        yield
 
 
 @pytest.fixture(autouse=True)

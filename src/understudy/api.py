@@ -12,6 +12,7 @@ from typing import Any
 
 from understudy.config import Recipe, load_recipe, parse_recipe
 from understudy.errors import ConfigError, UnderstudyError
+from understudy.trainers.early import begun_early
 from understudy.trainers.ending import run_to_its_end
 
 
@@ -38,7 +39,6 @@ class Run:
 
 def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
     """Run a recipe (a `Recipe`, plain tables, or the path of a TOML file) to its end."""
-    from understudy.trainers.launch import launch  # noqa: PLC0415 - imports torch
     from understudy.trainers.preflight import preflight  # noqa: PLC0415 - trainers import this module
 
     if isinstance(recipe, str | Path):
@@ -48,7 +48,10 @@ def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = T
     problems = preflight(recipe, progress=progress)
     if problems:
         raise ConfigError(problems)
-    return _outside_a_loop(lambda: run_to_its_end(launch(recipe, progress=progress)))
+    with begun_early(recipe):
+        from understudy.trainers.launch import launch  # noqa: PLC0415 - imports torch
+
+        return _outside_a_loop(lambda: run_to_its_end(launch(recipe, progress=progress)))
 
 
 def distill(

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from understudy.cli.outcome import finish
 from understudy.cli.reading import checked_recipe
+from understudy.trainers.early import begun_early
 from understudy.trainers.ending import run_to_its_end
 
 
@@ -21,10 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     path = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
     recipe = checked_recipe(path, options.overrides)
-    from understudy.trainers.launch import launch
-
     next_command = f"understudy train {path} loss.kind=reverse_kl"
-    code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))
+    with begun_early(recipe):
+        from understudy.trainers.launch import launch
+
+        code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))
     if code == 0:  # a run that was stopped has said how it goes on
         Console().print(f"next    {next_command}", highlight=False, soft_wrap=True)
     return code

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from understudy.cli.outcome import finish
 from understudy.observability.rundir import RunDir
+from understudy.trainers.early import begun_early
 from understudy.trainers.ending import run_to_its_end
 
 
@@ -23,12 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from understudy.trainers.changes import changed_recipe
 
-    _, changes = changed_recipe(RunDir.open(options.run), options.overrides)
+    recipe, changes = changed_recipe(RunDir.open(options.run), options.overrides)
     console = Console(stderr=True)
     for change in changes:
         console.print(f"changed {change}", highlight=False, markup=False, soft_wrap=True)
     if options.overrides and not changes:
         console.print("nothing changes: the run has these values already", highlight=False)
-    from understudy.trainers.launch import resume
+    with begun_early(recipe):
+        from understudy.trainers.launch import resume
 
-    return finish(run_to_its_end(resume(options.run, options.overrides, progress=not options.quiet)))
+        return finish(run_to_its_end(resume(options.run, options.overrides, progress=not options.quiet)))

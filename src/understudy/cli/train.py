@@ -7,6 +7,7 @@ from pathlib import Path
 
 from understudy.cli.outcome import finish
 from understudy.cli.reading import checked_recipe
+from understudy.trainers.early import begun_early
 from understudy.trainers.ending import run_to_its_end
 
 
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     recipe = checked_recipe(options.recipe, options.overrides, progress=not options.quiet)
-    from understudy.trainers.launch import launch
+    with begun_early(recipe):
+        from understudy.trainers.launch import launch
 
-    return finish(run_to_its_end(launch(recipe, progress=not options.quiet)))
+        return finish(run_to_its_end(launch(recipe, progress=not options.quiet)))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from understudy.cluster import nursery
 from understudy.errors import ChildDied, ClusterError
 from understudy.observability.forks import only_here
 
@@ -31,7 +32,7 @@ _LAST_WORDS = 12
 @dataclass(slots=True)
 class Child:
     name: str
-    process: subprocess.Popen[bytes]
+    process: nursery.Process
     log: Path
     ready: dict[str, Any]
     """What the child wrote into its ready file: at least `url` for servers."""
@@ -85,19 +86,12 @@ class LocalProcesses:
         log = self._logs / f"{name}.log"
         ready_file = self._logs / f".{name}.ready"
         ready_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", module, *arguments]
-        command += ["--ready-file", str(ready_file), "--watch-fd", str(self._pipe_read)]
+        arguments = [*arguments, "--ready-file", str(ready_file)]
+        environment = {**os.environ, **(env or {})}
         with log.open("ab") as sink:
             start_of_words = sink.tell()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                pass_fds=[self._pipe_read],
-                start_new_session=True,
-            )
+            process = await self._forked(module, arguments, environment, sink.fileno())
+            process = process or self._begun(module, arguments, environment, sink.fileno())
         child = Child(name, process, log, {})
         self._children[name] = child
         try:
@@ -106,6 +100,35 @@ class LocalProcesses:
             await self.stop(name)
             raise
         return child
+
+    async def _forked(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
+    ) -> nursery.Process | None:
+        """The process out of this launcher's nursery; None where there is none, or none for it."""
+        found = nursery.current()
+        if found is None or not found.takes(environment):
+            return None
+        while not found.ready():
+            if found.over:
+                return None
+            await asyncio.sleep(_POLL_SECONDS)
+        try:
+            return found.start(module, arguments, environment, log, self._pipe_read)
+        except OSError:
+            return None
+
+    def _begun(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
+    ) -> nursery.Process:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments, "--watch-fd", str(self._pipe_read)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=[self._pipe_read],
+            start_new_session=True,
+        )
 
     async def _until_ready(self, child: Child, ready_file: Path, start_of_words: int) -> dict[str, Any]:
         deadline = time.monotonic() + self._start_timeout

@@ -185,7 +185,7 @@ class Followers:
 
 def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> str:
     """How a process ended, in its own words where it left any after the first `said_before` bytes of its log."""
-    code = child.process.returncode
+    code = child.process.returncode or 0
     with child.log.open("rb") as handle:
         handle.seek(max(said_before, child.log.stat().st_size - _LAST_WORDS_BYTES))
         lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from understudy.cluster import nursery
 from understudy.cluster.local import LocalProcesses
 from understudy.errors import ChildDied, ClusterError
 
@@ -42,20 +44,38 @@ def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "child_for_test"
 
 
+@pytest.fixture(params=["started", "forked"], autouse=True)
+def way(
+    request: pytest.FixtureRequest, child_module: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[nursery.Nursery | None]:
+    """Every promise holds whether a child is a program of its own or a fork of the nursery."""
+    own = nursery.Nursery({}, modules=()) if request.param == "forked" else None
+    monkeypatch.setattr(nursery, "_NURSERY", own)
+    yield own
+    if own is not None:
+        own.close()
+
+
 def gone(pid: int, seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.05)
     return False
 
 
-def test_start_and_stop(tmp_path: Path, child_module: str) -> None:
+def test_start_and_stop(tmp_path: Path, child_module: str, way: nursery.Nursery | None) -> None:
     async def scenario() -> int:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         child = await processes.start("one", child_module, [])
         assert child.alive and child.ready["url"] == "here"
+        seen = psutil.Process(child.process.pid)
+        assert (seen.ppid() == os.getpid()) is (way is None) and os.getsid(seen.pid) == seen.pid
+        assert {"-m", child_module} <= set(seen.cmdline())
         with pytest.raises(ClusterError, match="runs already"):
             await processes.start("one", child_module, [])
         await processes.close()
@@ -120,8 +140,12 @@ def test_kill_9_of_the_launcher_takes_the_children_along(tmp_path: Path, child_m
     launcher = textwrap.dedent(f"""
         import asyncio
         from pathlib import Path
+        from understudy.cluster import nursery
         from understudy.cluster.local import LocalProcesses
         async def main():
+            if {way is not None}:
+                nursery._NURSERY = nursery.Nursery({{}}, modules=())
+                print(nursery._NURSERY._process.pid, flush=True)
             processes = LocalProcesses(Path({str(tmp_path / "logs")!r}), start_timeout=20)
             child = await processes.start("one", {child_module!r}, [])
             print(child.ready["pid"], flush=True)
@@ -130,8 +154,8 @@ def test_kill_9_of_the_launcher_takes_the_children_along(tmp_path: Path, child_m
     """)
     process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    pid = int(process.stdout.readline())
-    assert psutil.pid_exists(pid)
+    family = [int(process.stdout.readline()) for _ in range(1 if way is None else 2)]
+    assert all(map(psutil.pid_exists, family))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert gone(pid)
+    assert all(map(gone, family))

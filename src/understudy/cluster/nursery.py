@@ -1,0 +1,214 @@
+"""Processes that start in a moment: forked from one that has imported torch and transformers already.
+
+    prepared(…) ──> nursery process, importing beside the trainer ──> start(…) ──> a fork that runs `python -m module`
+
+Importing them takes seconds of CPU time in each process, and a run has several: four teachers of the quickstart took longer to
+import than to do anything else before the first step. A child of the nursery is a session, has a log and a pipe to its launcher as any
+other (`local.py`), and does not need the nursery once it runs.
+
+Only on Linux and where no GPU is: whether a fork may use a GPU depends on what libraries did while they were imported. A child
+whose environment differs in what libraries read when they are loaded is started the plain way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from understudy.cluster.nursery_process import LARGEST, MODULES
+from understudy.observability.forks import only_here
+
+_READ_AT_LOAD = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ACL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_",
+    "CUDA", "NVIDIA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TRITON", "TMPDIR", "HOME", "XDG_", "PATH", "VIRTUAL_ENV",
+)  # fmt: skip
+"""Beginnings of the names of such variables."""
+_PROGRAM = "from understudy.cluster.nursery_process import main; main({}, {})"
+_ANSWER_SECONDS = 30.0
+_POLL_SECONDS = 0.01
+
+
+class Process(Protocol):
+    """What we need of `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class Nursery:
+    """The launcher's end of it. Several threads may ask after a child."""
+
+    def __init__(self, env: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
+        environment = {**os.environ, **env}
+        self._environment = _read_at_load(environment)
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM.format(theirs.fileno(), list(modules))],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._lock = threading.Lock()
+        self._ready = False
+        self._ended = False
+        self._codes: dict[int, int] = {}
+        only_here(self, Nursery._let_go)
+
+    @property
+    def over(self) -> bool:
+        return self._ended
+
+    def ready(self) -> bool:
+        """Whether it takes jobs; False while it imports, and for good once it is over."""
+        with self._lock:
+            self._hear()
+            return self._ready and not self._ended
+
+    def takes(self, environment: Mapping[str, str]) -> bool:
+        return _read_at_load(environment) == self._environment
+
+    def start(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int, pipe: int
+    ) -> Process:
+        """Ask for a child; `OSError` where there is no nursery any more."""
+        job = {
+            "module": module,
+            "arguments": [*arguments],
+            "env": dict(environment),
+            "folder": str(Path.cwd()),
+        }
+        message = json.dumps(job).encode()
+        if len(message) > LARGEST:
+            raise OSError("an environment this large does not fit into a message")
+        with self._lock:
+            socket.send_fds(self._line, [message], [log, pipe])
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            while (pid := self._hear()) is None:
+                if self._ended or time.monotonic() > deadline:
+                    raise OSError("the nursery does not answer")
+                time.sleep(_POLL_SECONDS)
+        return _Forked(pid, self)
+
+    def code_of(self, pid: int) -> int | None:
+        """How a child ended; None while it lives."""
+        with self._lock:
+            self._hear()
+            code = self._codes.pop(pid, None)
+            if code is None and self._ended and not _lives(pid):
+                return -signal.SIGKILL  # nobody is left who could tell
+            if code is not None:
+                self._say({"bury": pid})
+            return code
+
+    def close(self) -> None:
+        with self._lock:
+            self._let_go()
+        self._process.terminate()
+        self._process.wait()
+
+    def _let_go(self) -> None:
+        self._ended = True
+        self._line.close()
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):
+            self._line.send(json.dumps(message).encode())
+
+    def _hear(self) -> int | None:
+        """Takes in what has come; the number of the child that was asked for, if that was said."""
+        while not self._ended:
+            try:
+                message = self._line.recv(LARGEST)
+            except BlockingIOError:
+                return None
+            except OSError:
+                message = b""
+            if not message:
+                self._ended = True
+                self._process.poll()
+                return None
+            told = json.loads(message)
+            if "pid" in told:
+                return int(told["pid"])
+            if "gone" in told:
+                self._codes[told["gone"]] = told["code"]
+            else:
+                self._ready, self._ended = told["ready"], not told["ready"]
+        return None
+
+
+class _Forked:
+    """A child of the nursery, asked after as one would ask a `Popen`."""
+
+    def __init__(self, pid: int, nursery: Nursery) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._nursery = nursery
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (code := self._nursery.code_of(self.pid)) is not None:
+            self.returncode = code
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(_POLL_SECONDS)
+        return code
+
+
+_NURSERY: Nursery | None = None
+
+
+@contextmanager
+def prepared(env: Mapping[str, str]) -> Iterator[None]:
+    """A nursery while this lasts, for children with `env`; nothing where this machine is none for it, or this process has one."""
+    global _NURSERY
+    if current() is not None or not hasattr(os, "pidfd_open") or Path("/dev/nvidiactl").exists():
+        yield
+        return
+    _NURSERY = Nursery(env)
+    try:
+        yield
+    finally:
+        _NURSERY.close()
+        _NURSERY = None
+
+
+def current() -> Nursery | None:
+    """The nursery of this process, if it has one."""
+    return None if _NURSERY is None or _NURSERY.over else _NURSERY
+
+
+def _read_at_load(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_LOAD)}
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
