@@ -26,7 +26,7 @@ from understudy.config import CriticConfig, Recipe
 from understudy.engines.hosted_channel import HostChannel, HostLost
 from understudy.engines.replicas import Endpoint
 from understudy.engines.traffic import Traffic
-from understudy.errors import CriticLost, EngineError, PolicyError
+from understudy.errors import CriticGivenUp, CriticLost, EngineError, PolicyError
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.policy.refused import RefusedRows
@@ -51,6 +51,7 @@ from understudy.types.jagged import Jagged
 
 MODULE = "understudy.trainers.critic_process"
 _LOOK_SECONDS = 0.5
+_HURRIED_BEAT_S = 0.5
 _NOTICE_SECONDS = 60.0
 """How long a lost process may take to show as lost: a cluster looks for a machine's sign of life every few seconds, several times."""
 Told = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -73,6 +74,9 @@ class CriticWatch:
         self._beat_s, self._silence_s = beat_s, silence_s
         self._silent: CriticLost | None = None
         self._sent_home = False
+        self._hurried = asyncio.Event()
+        self._patience_s = silence_s
+        self._on_giving_up: Callable[[], None] = lambda: None
 
     @property
     def sent_home(self) -> bool:
@@ -81,6 +85,11 @@ class CriticWatch:
     def send_home(self) -> None:
         """From now on a critic that ends is no loss."""
         self._sent_home = True
+
+    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+        """Somebody asked to stop: a critic that computes is waited for as before, one that stands still only so long from now on."""
+        self._patience_s, self._on_giving_up = patience_s, on_giving_up
+        self._hurried.set()
 
     def lost(self) -> CriticLost | None:
         if self._sent_home:
@@ -100,14 +109,33 @@ class CriticWatch:
     async def feel_pulse(self, channel: HostChannel) -> None:
         """Finds a process that is stopped, and a machine that does not even hang up."""
         heard = time.monotonic()
-        while self._silent is None:
-            await asyncio.sleep(self._beat_s)
-            if await channel.alive(self._silence_s):
-                heard = time.monotonic()
-            elif time.monotonic() - heard > self._silence_s and self._child.alive:
+        unhurried = asyncio.create_task(self._feel(channel, heard, self._beat_s, self._silence_s))
+        hurried = asyncio.create_task(self._hurried.wait())
+        try:
+            await asyncio.wait({unhurried, hurried}, return_when=asyncio.FIRST_COMPLETED)
+            if unhurried.done():
                 self._silent = CriticLost(
                     f"the critic's process lives and does not answer (for {self._silence_s:.0f} s); log: {self._child.log}"
                 )
+                return
+        finally:
+            unhurried.cancel()
+            hurried.cancel()
+        await self._feel(channel, time.monotonic(), _HURRIED_BEAT_S, self._patience_s)
+        if not self._sent_home:
+            self._on_giving_up()
+            self._silent = CriticGivenUp(
+                f"the critic's process does not answer ({self._patience_s:.0f} s after somebody asked to stop); log: {self._child.log}"
+            )
+
+    async def _feel(self, channel: HostChannel, heard: float, beat_s: float, silence_s: float) -> None:
+        """Returns once the process, which lives, has not answered for so long."""
+        while True:
+            await asyncio.sleep(beat_s)
+            if await channel.alive(silence_s):
+                heard = time.monotonic()
+            elif time.monotonic() - heard > silence_s and self._child.alive:
+                return
 
 
 class FarCritic:
@@ -140,6 +168,10 @@ class FarCritic:
     def expect_the_end(self) -> None:
         """What ends from now on ends with the run."""
         self._watch.send_home()
+
+    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+        """Somebody asked to stop; `on_giving_up` is called where it then stands still for so long."""
+        self._watch.hurry(patience_s, on_giving_up)
 
     def waiting(self, now: float) -> str | None:
         """What it is asked for at this moment, and since when; for whoever wonders why a run does not move."""

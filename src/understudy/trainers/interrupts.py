@@ -47,6 +47,7 @@ class Interrupts:
         self.requested = False
         self.training = False
         self._told = asyncio.Event()
+        self._when_told: list[Callable[[], None]] = []
         self._on_first = on_first
         self._on_second = on_second
         self._task: asyncio.Task[object] | None = None
@@ -58,6 +59,14 @@ class Interrupts:
         """Things are being started up (again); `on_second` ends them at once."""
         self.training = False
         self._on_second = on_second
+        self._when_told.clear()
+
+    def when_told(self, action: Callable[[], None]) -> None:
+        """Called on the event loop when somebody asks to stop what was started up last; at once where that has happened already."""
+        if self.requested:
+            action()
+        else:
+            self._when_told.append(action)
 
     async def waiting(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` gives, which waits for others; `Abandoned` where it waits too long after somebody asked to stop.
@@ -129,6 +138,8 @@ class Interrupts:
             self._leave_now()
         self.requested = True
         self._told.set()
+        for action in self._when_told:
+            action()
         if self.training:
             self._on_first(
                 f"{number.name}: finishing this step (or giving it up after {PATIENCE_S:.0f} s of waiting), then saving; "

@@ -25,8 +25,9 @@ from understudy.observability.watchdog import watched
 from understudy.trainers.backends import lasting, processes_of
 from understudy.trainers.build import build, is_deterministic
 from understudy.trainers.changes import Change, changed_recipe
+from understudy.trainers.far_critic import FarCritic
 from understudy.trainers.fully_async import train_fully_async
-from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.interrupts import PATIENCE_S, Interrupts
 from understudy.trainers.memory import explained
 from understudy.trainers.preflight import describe, preflight
 from understudy.trainers.restarts import last_checkpoint_step, with_restarts
@@ -131,7 +132,11 @@ async def _attempt(
         if checkpoint and checkpoint.step >= recipe.trainer.steps:
             view.note(f"nothing to do: {run.path} took all its {checkpoint.step} steps already")
         forget_after(run, checkpoint.step if checkpoint else None)
+        last_words = partial(_write_state, run, "stopped", "", facts)
         async with build(recipe, run, processes, view) as system:
+            if isinstance(system.critic, FarCritic):
+                # Where it is given up nothing more is saved: from then on the run leaves.
+                stop.when_told(partial(system.critic.hurry, PATIENCE_S, partial(stop.leaving, last_words)))
             await system.plane.rewind(
                 checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic
             )
@@ -151,7 +156,7 @@ async def _attempt(
                 steps = await _TRAINERS[recipe.trainer.mode](system, stop)
             await finish_saving(system)
             if stop.requested:
-                stop.leaving(partial(_write_state, run, "stopped", "", facts))
+                stop.leaving(last_words)
             facts |= {"rows_trained": system.tally.rows_trained, "dead_letters": system.tally.dead_letters}
         return steps
     except (BaseExceptionGroup, OutOfMemoryError) as error:

@@ -1,0 +1,74 @@
+"""Somebody asks to stop while the critic's process is asked for something: one that stands still is given up, one that computes is not."""
+
+import asyncio
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import pytest
+from test_far_critic import asked_and_disturbed, child  # noqa: F401  (a fixture)
+
+from understudy.errors import CriticGivenUp, CriticLost
+from understudy.trainers.far_critic import CriticWatch
+from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.restarts import with_restarts
+
+
+def test_one_that_stands_still_is_given_up_long_before_it_counts_as_lost(child: Any) -> None:  # noqa: F811
+    given_up: list[str] = []
+
+    def disturb(watch: CriticWatch, _: Any) -> None:
+        os.kill(child.process.pid, signal.SIGSTOP)
+        watch.hurry(1.0, partial(given_up.append, "leave"))
+
+    # The pulse is in the midst of its long beat when the stop comes.
+    error, _, took = asyncio.run(asked_and_disturbed(child, disturb, beat_s=30.0, silence_s=60.0))
+    assert isinstance(error, CriticGivenUp) and 1.0 < took < 5, took
+    assert "does not answer (1 s after somebody asked to stop); log: " in str(error)
+    assert given_up == ["leave"], "once"
+
+
+def test_one_that_answers_its_pulse_is_waited_for(child: Any) -> None:  # noqa: F811
+    def disturb(watch: CriticWatch, channel: Any) -> None:
+        watch.hurry(0.5, lambda: pytest.fail("it computes"))
+        # Its answer comes at last: here an error, told without a word of giving up.
+        asyncio.get_running_loop().call_later(3.0, os.kill, child.process.pid, signal.SIGKILL)
+
+    error, _, took = asyncio.run(asked_and_disturbed(child, disturb))
+    assert took > 2.9 and isinstance(error, CriticLost) and not isinstance(error, CriticGivenUp)
+
+
+def test_a_run_whose_critic_was_given_up_is_where_its_last_checkpoint_is() -> None:
+    async def attempt() -> int:
+        raise CriticGivenUp("the critic's process does not answer")
+
+    for saved, place in ((4, "step 4"), (0, "its start")):
+        told: list[str] = []
+        stop = Interrupts(told.append)
+        stop.requested = True
+        assert asyncio.run(with_restarts(attempt, 5, lambda saved=saved: saved, stop, told.append)) == saved  # type: ignore[misc]
+        (news,) = told
+        assert news.startswith("the critic's process does not answer; ") and news.endswith(
+            f"the run stays at {place}"
+        )
+
+
+def test_whoever_wants_to_be_told_of_a_stop_is_told_once_and_not_of_an_attempt_before() -> None:
+    told: list[str] = []
+
+    async def body() -> None:
+        with Interrupts(told.append) as stop:
+            stop.when_told(partial(told.append, "the first attempt"))
+            stop.starting(lambda: None)
+            stop.when_told(partial(told.append, "the second attempt"))
+            stop.training = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            stop.when_told(partial(told.append, "one that comes late"))
+
+    asyncio.run(body())
+    assert [text for text in told if not text.startswith("SIGTERM: ")] == [
+        "the second attempt",
+        "one that comes late",
+    ]
