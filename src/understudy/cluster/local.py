@@ -108,8 +108,9 @@ class LocalProcesses:
         found = nursery.current()
         if found is None or not found.takes(environment):
             return None
+        deadline = time.monotonic() + self._start_timeout
         while not found.ready():
-            if found.over:
+            if found.over or time.monotonic() > deadline:
                 return None
             await asyncio.sleep(_POLL_SECONDS)
         try:

@@ -35,7 +35,8 @@ _READ_AT_LOAD = (
 )  # fmt: skip
 """Beginnings of the names of such variables."""
 _PROGRAM = "from understudy.cluster.nursery_process import main; main({}, {})"
-_ANSWER_SECONDS = 30.0
+_ANSWER_SECONDS = 10.0
+"""A fork takes some hundredths of a second; the launcher's event loop waits for it."""
 _POLL_SECONDS = 0.01
 
 
@@ -105,6 +106,8 @@ class Nursery:
             deadline = time.monotonic() + _ANSWER_SECONDS
             while (pid := self._hear()) is None:
                 if self._ended or time.monotonic() > deadline:
+                    self._let_go()
+                    self._process.kill()  # what it has not done by now it must not do later
                     raise OSError("the nursery does not answer")
                 time.sleep(_POLL_SECONDS)
         return _Forked(pid, self)
@@ -123,7 +126,7 @@ class Nursery:
     def close(self) -> None:
         with self._lock:
             self._let_go()
-        self._process.terminate()
+        self._process.kill()
         self._process.wait()
 
     def _let_go(self) -> None:

@@ -88,6 +88,37 @@ def test_children_outlive_a_killed_nursery_and_the_next_ones_do_without(
     asyncio.run(scenario())
 
 
+def test_a_frozen_nursery_is_given_up(
+    tmp_path: Path, own: nursery.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nursery, "_ANSWER_SECONDS", 1.0)
+
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        first = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        own._process.send_signal(signal.SIGSTOP)
+        second = await processes.start("two", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        assert own.over and first.alive and not is_forked(second)
+        assert own._process.wait(10) == -signal.SIGKILL  # it must not fork another "two" when it wakes up
+        await processes.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_nursery_that_does_not_get_ready_is_not_waited_for_for_ever(
+    tmp_path: Path, own: nursery.Nursery
+) -> None:
+    own._process.send_signal(signal.SIGSTOP)
+
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=5)
+        child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        assert not is_forked(child)
+        await processes.close()
+
+    asyncio.run(scenario())
+
+
 def test_every_thread_that_asks_learns_how_a_child_ended(tmp_path: Path, own: nursery.Nursery) -> None:
     async def scenario() -> list[int]:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
