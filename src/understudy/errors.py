@@ -16,8 +16,8 @@
     ├── ClusterError                processes and placement
     │   └── ChildDied               a child process ended; carries the child's own last words
     │       └── RankLost            one of the ranks that train the student; the run may go back to its last checkpoint
-    │           └── CriticLost      the process of the critic, which trains too
-    │               └── CriticGivenUp  it stood still when somebody asked the run to stop
+    │           ├── CriticLost      the process of the critic, which trains too
+    │           └── GivenUp         either stood still when somebody asked the run to stop
     └── RunDirectoryError           a run directory exists already, or is not one
 
 All of them pickle (a child process can send one), because each is built from its message alone.
@@ -106,8 +106,8 @@ class CriticLost(RankLost):
     """The critic's process is gone, and with it what the critic learnt since the last checkpoint."""
 
 
-class CriticGivenUp(CriticLost):
-    """The critic's process stood still when somebody asked to stop: what it learnt since the last checkpoint cannot be saved."""
+class GivenUp(RankLost):
+    """A rank or the critic's process stood still when somebody asked to stop: what was learnt since the last checkpoint cannot be saved."""
 
 
 class RunDirectoryError(UnderstudyError):

@@ -15,6 +15,7 @@ from small_runs import run_cli, start_cli, write_toml
 
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import read_metrics
+from understudy.observability.rundir import read_json
 
 Make = Callable[..., dict[str, Any]]
 STEPS = 3
@@ -170,4 +171,24 @@ def test_no_rank_is_left_behind(started: Started, how: signal.Signals) -> None:
     assert process.returncode == (130 if how is signal.SIGINT else -how), output
     psutil.wait_procs([follower], timeout=20)
     assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
+    assert audit(run).balanced
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_does_not_hold_up_a_stop(started: Started) -> None:
+    """Its part of the student cannot be saved without it: the run stays at its last checkpoint, here at its start."""
+    process, run, follower = started
+    follower.suspend()
+    time.sleep(3)  # by now a step waits for it
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    output, _ = process.communicate(timeout=100)
+    took = time.monotonic() - asked
+    assert read_json(run / "state.json")["status"] == "stopped", output
+    assert process.returncode == 130 and "Traceback" not in output, output
+    assert took < 35, f"{took:.0f} s"
+    psutil.wait_procs([follower], timeout=2)
+    assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
+    said = (run / "logs" / "trainer.log").read_text()
+    assert "rank 1 of 2 lives and has done nothing for 8 s" in said and "the run stays at its start" in said
     assert audit(run).balanced

@@ -66,6 +66,10 @@ class Lookout(Protocol):
         """From now on a rank that ends is no loss."""
         ...
 
+    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+        """Somebody asked to stop: a rank that stands still is lost after so long, and `on_giving_up` called."""
+        ...
+
 
 class LeadingPolicy:
     """Rank 0's policy with the interface of `Policy`; every call is made on all ranks.
@@ -193,6 +197,11 @@ class LeadingPolicy:
         """What ends from now on ends with the run: nobody is to be disturbed while it is put away."""
         if self._lookout is not None:
             self._lookout.send_home()
+
+    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+        """Somebody asked to stop; `on_giving_up` is called where a rank then stands still for so long."""
+        if self._lookout is not None:
+            self._lookout.hurry(patience_s, on_giving_up)
 
     def close(self) -> None:
         """Sends the followers home. Where the group is broken, or breaks over this, there is nobody to tell: whoever is gone by now is

@@ -26,7 +26,7 @@ from understudy.config import CriticConfig, Recipe
 from understudy.engines.hosted_channel import HostChannel, HostLost
 from understudy.engines.replicas import Endpoint
 from understudy.engines.traffic import Traffic
-from understudy.errors import CriticGivenUp, CriticLost, EngineError, PolicyError
+from understudy.errors import CriticLost, EngineError, GivenUp, PolicyError
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.policy.refused import RefusedRows
@@ -72,7 +72,7 @@ class CriticWatch:
         """`silence_s`: how long it may leave /health unanswered, which is asked every `beat_s`."""
         self._child, self._said_before, self._elsewhere = child, said_before, elsewhere
         self._beat_s, self._silence_s = beat_s, silence_s
-        self._silent: CriticLost | None = None
+        self._silent: CriticLost | GivenUp | None = None
         self._sent_home = False
         self._hurried = asyncio.Event()
         self._patience_s = silence_s
@@ -91,7 +91,7 @@ class CriticWatch:
         self._patience_s, self._on_giving_up = patience_s, on_giving_up
         self._hurried.set()
 
-    def lost(self) -> CriticLost | None:
+    def lost(self) -> CriticLost | GivenUp | None:
         if self._sent_home:
             return None
         if not self._child.alive:
@@ -124,7 +124,7 @@ class CriticWatch:
         await self._feel(channel, time.monotonic(), _HURRIED_BEAT_S, self._patience_s)
         if not self._sent_home:
             self._on_giving_up()
-            self._silent = CriticGivenUp(
+            self._silent = GivenUp(
                 f"the critic's process does not answer ({self._patience_s:.0f} s after somebody asked to stop); log: {self._child.log}"
             )
 
@@ -249,7 +249,7 @@ class FarCritic:
             raise refusal_from(answer["refused"])
         return answer, found
 
-    def _lost(self, error: HostLost) -> CriticLost:
+    def _lost(self, error: HostLost) -> CriticLost | GivenUp:
         """A connection that broke; whoever broke it has the better words, once it is known to be gone."""
         deadline = time.monotonic() + _NOTICE_SECONDS
         while time.monotonic() < deadline and not self._watch.sent_home:

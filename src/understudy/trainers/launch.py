@@ -22,6 +22,7 @@ from understudy.observability.redact import redact
 from understudy.observability.report import write_report
 from understudy.observability.rundir import RunDir, write_atomically
 from understudy.observability.watchdog import watched
+from understudy.policy.follow import LeadingPolicy
 from understudy.trainers.backends import lasting, processes_of
 from understudy.trainers.build import build, is_deterministic
 from understudy.trainers.changes import Change, changed_recipe
@@ -134,9 +135,10 @@ async def _attempt(
         forget_after(run, checkpoint.step if checkpoint else None)
         last_words = partial(_write_state, run, "stopped", "", facts)
         async with build(recipe, run, processes, view) as system:
-            if isinstance(system.critic, FarCritic):
-                # Where it is given up nothing more is saved: from then on the run leaves.
-                stop.when_told(partial(system.critic.hurry, PATIENCE_S, partial(stop.leaving, last_words)))
+            for party in (system.policy, system.critic):
+                if isinstance(party, LeadingPolicy | FarCritic):
+                    # Where one is given up nothing more is saved: from then on the run leaves.
+                    stop.when_told(partial(party.hurry, PATIENCE_S, partial(stop.leaving, last_words)))
             await system.plane.rewind(
                 checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic
             )

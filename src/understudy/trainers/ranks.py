@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ import torch
 
 from understudy.cluster.local import Child, LocalProcesses
 from understudy.config import Recipe
-from understudy.errors import ConfigError, RankLost
+from understudy.errors import ConfigError, GivenUp, RankLost
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.policy.follow import LeadingPolicy
@@ -108,6 +109,8 @@ class Followers:
             else f"file://{self.meeting / 'rendezvous'}"
         )
         self._pulse = Pulse(self.meeting)
+        self._on_giving_up: Callable[[], None] | None = None
+        """Set once somebody has asked to stop."""
 
     async def start(self, rank: int) -> None:
         name = f"rank-{rank}"
@@ -153,6 +156,9 @@ class Followers:
         """From now on a rank that ends is no loss."""
         self._sent_home = True
 
+    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+        self._pulse.silence_s, self._on_giving_up = patience_s, on_giving_up
+
     def end_at_once(self) -> None:
         """Nobody waits for them from now on, nor for a call they have part in."""
         self._patience = 0.0
@@ -170,10 +176,14 @@ class Followers:
     def _silence(self) -> RankLost | None:
         for rank, child in self._children.items():
             if self._pulse.silent(rank):
-                return RankLost(
+                told = (
                     f"rank {rank} of {self._size} lives and has done nothing for {self._pulse.silence_s:.0f} s (somebody stopped it, or its "
                     f"machine stands still); log: {child.log}"
                 )
+                if self._on_giving_up is None:
+                    return RankLost(told)
+                self._on_giving_up()
+                return GivenUp(told)
         return None
 
     def _obituary(self, rank: int) -> RankLost:

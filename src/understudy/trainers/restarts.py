@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from understudy.errors import CriticGivenUp, RankLost
+from understudy.errors import GivenUp, RankLost
 from understudy.observability.rundir import RunDir
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.trainers.interrupts import Interrupts
@@ -33,13 +33,13 @@ async def with_restarts(
 ) -> int:
     """What `attempt` returns; made again where it lost a rank, `allowed` times between two checkpoints.
 
-    Where somebody asked to stop and the critic stood still, the last checkpoint is what there is.
+    Where somebody asked to stop and one of those who train stood still, the last checkpoint is what there is.
     """
     used, saved = 0, saved_step()
     while True:
         try:
             return await attempt()
-        except CriticGivenUp as given_up:
+        except GivenUp as given_up:
             now = saved_step()
             stays = f"{given_up}; without it nothing more can be saved: the run stays at {f'step {now}' if now else 'its start'}"
             logger.warning(stays)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_far_critic import asked_and_disturbed, child  # noqa: F401  (a fixture)
 
-from understudy.errors import CriticGivenUp, CriticLost
+from understudy.errors import CriticLost, GivenUp
 from understudy.trainers.far_critic import CriticWatch
 from understudy.trainers.interrupts import Interrupts
 from understudy.trainers.restarts import with_restarts
@@ -24,7 +24,7 @@ def test_one_that_stands_still_is_given_up_long_before_it_counts_as_lost(child: 
 
     # The pulse is in the midst of its long beat when the stop comes.
     error, _, took = asyncio.run(asked_and_disturbed(child, disturb, beat_s=30.0, silence_s=60.0))
-    assert isinstance(error, CriticGivenUp) and 1.0 < took < 5, took
+    assert isinstance(error, GivenUp) and 1.0 < took < 5, took
     assert "does not answer (1 s after somebody asked to stop); log: " in str(error)
     assert given_up == ["leave"], "once"
 
@@ -36,12 +36,12 @@ def test_one_that_answers_its_pulse_is_waited_for(child: Any) -> None:  # noqa: 
         asyncio.get_running_loop().call_later(3.0, os.kill, child.process.pid, signal.SIGKILL)
 
     error, _, took = asyncio.run(asked_and_disturbed(child, disturb))
-    assert took > 2.9 and isinstance(error, CriticLost) and not isinstance(error, CriticGivenUp)
+    assert took > 2.9 and isinstance(error, CriticLost) and not isinstance(error, GivenUp)
 
 
 def test_a_run_whose_critic_was_given_up_is_where_its_last_checkpoint_is() -> None:
     async def attempt() -> int:
-        raise CriticGivenUp("the critic's process does not answer")
+        raise GivenUp("the critic's process does not answer")
 
     for saved, place in ((4, "step 4"), (0, "its start")):
         told: list[str] = []
