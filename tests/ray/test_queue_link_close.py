@@ -144,3 +144,20 @@ def test_calls_that_come_while_it_is_closed_end_too(controller: MuteController) 
     for one in waiting:
         with pytest.raises(DataPlaneError, match="closed"):
             one.result(timeout=10)
+
+
+def test_a_link_nobody_waits_on_is_closed_at_once(
+    controller: MuteController, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the loop is done with its last call before the closing thread goes on: nobody would wake it any more."""
+    link, submit = QueueLink.connect(controller.address), asyncio.run_coroutine_threadsafe
+
+    def submit_and_dawdle(*call: Any) -> Future[Any]:
+        submitted = submit(*call)
+        time.sleep(0.3)
+        return submitted
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", submit_and_dawdle)
+    began = time.monotonic()
+    link.close()
+    assert time.monotonic() - began < 4 and not caplog.records

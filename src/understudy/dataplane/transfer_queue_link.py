@@ -254,8 +254,9 @@ class QueueLink:
 
     def _ended_loop(self) -> bool:
         """Lets what was cancelled come to its end, then ends the loop; False where it does not hear."""
+        # By a message to the loop: where the last call is over before this line, the callback is made here, and the loop asleep.
         asyncio.run_coroutine_threadsafe(_last_call(), self._loop).add_done_callback(
-            lambda _: self._loop.stop()
+            lambda _: self._loop.call_soon_threadsafe(self._loop.stop)
         )
         self._thread.join(2 * _END_SECONDS)
         if self._thread.is_alive():
