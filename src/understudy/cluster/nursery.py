@@ -192,11 +192,11 @@ def prepared(env: Mapping[str, str]) -> Iterator[None]:
     if current() is not None or not hasattr(os, "pidfd_open") or Path("/dev/nvidiactl").exists():
         yield
         return
-    _NURSERY = Nursery(env)
+    made = _NURSERY = Nursery(env)
     try:
         yield
     finally:
-        _NURSERY.close()
+        made.close()  # by its own name: where it was lost on the way, another may have come and gone since
         _NURSERY = None
 
 

@@ -17,9 +17,11 @@ from typing import Any
 import ray
 
 from understudy.cluster.local import LocalProcesses
-from understudy.cluster.node_folder import NodeFolder
 from understudy.errors import ChildDied, ClusterError, UnderstudyError
+from understudy.observability.owned_folder import OwnedFolder
 
+FOLDER = "understudy-node-"
+"""How the names of folders for logs and ready files begin, on every machine; what killed supervisors left of them is swept by the next."""
 _LOOK_SECONDS = 0.2
 _MOST_BYTES = 1 << 20
 _LOOPBACK = "127.0.0.1:"
@@ -39,7 +41,7 @@ class Supervisor:
     """The actor; made a Ray actor by `supervisor_of`, where its share of a bundle is known."""
 
     def __init__(self, start_timeout: float) -> None:
-        self._folder = NodeFolder()
+        self._folder = OwnedFolder(FOLDER, None)
         self._processes = LocalProcesses(self._folder.path, start_timeout)
         self._codes: dict[str, int | None] = {}
 

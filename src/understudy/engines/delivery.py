@@ -20,10 +20,10 @@ from understudy.engines.gpu_handover import GpuHandover
 from understudy.engines.hosted_channel import HostChannel
 from understudy.engines.hosted_delivery import WeightDelivery as Broadcast
 from understudy.engines.hosted_weights import Snapshots
-from understudy.engines.owned_folder import OwnedFolder
 from understudy.engines.pieces import RefusedError, UnreachableError
 from understudy.engines.replicas import Replica
 from understudy.errors import EngineError
+from understudy.observability.owned_folder import OwnedFolder
 
 Post = Callable[[Replica, str, Json], Awaitable[Json]]
 

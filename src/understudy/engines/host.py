@@ -29,10 +29,10 @@ from understudy.engines.group_backend import gpu_id
 from understudy.engines.hf import HFEngine
 from understudy.engines.host_app import HostApp
 from understudy.engines.key_values import KeptAs
-from understudy.engines.owned_folder import remove_if_abandoned
 from understudy.engines.schedule import Batching
 from understudy.engines.writing import Detokenize
 from understudy.errors import EngineError, UnderstudyError
+from understudy.observability.owned_folder import remove_if_abandoned
 from understudy.serving.bind import bind_socket, url_of
 from understudy.serving.child import end_with_launcher, write_ready_file
 from understudy.serving.server import serve

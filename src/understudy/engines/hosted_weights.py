@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from understudy.engines.owned_folder import OwnedFolder
 from understudy.errors import EngineError
+from understudy.observability.owned_folder import OwnedFolder
 
 _MEMORY = Path("/dev/shm")
 _MARGIN = 64 << 20

@@ -26,10 +26,10 @@ from torch import Tensor
 from understudy.engines.dialects import DIALECTS
 from understudy.engines.host_app import read_order
 from understudy.engines.host_wire import BROKEN_TRANSFER, WeightsOrder
-from understudy.engines.owned_folder import OwnedFolder
 from understudy.engines.pieces import NOBODY_BEHIND, PAUSED
 from understudy.engines.weight_broadcast import Receiver, TransferBroken
 from understudy.errors import EngineError
+from understudy.observability.owned_folder import OwnedFolder
 from understudy.serving.connections import Connections
 from understudy.serving.http import Gate, answering, as_json, read_body, unless_gone
 

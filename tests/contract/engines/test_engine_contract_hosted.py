@@ -30,9 +30,9 @@ from understudy.engines import host
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.host_wire import MAGIC, PREFIX, encode_call
 from understudy.engines.hosted import HostedEngine
-from understudy.engines.owned_folder import OwnedFolder
 from understudy.engines.restarts import Restarts
 from understudy.errors import EngineError
+from understudy.observability.owned_folder import OwnedFolder
 from understudy.types.trajectory import StopReason
 
 

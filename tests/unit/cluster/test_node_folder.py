@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from understudy.cluster.node_folder import PREFIX, NodeFolder, sweep
+from understudy.observability.owned_folder import OwnedFolder, remove_abandoned
+
+PREFIX = "understudy-node-"
 
 OWNER = """
 import sys
-from understudy.cluster.node_folder import NodeFolder
-folder = NodeFolder()
+from understudy.observability.owned_folder import OwnedFolder
+folder = OwnedFolder("understudy-node-", None)
 (folder.path / "teacher-0.log").write_text("hello")
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -40,7 +42,7 @@ def test_what_a_killed_supervisor_left_is_removed_and_what_a_living_one_has_is_n
         killed.kill()
         killed.wait()
         assert (left / "teacher-0.log").exists(), "kill -9 leaves it"
-        mine = NodeFolder()
+        mine = OwnedFolder(PREFIX, None)
         assert not left.exists()
         assert (its_folder / "teacher-0.log").exists() and mine.path.is_dir()
         mine.close()
@@ -49,7 +51,7 @@ def test_what_a_killed_supervisor_left_is_removed_and_what_a_living_one_has_is_n
         for process in (lives, killed):
             process.kill()
             process.communicate()
-    sweep(tmp_path)
+    remove_abandoned(tmp_path, PREFIX)
     assert not list(tmp_path.glob(f"{PREFIX}*"))
 
 
@@ -63,5 +65,5 @@ def test_what_has_no_mark_and_what_only_points_somewhere_is_left_alone(tmp_path:
     marked = tmp_path / f"{PREFIX}marked"
     marked.mkdir()
     (marked / ".owner").symlink_to(precious / ".owner")
-    sweep(tmp_path)
+    remove_abandoned(tmp_path, PREFIX)
     assert unmarked.exists() and (precious / ".owner").exists() and marked.exists()

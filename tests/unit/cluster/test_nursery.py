@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -86,6 +86,28 @@ def test_children_outlive_a_killed_nursery_and_the_next_ones_do_without(
         assert second.process.returncode is not None
 
     asyncio.run(scenario())
+
+
+def test_one_that_was_lost_is_put_away_although_another_came_and_went(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nursery, "_NURSERY", None)
+
+    class Quick(nursery.Nursery):
+        def __init__(self, env: Mapping[str, str]) -> None:
+            super().__init__(env, modules=())
+
+    monkeypatch.setattr(nursery, "Nursery", Quick)
+    with nursery.prepared({}):
+        lost = nursery.current()
+        assert lost is not None
+        lost._process.kill()
+        lost._process.wait()
+        lost.ready()  # whoever asks next finds out
+        with nursery.prepared({}):
+            assert nursery.current() not in (None, lost)
+        assert nursery.current() is None
+    assert nursery.current() is None
 
 
 def test_a_frozen_nursery_is_given_up(

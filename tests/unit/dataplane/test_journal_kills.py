@@ -137,7 +137,7 @@ def test_killed_at_a_named_point_and_again_at_the_same_one(
     check_the_finished_run(tmp_path)
 
 
-def one_random_trial(folder: Path, seed: int) -> None:
+def check_one_random_trial(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     keep_rows, retain = rng.random() < 0.7, rng.choice(list(Retain))
     for _ in range(rng.randint(1, 4)):
@@ -152,10 +152,10 @@ def one_random_trial(folder: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_killed_at_random_moments(tmp_path: Path, seed: int) -> None:
-    one_random_trial(tmp_path, seed)
+    check_one_random_trial(tmp_path, seed)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(1000, 1300))
 def test_killed_at_random_moments_many_times(tmp_path: Path, seed: int) -> None:
-    one_random_trial(tmp_path, seed)
+    check_one_random_trial(tmp_path, seed)

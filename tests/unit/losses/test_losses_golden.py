@@ -21,7 +21,7 @@ VERL = json.loads((GOLDEN / "verl.json").read_text())["cases"]
 TRL = json.loads((GOLDEN / "trl.json").read_text())
 
 
-def close(found: torch.Tensor, expected: object, tolerance: float = 1e-5) -> None:
+def assert_near(found: torch.Tensor, expected: object, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(
         found, torch.as_tensor(expected, dtype=found.dtype), rtol=tolerance, atol=tolerance
     )
@@ -53,8 +53,8 @@ def test_forward_kl_on_top_k_without_a_tail_is_verls(run: dict) -> None:
     for student, leaf in both_students(logits):
         output = objective(student, inputs)
         output.loss.backward()
-        close(output.per_token_N, run["loss"])
-        close(leaf.grad, run["grad_student_logits"])
+        assert_near(output.per_token_N, run["loss"])
+        assert_near(leaf.grad, run["grad_student_logits"])
         metrics = metric_results(output.metrics)
         expected_overlap = sum(run["overlap_count"]) / len(run["overlap_count"]) / inputs.num_candidates
         assert metrics["actor/distillation/student_mass"] == pytest.approx(
@@ -72,8 +72,8 @@ def test_estimators_are_verls(kind: str) -> None:
     student = torch.tensor(case["student_logprob"], requires_grad=True)
     value = estimate(canonical_kind(kind), student, torch.tensor(case["teacher_logprob"]))
     value.sum().backward()
-    close(value.detach(), case["runs"][kind]["value"])
-    close(student.grad, case["runs"][kind]["grad"])
+    assert_near(value.detach(), case["runs"][kind]["value"])
+    assert_near(student.grad, case["runs"][kind]["grad"])
 
 
 def test_every_estimator_has_a_golden_figure() -> None:
@@ -86,7 +86,7 @@ def test_group_advantages_are_verls(name: str, function: object) -> None:
     mask = torch.tensor(case["mask"]).bool()
     rewards = torch.tensor(case["rewards"]).sum(-1)
     advantages = to_tokens(function(rewards, case["groups"]), mask.sum(-1).tolist())
-    close(advantages, torch.tensor(case["runs"][name])[mask])
+    assert_near(advantages, torch.tensor(case["runs"][name])[mask])
 
 
 def test_gae_is_verls() -> None:
@@ -100,8 +100,8 @@ def test_gae_is_verls() -> None:
         run["gamma"],
         run["lam"],
     )
-    close(advantages, torch.tensor(run["advantages_whitened"])[mask])
-    close(returns, torch.tensor(run["returns"])[mask])
+    assert_near(advantages, torch.tensor(run["advantages_whitened"])[mask])
+    assert_near(returns, torch.tensor(run["returns"])[mask])
 
 
 @pytest.mark.parametrize("mode", VERL["agg_loss"]["runs"])
@@ -109,7 +109,7 @@ def test_reductions_are_verls(mode: str) -> None:
     case = VERL["agg_loss"]
     mask = torch.tensor(case["mask"]).bool()
     weights = token_weights(mask.sum(-1), mode)
-    close((weights * torch.tensor(case["loss"])[mask]).sum(), case["runs"][mode])
+    assert_near((weights * torch.tensor(case["loss"])[mask]).sum(), case["runs"][mode])
 
 
 def test_clipped_policy_loss_is_verls() -> None:
@@ -122,8 +122,8 @@ def test_clipped_policy_loss_is_verls() -> None:
     )  # fmt: skip
     loss = (token_weights(mask.sum(-1), case["agg"]) * result.loss_N).sum()
     loss.backward()
-    close(loss.detach(), case["loss"])
-    close(logp.grad, case["grad"])
+    assert_near(loss.detach(), case["loss"])
+    assert_near(logp.grad, case["grad"])
 
 
 @pytest.mark.parametrize("run", TRL["runs"], ids=lambda run: f"beta{run['beta']}-T{run['temperature']}")
@@ -140,5 +140,5 @@ def test_generalised_jsd_is_trls(run: dict) -> None:
     for student, leaf in both_students(logits, run["temperature"]):
         output = objective(student, inputs)
         output.loss.backward()
-        close(output.loss.detach(), run["loss_sum"])
-        close(leaf.grad, run["grad_student_logits"])
+        assert_near(output.loss.detach(), run["loss_sum"])
+        assert_near(leaf.grad, run["grad_student_logits"])

@@ -1,4 +1,4 @@
-"""Folders in memory that belong to a process: whoever finds one can tell whether its owner still lives.
+"""Temporary folders that belong to a process: whoever finds one can tell whether its owner still lives.
 
 The owner holds a lock on a file inside. The kernel lets go of it with the process, kill -9 included, whichever container
 or pid namespace it was in. So what a killed run left in /dev/shm is removed by its last engine process, or by the next run.

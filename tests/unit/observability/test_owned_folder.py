@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from understudy.engines.hosted_weights import Snapshots
-from understudy.engines.owned_folder import OwnedFolder, remove_abandoned, remove_if_abandoned
+from understudy.observability.owned_folder import OwnedFolder, remove_abandoned, remove_if_abandoned
 
 OWNER = """
 import sys, time, torch
