@@ -14,7 +14,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     for family in ("qwen3", "llama"):
         save_model(folder / family, family, layers=2, seed=1)
     save_model(folder / "teacher", "llama", layers=3, seed=2)
-    return World(folder, save_prompts(folder / "prompts.jsonl"))
+    short = save_prompts(folder / "prompts.jsonl", between=(3, 20))
+    return World(folder, short, save_prompts(folder / "long.jsonl", between=(700, 1500)))
 
 
 @pytest.fixture(scope="session")

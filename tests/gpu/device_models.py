@@ -26,7 +26,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
     "initializer_range": 0.1,
     "eos_token_id": STOPS,
@@ -48,18 +48,19 @@ def save_model(folder: Path, family: str, layers: int, seed: int) -> Path:
     words = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w2"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="w0", pad_token="w1", unk_token="w2", model_max_length=64
+        tokenizer_object=words, eos_token="w0", pad_token="w1", unk_token="w2", model_max_length=2048
     )
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def save_prompts(path: Path, rows: int = 24) -> Path:
-    """Prompts of 3 to 20 words."""
+def save_prompts(path: Path, between: tuple[int, int], rows: int = 24) -> Path:
+    """Prompts of that many words."""
+    fewest, most = between
     generator = torch.Generator().manual_seed(0)
     lines = []
     for _ in range(rows):
-        length = int(torch.randint(3, 21, (1,), generator=generator))
+        length = int(torch.randint(fewest, most + 1, (1,), generator=generator))
         ids = torch.randint(100, VOCAB, (length,), generator=generator).tolist()
         lines.append(json.dumps({"prompt": " ".join(f"w{one}" for one in ids)}) + "\n")
     path.write_text("".join(lines))

@@ -14,6 +14,7 @@ TOKEN_VARIABLE = "UNDERSTUDY_DEVICE_TEST_TOKEN"
 class World:
     folder: Path
     prompts: Path
+    long_prompts: Path
 
     def model(self, name: str) -> Path:
         return self.folder / name

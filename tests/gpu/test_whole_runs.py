@@ -178,15 +178,22 @@ def test_a_run_trains_the_whole_student_as_the_host_would(
     the_engine_has_the_newest_weights(folder, watch, near)
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=GPU)]
-)
+@pytest.mark.parametrize("device", SLOW_HOST)
+@pytest.mark.parametrize("prompts", ["short", "long"])
 def test_full_determinism_repeats_every_weight_to_the_bit(
-    recipe: Callable[[str, str], dict[str, Any]], device: str, monkeypatch: pytest.MonkeyPatch
+    recipe: Callable[[str, str], dict[str, Any]],
+    world: World,
+    device: str,
+    prompts: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Long: so that several blocks of attention add to one gradient."""
     if device == "cpu":
         kernels_on_the_host(monkeypatch)
     table = recipe(device, "sync to the bit")
+    if prompts == "long":
+        changes = {"data__train": str(world.long_prompts), "trainer__micro_batch_tokens": 4096}
+        table = with_changes(table, changes)
     found = []
     for name in ("one", "two"):
         again = with_changes(table, {"run__dir": f"{table['run']['dir']}-{name}"})

@@ -29,6 +29,7 @@ from understudy.engines.group_backend import gpu_id
 from understudy.engines.hf import HFEngine
 from understudy.engines.host_app import HostApp
 from understudy.engines.key_values import KeptAs
+from understudy.engines.repeatable import keep_to_repeatable
 from understudy.engines.schedule import Batching
 from understudy.engines.writing import Detokenize
 from understudy.errors import EngineError, UnderstudyError
@@ -141,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_with_launcher(args.watch_fd, before=tidy)
     if args.threads:
         torch.set_num_threads(args.threads)
-    torch.use_deterministic_algorithms(args.deterministic, warn_only=True)
+    keep_to_repeatable(args.deterministic, args.device)
     try:
         token = os.environ.get(args.token_env) or None
         with bind_socket(args.bind, token) as sock:

@@ -16,6 +16,7 @@ from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
 from understudy.config.async_checks import repeats_to_the_bit
 from understudy.engines.base import Engine
+from understudy.engines.repeatable import keep_to_repeatable
 from understudy.losses.objective import Objective
 from understudy.observability.live import LiveView
 from understudy.observability.loggers import ToldMetrics
@@ -353,4 +354,4 @@ def steady_torch(recipe: Recipe, share_of: int = 1) -> None:
     if (threads := torch_threads(recipe)) is not None:
         torch.set_num_threads(max(threads // share_of, 1))
     torch.manual_seed(recipe.run.seed)
-    torch.use_deterministic_algorithms(is_deterministic(recipe), warn_only=True)
+    keep_to_repeatable(is_deterministic(recipe), resolve_device(recipe.student.device))

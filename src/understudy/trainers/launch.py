@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from torch import OutOfMemoryError
-
 from understudy.api import Run
 from understudy.config import Recipe
 from understudy.errors import ConfigError, RankLost, UnderstudyError
@@ -29,12 +27,12 @@ from understudy.trainers.changes import Change, changed_recipe
 from understudy.trainers.far_critic import FarCritic
 from understudy.trainers.fully_async import train_fully_async
 from understudy.trainers.interrupts import PATIENCE_S, Interrupts
-from understudy.trainers.memory import explained
 from understudy.trainers.preflight import describe, preflight
 from understudy.trainers.restarts import last_checkpoint_step, with_restarts
 from understudy.trainers.resume import finish_saving, forget_after, last_checkpoint, restore
 from understudy.trainers.sync import train_sync
 from understudy.trainers.teachers import seat_here
+from understudy.trainers.torch_errors import explained
 from understudy.trainers.vitals import vitals, waits
 
 logger = logging.getLogger(__name__)
@@ -161,8 +159,11 @@ async def _attempt(
                 stop.leaving(last_words)
             facts |= {"rows_trained": system.tally.rows_trained, "dead_letters": system.tally.dead_letters}
         return steps
-    except (BaseExceptionGroup, OutOfMemoryError) as error:
-        raise explained(_first_cause(error), recipe) from None
+    except (BaseExceptionGroup, RuntimeError) as error:
+        cause = explained(_first_cause(error), recipe)
+        if cause is error:
+            raise
+        raise cause from None
     finally:
         await processes.close()
 

@@ -1,4 +1,4 @@
-"""A GPU that ran out of memory: smaller micro-batches where that helps, otherwise words a user can act on.
+"""A GPU that ran out of memory: smaller micro-batches where that helps.
 
 How many tokens a forward and backward holds decides what it needs, and nothing else but rounding. So a step that met a full
 GPU before it touched a weight is taken again with half of them, and the run keeps to that. Not where a run must repeat to
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from understudy.config import Recipe
-from understudy.errors import PolicyError
 from understudy.policy.policy import Policy
 from understudy.types.far_batch import AnyBatch, FarBatch
 
@@ -71,26 +69,4 @@ def untouched(policy: Policy) -> bool:
         policy.ranks.size == 1
         and all(weight.grad is None for weight in policy.optimizer.weights.values())
         and all(master.grad is None for master in policy.optimizer.masters.values())
-    )
-
-
-def explained(error: BaseException, recipe: Recipe) -> BaseException:
-    """The error itself, unless it is CUDA's own about memory: then one that names the keys which decide how much is used."""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return error
-    # "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of …": the rest is about the allocator.
-    sentences = " ".join(str(error).split()).replace("GPU 0 has", "The GPU has").split(". ")
-    student = recipe.student
-    ways = [
-        f"trainer.micro_batch_tokens (now {recipe.trainer.micro_batch_tokens}) decides what a forward and backward keeps, and "
-        "changes no result: halve it first",
-        f"rollout.max_batch (now {recipe.rollout.max_batch}) and rollout.context_length decide what the engine keeps for its "
-        "rows",
-    ]
-    if not student.gradient_checkpointing:
-        ways.append(
-            "student.gradient_checkpointing = true computes activations twice instead of keeping them"
-        )
-    return PolicyError(
-        f"the GPU's memory is full: {'. '.join(sentences[1:3])}.\n" + "\n".join(f"- {way}" for way in ways)
     )

@@ -1,10 +1,11 @@
-"""A full GPU is explained by the keys that fill it."""
+"""What torch says about a GPU is told by the keys that decide about it."""
 
+import pytest
 import torch
 
 from understudy.config import Recipe
 from understudy.errors import DataError, PolicyError
-from understudy.trainers.memory import explained
+from understudy.trainers.torch_errors import explained
 
 RECIPE = Recipe.model_validate(
     {
@@ -37,3 +38,19 @@ def test_a_full_gpu_names_what_came_and_what_to_set() -> None:
 def test_other_errors_stay_what_they_are() -> None:
     error = DataError("a row")
     assert explained(error, RECIPE) is error
+
+
+def test_an_operation_that_cannot_repeat_is_named_with_the_key_that_allows_it() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        _refused_by_torch()
+    told = explained(refused.value, RECIPE)
+    assert isinstance(told, PolicyError)
+    assert "torch's put_" in str(told) and "run.determinism = 'fast'" in str(told)
+
+
+def _refused_by_torch() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,52 @@
+"""What `run.determinism = "full"` asks of torch on a GPU: the same bits from attention, forward and back, whoever is faster."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from understudy.engines.grouped_attention import NO_GROUPS, grouped_attention, in_groups
+from understudy.engines.repeatable import keep_to_repeatable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTHS = np.array([1536, 1536, 1472, 1408, 1088, 1088, 1024])
+HEADS, KEY_HEADS, SIZE = 16, 4, 128
+TIMES = 12
+
+
+@pytest.fixture
+def repeatable() -> Iterator[None]:
+    keep_to_repeatable(True, "cuda")
+    yield
+    keep_to_repeatable(False, "cuda")
+
+
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize("grouped", [True, False], ids=["cuDNN", "FlashAttention"])
+def test_attention_and_its_gradients_repeat_to_the_bit(grouped: bool) -> None:
+    groups = in_groups(LENGTHS)
+    assert groups is not None
+    table = torch.from_numpy(groups.table_G3) if grouped else NO_GROUPS
+    bounds = torch.from_numpy(groups.bounds).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, slope = (drawn(HEADS, generator) for _ in range(2))
+    key, value = (drawn(KEY_HEADS, generator) for _ in range(2))
+
+    def once() -> list[Tensor]:
+        leaves = [one.clone().requires_grad_() for one in (query, key, value)]
+        mixed, _ = grouped_attention(*leaves, table, bounds, int(LENGTHS.max()), SIZE**-0.5, True)
+        return [mixed, *torch.autograd.grad(mixed, leaves, slope)]
+
+    first = once()
+    for _ in range(TIMES):
+        assert all(torch.equal(one, other) for one, other in zip(first, once(), strict=True))
+
+
+def drawn(heads: int, generator: torch.Generator) -> Tensor:
+    shape = (int(LENGTHS.sum()), heads, SIZE)
+    return torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)
