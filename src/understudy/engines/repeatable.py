@@ -20,4 +20,4 @@ def keep_to_repeatable(wanted: bool, device: torch.device | str) -> None:
         os.environ.setdefault(*WORKSPACE)
     torch.use_deterministic_algorithms(wanted, warn_only=not on_gpu)
     # Filling what is overwritten anyway would cost a hundredth of a small student's step.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
