@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from understudy.engines.grouped_attention import NO_GROUPS, grouped_attention, in_groups
+from understudy.engines.grouped_attention import NO_GROUPS, grouped_attention, in_groups, takes_groups
 from understudy.engines.repeatable import keep_to_repeatable
 
 pytestmark = [
@@ -27,8 +28,14 @@ def repeatable() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("repeatable")
-@pytest.mark.parametrize("grouped", [True, False], ids=["cuDNN", "FlashAttention"])
-def test_attention_and_its_gradients_repeat_to_the_bit(grouped: bool) -> None:
+@pytest.mark.parametrize(
+    ("grouped", "learns"),
+    [
+        pytest.param(False, True, id="FlashAttention, forward and back"),
+        pytest.param(True, False, id="cuDNN, forward"),
+    ],
+)
+def test_attention_repeats_to_the_bit(grouped: bool, learns: bool) -> None:
     groups = in_groups(LENGTHS)
     assert groups is not None
     table = torch.from_numpy(groups.table_G3) if grouped else NO_GROUPS
@@ -38,13 +45,19 @@ def test_attention_and_its_gradients_repeat_to_the_bit(grouped: bool) -> None:
     key, value = (drawn(KEY_HEADS, generator) for _ in range(2))
 
     def once() -> list[Tensor]:
-        leaves = [one.clone().requires_grad_() for one in (query, key, value)]
-        mixed, _ = grouped_attention(*leaves, table, bounds, int(LENGTHS.max()), SIZE**-0.5, True)
-        return [mixed, *torch.autograd.grad(mixed, leaves, slope)]
+        leaves = [one.clone().requires_grad_(learns) for one in (query, key, value)]
+        mixed, _ = grouped_attention(*leaves, table, bounds, int(LENGTHS.max()), SIZE**-0.5, learns)
+        return [mixed, *(torch.autograd.grad(mixed, leaves, slope) if learns else ())]
 
     first = once()
     for _ in range(TIMES):
         assert all(torch.equal(one, other) for one, other in zip(first, once(), strict=True))
+
+
+@pytest.mark.usefixtures("repeatable")
+def test_a_student_does_not_learn_through_kernels_that_do_not_repeat() -> None:
+    config = LlamaConfig(hidden_size=HEADS * SIZE, num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS)
+    assert not takes_groups(torch.device("cuda", 0), torch.bfloat16, config, learns=True)
 
 
 def drawn(heads: int, generator: torch.Generator) -> Tensor:

@@ -287,6 +287,9 @@ def _plain_slopes(
 
 def takes_groups(device: torch.device, dtype: torch.dtype, config: Any, *, learns: bool) -> bool:
     """Whether `grouped_attention` serves this model on this device and agrees with FlashAttention, gradients too if it `learns`."""
+    # cuDNN adds up gradients in any order, whatever torch was told; FlashAttention has a way that repeats to the bit.
+    if learns and torch.are_deterministic_algorithms_enabled():
+        return False
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
