@@ -116,10 +116,11 @@ def table(study: dict[str, Any], timing: dict[str, Any] | None) -> list[str]:
         if not accuracy:
             continue
         step, values = list(accuracy.items())[-1]
-        near = list(kl.values())[-1]
+        near = list(kl.values())[-1] if kl else None
+        distance = f"{mean(near):.3f} ± {spread(near):.3f}" if near else "not kept"
         line = (
             f"| {label} | {runs[0]['rate']:g} | {len(runs)} | {step * SAMPLES:,} | "
-            f"{mean(values):.1%} ± {spread(values):.1%} | {mean(near):.3f} ± {spread(near):.3f} |"
+            f"{mean(values):.1%} ± {spread(values):.1%} | {distance} |"
         )
         if timing is not None:
             seconds, most = step_seconds(timing, runs), "" if timed_alone(timing, method) else "≤ "

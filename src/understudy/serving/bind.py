@@ -23,6 +23,7 @@ def bind_socket(bind: str, token: str | None) -> socket.socket:
             f"--bind {bind}: refused without a token, anyone on the network could use this server; "
             "set UNDERSTUDY_TOKEN (or --token-env), or bind 127.0.0.1"
         )
+    # TCP by name: only then does asyncio switch Nagle's algorithm off, which holds a small reply's body back until its head is acknowledged.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
