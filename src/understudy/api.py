@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = T
     """Run a recipe (a `Recipe`, plain tables, or the path of a TOML file) to its end."""
     from understudy.trainers.preflight import preflight  # noqa: PLC0415 - trainers import this module
 
+    _refuse_a_running_loop()
     if isinstance(recipe, str | Path):
         recipe = load_recipe(Path(recipe))
     elif not isinstance(recipe, Recipe):
@@ -51,7 +52,7 @@ def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = T
     with begun_early(recipe):
         from understudy.trainers.launch import launch  # noqa: PLC0415 - imports torch
 
-        return _outside_a_loop(lambda: run_to_its_end(launch(recipe, progress=progress)))
+        return run_to_its_end(launch(recipe, progress=progress))
 
 
 def distill(
@@ -105,11 +106,11 @@ def _name(key: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in key)
 
 
-def _outside_a_loop(run: Callable[[], Run]) -> Run:
+def _refuse_a_running_loop() -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run()
+        return
     raise UnderstudyError(
         "understudy.train was called inside a running event loop (a notebook?); "
         "await understudy.trainers.launch.launch(recipe) instead"

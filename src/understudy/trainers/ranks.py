@@ -196,7 +196,8 @@ class Followers:
 def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> str:
     """How a process ended, in its own words where it left any after the first `said_before` bytes of its log."""
     code = child.process.returncode or 0
-    with child.log.open("rb") as handle:
+    lines: list[str] = []
+    with suppress(OSError), child.log.open("rb") as handle:  # its log may be gone, or never have come
         handle.seek(max(said_before, child.log.stat().st_size - _LAST_WORDS_BYTES))
         lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
     words = lines[-1].strip() if lines else "it said nothing"
