@@ -59,6 +59,7 @@ from understudy.trainers.ranks import start_ranks
 from understudy.trainers.refused import keep_refused
 from understudy.trainers.seating import critic_sits_apart, with_rollout_devices
 from understudy.trainers.system import PARTITION, System
+from understudy.trainers.taking_turns import advice
 from understudy.trainers.teacher_admin import open_for_requests
 from understudy.trainers.teachers import (
     StudentFacts,
@@ -88,6 +89,8 @@ async def build(
             view.phase(f"connecting to {recipe.cluster.backend}")
         await processes.ready()
         seating = seat_here(recipe)
+        if words := advice(seating.placement):
+            view.note(words)
         recipe = with_rollout_devices(recipe, seating, gpu_names())
         coming = None
         if critic_sits_apart(recipe):
