@@ -318,7 +318,7 @@ def strings() -> tuple[frozenset[str], re.Pattern[str]]:
 def metrics(text: str) -> list[str]:
     known, made = strings()
     problems = []
-    for span in spans(text):
+    for span in (re.sub(r"/[A-Z]+$", "", one) for one in spans(text)):
         if not re.fullmatch(rf"(?:{METRIC_ROOTS})(?:/[\w@ +-]+)+", span) or (SOURCE / span).exists():
             continue
         parent, _, last = span.rpartition("/")
