@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     kv_cache: Literal["model", "fp8"] = "model"
     """How the `hf` engine on a GPU keeps keys and values: in the student's precision, or in eight bits (a scale for every head and
     token), which nearly halves what a decode step reads and the memory. What writes the rollouts is then not quite the trained model:
-    `rollout_corr/…` metrics show by how much. vLLM: `engine_args = ["--kv-cache-dtype=fp8"]`."""
+    `loss.correction.measure` shows by how much. vLLM: `engine_args = ["--kv-cache-dtype=fp8"]`."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0

@@ -11,8 +11,10 @@ RUN/
   loggers/           what tensorboard, wandb, trackio and mlflow write, where they were asked for
   refused.jsonl      rows whose loss or gradient was not finite, where there were any
   refused/           all that their update read, for `understudy replay`
-  checkpoints/       step-000050/ …, latest
+  checkpoints/       step-000050/ …, latest, best
   logs/              one file per process
+  teachers/          what `understudy teachers RUN add | remove` asked for
+  lock               held while the run lives
   report.html, curves.png, timeline.png
 """
 

@@ -6,17 +6,24 @@ from importlib.util import find_spec
 
 from understudy.config import Recipe
 
-_NEEDS = {"ray": "cluster.backend = 'ray'", "transfer_queue": "dataplane.backend = 'transfer_queue'"}
-"""Module → what asks for it."""
+_MATH = "understudy.rollout.math_reward:math_verify"
 
 
 def missing_extras(recipe: Recipe) -> list[str]:
     """What the recipe asks for and this machine lacks; looks without importing."""
-    asked = {"ray"} if recipe.cluster.backend == "ray" else set()
-    if recipe.dataplane.backend == "transfer_queue":
-        asked.add("transfer_queue")
+    asks = [
+        (recipe.cluster.backend == "ray", "cluster.backend = 'ray'", "ray", "ray"),
+        (
+            recipe.dataplane.backend == "transfer_queue",
+            "dataplane.backend = 'transfer_queue'",
+            "transfer_queue",
+            "ray",
+        ),
+        (recipe.student.lora is not None, "[student.lora]", "peft", "lora"),
+        (recipe.data.reward == _MATH, f"data.reward = {_MATH!r}", "math_verify", "math"),
+    ]
     return [
-        f"{_NEEDS[module]} needs the ray extra: pip install understudy[ray]"
-        for module in sorted(asked)
-        if find_spec(module) is None
+        f"{key} needs the {extra} extra: pip install understudy[{extra}]"
+        for asked, key, module, extra in asks
+        if asked and find_spec(module) is None
     ]

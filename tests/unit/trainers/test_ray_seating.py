@@ -93,12 +93,27 @@ def test_keys_that_contradict_each_other_are_refused(sections: dict[str, Any], w
         recipe(**sections)
 
 
-def test_a_missing_extra_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipe(dataplane={"backend": "transfer_queue"})
+@pytest.mark.parametrize(
+    ("asked", "extras"),
+    [
+        ({"dataplane": {"backend": "transfer_queue"}}, ["ray", "ray"]),
+        ({"cluster": {}, "student": {"model": "org/student", "lora": {"rank": 4}}}, ["lora"]),
+        (
+            {"cluster": {}, "data": {"train": "x", "reward": "understudy.rollout.math_reward:math_verify"}},
+            ["math"],
+        ),
+        ({"cluster": {}}, []),
+    ],
+)
+def test_a_missing_extra_is_named_with_what_to_install(
+    asked: dict[str, Any], extras: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = recipe(**asked)
     monkeypatch.setattr("understudy.trainers.extras.find_spec", lambda name: None)
-    problems = missing_extras(asked)
-    assert len(problems) == 2 and all("pip install understudy[ray]" in problem for problem in problems)
-    assert missing_extras(recipe(cluster={})) == []
+    problems = missing_extras(asking)
+    assert [problem.partition("pip install understudy")[2] for problem in problems] == [
+        f"[{extra}]" for extra in extras
+    ]
 
 
 def test_engines_and_workers_sit_in_the_pool_they_are_given() -> None:
