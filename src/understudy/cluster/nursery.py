@@ -38,6 +38,8 @@ _PROGRAM = "from understudy.cluster.nursery_process import main; main({}, {})"
 _ANSWER_SECONDS = 10.0
 """A fork takes some hundredths of a second; the launcher's event loop waits for it."""
 _POLL_SECONDS = 0.01
+_LAST_WORD_SECONDS = 3.0
+"""How long after a child's end the nursery may take to say how it ended; one that stands still never does."""
 
 
 class Process(Protocol):
@@ -73,6 +75,8 @@ class Nursery:
         self._ready = False
         self._ended = False
         self._codes: dict[int, int] = {}
+        self._dead_since: dict[int, float] = {}
+        """Children that are gone, and of which nothing was heard yet."""
         only_here(self, Nursery._let_go)
 
     @property
@@ -117,10 +121,12 @@ class Nursery:
         with self._lock:
             self._hear()
             code = self._codes.pop(pid, None)
-            if code is None and self._ended and not _lives(pid):
-                return -signal.SIGKILL  # nobody is left who could tell
             if code is not None:
                 self._say({"bury": pid})
+            elif not _lives(pid):
+                waited = time.monotonic() - self._dead_since.setdefault(pid, time.monotonic())
+                if self._ended or waited > _LAST_WORD_SECONDS:
+                    return -signal.SIGKILL  # nobody is left who could tell
             return code
 
     def close(self) -> None:

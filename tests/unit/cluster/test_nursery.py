@@ -127,6 +127,25 @@ def test_a_frozen_nursery_is_given_up(
     asyncio.run(scenario())
 
 
+def test_the_end_of_a_child_is_seen_although_its_nursery_stands_still(
+    tmp_path: Path, own: nursery.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever closes it waits for a word that never comes."""
+    monkeypatch.setattr(nursery, "_LAST_WORD_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        assert is_forked(child)
+        own._process.send_signal(signal.SIGSTOP)
+        psutil.Process(child.process.pid).kill()
+        assert child.process.wait(timeout=10) == -signal.SIGKILL
+        own._process.send_signal(signal.SIGCONT)
+        await processes.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_nursery_that_does_not_get_ready_is_not_waited_for_for_ever(
     tmp_path: Path, own: nursery.Nursery
 ) -> None:
