@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from small_runs import ASSETS, run_cli, write_toml
@@ -237,7 +238,10 @@ def test_offload_average_and_recomputation_change_no_step(
     )
     found, before = weights(run, 2), weights(run, 1)
     for name, mine in found.items():
-        assert mine == pytest.approx(weights(expected, 2)[name], abs=1e-5)
+        # Recomputation takes transformers' layers, whose gradients differ from ours by rounding. AdamW enlarges that where a gradient is
+        # nearly nothing: seldom, and never to a twentieth of the learning rate.
+        distance = np.abs(mine - weights(expected, 2)[name])
+        assert distance.mean() < 1e-7 and distance.max() < 5e-5, name
     state = load_file(run.dir / "checkpoints" / "step-000002" / "optimizer.safetensors")
     started = load_file(Path(small(recipe)["student"]["model"]) / "model.safetensors")
     for name in found:
