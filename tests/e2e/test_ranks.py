@@ -147,14 +147,10 @@ def test_a_killed_follower_ends_the_run_with_its_name(started: Started) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_follower_ends_the_run_after_a_minute_and_so_does_a_stop_meanwhile(
-    started: Started,
-) -> None:
+def test_a_stopped_follower_ends_the_run_after_a_minute(started: Started) -> None:
     process, run, follower = started
     follower.suspend()
     stopped = time.monotonic()
-    time.sleep(5)
-    process.terminate()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2 and "rank 1 of 2 lives and has done nothing for 60 s" in output, output
     assert time.monotonic() - stopped < 100

@@ -2,7 +2,8 @@
 
     decode     time in which rollouts were under way ÷ decode steps that took; one point per run, by its rows in a batch
     score      time in which a teacher was asked for anything × its replicas ÷ tokens
-    update     compute ÷ tokens; optimizer, claim and whatever else a step spends outside its phases is fixed
+    update     compute ÷ tokens, and how much of that was made while teachers scored; optimizer, claim and whatever else a step
+               spends outside its phases is fixed
     host       the rest of `produce`: time in which nothing was being rolled out or scored, per row
 
 Several runs with batches of different sizes give the decode time several points. The first steps of a run are left out:
@@ -85,6 +86,7 @@ def measure(run: Path) -> MeasuredRun:
         update_token=sum(line["time/update/compute"] + line.get("time/update/ahead", 0.0) for line in lines)
         / _tokens(lines)
         * recipe.trainer.ranks,
+        ahead_token=sum(line.get("time/update/ahead", 0.0) for line in lines) / _tokens(lines),
         update_spread=_spread(lines),
         publish=_mean(lines, "time/publish"),
     )
@@ -139,6 +141,7 @@ def combined(runs: Sequence[MeasuredRun]) -> Costs:
                 "score_token",
                 "update_fixed",
                 "update_token",
+                "ahead_token",
                 "update_spread",
                 "publish",
             )

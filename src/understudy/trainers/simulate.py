@@ -251,7 +251,8 @@ class _Simulation:
         tokens = sum(waiting.popleft() for _ in range(wanted))
         self.training = True
         self.trainer.set_active(self.time, 1)
-        seconds = self.costs.update_fixed + self.costs.update_token * tokens / self.split.trainer
+        token = self.costs.update_token - (0.0 if self.windows.oldest else self.costs.ahead_token)
+        seconds = self.costs.update_fixed + token * tokens / self.split.trainer
         self.later(self.trainer, seconds * self.unevenness(), lambda: self.updated(last))
 
     def unevenness(self) -> float:

@@ -48,6 +48,8 @@ class Costs:
     """Seconds of an update that no number of devices shortens: optimizer, claim, synchronisation."""
     update_token: float = 0.0
     """Of one trainer device; several divide the tokens."""
+    ahead_token: float = 0.0
+    """The part of it that is made while teachers score, where rows are written only between updates."""
     update_spread: float = 0.0
     """Standard deviation of update times, as a share of their mean: between two uneven sides a queue runs empty at times."""
     publish: float = 0.0

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,16 @@ def test_a_sync_step_with_prompts_several_devices_and_waves() -> None:
     wave = 50 * 0.02 + 8 * 10 * 0.001
     # Scores of the first wave are made while the second is written; 16 replicas take the last 16 rows at once.
     assert found.step_seconds == pytest.approx(2 * wave + 60 * 0.0001 + 32 * 60 * 0.001 / 4)
+
+
+def test_what_is_read_while_teachers_score_is_no_part_of_a_sync_update() -> None:
+    """In a run that writes all the time the trainer has other rows to learn from then."""
+    work, split = Work((100,), max_batch=32), Split(1, 1, 4)
+    plain, ahead = COSTS, replace(COSTS, ahead_token=0.0004)
+    sync = [simulate(costs, work, sync_windows(32, 8), split).step_seconds for costs in (plain, ahead)]
+    assert sync[0] - sync[1] == pytest.approx(0.0004 * 3200)
+    stale = [simulate(costs, work, Windows(32, 1, 1.0, 32), split) for costs in (plain, ahead)]
+    assert stale[0] == stale[1]
 
 
 def test_sync_waits_for_one_straggler_and_staleness_hides_it() -> None:
