@@ -34,5 +34,7 @@ def numbers_as_in_a_fresh_process() -> Iterator[None]:
         torch.set_num_threads(threads)
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
+    if not torch.utils.deterministic.fill_uninitialized_memory:
+        torch.utils.deterministic.fill_uninitialized_memory = True
     if not torch.backends.mkldnn.enabled:
         torch.backends.mkldnn.enabled = True

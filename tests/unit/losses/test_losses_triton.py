@@ -55,6 +55,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(not GPU)
+    assert torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", RuntimeWarning
@@ -63,7 +64,9 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def compare(objective: Objective, dtype: torch.dtype, tolerance: float, **shape: object) -> None:
+def check_equal_to_the_twin(
+    objective: Objective, dtype: torch.dtype, tolerance: float, **shape: object
+) -> None:
     case = make_case(seed=9, dtype=dtype, **{"tokens": 3, **shape})
     expected, expected_gradients = case.reference(objective, dtype)
     student = case.student(dtype)
@@ -99,14 +102,16 @@ def _on_gpu(inputs: object) -> object:
 @runs_kernels
 @pytest.mark.parametrize(("kind", "signal", "tail"), OBJECTIVES)
 def test_kernels_equal_the_fp64_twin_in_float32(kind: str, signal: str, tail: str) -> None:
-    compare(Objective(kind, signal, tail, backend="triton", chunk_bytes=61 * 4 * 4), torch.float32, 1e-5)
+    check_equal_to_the_twin(
+        Objective(kind, signal, tail, backend="triton", chunk_bytes=61 * 4 * 4), torch.float32, 1e-5
+    )
 
 
 @runs_kernels
 @pytest.mark.parametrize(("kind", "signal", "tail"), OBJECTIVES[::4])
 def test_kernels_equal_the_fp64_twin_in_bfloat16(kind: str, signal: str, tail: str) -> None:
     objective = Objective(kind, signal, tail, backend="triton", chunk_bytes=61 * 2 * 8)
-    compare(objective, torch.bfloat16, 1e-2, spread=1.0, tokens=6)
+    check_equal_to_the_twin(objective, torch.bfloat16, 1e-2, spread=1.0, tokens=6)
 
 
 @runs_kernels
@@ -114,26 +119,28 @@ def test_kernels_equal_the_fp64_twin_in_bfloat16(kind: str, signal: str, tail: s
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_softcap_scale_and_temperature(signal: str, softcap: float | None) -> None:
     objective = Objective("k2" if signal == "sampled" else "jsd", signal, backend="triton")
-    compare(objective, torch.float32, 1e-5, softcap=softcap, logit_scale=0.6, temperature=1.3)
+    check_equal_to_the_twin(objective, torch.float32, 1e-5, softcap=softcap, logit_scale=0.6, temperature=1.3)
 
 
 @runs_kernels
 def test_mixed_with_a_task_loss_a_clamp_and_overlap() -> None:
     shared = {"task_coef": 0.7, "per_token_clamp": 0.5, "tis_cap": 1.5, "backend": "triton"}
-    compare(Objective("forward_kl", overlap=True, **shared), torch.float32, 1e-5)
-    compare(Objective("forward_kl", "hidden", **shared), torch.float32, 1e-5)
+    check_equal_to_the_twin(Objective("forward_kl", overlap=True, **shared), torch.float32, 1e-5)
+    check_equal_to_the_twin(Objective("forward_kl", "hidden", **shared), torch.float32, 1e-5)
 
 
 @runs_kernels
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_the_ends_of_the_jsd_family(beta: float) -> None:
-    compare(Objective("jsd", "hidden", beta=beta, backend="triton"), torch.float32, 1e-5)
+    check_equal_to_the_twin(Objective("jsd", "hidden", beta=beta, backend="triton"), torch.float32, 1e-5)
 
 
 @runs_kernels
 @pytest.mark.parametrize("candidates", [1, 33, 61])
 def test_any_number_of_candidates_up_to_the_vocabulary(candidates: int) -> None:
-    compare(Objective("forward_kl", backend="triton"), torch.float32, 1e-5, candidates=candidates, tokens=3)
+    check_equal_to_the_twin(
+        Objective("forward_kl", backend="triton"), torch.float32, 1e-5, candidates=candidates, tokens=3
+    )
 
 
 @runs_kernels

@@ -29,7 +29,7 @@ def models() -> dict[str, PreTrainedModel]:
 
 
 @pytest.fixture(scope="module")
-def test_problems() -> dict[str, list[Problem]]:
+def held_out() -> dict[str, list[Problem]]:
     return {domain: splits.test[:GRADED] for domain, splits in make_splits().items()}
 
 
@@ -79,19 +79,19 @@ def test_the_script_still_builds_the_shipped_tokenizer(tokenizer: PreTrainedToke
 
 @pytest.mark.parametrize("domain", ["add", "sort"])
 def test_each_teacher_is_expert_in_its_domain_only(
-    domain: str, models: dict, tokenizer: PreTrainedTokenizerBase, test_problems: dict[str, list[Problem]]
+    domain: str, models: dict, tokenizer: PreTrainedTokenizerBase, held_out: dict[str, list[Problem]]
 ) -> None:
     other = {"add": "sort", "sort": "add"}[domain]
     teacher = models[f"teacher-{domain}"]
-    assert accuracy(teacher, tokenizer, test_problems[domain]) >= 0.98
-    assert accuracy(teacher, tokenizer, test_problems[other]) < 0.4
+    assert accuracy(teacher, tokenizer, held_out[domain]) >= 0.98
+    assert accuracy(teacher, tokenizer, held_out[other]) < 0.4
 
 
 @pytest.mark.parametrize("domain", ["add", "sort"])
 def test_the_student_starts_weak_but_writes_answers_of_the_right_kind(
-    domain: str, models: dict, tokenizer: PreTrainedTokenizerBase, test_problems: dict[str, list[Problem]]
+    domain: str, models: dict, tokenizer: PreTrainedTokenizerBase, held_out: dict[str, list[Problem]]
 ) -> None:
-    problems = test_problems[domain]
+    problems = held_out[domain]
     assert accuracy(models["student"], tokenizer, problems) < 0.4
     written = greedy_answers(models["student"], tokenizer, problems)
     alike = [str.isdigit(text) if domain == "add" else str.isalpha(text) for text in written]

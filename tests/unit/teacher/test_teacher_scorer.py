@@ -296,12 +296,17 @@ def test_the_head_never_holds_more_than_a_chunk(qwen3: Path, monkeypatch: pytest
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="run by tests/unit/test_interpreted_kernels.py"
 )
-def test_the_kernels_equal_their_plain_twins() -> None:
+def test_the_kernels_equal_their_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
     pytest.importorskip("triton")
-    from understudy.teacher.head_kernel import agree
+    from understudy.teacher import head_kernel
 
-    agree("cpu", [(2577, 5), (6144, 12)])  # raises where they differ
+    shapes = [(2577, 5), (6144, 12)]
+    head_kernel.agree("cpu", shapes)  # raises where they differ, as it does below
+    twin = head_kernel.row_best_plain
+    monkeypatch.setattr(head_kernel, "row_best_plain", lambda *asked: [one + 1 for one in twin(*asked)])
+    with pytest.raises(AssertionError):
+        head_kernel.agree("cpu", shapes)
 
 
 def test_padded_plans_respect_the_budget_and_lose_nobody() -> None:
