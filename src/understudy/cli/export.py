@@ -17,15 +17,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--averaged", action="store_true", help="the running average of the weights (trainer.ema_decay)"
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="the LoRA adapter alone, in peft's layout, instead of merged weights",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     from understudy.trainers.export import export_run
 
     with LiveView(0) as view, view.work(f"writing {options.out}"):
-        out = export_run(options.run, options.out, best=options.best, averaged=options.averaged)
+        out = export_run(
+            options.run, options.out, best=options.best, averaged=options.averaged, adapter=options.adapter
+        )
+    loader = (
+        "PeftModel.from_pretrained(base_model, "
+        if options.adapter
+        else "AutoModelForCausalLM.from_pretrained("
+    )
     Console().print(
-        f"wrote {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})",
+        f"wrote {out}; load it with {loader}{str(out)!r})",
         highlight=False,
         soft_wrap=True,
     )

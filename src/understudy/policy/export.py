@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: config, safetensors, tokenizer, generation config, model card."""
+"""A checkpoint as a Hugging Face folder: config, safetensors, tokenizer, generation config, model card; or its adapter alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from understudy.errors import CheckpointError
 from understudy.policy.checkpoint import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, verify
-from understudy.policy.load import load_student
-from understudy.policy.lora import LoraSettings, add_lora, merged_weights
+from understudy.policy.load import load_student, load_tokenizer
+from understudy.policy.lora import LoraSettings, add_lora, merged_weights, peft_config, peft_name
 
 _FACTS = {
     "student": "Student",
@@ -38,10 +38,12 @@ def export(
     trust_remote_code: bool = False,
     revision: str | None = None,
     averaged: bool = False,
+    adapter: bool = False,
 ) -> Path:
     """Writes the student of one checkpoint to `out`, ready for `AutoModelForCausalLM.from_pretrained(out)`.
 
-    Adapters are merged. `averaged` writes the running average of the weights instead, where the run kept one.
+    Adapters are merged; `adapter` writes them alone, as peft does, for `PeftModel.from_pretrained(base, out)`. `averaged` writes the
+    running average of the weights instead, where the run kept one.
 
     `base_model` (folder or hub id) gives architecture, tokenizer and generation config. The folder appears under its
     name only when it is complete; one that already holds something is refused.
@@ -50,24 +52,17 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; give a new folder to export to")
     verify(checkpoint)
-    student = load_student(str(base_model), _stored_dtype(checkpoint), "cpu", trust_remote_code, revision)
-    adapters = _adapter_settings(checkpoint)
-    if adapters is None:
-        _fill(student.model, _stored_tensors(checkpoint, averaged), checkpoint)
-    else:
-        adapted = load_student(
-            str(base_model), _stored_dtype(checkpoint), "cpu", trust_remote_code, revision
-        ).model
-        add_lora(adapted, adapters)
-        _fill(adapted, _stored_tensors(checkpoint, averaged), checkpoint)
-        _fill(student.model, dict(merged_weights(adapted)), checkpoint)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        student.model.save_pretrained(temporary)
-        student.tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(model_card(card, out.name), encoding="utf-8")
+        if adapter:
+            _write_adapter(temporary, checkpoint, str(base_model), revision, averaged)
+            load_tokenizer(str(base_model), trust_remote_code, revision).save_pretrained(temporary)
+        else:
+            _write_model(temporary, checkpoint, str(base_model), trust_remote_code, revision, averaged)
+        library = "peft" if adapter else "transformers"
+        (temporary / "README.md").write_text(model_card(card, out.name, library), encoding="utf-8")
         if out.exists():
             out.rmdir()
         os.rename(temporary, out)
@@ -78,9 +73,53 @@ def export(
     return out
 
 
-def model_card(card: Mapping[str, Any], title: str) -> str:
+def _write_model(
+    folder: Path,
+    checkpoint: Path,
+    base_model: str,
+    trust_remote_code: bool,
+    revision: str | None,
+    averaged: bool,
+) -> None:
+    """The whole student, adapters merged, with its tokenizer."""
+    dtype, tensors = _stored_dtype(checkpoint), _stored_tensors(checkpoint, averaged)
+    student = load_student(base_model, dtype, "cpu", trust_remote_code, revision)
+    adapters = _adapter_settings(checkpoint)
+    if adapters is not None:
+        adapted = load_student(base_model, dtype, "cpu", trust_remote_code, revision).model
+        add_lora(adapted, adapters)
+        _fill(adapted, tensors, checkpoint)
+        tensors = dict(merged_weights(adapted))
+    _fill(student.model, tensors, checkpoint)
+    student.model.save_pretrained(folder)
+    student.tokenizer.save_pretrained(folder)
+
+
+def _write_adapter(
+    folder: Path, checkpoint: Path, base_model: str, revision: str | None, averaged: bool
+) -> None:
+    """adapter_config.json and adapter_model.safetensors; the base is named, not written."""
+    adapters = _adapter_settings(checkpoint)
+    if adapters is None:
+        raise CheckpointError(
+            f"{checkpoint} has no adapter: the run trained whole weights (no [student.lora]); leave --adapter out"
+        )
+    config = peft_config(adapters)
+    config.base_model_name_or_path, config.revision = base_model, revision
+    config.target_modules = list(
+        adapters.targets
+    )  # peft keeps a set, whose order is not the same in every process
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    tensors = {
+        peft_name(name): tensor.contiguous() for name, tensor in _stored_tensors(checkpoint, averaged).items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def model_card(card: Mapping[str, Any], title: str, library: str = "transformers") -> str:
     """A README for the hub: what was trained, by whom it was judged, on what, how, and where it ended."""
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
     lines += ["tags:", "- on-policy-distillation", "- understudy", "---", "", f"# {title}", ""]
     lines += [
         "Trained on its own rollouts under the judgement of teachers (on-policy distillation) with Understudy.",

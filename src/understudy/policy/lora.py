@@ -42,17 +42,7 @@ class LoraSettings:
 
 def add_lora(model: nn.Module, settings: LoraSettings) -> None:
     """Freezes the model and puts adapters into it; the outputs are unchanged until the first step."""
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        raise PolicyError("LoRA needs the peft package: pip install 'understudy[lora]'") from error
-    config = peft.LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=list(settings.targets),
-        lora_dropout=0.0,
-        bias="none",
-    )
+    peft, config = _peft(), peft_config(settings)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
         try:
@@ -63,6 +53,24 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
             ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def peft_config(settings: LoraSettings) -> Any:
+    """The `peft.LoraConfig` of these adapters."""
+    alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
+    return _peft().LoraConfig(
+        r=settings.rank,
+        lora_alpha=alpha,
+        target_modules=list(settings.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def peft_name(name: str) -> str:
+    """What peft's files call a tensor of an adapter."""
+    return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
 
 
 def is_adapter(name: str) -> bool:
@@ -118,3 +126,10 @@ def _adapter(
     down_RI = whole(layer.lora_A[_ADAPTER].weight.detach())
     up_OR = whole(layer.lora_B[_ADAPTER].weight.detach())
     return down_RI, up_OR, float(layer.scaling[_ADAPTER])
+
+
+def _peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise PolicyError("LoRA needs the peft package: pip install 'understudy[lora]'") from error

@@ -14,8 +14,11 @@ from understudy.trainers.best import best_step
 from understudy.trainers.preflight import describe
 
 
-def export_run(run_path: Path, out: Path, *, best: bool = False, averaged: bool = False) -> Path:
-    """Writes the latest checkpoint's student, or the best one's; `averaged` its running average (`trainer.ema_decay`)."""
+def export_run(
+    run_path: Path, out: Path, *, best: bool = False, averaged: bool = False, adapter: bool = False
+) -> Path:
+    """Writes the latest checkpoint's student, or the best one's; `averaged` its running average (`trainer.ema_decay`); `adapter`
+    its LoRA adapter alone."""
     run = RunDir.open(run_path)
     recipe = parse_recipe(read_json(run.recipe))
     store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
@@ -41,4 +44,5 @@ def export_run(run_path: Path, out: Path, *, best: bool = False, averaged: bool 
         trust_remote_code=recipe.student.trust_remote_code,
         revision=recipe.student.revision,
         averaged=averaged,
+        adapter=adapter,
     )

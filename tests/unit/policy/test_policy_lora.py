@@ -93,6 +93,55 @@ def test_export_merges_the_adapters(tmp_path: Path) -> None:
         assert torch.allclose(parameter, merged[name], atol=1e-7), name
 
 
+@pytest.mark.parametrize("averaged", [False, True])
+def test_an_exported_adapter_on_its_base_is_the_merged_export(tmp_path: Path, averaged: bool) -> None:
+    from peft import AutoPeftModelForCausalLM, PeftModel
+    from test_policy_export import save_base
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from understudy.policy.export import export
+    from understudy.policy.load import load_student
+
+    base = save_base(tmp_path / "base")
+    policy = Policy(load_student(str(base)).model, settings(lora=LORA, ema_decay=0.5))
+    for seed in range(3):
+        step(policy, seed)
+    saved = CheckpointStore(tmp_path / "checkpoints").save(3, policy.state())
+    merged = AutoModelForCausalLM.from_pretrained(
+        export(saved, base, tmp_path / "merged", {}, averaged=averaged)
+    )
+    out = export(saved, base, tmp_path / "adapter", {"step": 3}, averaged=averaged, adapter=True)
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {
+        file.name for file in out.iterdir()
+    }
+    assert "library_name: peft" in (out / "README.md").read_text()
+    assert not (out / "model.safetensors").exists() and not (out / "config.json").exists()
+    ids = torch.arange(12)[None]
+    untrained = AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.allclose(untrained(ids).logits, merged(ids).logits, atol=1e-4)
+    adapted = PeftModel.from_pretrained(untrained, out)
+    assert adapted.peft_config["default"].base_model_name_or_path == str(base)
+    assert torch.allclose(adapted(ids).logits, merged(ids).logits, atol=1e-5)
+    assert torch.allclose(
+        AutoPeftModelForCausalLM.from_pretrained(out)(ids).logits, merged(ids).logits, atol=1e-5
+    )
+    assert AutoTokenizer.from_pretrained(out).eos_token_id == 2
+    again = export(saved, base, tmp_path / "again", {"step": 3}, averaged=averaged, adapter=True)
+    assert (again / "adapter_config.json").read_bytes() == (out / "adapter_config.json").read_bytes()
+
+
+def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
+    from test_policy_export import save_base
+
+    from understudy.errors import CheckpointError
+    from understudy.policy.export import export
+
+    saved = CheckpointStore(tmp_path / "checkpoints").save(1, Policy(qwen3(), settings()).state())
+    with pytest.raises(CheckpointError, match="no adapter: the run trained whole weights"):
+        export(saved, save_base(tmp_path / "base"), tmp_path / "out", {}, adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_targets_that_do_not_exist_are_named() -> None:
     with pytest.raises(PolicyError, match="do not fit Qwen3ForCausalLM"):
         Policy(qwen3(), settings(lora=LoraSettings(targets=("nonsense",))))
