@@ -59,6 +59,8 @@ def run(options: argparse.Namespace) -> None:
     console.print(table)
     if seating.placement.pools:
         console.print(seating.placement.drawing(), highlight=False, markup=False, soft_wrap=True)
+    if shared := seating.shared():
+        console.print(shared, highlight=False, markup=False, soft_wrap=True)
     if recipe.cluster.backend == "ray":
         for wish in ray_layout(recipe, ()).groups.values():
             console.print(f"on Ray, {wish}", highlight=False, markup=False, soft_wrap=True)
@@ -87,8 +89,9 @@ def _seating(recipe: Recipe, gpus: int | None) -> Seating:
         if gpus < 0:
             raise ConfigError(f"--gpus {gpus}: expected 0 or more")
         return seat(recipe, gpus)
+    gpus_here = visible_gpus()
     try:
-        return seat(recipe, len(visible_gpus()), os.cpu_count())
+        return seat(recipe, len(gpus_here), os.cpu_count(), gpus_here)
     except ClusterError as error:
         raise ClusterError(
             f"{error}\n(for another machine, say what it has: understudy plan … --gpus N)"

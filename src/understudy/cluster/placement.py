@@ -5,7 +5,8 @@
     seats    teacher-math/2, rank 1 ─> pool teachers, node 1, GPU 1
 
 A claim is a role's wish: so many units (ranks of a student, engines, replicas, workers) of so many devices
-each. The devices of one unit talk to each other all the time, so a unit stays within a node, or takes whole nodes. Every
+each. The devices of one unit talk to each other all the time, so a unit stays within a node, or takes whole nodes. Claims that
+`may_share` have devices of their own where there are enough, and share them where there are not; no other claim shares. Every
 backend seats its processes by the answer: local processes by device index, Ray by bundles.
 """
 
@@ -54,6 +55,8 @@ class Claim:
     kind: DeviceKind = DeviceKind.GPU
     leads: bool = False
     """Seated before all others, on the first devices: where the launching process itself is one of the units."""
+    may_share: bool = False
+    """Its units take one device each, and share devices where there are too few for all."""
 
     @property
     def devices(self) -> int:
@@ -89,6 +92,16 @@ class Placement:
             seat.device for seat in self.seats if (seat.pool, seat.kind, seat.node) == (pool, kind, node)
         }
         return [device for device in range(self.pools[pool].per_node(kind)) if device not in taken]
+
+    def shared(self) -> list[list[Seat]]:
+        """The seats of each GPU that has more than one, in the order of the pools."""
+        sits: dict[tuple[str, int, int], list[Seat]] = {}
+        for seat in self.seats:
+            if seat.kind is DeviceKind.GPU:
+                sits.setdefault((seat.pool, seat.node, seat.device), []).append(seat)
+        order = list(self.pools)
+        ordered = sorted(sits.items(), key=lambda item: (order.index(item[0][0]), *item[0][1:]))
+        return [seats for _, seats in ordered if len(seats) > 1]
 
     def with_unit(self, claim: Claim, unit: int) -> Placement:
         """One more unit of a role, while others sit: for a replica that joins later. Raises when nothing is free."""
@@ -134,25 +147,72 @@ class Placement:
 
 
 def place(pools: Iterable[Pool], claims: Sequence[Claim], seated: Iterable[Seat] = ()) -> Placement:
-    """Seats for every claim, leaders first, then wide units; raises `ClusterError` with every problem and what it looks like.
+    """Seats for every claim; raises `ClusterError` with every problem and what it looks like.
 
-    `seated` are seats that were chosen by hand; several of them may share a device, a claim's seats never do.
+    Order: leaders, seats chosen by hand (`seated`), claims that share with no other claim (wide units first), claims that may
+    share. Seats chosen by hand may be on any device, a leader's included; every other unit avoids them while a device is free.
     """
-    placement = Placement({pool.name: pool for pool in pools}, tuple(seated))
+    placement = Placement({pool.name: pool for pool in pools})
     problems = _misfits(placement.pools, claims)
     if problems:
         raise ClusterError("\n".join(problems))
-    for claim in sorted(claims, key=lambda claim: (not claim.leads, -claim.world_size)):
-        for unit in range(claim.units):
-            seats = _seats_for(placement, claim, unit)
-            if seats is None:
-                raise ClusterError(
-                    f"{claim.role}/{unit} wants {_many(claim.world_size, claim.kind.value)} of one node, and no node of pool "
-                    f"{claim.pool} has them left, though the sum would fit: units may not cross nodes\n"
-                    f"{placement.draw(claim.pool, claim.kind)}\nchange the world size, or give the pool another node"
-                )
-            placement = replace(placement, seats=(*placement.seats, *seats))
+    by_width = sorted(claims, key=lambda claim: -claim.world_size)
+    for claim in (claim for claim in by_width if claim.leads):
+        placement = _with_claim(placement, claim)
+    placement = replace(placement, seats=(*placement.seats, *seated))
+    guarded = placement.seats
+    for claim in (claim for claim in by_width if not claim.leads and not claim.may_share):
+        placement = _with_claim(placement, claim)
+    for pool in placement.pools.values():
+        for kind in DeviceKind:
+            flexible = [c for c in claims if c.may_share and (c.pool, c.kind) == (pool.name, kind)]
+            placement = _spread(placement, pool, kind, flexible, guarded)
     return placement
+
+
+def _with_claim(placement: Placement, claim: Claim) -> Placement:
+    for unit in range(claim.units):
+        seats = _seats_for(placement, claim, unit)
+        if seats is None:
+            raise ClusterError(
+                f"{claim.role}/{unit} wants {_many(claim.world_size, claim.kind.value)} of one node, and no node of pool "
+                f"{claim.pool} has them left, though the sum would fit: units may not cross nodes\n"
+                f"{placement.draw(claim.pool, claim.kind)}\nchange the world size, or give the pool another node"
+            )
+        placement = replace(placement, seats=(*placement.seats, *seats))
+    return placement
+
+
+def _spread(
+    placement: Placement, pool: Pool, kind: DeviceKind, claims: Sequence[Claim], shareable: Sequence[Seat]
+) -> Placement:
+    """Units that may share: a device each where enough are free; else evenly over the free ones, and where none is free over the
+    devices of leaders and of seats chosen by hand (`shareable`). Later units share first, replicas of one role last."""
+    free = [(node, device) for node in range(pool.nodes) for device in placement.free(pool.name, kind, node)]
+    units = [(claim.role, unit) for claim in claims for unit in range(claim.units)]
+    if len(units) > len(free):
+        units.sort(key=lambda one: one[1])
+        taken = {
+            (seat.node, seat.device) for seat in shareable if (seat.pool, seat.kind) == (pool.name, kind)
+        }
+        own = {
+            (seat.node, seat.device)
+            for seat in placement.seats[len(shareable) :]
+            if (seat.pool, seat.kind) == (pool.name, kind)
+        }
+        free = free or sorted(taken - own)
+        if not free:
+            raise ClusterError(
+                f"no {kind} of pool {pool.name} is left for {', '.join(f'{role}/{unit}' for role, unit in units)}\n"
+                f"{placement.draw(pool.name, kind)}\nuse fewer replicas, a smaller world size, or a larger pool"
+            )
+    least, more = divmod(len(units), len(free)) if len(units) > len(free) else (1, 0)
+    seats, rest = [], units
+    for place, (node, device) in enumerate(free):
+        count = least + (place >= len(free) - more)
+        seats += [Seat(role, unit, 0, pool.name, kind, node, device) for role, unit in rest[:count]]
+        rest = rest[count:]
+    return replace(placement, seats=(*placement.seats, *seats))
 
 
 def _misfits(pools: Mapping[str, Pool], claims: Sequence[Claim]) -> list[str]:
@@ -169,11 +229,15 @@ def _misfits(pools: Mapping[str, Pool], claims: Sequence[Claim]) -> list[str]:
             )
         else:
             problems += _width(pools[claim.pool], claim)
+        if claim.may_share and claim.world_size != 1:
+            problems.append(f"{claim.role}: a unit of {claim.world_size} devices shares none of them")
     if problems:
         return problems
     for pool in pools.values():
         for kind in DeviceKind:
-            problems += _sum(pool, kind, [c for c in claims if (c.pool, c.kind) == (pool.name, kind)])
+            problems += _sum(
+                pool, kind, [c for c in claims if (c.pool, c.kind) == (pool.name, kind) and not c.may_share]
+            )
     return problems
 
 

@@ -89,8 +89,9 @@ async def build(
             view.phase(f"connecting to {recipe.cluster.backend}")
         await processes.ready()
         seating = seat_here(recipe)
-        if words := advice(seating.placement):
-            view.note(words)
+        for words in (seating.shared(), advice(seating.placement)):
+            if words:
+                view.note(words)
         recipe = with_rollout_devices(recipe, seating, gpu_names())
         coming = None
         if critic_sits_apart(recipe):

@@ -57,7 +57,8 @@ def _rollouts(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
     size = None if parameters is None else parameters * _BYTES[recipe.student.dtype] + _PROCESS_BYTES
 
     def device(unit: int, wanted: str) -> str:
-        return rollout.devices[unit] if rollout.devices else _device(recipe, seating, ROLLOUT, unit, wanted)
+        named = rollout.devices[unit] if rollout.devices else wanted
+        return _device(recipe, seating, ROLLOUT, unit, named)
 
     planned = [
         PlannedProcess(f"{rollout.engine}-{i}", f"generates, at {url}", "external", None, 0)

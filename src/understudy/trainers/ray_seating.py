@@ -2,7 +2,8 @@
 
 [cluster.pools.NAME]     a bundle per node, each on a machine of its own; who is in the pool sits where `seat` put it
 `standalone` teachers    a bundle per replica, on different machines where there are enough
-everybody else           beside the trainer, on its own machine: the student, and ranks, engines, workers, a critic without a pool
+every other role         beside the trainer, on its own machine: the student, and ranks, engines, workers, a critic without a pool.
+                         Engine processes there take what is left of the student's pool, or share the student's GPUs
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from understudy.cluster.placement import DeviceKind, Placement, Seat
 from understudy.cluster.ray_layout import Bundle, GroupWish, Home, NodeFacts, RayLayout, Spread
 from understudy.config import Recipe, TeacherConfig
 from understudy.errors import ClusterError
-from understudy.trainers.seating import CRITIC, ROLLOUT, STUDENT, WORKERS, seat, teacher_role
+from understudy.trainers.seating import (
+    CRITIC,
+    ROLLOUT,
+    STUDENT,
+    WORKERS,
+    critic_sits_apart,
+    seat,
+    teacher_role,
+)
 
 
 def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
@@ -84,6 +93,18 @@ def beside_the_trainer(recipe: Recipe) -> Recipe:
             "cluster": recipe.cluster.model_copy(update={"pools": {}, "roles": {}}),
         }
     )
+
+
+def gpus_outside_ray(recipe: Recipe) -> int | None:
+    """How many of its machine's GPUs the trainer may give to engine processes without asking Ray, which may have given the others to
+    teachers: those of the student's pool, or the GPUs of the student itself. None where no such process asks."""
+    rollout = recipe.rollout
+    if not rollout.processes or rollout.devices or ROLLOUT in recipe.cluster.roles:
+        return None
+    here = beside_the_trainer(recipe)
+    pool = recipe.cluster.roles.get(STUDENT)
+    own = here.trainer.ranks + critic_sits_apart(here)
+    return max(own, recipe.cluster.pools[pool].gpus_per_node if pool else 0)
 
 
 def _in_pool(

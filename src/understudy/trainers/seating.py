@@ -1,10 +1,12 @@
 """A recipe's roles as claims on pools, and the seats they get on this machine.
 
     [cluster.pools]        a slice each of the machine's GPUs, in the order written
-    machine                what no pool took: the student, a critic in its own process and `standalone` teachers, each on a GPU of its own
+    machine                what no pool took: the student, rollout engines, a critic in its own process and `standalone` teachers,
+                           each on a GPU of its own
 
-Three ways not to be counted: `external` teachers sit elsewhere; `device = "cuda:N"` is a seat chosen by hand, whoever else
-sits there; and on a machine with a single GPU everybody shares it, resident, because there is no other.
+`external` teachers sit elsewhere. `device = "cuda:N"` and `rollout.devices` are seats chosen by hand: other roles avoid them while
+a GPU is free. Where GPUs are too few, engine processes and teacher replicas of one GPU share what the other roles leave
+(placement.py); on a single GPU all roles share it. `Seating.shared` says who shares.
 """
 
 from __future__ import annotations
@@ -68,6 +70,20 @@ class Seating:
             if seat.kind is DeviceKind.GPU
         ]
 
+    def shared(self) -> str | None:
+        """Which processes share a GPU, in one line; None where none does."""
+        cells = [
+            f"GPU {self.first_gpu[seats[0].pool] + seats[0].device}: "
+            + " + ".join(f"{one.role}/{one.unit}" for one in seats)
+            for seats in self.placement.shared()
+        ]
+        if not cells:
+            return None
+        return (
+            f"shared, each process with its whole model in memory: {'; '.join(cells)}. For GPUs of their own use more GPUs or fewer "
+            "replicas; to choose, set `device` and rollout.devices"
+        )
+
 
 class Seats:
     """Seats of a run that goes on: replicas come and leave."""
@@ -88,10 +104,13 @@ class Seats:
         self.seating = replace(self.seating, placement=self.seating.placement.without_unit(role, unit))
 
 
-def seat(recipe: Recipe, gpus: int | None, cpus: int | None = None) -> Seating:
+def seat(
+    recipe: Recipe, gpus: int | None, cpus: int | None = None, gpu_names: Sequence[str] | None = None
+) -> Seating:
     """Who sits where on a machine with this many GPUs (and CPUs, where that is known); None looks at the recipe's own pools alone.
 
-    Raises `ClusterError` with the layout when somebody has no seat.
+    `gpu_names` are those of CUDA_VISIBLE_DEVICES, as `rollout.devices` calls them; without them GPUs are numbered from 0.
+    Raises `ClusterError` with the layout when a role has no seat.
     """
     pools = [
         Pool(name, pool.nodes, pool.gpus_per_node, pool.cpus_per_node)
@@ -114,18 +133,24 @@ def seat(recipe: Recipe, gpus: int | None, cpus: int | None = None) -> Seating:
         total += pool.nodes * pool.gpus_per_node
     claims = _pool_claims(recipe)
     seated: list[Seat] = []
+    in_pools: list[Seat] = []
     if gpus:
-        own, seated = _machine(recipe, range(first_gpu[MACHINE], first_gpu[MACHINE] + gpus - used), gpus)
+        names = gpu_names or [str(index) for index in range(gpus)]
+        own, by_hand = _machine(recipe, gpus - used, names, pools)
         claims += own
+        seated = [one for one in by_hand if one.pool == MACHINE]
+        in_pools = [one for one in by_hand if one.pool != MACHINE]
     try:
         placement = place(pools, claims, seated)
     except ClusterError as error:
         if not any(claim.pool == MACHINE for claim in claims):
             raise
         raise ClusterError(
-            f"{error}\n(pool {MACHINE} is what cluster.pools left of this machine. The student, a critic in a process of its own and "
-            "each replica of a standalone teacher have GPUs of their own; to share one on purpose, set `device` to 'cuda:N')"
+            f"{error}\n(pool {MACHINE} is what cluster.pools left of this machine. The student's ranks, vLLM servers, a critic in a process "
+            "of its own and teachers over several GPUs have GPUs of their own; to share one on purpose, set `device` to 'cuda:N')"
         ) from None
+    # A seat chosen by hand on a pool's GPU takes nothing from the pool's own roles: they share it.
+    placement = replace(placement, seats=(*placement.seats, *in_pools))
     return Seating(placement, {claim.role: claim for claim in claims}, first_gpu)
 
 
@@ -250,7 +275,8 @@ def _rollout_claim(recipe: Recipe, pool: str, on_gpu: bool = True) -> Claim:
     if recipe.rollout.processes:
         on_gpu = on_gpu and recipe.student.device != "cpu"
         threads = 1 if on_gpu else recipe.run.threads or 1
-        return Claim(ROLLOUT, pool, recipe.rollout.processes, threads, _kind(on_gpu))
+        shares = pool == MACHINE
+        return Claim(ROLLOUT, pool, recipe.rollout.processes, threads, _kind(on_gpu), may_share=shares)
     width = 1
     words = [part for word in recipe.rollout.engine_args for part in word.split("=", 1)]
     for word, value in pairwise(words):
@@ -265,30 +291,37 @@ def _teacher_claim(name: str, teacher: TeacherConfig, pool: str, on_gpu: bool) -
     return Claim(teacher_role(name), pool, teacher.replicas, width, _kind(on_gpu))
 
 
-def _machine(recipe: Recipe, left: range, gpus: int) -> tuple[list[Claim], list[Seat]]:
-    """Claims and hand-chosen seats of those that sit in no pool; `left` are the GPUs that no pool took."""
+def _machine(
+    recipe: Recipe, left: int, names: Sequence[str], pools: Sequence[Pool]
+) -> tuple[list[Claim], list[Seat]]:
+    """Claims and hand-chosen seats of those that sit in no pool; `left` GPUs belong to no pool."""
     claims: list[Claim] = []
     seated: list[Seat] = []
+    gpus = len(names)
+    places = [(pool.name, index) for pool in pools for index in range(pool.gpus_per_node)]
 
-    def at(role: str, unit: int, device: str) -> None:
+    def at(role: str, unit: int, device: str, rank: int = 0) -> None:
         index = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else 0
         if not 0 <= index < gpus:
             raise ClusterError(f"{role}: device = {device!r}; this machine has {gpus} GPUs")
-        if index in left:  # otherwise a pool's own GPU, whose drawing shows its rightful owner
-            seated.append(Seat(role, unit, 0, MACHINE, DeviceKind.GPU, 0, index - left.start))
+        pool, place = places[index]
+        seated.append(Seat(role, unit, rank, pool, DeviceKind.GPU, 0, place))
 
     if STUDENT not in recipe.cluster.roles and recipe.student.device != "cpu":
         if gpus == 1 or recipe.student.device.startswith("cuda:"):
             at(STUDENT, 0, recipe.student.device)
         else:
             claims.append(Claim(STUDENT, MACHINE, recipe.trainer.ranks, leads=True))
-    if ROLLOUT not in recipe.cluster.roles and recipe.rollout.starts_servers:
+    if ROLLOUT not in recipe.cluster.roles and _engines_on_gpus(recipe):
         if recipe.rollout.devices:
-            for unit, devices in enumerate(recipe.rollout.devices):
-                for index in filter(str.isdigit, devices.split(",")):
-                    at(ROLLOUT, unit, f"cuda:{index}")
-        elif gpus > 1:
+            for unit, index, rank in _named_gpus(recipe.rollout.devices, names):
+                at(ROLLOUT, unit, f"cuda:{index}", rank)
+        elif gpus > 1 and (left or not recipe.rollout.processes):
             claims.append(_rollout_claim(recipe, MACHINE))
+        else:  # with the student, where there is no other
+            device = recipe.student.device if recipe.rollout.processes else "auto"
+            for unit in range(recipe.rollout.processes or recipe.rollout.replicas):
+                at(ROLLOUT, unit, device)
     if CRITIC not in recipe.cluster.roles and critic_sits_apart(recipe) and critic_device(recipe) != "cpu":
         if gpus == 1 or critic_device(recipe).startswith("cuda:"):
             at(CRITIC, 0, critic_device(recipe))
@@ -301,5 +334,27 @@ def _machine(recipe: Recipe, left: range, gpus: int) -> tuple[list[Claim], list[
             for unit in range(teacher.replicas):
                 at(teacher_role(name), unit, teacher.device)
         else:
-            claims.append(_teacher_claim(name, teacher, MACHINE, True))
+            claim = _teacher_claim(name, teacher, MACHINE, True)
+            claims.append(replace(claim, may_share=claim.world_size == 1))
     return claims, seated
+
+
+def _engines_on_gpus(recipe: Recipe) -> bool:
+    """Whether rollouts are generated by processes that take GPUs of this machine, where it has any."""
+    rollout = recipe.rollout
+    return rollout.starts_servers or (rollout.processes > 0 and recipe.student.device != "cpu")
+
+
+def _named_gpus(devices: Sequence[str], names: Sequence[str]) -> list[tuple[int, int, int]]:
+    """`rollout.devices` as (unit, index among the GPUs of this process, rank in its unit). A GPU that this process does not see, because
+    CUDA_VISIBLE_DEVICES leaves it out, is no other role's either and has no seat."""
+    found = []
+    for unit, listed in enumerate(devices):
+        for rank, name in enumerate(listed.split(",")):
+            if name in names:
+                found.append((unit, names.index(name), rank))
+            elif name.isdigit() and list(names) == [str(index) for index in range(len(names))]:
+                raise ClusterError(
+                    f"rollout.devices names GPU {name}; this machine has {_count(len(names))}, numbered from 0"
+                )
+    return found

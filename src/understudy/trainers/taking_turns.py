@@ -7,10 +7,9 @@ Nothing else shows it: every process is as busy as it can be, and a fully async 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from pathlib import Path
 
-from understudy.cluster.placement import DeviceKind, Placement
+from understudy.cluster.placement import Placement
 
 _PIPES = ("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
 """Where the service listens: what a user says, or the driver's own choice."""
@@ -19,20 +18,11 @@ _DOOR = "control"
 
 def advice(placement: Placement) -> str | None:
     """What to start before the next run; None where nobody shares a GPU, or the service is there."""
-    shared = _shared(placement)
+    shared = placement.shared()
     if not shared or (Path(os.environ.get(_PIPES[0]) or _PIPES[1]) / _DOOR).exists():
         return None
-    sharing = " and ".join(dict.fromkeys(shared[0]))
+    sharing = " and ".join(dict.fromkeys(seat.role for seat in shared[0]))
     return (
         f"{sharing} share a GPU, on which processes take turns; NVIDIA's multi-process service lets them work side by side: "
         "`nvidia-cuda-mps-control -d` before a run (docs/async.md)"
     )
-
-
-def _shared(placement: Placement) -> list[list[str]]:
-    """The roles on each GPU that has more than one process."""
-    sits = defaultdict(list)
-    for seat in placement.seats:
-        if seat.kind is DeviceKind.GPU:
-            sits[seat.pool, seat.node, seat.device].append(seat.role)
-    return [roles for roles in sits.values() if len(roles) > 1]

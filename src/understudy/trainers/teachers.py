@@ -38,7 +38,7 @@ from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.far_cache import FarScoreCache
 from understudy.trainers.far_scoring import FarScoring
 from understudy.trainers.gather import Lane, Sharing
-from understudy.trainers.ray_seating import beside_the_trainer
+from understudy.trainers.ray_seating import beside_the_trainer, gpus_outside_ray
 from understudy.trainers.row_wire import External
 from understudy.trainers.seating import Seating, Seats, seat
 from understudy.trainers.system import System
@@ -134,10 +134,11 @@ def gpu_names() -> list[str]:
 
 def seat_here(recipe: Recipe) -> Seating:
     """Who sits where on this very machine; `ClusterError` when it is too small."""
-    here = beside_the_trainer(recipe) if recipe.cluster.backend == "ray" else recipe
-    usable, seen = gpu_names(), visible_gpus()
+    here, usable, seen = recipe, gpu_names(), visible_gpus()
+    if recipe.cluster.backend == "ray":
+        here, usable = beside_the_trainer(recipe), usable[: gpus_outside_ray(recipe)]
     try:
-        return seat(here, len(usable), os.cpu_count())
+        return seat(here, len(usable), os.cpu_count(), usable)
     except ClusterError as error:
         if usable or not seen:
             raise

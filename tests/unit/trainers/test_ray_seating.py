@@ -11,7 +11,8 @@ from understudy.cluster.ray_layout import Bundle, Home, NodeFacts, Spread
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
 from understudy.trainers.extras import missing_extras
-from understudy.trainers.ray_seating import beside_the_trainer, ray_layout
+from understudy.trainers.ray_seating import beside_the_trainer, gpus_outside_ray, ray_layout
+from understudy.trainers.seating import ROLLOUT, seat
 
 NODES = [NodeFacts("a", Bundle(8), Bundle(8), True), NodeFacts("b", Bundle(8), Bundle(8))]
 QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
@@ -38,6 +39,24 @@ def test_standalone_teachers_get_a_bundle_each() -> None:
     assert ray_layout(tensor_parallel, WITH_GPUS).groups["teacher-math"].bundles == (Bundle(1, 2),)
     by_hand = recipe(teachers={"math": {"model": "teacher", "device": "cpu"}})
     assert ray_layout(by_hand, WITH_GPUS).groups["teacher-math"].bundles == (Bundle(1),)
+
+
+def test_engines_beside_the_trainer_keep_off_gpus_that_ray_gives_out() -> None:
+    """Ray counts the student's pool as taken; of the machine's other GPUs only Ray knows whose they are."""
+    student, processes = {"model": "student"}, {"processes": 2}
+    cluster = {
+        "backend": "ray",
+        "pools": {"s": {"nodes": 1, "gpus_per_node": 3}},
+        "roles": {"student": "s"},
+    }
+    pooled = recipe(student=student, cluster=cluster, rollout=processes)
+    assert gpus_outside_ray(pooled) == 3
+    seating = seat(beside_the_trainer(pooled), 3)
+    assert [seating.gpus(ROLLOUT, unit) for unit in range(2)] == [[1], [2]] and seating.shared() is None
+    bare = recipe(student=student, rollout=processes)
+    assert gpus_outside_ray(bare) == 1
+    assert "GPU 0: student/0 + rollout/0 + rollout/1" in (seat(beside_the_trainer(bare), 1).shared() or "")
+    assert gpus_outside_ray(recipe(student=student)) is None
 
 
 def test_pools_are_a_bundle_per_node_and_the_students_first_is_the_trainers() -> None:

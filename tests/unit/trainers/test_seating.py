@@ -1,13 +1,17 @@
 """From a recipe to seats on this machine, and from seats to what each replica process is told."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from understudy.cli.main import main
 from understudy.cluster.local import Child, LocalProcesses
-from understudy.config import Recipe, parse_recipe
+from understudy.config import Recipe, load_recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
 from understudy.trainers.plan import plan_processes
 from understudy.trainers.seating import ROLLOUT, STUDENT, Seats, seat, with_rollout_devices
@@ -25,8 +29,13 @@ def test_standalone_teachers_have_gpus_of_their_own() -> None:
     seating = seat(recipe(), 4)
     assert seating.gpus(STUDENT, 0) == [0]
     assert (seating.gpus("teacher-math", 0), seating.gpus("teacher-code", 0)) == ([1], [2])
+    assert seating.shared() is None
+    fewer = seat(recipe(), 2)
+    assert fewer.gpus("teacher-math", 0) == fewer.gpus("teacher-code", 0) == [1]
+    assert "GPU 1: teacher-math/0 + teacher-code/0." in (fewer.shared() or "")
+    wide = {"math": {"model": "org/m", "tensor_parallel": 2}}
     with pytest.raises(ClusterError, match=r"= 3: 1 too many[\s\S]*to share one on purpose"):
-        seat(recipe(), 2)
+        seat(recipe(wide), 2)
 
 
 def test_one_gpu_is_shared_by_all() -> None:
@@ -92,6 +101,129 @@ def test_rollout_servers_get_gpus_as_vllm_is_cut() -> None:
     by_hand = recipe({"t": {"model": "org/t"}}, rollout={"engine": "vllm", "devices": ["1"]})
     assert with_rollout_devices(by_hand, seat(by_hand, 3), names) is by_hand
     assert seat(by_hand, 3).gpus("teacher-t", 0) == [2]
+
+
+SEED = Path(__file__).parents[3] / "recipes" / "seed-scenario" / "recipe.toml"
+
+
+def seats_of(one: Recipe, gpus: int, names: list[str] | None = None) -> dict[str, str]:
+    return {p.name: p.device for p in plan_processes(one, seat(one, gpus, gpu_names=names))}
+
+
+def test_the_shipped_scenario_is_one_rollout_two_training_and_one_teacher_gpu() -> None:
+    one = load_recipe(SEED)
+    ranks = {"trainer": "cuda:0", "rank-1": "cuda:1"}
+    on_four = {"rollout-0": "cuda:2", "teacher-add-0": "cuda:3", "teacher-sort-0": "cuda:3"}
+    assert seats_of(one, 4) == ranks | on_four
+    assert "GPU 3: teacher-add/0 + teacher-sort/0." in (seat(one, 4).shared() or "")
+    assert seats_of(one, 5) == seats_of(one, 8) == ranks | on_four | {"teacher-sort-0": "cuda:4"}
+    assert seat(one, 5).shared() is None
+    assert seats_of(one, 3) == ranks | dict.fromkeys(on_four, "cuda:2")
+    assert seats_of(one, 2) == ranks | dict.fromkeys(on_four, "cuda:1") | {"rollout-0": "cuda:0"}
+    assert "GPU 0: student/0 + rollout/0; GPU 1: student/1 + teacher-add/0" in (seat(one, 2).shared() or "")
+    # One teacher, as the request has it: nothing is shared.
+    alone = load_recipe(SEED).model_copy(update={"teachers": {"t": one.teachers["add"]}})
+    assert seats_of(alone, 4) == ranks | {"rollout-0": "cuda:2", "teacher-t-0": "cuda:3"}
+    assert seat(alone, 4).shared() is None
+    assert with_rollout_devices(one, seat(one, 4), ["4", "5", "6", "7"]).rollout.devices == ["6"]
+    assert with_rollout_devices(one, seat(one, 0), []) is one, "on CPUs nothing changes"
+    on_cpus = one.model_copy(update={"student": one.student.model_copy(update={"device": "cpu"})})
+    assert ROLLOUT not in seat(on_cpus, 4).claims
+
+
+def test_the_plan_draws_it_and_says_what_is_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(SEED), "--gpus", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "0 student/0 │ 1 student/1 │ 2 rollout/0 │ 3 teacher-add/0 + teacher-sort/0 │" in said
+    assert "GPU 3: teacher-add/0 + teacher-sort/0. For GPUs of their own" in said
+    assert main(["plan", str(SEED), "--gpus", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "3 teacher-add/0 │ 4 teacher-sort/0 │" in said and "shared" not in said
+
+
+def test_a_gpu_named_for_an_engine_is_no_teachers_while_another_is_free() -> None:
+    two = {"t": {"model": "org/t", "replicas": 2}}
+    one = recipe(two, rollout={"processes": 1, "devices": ["1"]})
+    assert seats_of(one, 4) == {
+        "trainer": "cuda:0",
+        "rollout-0": "cuda:1",
+        "teacher-t-0": "cuda:2",
+        "teacher-t-1": "cuda:3",
+    }
+    # Named by hand twice: both sit there, and are said to.
+    both = recipe({"t": {"model": "org/t", "device": "cuda:1"}}, rollout={"processes": 1, "devices": ["1"]})
+    assert "GPU 1: rollout/0 + teacher-t/0." in (seat(both, 4).shared() or "")
+    # The trainer's own process is on the first GPU whatever is named.
+    first = recipe(two, rollout={"processes": 1, "devices": ["0"]})
+    assert seat(first, 4).gpus(STUDENT, 0) == [0] and "GPU 0: student/0 + rollout/0" in (
+        seat(first, 4).shared() or ""
+    )
+    # Names are those of CUDA_VISIBLE_DEVICES, which may leave GPUs out.
+    named = recipe(two, rollout={"processes": 1, "devices": ["5"]})
+    assert seats_of(named, 4, ["4", "5", "6", "7"])["rollout-0"] == "cuda:1"
+    assert seats_of(named, 4, ["0", "1", "2", "6"])["rollout-0"] == "5", "a GPU that no other role sees"
+    with pytest.raises(ClusterError, match=r"rollout\.devices names GPU 5; this machine has 4 GPUs"):
+        seat(named, 4)
+    # A pool's own GPU, named by hand.
+    pool = {"pools": {"judges": {"gpus_per_node": 2}}}
+    pooled = {"t": {"model": "org/t", "placement": "pool", "pool": "judges", "replicas": 2}}
+    taken = seat(recipe(pooled, cluster=pool, rollout={"processes": 1, "devices": ["3"]}), 4)
+    assert "GPU 3: teacher-t/1 + rollout/0." in (taken.shared() or "")
+
+
+def test_engines_without_a_gpu_of_their_own_sit_with_the_student() -> None:
+    cluster = {
+        "pools": {"train": {"gpus_per_node": 2}, "judges": {"gpus_per_node": 2}},
+        "roles": {"student": "train"},
+    }
+    pooled = {"t": {"model": "org/t", "placement": "pool", "pool": "judges", "replicas": 2}}
+    one = recipe(pooled, cluster=cluster, trainer={"ranks": 2}, rollout={"processes": 1})
+    assert seats_of(one, 4)["rollout-0"] == "cuda:0"
+    assert "GPU 0: student/0 + rollout/0." in (seat(one, 4).shared() or "")
+
+
+@given(
+    gpus=st.integers(1, 8),
+    ranks=st.integers(1, 3),
+    processes=st.integers(0, 3),
+    by_hand=st.booleans(),
+    teachers=st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from([1, 2]), st.sampled_from(["auto", "cuda:1"])), max_size=3
+    ),
+)
+def test_no_gpu_is_given_twice_unless_it_is_said(
+    gpus: int, ranks: int, processes: int, by_hand: bool, teachers: list[tuple[int, int, str]]
+) -> None:
+    named = {
+        f"t{i}": {"model": "org/t", "key": f"k{i}", "replicas": n}
+        | ({"tensor_parallel": width} if width > 1 else {"device": device})
+        for i, (n, width, device) in enumerate(teachers)
+    }
+    rollout: dict[str, Any] = {"processes": processes}
+    if by_hand and processes:
+        rollout["devices"] = [str(i % gpus) for i in range(processes)]
+    one = recipe(named or {"t": {"model": "org/t"}}, trainer={"ranks": ranks}, rollout=rollout)
+    try:
+        seating = seat(one, gpus)
+    except ClusterError:
+        return
+    sits: dict[int, list[str]] = {}
+    for found in seating.placement.seats:
+        sits.setdefault(found.device, []).append(f"{found.role}/{found.unit}")
+    planned = [name for name, device in seats_of(one, gpus).items() if "cuda" not in device]
+    assert not planned, "each has a GPU"
+    assert [seating.gpus(STUDENT, rank) for rank in range(ranks)] == [[rank] for rank in range(ranks)]
+    told = seating.shared() or ""
+    assert {index for index, who in sits.items() if len(who) > 1} == {
+        int(index) for index in re.findall(r"GPU (\d+):", told)
+    }
+    assert all(" + ".join(who) in told for who in sits.values() if len(who) > 1)
+    wanted = sum(map(len, sits.values()))
+    chosen_by_hand = by_hand or any(device != "auto" for _, width, device in teachers if width == 1)
+    if wanted <= gpus and not chosen_by_hand:
+        assert not told, "with enough GPUs nothing is shared"
+    if told and not chosen_by_hand:
+        assert set(sits) == set(range(gpus)), "nothing is shared while a GPU is free"
 
 
 @pytest.mark.parametrize(
