@@ -43,6 +43,12 @@ _RULES = (
     _Rule("loss", ("mixture_weight",), lambda r: r.loss.kind == "mixture", "loss.kind = 'mixture'"),
     _Rule(
         "loss",
+        ("per_token_clamp", "loss_max_clamp"),
+        lambda r: r.loss.distill_coef > 0,
+        "a distillation term: loss.distill_coef above 0",
+    ),
+    _Rule(
+        "loss",
         ("clip_low", "clip_high", "dual_clip", "tis_cap"),
         _policy_gradient,
         "a policy gradient: loss.task_coef above 0, or loss.policy_gradient = true",

@@ -10,7 +10,7 @@ from understudy.config.base import Section
 
 LossKind = Literal[
     "forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "mixture",
-    "k1", "k2", "k3", "k3+", "abs", "mse", "low_var_kl",
+    "k1", "k1+", "k2", "k3", "k3+", "abs", "kl", "mse", "low_var_kl",
 ]  # fmt: skip
 
 
@@ -73,7 +73,14 @@ class LossConfig(Section):
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Policy gradient only: how far a token's advantage reaches back; 0 judges each token alone."""
     per_token_clamp: Annotated[float, Field(gt=0)] | None = None
-    """Clip each token's loss value; clamped tokens are counted in the metrics."""
+    """Scale a token's loss above this down to it, gradient included; such tokens are counted in the metrics."""
+    loss_max_clamp: Annotated[float, Field(gt=0)] | None = None
+    """verl's: clamp each token's estimate or divergence to [-c, c], before k1 becomes an advantage. A clamped token has no
+    gradient (a policy gradient keeps it, with the clamped advantage)."""
+    log_prob_min_clamp: Annotated[float, Field(lt=0)] | None = None
+    """verl's: log-probabilities of the K candidates below this count as this, on both sides (`tail = "drop"`)."""
+    clamp_at_zero: bool = False
+    """verl's: a token whose K terms sum to less than 0 counts as 0 and has no gradient (`tail = "drop"`)."""
     student_temperature: Annotated[float, Field(gt=0)] = 1.0
     teacher_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Other than 1 needs `signal = "hidden"`: top-k scores cannot be re-tempered."""

@@ -96,7 +96,9 @@ def describe_objective(
     tis_cap: float | None = None,
     discount: float = 0.0,
     per_token_clamp: float | None = None,
+    loss_max_clamp: float | None = None,
     log_prob_min_clamp: float | None = None,
+    clamp_at_zero: bool = False,
     student_temperature: float = 1.0,
     teacher_temperature: float = 1.0,
     kl_coef: float = 0.0,
@@ -111,27 +113,25 @@ def describe_objective(
     _check_numbers(
         beta, alpha, mixture_weight, distill_coef, task_coef, clip_low, clip_high, dual_clip, tis_cap
     )
-    _check_more_numbers(discount, per_token_clamp, student_temperature, teacher_temperature)
+    _check_more_numbers(discount, student_temperature, teacher_temperature)
+    _check_clamps(per_token_clamp, loss_max_clamp, log_prob_min_clamp)
     if distill_coef == 0:
         notes: list[str] = []
         name, term = "", ""
     elif resolved in DIVERGENCE_FORMULAS:
         _refuse_divergence(resolved, signal, tail, policy_gradient, discount, topk)
         name, term, notes = _describe_divergence(resolved, signal, tail, topk, beta, alpha, mixture_weight)
+        if clamp_at_zero:
+            term = f"max(0, {term})"
+        if loss_max_clamp is not None:
+            term = f"clamp({term}, ±{loss_max_clamp:g})"
     else:
         _refuse_estimator(resolved, kind, policy_gradient, discount)
-        name, term, notes = _describe_estimator(resolved, signal, policy_gradient, discount)
+        name, term, notes = _describe_estimator(resolved, signal, policy_gradient, discount, loss_max_clamp)
         if policy_gradient:
             term = _policy_formula(term, clip_low, clip_high, dual_clip, tis_cap)
-    if log_prob_min_clamp is not None:
-        if tail != "drop" or signal != "topk":
-            raise LossInputError(
-                "log_prob_min_clamp exists for parity with verl's forward_kl_topk only (signal = 'topk', tail = 'drop'): "
-                "it cuts the gradient exactly where the student is furthest from the teacher."
-            )
-        notes.append(
-            f"log-probabilities below {log_prob_min_clamp:g} are clamped and get no gradient (verl parity)"
-        )
+    drops = distill_coef > 0 and resolved in DIVERGENCE_FORMULAS and signal == "topk" and tail == "drop"
+    notes += _candidate_clamp_notes(drops, log_prob_min_clamp, clamp_at_zero)
     if teacher_temperature != 1.0 and signal != "hidden":
         raise LossInputError(
             f"teacher_temperature = {teacher_temperature:g} needs signal = 'hidden': the {signal!r} signal carries "
@@ -141,6 +141,12 @@ def describe_objective(
         notes.append(
             f"student temperature {student_temperature:g} and teacher temperature {teacher_temperature:g} differ: "
             "identical models will show a divergence above 0"
+        )
+    if loss_max_clamp is not None:
+        notes.append(
+            "a token beyond ±loss_max_clamp "
+            + ("keeps the clamped advantage" if policy_gradient else "gets no gradient")
+            + "; actor/distillation/clamped_share counts such tokens"
         )
     if per_token_clamp is not None:
         notes.append(
@@ -167,7 +173,7 @@ def _describe_divergence(
         name += f", {TAIL_WORDS[tail]}"
         if tail == "drop":
             notes.append(
-                "without a tail the sum falls below zero when the student dumps all its mass on the K ids"
+                "without a tail the sum falls below zero when the student puts all its mass on the K ids"
             )
         if tail == "renormalise":
             notes.append("mass outside the K ids is invisible to this loss")
@@ -177,8 +183,11 @@ def _describe_divergence(
 
 
 def _describe_estimator(
-    kind: str, signal: str, policy_gradient: bool, discount: float
+    kind: str, signal: str, policy_gradient: bool, discount: float, loss_max_clamp: float | None
 ) -> tuple[str, str, list[str]]:
+    def held(formula: str) -> str:
+        return formula if loss_max_clamp is None else f"clamp({formula}, ±{loss_max_clamp:g})"
+
     notes = (
         []
         if signal == "sampled"
@@ -186,14 +195,14 @@ def _describe_estimator(
     )
     if not policy_gradient:
         notes.insert(0, ESTIMATOR_TRUTH[kind])
-        return f"{kind}, differentiated through the student", ESTIMATOR_FORMULAS[kind], notes
+        return f"{kind}, differentiated through the student", held(ESTIMATOR_FORMULAS[kind]), notes
     if kind == "k1" and discount > 0:
         notes.insert(0, "expected gradient: that of reverse KL(q‖p) over the tokens that follow, discounted")
     elif kind == "k1":
         notes.insert(0, "expected gradient: that of reverse KL(q‖p) at each position")
     else:
         notes.insert(0, f"advantage −sg({kind}) is biased: only k1 gives the gradient of reverse KL")
-    value = ESTIMATOR_FORMULAS[kind.removesuffix("+")]
+    value = held(ESTIMATOR_FORMULAS[kind.removesuffix("+")])
     advantage = f"A = −sg({value})"
     if discount > 0:
         advantage = f"A_t = −Σ_s≥t {discount:g}^(s−t)·sg({value})_s"
@@ -316,12 +325,47 @@ def _check_numbers(
         raise LossInputError(f"tis_cap must be above 0; got {tis_cap:g}.")
 
 
-def _check_more_numbers(
-    discount: float, per_token_clamp: float | None, student_temperature: float, teacher_temperature: float
+def _candidate_clamp_notes(drops: bool, log_prob_min_clamp: float | None, clamp_at_zero: bool) -> list[str]:
+    """Notes on verl's clamps of a sum over K candidates; `drops` says that the objective is one without a tail."""
+    if clamp_at_zero and not drops:
+        raise LossInputError(
+            "clamp_at_zero changes nothing here: only a divergence over the teacher's K ids without a tail (signal = 'topk', "
+            "tail = 'drop') can fall below zero. Set those, or leave clamp_at_zero out."
+        )
+    if log_prob_min_clamp is not None and not drops:
+        raise LossInputError(
+            "log_prob_min_clamp exists for parity with verl's forward_kl_topk only (a divergence with signal = 'topk', "
+            "tail = 'drop'): it cuts the gradient exactly where the student is furthest from the teacher."
+        )
+    notes = []
+    if log_prob_min_clamp is not None:
+        notes.append(
+            f"log p and log q below {log_prob_min_clamp:g} count as {log_prob_min_clamp:g}, and such q get no gradient (verl parity)"
+        )
+    if clamp_at_zero:
+        notes.append("a token whose sum is below zero counts as 0 and gets no gradient (verl parity)")
+    return notes
+
+
+def _check_clamps(
+    per_token_clamp: float | None, loss_max_clamp: float | None, log_prob_min_clamp: float | None
 ) -> None:
+    for name, limit in (("per_token_clamp", per_token_clamp), ("loss_max_clamp", loss_max_clamp)):
+        if limit is not None and not limit > 0:
+            raise LossInputError(f"{name} must be above 0; got {limit:g}.")
+    if per_token_clamp is not None and loss_max_clamp is not None:
+        raise LossInputError(
+            "per_token_clamp (scales a token's loss down, gradient included) and loss_max_clamp (verl's: clamps it) both bound "
+            "the loss of a token; give one of them."
+        )
+    if log_prob_min_clamp is not None and not log_prob_min_clamp < 0:
+        raise LossInputError(
+            f"log_prob_min_clamp is a log-probability and must be below 0; got {log_prob_min_clamp:g}."
+        )
+
+
+def _check_more_numbers(discount: float, student_temperature: float, teacher_temperature: float) -> None:
     _between("discount", discount, 0.0, 1.0)
-    if per_token_clamp is not None and not per_token_clamp > 0:
-        raise LossInputError(f"per_token_clamp must be above 0; got {per_token_clamp:g}.")
     if not (student_temperature > 0 and teacher_temperature > 0):
         raise LossInputError(
             f"temperatures must be above 0; got student {student_temperature:g}, teacher {teacher_temperature:g}."

@@ -62,8 +62,12 @@ class Objective:
     tis_cap: float | None = None
     discount: float = 0.0
     per_token_clamp: float | None = None
+    loss_max_clamp: float | None = None
+    """verl's two-sided clamp, before an estimator becomes an advantage."""
     log_prob_min_clamp: float | None = None
-    """verl parity (`tail = "drop"` only)."""
+    """verl's floor of both sides' log-probabilities (`tail = "drop"` only)."""
+    clamp_at_zero: bool = False
+    """verl's floor of the sum over K candidates (`tail = "drop"` only)."""
     overlap: bool = False
     """Also measure how far the student's own K best overlap the candidates; costs one top-k per row."""
     backend: Backend = "auto"
@@ -79,7 +83,8 @@ class Objective:
             policy_gradient=self.policy_gradient, distill_coef=self.distill_coef, task_coef=self.task_coef,
             clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip, tis_cap=self.tis_cap,
             discount=self.discount, per_token_clamp=self.per_token_clamp, kl_coef=self.kl_coef, kl_kind=self.kl_kind,
-            log_prob_min_clamp=self.log_prob_min_clamp,
+            loss_max_clamp=self.loss_max_clamp, log_prob_min_clamp=self.log_prob_min_clamp,
+            clamp_at_zero=self.clamp_at_zero,
         )  # fmt: skip
         object.__setattr__(self, "description", description)
         object.__setattr__(self, "kind", canonical_kind(self.kind))
@@ -135,6 +140,8 @@ class Objective:
                 "before the step (old_logprobs_N or behaviour_logprobs_N); at least one is missing."
             )
         signal = estimate(self.kind.removesuffix("+"), known, inputs.teacher_logprobs_N)
+        if self.loss_max_clamp is not None:
+            signal = signal.clamp(-self.loss_max_clamp, self.loss_max_clamp)
         return discounted_distillation(signal, inputs.sequence_ids_N, self.discount)
 
     def _shared_vocabulary(

@@ -71,7 +71,11 @@ class TokenTerms(Protocol):
     @property
     def per_token_clamp(self) -> float | None: ...
     @property
+    def loss_max_clamp(self) -> float | None: ...
+    @property
     def log_prob_min_clamp(self) -> float | None: ...
+    @property
+    def clamp_at_zero(self) -> bool: ...
 
 
 def token_losses(
@@ -121,7 +125,16 @@ def _distill_term(
     if terms.kind in ESTIMATOR_FORMULAS:
         if terms.policy_gradient:
             return _distill_policy_gradient(terms, view, inputs, columns)
-        return estimate(terms.kind, view.logp_N, _teacher_sampled(inputs))
+        return _clamped(terms, estimate(terms.kind, view.logp_N, _teacher_sampled(inputs)), columns)
+    found = _divergence(terms, view, inputs, columns)
+    if terms.clamp_at_zero:
+        found = found.clamp_min(0.0)
+    return _clamped(terms, found, columns)
+
+
+def _divergence(
+    terms: TokenTerms, view: StudentView, inputs: LossInputs, columns: dict[str, Tensor]
+) -> Tensor:
     if terms.signal == "hidden":
         assert view.divergence_N is not None
         return view.divergence_N
@@ -136,6 +149,15 @@ def _distill_term(
     return divergence(terms.kind, log_p, log_q, terms.parameters)
 
 
+def _clamped(terms: TokenTerms, values_N: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """Within [-loss_max_clamp, loss_max_clamp]; the gradient of a clamped token is 0. The column lets a metric count them."""
+    limit = terms.loss_max_clamp
+    if limit is None:
+        return values_N
+    columns["clamped"] = (values_N.detach().abs() > limit).float()
+    return values_N.clamp(-limit, limit)
+
+
 def _distill_policy_gradient(
     terms: TokenTerms, view: StudentView, inputs: LossInputs, columns: dict[str, Tensor]
 ) -> Tensor:
@@ -143,7 +165,8 @@ def _distill_policy_gradient(
         advantages = inputs.distill_advantages_N
     else:
         value_kind = terms.kind.removesuffix("+")
-        advantages = -estimate(value_kind, view.logp_N.detach(), _teacher_sampled(inputs))
+        estimates = estimate(value_kind, view.logp_N.detach(), _teacher_sampled(inputs))
+        advantages = -_clamped(terms, estimates, columns)
     result = policy_loss(
         view.logp_N,
         advantages,

@@ -66,6 +66,13 @@ def test_a_key_that_changes_nothing_says_what_it_needs(word: str, others: list[s
     recipe(word, *others)
 
 
+@pytest.mark.parametrize("key", ["per_token_clamp", "loss_max_clamp"])
+def test_a_clamp_of_the_distillation_term_needs_one(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"loss.{key} = 5.0 changes nothing .* loss.distill_coef above 0"):
+        recipe(f"loss.{key}=5.0", "loss.distill_coef=0.0", *REWARDED)
+    recipe(f"loss.{key}=5.0", *REWARDED)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -130,6 +130,15 @@ def test_mixed_with_a_task_loss_a_clamp_and_overlap() -> None:
 
 
 @runs_kernels
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_verls_clamps(kind: str) -> None:
+    """Where the student is floored, its candidate has no gradient; a sum below zero, and one above the limit, has none."""
+    shared = {"tail": "drop", "log_prob_min_clamp": -2.5, "clamp_at_zero": True, "backend": "triton"}
+    check_equal_to_the_twin(Objective(kind, **shared), torch.float32, 1e-5, tokens=6)
+    check_equal_to_the_twin(Objective(kind, **shared, loss_max_clamp=0.3), torch.float32, 1e-5, tokens=6)
+
+
+@runs_kernels
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_the_ends_of_the_jsd_family(beta: float) -> None:
     check_equal_to_the_twin(Objective("jsd", "hidden", beta=beta, backend="triton"), torch.float32, 1e-5)

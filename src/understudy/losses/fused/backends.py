@@ -85,8 +85,6 @@ def why_not_triton(objective: Objective, student: StudentHead, inputs: LossInput
         dtypes.add(inputs.teacher_head.weight_VH.dtype)
     if not dtypes <= {torch.bfloat16, torch.float32}:
         return f"the kernels take bfloat16 and float32, got {sorted(str(dtype) for dtype in dtypes)}"
-    if objective.log_prob_min_clamp is not None:
-        return "log_prob_min_clamp is a parity option of the torch path"
     return None
 
 
@@ -162,6 +160,7 @@ class TritonReader:
             objective.kind,
             objective.parameters,
             objective.tail,
+            objective.log_prob_min_clamp,
             overlap=objective.overlap,
             with_gradient=with_gradient,
         )

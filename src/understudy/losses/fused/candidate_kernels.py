@@ -16,6 +16,7 @@ import triton.language as tl
 from understudy.losses.fused.kernel_maths import (
     BUCKET,
     CAPPED,
+    FLOORED,
     HEADROOM,
     HIDDEN,
     LOG2E,
@@ -113,9 +114,9 @@ def exponentiate_rows_kernel(
 
 
 @triton.jit
-def compared(z, teacher, valid, peak, rest, shape, KIND: tl.constexpr, TAIL: tl.constexpr):
+def compared(z, teacher, valid, peak, rest, shape, floor, KIND: tl.constexpr, TAIL: tl.constexpr):
     """Everything about one row's candidates: (log q, Σ exp, divergence, ∂D/∂log q per candidate, ∂D/∂log q of the tail,
-    q of the tail)."""
+    q of the tail). `floor` is `log_prob_min_clamp`, read with TAIL = FLOORED (drop, with that clamp) only."""
     e = tl.where(valid, tl.exp(z - peak), 0.0)
     total = rest + tl.sum(e, 0)
     lq = z - peak - tl.log(total)
@@ -130,8 +131,15 @@ def compared(z, teacher, valid, peak, rest, shape, KIND: tl.constexpr, TAIL: tl.
         slope = tl.where(valid, slope, 0.0)
         slope = tl.where(valid, slope - tl.exp(lq_inside) * tl.sum(slope, 0), 0.0)
     else:
-        term, slope = divergence_terms(teacher, lq, shape, KIND)
+        lp_held = teacher
+        lq_held = lq
+        if TAIL == FLOORED:
+            lp_held = tl.maximum(teacher, floor)
+            lq_held = tl.maximum(lq, floor)
+        term, slope = divergence_terms(lp_held, lq_held, shape, KIND)
         slope = tl.where(valid, slope, 0.0)
+        if TAIL == FLOORED:
+            slope = tl.where(lq < floor, 0.0, slope)
     loss = tl.sum(tl.where(valid, term, 0.0), 0)
     if TAIL == BUCKET:
         p_tail = tl.maximum(1.0 - tl.sum(tl.where(valid, tl.exp(teacher), 0.0), 0), TEACHER_TAIL_FLOOR)
@@ -146,7 +154,7 @@ def compared(z, teacher, valid, peak, rest, shape, KIND: tl.constexpr, TAIL: tl.
 def candidate_loss_kernel(
     z_ids_ptr, z_token_ptr, teacher_ptr, peak_ptr, rest_ptr, moment_ptr,
     logp_ptr, entropy_ptr, loss_ptr, student_mass_ptr, teacher_mass_ptr,
-    count, shape,
+    count, shape, floor,
     KIND: tl.constexpr, TAIL: tl.constexpr, HAS_IDS: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Numbers per token: log q of the written token, entropy, divergence over the candidates, masses on them."""
@@ -162,7 +170,7 @@ def candidate_loss_kernel(
             tl.float32
         )
         lq, all_of_it, loss, _slope, _tail_slope, _q_tail = compared(
-            z, teacher, valid, peak, total, shape, KIND, TAIL
+            z, teacher, valid, peak, total, shape, floor, KIND, TAIL
         )
         total = all_of_it
         e = tl.where(valid, tl.exp(z - peak), 0.0)
@@ -179,7 +187,7 @@ def candidate_loss_kernel(
 def candidate_gradient_kernel(
     d_ptr, ids_ptr, token_ptr, z_ids_ptr, z_token_ptr, teacher_ptr, peak_ptr, rest_ptr,
     grad_loss_ptr, grad_logp_ptr, row_scale_ptr,
-    stride, count, shape, factor, cap, constant,
+    stride, count, shape, floor, factor, cap, constant,
     KIND: tl.constexpr, TAIL: tl.constexpr, HAS_IDS: tl.constexpr, TRANSFORM: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Finish the rows that `exponentiate_rows_kernel` left as exp(z − peak).
@@ -210,7 +218,7 @@ def candidate_gradient_kernel(
             tl.float32
         )
         lq, all_of_it, _loss, slope, tail_slope, q_tail = compared(
-            z, teacher, valid, peak, rest, shape, KIND, TAIL
+            z, teacher, valid, peak, rest, shape, floor, KIND, TAIL
         )
         total = all_of_it
         everywhere -= through * (tl.sum(slope, 0) + tail_slope)

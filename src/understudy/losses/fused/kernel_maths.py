@@ -30,7 +30,8 @@ KIND_CODES = {
 
 BUCKET = tl.constexpr(1)
 RENORMALISE = tl.constexpr(2)
-TAIL_CODES = {"drop": 0, "bucket": 1, "renormalise": 2}
+FLOORED = tl.constexpr(3)
+TAIL_CODES = {"drop": 0, "bucket": 1, "renormalise": 2, "floored": 3}
 
 SCALED = tl.constexpr(1)
 CAPPED = tl.constexpr(2)

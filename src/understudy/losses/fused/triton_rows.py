@@ -97,6 +97,7 @@ class TritonCandidateRows:
         kind: str,
         parameters: DivergenceParameters,
         tail: str,
+        log_prob_min_clamp: float | None,
         *,
         overlap: bool,
         with_gradient: bool,
@@ -112,7 +113,10 @@ class TritonCandidateRows:
         self._code, self._shape = (
             kernel_divergence(kind, parameters) if self._has_ids else (KIND_CODES["nothing"], 0.0)
         )
-        self._tail = TAIL_CODES["drop" if self._count == vocab and tail == "bucket" else tail]
+        if self._count == vocab and tail == "bucket":
+            tail = "drop"
+        self._tail = TAIL_CODES[tail if log_prob_min_clamp is None else "floored"]
+        self._floor = 0.0 if log_prob_min_clamp is None else log_prob_min_clamp
         self._k_block = max(16, triton.next_power_of_2(max(self._count, 1)))
         overlap_CK = overlap_with_best(raw_CV, ids_CK) if overlap and ids_CK is not None else None
 
@@ -131,7 +135,7 @@ class TritonCandidateRows:
         logp_C, entropy_C, loss_C, student_mass_C, teacher_mass_C = _numbers_like(raw_CV, 5, rows).unbind(0)
         candidate_loss_kernel[(rows,)](
             self._z_CK, z_token_C, self._teacher_CK, peak_C, rest_C, moment_C,
-            logp_C, entropy_C, loss_C, student_mass_C, teacher_mass_C, self._count, self._shape,
+            logp_C, entropy_C, loss_C, student_mass_C, teacher_mass_C, self._count, self._shape, self._floor,
             KIND=self._code, TAIL=self._tail, HAS_IDS=self._has_ids, K_BLOCK=self._k_block, num_warps=1,
         )  # fmt: skip
         self.view = StudentView(logp_N=logp_C, entropy_N=entropy_C)
@@ -152,7 +156,7 @@ class TritonCandidateRows:
         candidate_gradient_kernel[(len(scale_C),)](
             self._raw_CV, self._ids_CK, self._token_ids_C, self._z_CK, self._z_token_C, self._teacher_CK,
             self._peak_C, self._rest_C, through_C.contiguous(), grads.logp_N.contiguous(), scale_C,
-            self._raw_CV.stride(0), self._count, self._shape, self._transform.factor, self._transform.cap,
+            self._raw_CV.stride(0), self._count, self._shape, self._floor, self._transform.factor, self._transform.cap,
             self._transform.constant,
             KIND=self._code, TAIL=self._tail, HAS_IDS=self._has_ids, TRANSFORM=self._transform.code,
             K_BLOCK=self._k_block, num_warps=1,
