@@ -17,11 +17,13 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from understudy.config.async_checks import async_problems
-from understudy.config.base import Section, explain, nearest, unwrap
+from understudy.config.base import Section, nearest, unwrap
 from understudy.config.capacity import capacity_problems
 from understudy.config.cluster_checks import cluster_problems
 from understudy.config.critic import CriticConfig, ReferenceConfig
+from understudy.config.explain import Finding, explain
 from understudy.config.idle_keys import idle_problems
+from understudy.config.keys import Kind, walk
 from understudy.config.loss import LossConfig
 from understudy.config.model_paths import resolved_model
 from understudy.config.models import StudentConfig, TeacherConfig
@@ -106,31 +108,43 @@ def examine(table: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
         try:
             return Recipe.model_validate(current), problems
         except ValidationError as error:
-            problems += [
-                line for entry in explain(error, Recipe) for line in entry.split("\n") if line not in problems
-            ]
+            findings = explain(error, Recipe)
+            problems += [line for finding in findings for line in finding.lines if line not in problems]
             current = copy.deepcopy(current)
-            if not all(_mend(current, finding["loc"], finding["type"]) for finding in error.errors()):
+            mended = [_mend(current, finding) for finding in findings]
+            if not all(mended):
                 break
     return None, problems
 
 
-def _mend(table: Any, place: tuple[int | str, ...], kind: str) -> bool:
-    """Take one offending key out (or put a missing one in, empty), so that the rest can be looked at."""
-    if not place or kind in ("value_error", "model_type"):
+def _mend(table: Any, finding: Finding) -> bool:
+    """Take one offending key out (or put a stand-in where one is needed), so that the rest can be looked at."""
+    if not finding.movable:
         return False
-    *sections, key = place
-    for section in sections:
-        if not isinstance(table, dict) or section not in table:
-            return False
-        table = table[section]
-    if not isinstance(table, dict):
-        return False
-    if kind == "missing":
-        table[key] = "" if key in ("model", "train") else {}
-    else:
-        table.pop(key, None)
+    within: list[str] = []
+    for part in finding.place:
+        if not isinstance(table, dict):
+            break
+        holder, key = table, str(part)
+        within.append(key)
+        table = table.get(key)
+    holder.pop(key, None)
+    _, kind = walk(Recipe, within)
+    _, around = walk(Recipe, within[:-1])
+    field = around.section.model_fields.get(key) if around and around.section else None
+    named = (
+        around is not None and around.values is not None
+    )  # a teacher, a pool: it would be missed elsewhere
+    if kind is not None and (named or (field is not None and field.is_required())):
+        holder[key] = _stand_in(kind)
     return True
+
+
+def _stand_in(kind: Kind) -> Any:
+    """The least that a needed key may hold."""
+    if kind.section is None:
+        return ""
+    return {name: "" for name, field in kind.section.model_fields.items() if field.is_required()}
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
@@ -196,6 +210,7 @@ def _floats(table: Any, model: Any = Recipe) -> Any:
             and not isinstance(value, bool)
             and "float" in str(annotation)
             and "int" not in str(annotation)
+            and abs(value) < 1 << 1000  # a larger one has no float, and is refused as it stands
         ):
             result[key] = float(value)
         else:

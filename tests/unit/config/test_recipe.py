@@ -33,7 +33,10 @@ def test_defaults_are_sound() -> None:
         (changed(teachers={"t": {"model": "m", "replcas": 2}}), "did you mean `teachers.t.replicas`?"),
         (changed(los={"kind": "k2"}), "unknown key `los`; did you mean `loss`?"),
         (changed(loss={"kind": "forwrd_kl"}), "did you mean 'forward_kl'?"),
-        (changed(loss={"topk": "8"}), "`loss.topk` = '8': input should be a valid integer"),
+        (
+            changed(loss={"topk": "8"}),
+            "`loss.topk` = '8': expected a whole number of at least 1; write it without quotes",
+        ),
         (changed(trainer={"steps": 0}), "`trainer.steps` = 0"),
         (changed(trainer={"steps": True}), "`trainer.steps` = True"),
         (changed(teachers={"t": {"model": "m", "placement": "colocate"}}), "woke up with wrong weights"),

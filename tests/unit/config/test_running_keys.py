@@ -88,7 +88,5 @@ def test_no_number_may_be_endless(value: float) -> None:
         for part in place[:-1]:
             inner = inner.setdefault(part, {})
         inner[place[-1]] = value
-        with pytest.raises(
-            ConfigError, match=f"`{'.'.join(place)}` = {value}: input should be a finite number"
-        ):
+        with pytest.raises(ConfigError, match=f"`{'.'.join(place)}` = {value}: expected a finite number"):
             parse_recipe(table)

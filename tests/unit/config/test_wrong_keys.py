@@ -1,0 +1,188 @@
+"""A wrong key is answered with the right one, or with the difference; never with one that means something else."""
+
+import re
+
+import pytest
+
+from understudy.config import Recipe, parse_recipe
+from understudy.config.keys import fields, kind_of, walk
+from understudy.config.recipe import apply_overrides
+from understudy.config.synonyms import FAMILIES, KEYS, VALUES
+from understudy.errors import ConfigError
+
+SECTIONS = "|".join(Recipe.model_fields)
+
+
+def told(*overrides: str) -> list[str]:
+    table = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
+    apply_overrides(table, overrides)
+    with pytest.raises(ConfigError) as caught:
+        parse_recipe(table)
+    return caught.value.problems
+
+
+def keys_in(answer: str) -> list[str]:
+    if " " not in answer:
+        return [answer]
+    return re.findall(rf"`((?:{SECTIONS})\.[\w.]+)`", answer) + re.findall(
+        rf"\[((?:{SECTIONS})\.[\w.]+)\]", answer
+    )
+
+
+def test_every_key_that_a_synonym_leads_to_exists() -> None:
+    named = 0
+    for name, answer in {**KEYS, **FAMILIES}.items():
+        for path in keys_in(answer):
+            place, kind = walk(Recipe, path.split("."))
+            assert kind is not None and len(place) == len(path.split(".")), f"{name}: {path}"
+            named += 1
+    assert len(KEYS) >= 80 and named > 200
+
+
+def test_a_synonym_is_no_key_of_ours() -> None:
+    """Else it would never be looked up, or hide the key it is."""
+    ours = dict(fields(Recipe))
+    assert not [name for name in KEYS if name in ours]
+    for name in KEYS:
+        section, _, key = name.rpartition(".")
+        _, kind = walk(Recipe, section.replace("*", "NAME").split(".")) if section else (None, None)
+        assert kind is None or kind.section is None or key not in kind.section.model_fields, name
+
+
+def test_every_value_that_a_synonym_leads_to_is_one() -> None:
+    paths = dict(fields(Recipe))
+    for end, synonyms in VALUES.items():
+        fitting = [field for path, field in paths.items() if path == end or path.endswith(f".{end}")]
+        assert fitting, end
+        for field in fitting:
+            kind = kind_of(field)
+            choices = kind.choices or (kind_of(kind.items).choices if kind.items else ())
+            assert set(synonyms.values()) <= set(choices) or end == "rollout.agent", end
+            assert not set(synonyms) & set(choices), end
+
+
+@pytest.mark.parametrize(
+    ("written", "right", "wrong"),
+    [
+        ("trainer.total_epochs=5", "`trainer.steps`", "did you mean"),
+        ("trainer.save_steps=5", "it is `trainer.checkpoint_every` here", "`trainer.steps`"),
+        ("trainer.save_every=5", "it is `trainer.checkpoint_every` here", "sync_every"),
+        ("trainer.max_steps=5", "it is `trainer.steps` here", "staleness"),
+        ("rollout.max_length=5", "`rollout.max_new_tokens`", "did you mean"),
+        ("rollout.response_length=5", "it is `rollout.max_new_tokens` here", "context_length"),
+        ("trainer.mode=async", "did you mean 'fully_async'?", "mean 'sync'"),
+        ("data.truncation=5", "prompt", "data.train`"),
+        ("loss.temperature=5", "`rollout.temperature`", "did you mean"),
+        ("steps=3", "it is `trainer.steps` here", "did you mean"),
+        ("trainer.lr=1", "it is `trainer.learning_rate` here", ""),
+        ("lr=1", "it is `trainer.learning_rate` here", ""),
+        ("critic.lr=1", "it is `critic.learning_rate` here", "trainer"),
+        ("student.lora.r=8", "it is `student.lora.rank` here", ""),
+        ("lora.r=8", "it is `student.lora.rank` here", ""),
+        ("student.path=x", "it is `student.model` here", ""),
+        ("trainer.save_freq=1", "it is `trainer.checkpoint_every` here", ""),
+        ("trainer.test_freq=1", "it is `trainer.eval_every` here", ""),
+        ("trainer.logger=wandb", "it is `run.loggers` here", ""),
+        ("temperature=1", "it is `rollout.temperature` here", ""),
+        ("actor_rollout_ref.actor.optim.lr=1", "it is `trainer.learning_rate` here", ""),
+        ("actor_rollout_ref.rollout.n=4", "it is `rollout.n` here", ""),
+        ("actor_rollout_ref.hybrid_engine=true", "docs/coming-from-verl.md", ""),
+        ("+distillation.teacher_models.a.model_path=m", "it is `teachers.NAME.model` here", "student"),
+        ("distillation.distillation_loss.topk=8", "it is `loss.topk` here", ""),
+        ("teachers.t.path=m", "it is `teachers.t.model` here", "NAME"),
+        ("trainer.batch-size=4", "did you mean `trainer.batch_size`?", ""),
+        ("trainer.stpes=4", "did you mean `trainer.steps`?", ""),
+        ("trainer.gradient_accumulation_steps=4", "`trainer.micro_batch_tokens`", "did you mean"),
+        ("student.dtype=bf16", "did you mean 'bfloat16'?", ""),
+        ("loss.advantage=ppo", "did you mean 'gae'?", "grpo'?"),
+    ],
+)
+def test_what_users_of_other_projects_write_first(written: str, right: str, wrong: str) -> None:
+    line = told(written)[0]
+    assert right in line
+    assert not wrong or wrong not in line
+
+
+def test_a_table_of_another_project_is_answered_key_by_key() -> None:
+    lines = told("actor_rollout_ref.actor.ppo_epochs=1", "actor_rollout_ref.rollout.temperature=1")
+    assert lines == [
+        "unknown key `actor_rollout_ref.actor.ppo_epochs`; it is `trainer.epochs` here",
+        "unknown key `actor_rollout_ref.rollout.temperature`; it is `rollout.temperature` here",
+    ]
+
+
+def test_no_answer_lists_a_section() -> None:
+    lines = told("trainer.foo=1", "trainer.eval_foo=1", "rollout.bar=2", "baz.qux=3", "gpus=3")
+    assert "unknown key `trainer.foo`; `understudy keys trainer` lists all" in lines
+    assert any("keys like it: `trainer.eval_every`" in line for line in lines)
+    assert all(line.count("`") <= 12 and len(line) < 260 for line in lines)
+
+
+PHRASES = re.compile(
+    r"[Ii]nput should|valid dictionary|valid list|instance of|\[type=|https?://(?!host)|pydantic|Config\b|_type\b"
+)
+
+
+@pytest.mark.parametrize("path", [path for path, _ in fields(Recipe)])
+def test_wrong_values_are_told_in_our_words(path: str) -> None:
+    """A text, a number, a list, a table, a truth and a number out of range for every key: what is refused is said plainly."""
+    key = path.replace("NAME", "t" if path.startswith("teachers") else "p")
+    refused = 0
+    for value in (
+        '"zzz"',
+        "-7",
+        "-7.5",
+        "nan",
+        "[]",
+        '["zzz", 3]',
+        "[{a = 1}]",
+        "{zzz = 1}",
+        "true",
+        "1" + 400 * "0",
+    ):
+        table = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
+        apply_overrides(table, [f"{key}={value}"])
+        try:
+            parse_recipe(table)
+        except ConfigError as error:
+            refused += 1
+            for line in error.problems:
+                assert not PHRASES.search(line) and "\n" not in line and (len(line) < 500 or "000" in line), (
+                    line
+                )
+            assert len(set(error.problems)) == len(error.problems)
+            assert not any(f"`{key}` is missing" in line for line in error.problems), error.problems
+    assert refused >= 3
+
+
+@pytest.mark.parametrize("section", list(Recipe.model_fields))
+def test_a_value_where_a_section_belongs(section: str) -> None:
+    for value in ("3", '"x"', "[1]"):
+        table = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
+        apply_overrides(table, [f"{section}={value}"])
+        with pytest.raises(ConfigError) as caught:
+            parse_recipe(table)
+        first = caught.value.problems[0]
+        assert first.startswith(f"`{section}` = ") and "expected a table" in first
+        assert not PHRASES.search(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("written", "line"),
+    [
+        (
+            "run.loggers=wandb",
+            "`run.loggers` = 'wandb': expected a list of 'tensorboard', 'wandb', 'trackio' or 'mlflow'; "
+            'write run.loggers = ["wandb"]',
+        ),
+        ("rollout.stop=END", "`rollout.stop` = 'END': expected a list of texts; write rollout.stop = [\"END\"]"),
+        ("trainer.steps='5'", "`trainer.steps` = '5': expected a whole number of at least 1; write it without quotes"),
+        ("rollout.filter_groups=True", "`rollout.filter_groups` = 'True': expected true or false; write true"),
+        ("loss.beta=2", "`loss.beta` = 2.0: expected a number of at least 0 and at most 1"),
+        ("trainer.solved_at=inf", "`trainer.solved_at` = inf: expected a finite number"),
+        ("trainer=5", "`trainer` = 5: expected a table of keys, [trainer]"),
+        ("cluster.roles.foo=x", "unknown key `cluster.roles.foo`; cluster.roles takes 'student', 'rollout', 'workers' or 'critic'"),
+    ],
+)  # fmt: skip
+def test_wrong_values_word_for_word(written: str, line: str) -> None:
+    assert line in told(written)
