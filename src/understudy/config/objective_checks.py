@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from understudy.config.recipe import Recipe
 
+GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
+"""Kinds of `loss.advantage` that compare the rows of one prompt."""
+
 
 def objective_problems(recipe: Recipe) -> list[str]:
     return [*_roles(recipe), *_correction(recipe), *_filters(recipe), *_optimizer(recipe)]
@@ -47,6 +50,12 @@ def _roles(recipe: Recipe) -> list[str]:
     loss, problems = recipe.loss, []
     if loss.advantage == "gae" and loss.task_coef == 0:
         problems.append("loss.advantage = 'gae' judges task rewards: set loss.task_coef above 0")
+    problems += _groups(recipe)
+    if recipe.teachers and loss.distill_coef == 0 and loss.task_coef > 0:
+        problems.append(
+            f"loss.distill_coef = 0 with [teachers.{next(iter(recipe.teachers))}]: no loss uses a teacher's scores, and every row would be "
+            "scored; set loss.distill_coef above 0 (1e-9 only measures), or take the teachers out (teachers={} as an override)"
+        )
     if recipe.critic is not None and loss.advantage != "gae":
         problems.append(
             f"[critic] is only used by loss.advantage = 'gae', and it is {loss.advantage!r}; change it, or leave [critic] out"
@@ -66,6 +75,18 @@ def _roles(recipe: Recipe) -> list[str]:
             "loss.kl_in = 'reward' takes the penalty off task rewards, and loss.task_coef is 0; use kl_in = 'loss'"
         )
     return problems
+
+
+def _groups(recipe: Recipe) -> list[str]:
+    """A group of one row has no advantage. A loop of the user's own may return several rows for one session."""
+    loss, rollout = recipe.loss, recipe.rollout
+    own_loops = any(":" in name for name in (rollout.agent, *rollout.agent_options))
+    if loss.task_coef == 0 or rollout.n > 1 or loss.advantage not in GROUP_ADVANTAGES or own_loops:
+        return []
+    return [
+        f"loss.advantage = {loss.advantage!r} compares the sessions of a prompt, and rollout.n = 1 makes one: every advantage would be 0 "
+        "and loss.task_coef without effect; set rollout.n to 4 or more, or loss.advantage = 'reinforce++' or 'gae'"
+    ]
 
 
 def _critic_device(recipe: Recipe) -> list[str]:

@@ -37,6 +37,9 @@ from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.trajectory import StopReason
 
+TOLD_AFTER = 3
+"""Steps without any advantage after which the user is told."""
+
 
 @dataclass
 class Prepared:
@@ -87,7 +90,31 @@ def prepare(system: System, batch: AnyBatch, updates: int) -> Prepared:
             ready.batch, loss.advantage, penalty_N=penalty, gamma=loss.gamma, lam=loss.lam
         )
         _reward_metrics(ready, penalty)
+        _tell_of_no_advantage(system, ready)
     return ready
+
+
+def _tell_of_no_advantage(system: System, ready: Prepared) -> None:
+    """One note where the first steps of a launch have no advantage at all: such a task term changes no weight."""
+    so_far, advantages = system.tally.steps_without_advantage, ready.batch.advantages
+    if so_far is None or advantages is None:
+        return
+    if bool(advantages.values.any()):
+        system.tally.steps_without_advantage = None
+        return
+    system.tally.steps_without_advantage = so_far + 1
+    if so_far + 1 == TOLD_AFTER:
+        system.tally.steps_without_advantage = None
+        rewards = sorted(set(ready.batch.rewards))
+        found = (
+            f"all are {rewards[0]:g}"
+            if len(rewards) == 1
+            else "all sessions of each prompt have the same one"
+        )
+        system.view.note(
+            f"rewards gave no advantage in {TOLD_AFTER} steps ({found}): loss.task_coef changes nothing so far; is data.reward right "
+            "for these rows?"
+        )
 
 
 def with_advantages(

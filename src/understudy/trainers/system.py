@@ -53,6 +53,8 @@ class Tally:
     rows_trained: int = 0
     dead_letters: int = 0
     issued: int = 0
+    steps_without_advantage: int | None = 0
+    """From the first step of this launch on; None once a step has had an advantage, or the user was told."""
 
 
 @dataclass

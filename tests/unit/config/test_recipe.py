@@ -45,6 +45,18 @@ def test_defaults_are_sound() -> None:
         (changed(student={"trust_remote_code": True}), "pin it with `revision`"),
         (changed(loss={"task_coef": 1.0}), "needs data.reward"),
         (changed(loss={"distill_coef": 0.0}), "nothing would be learnt"),
+        (
+            changed(loss={"distill_coef": 0.0, "task_coef": 1.0}, data={"reward": "m:f"}, rollout={"n": 4}),
+            "loss.distill_coef = 0 with [teachers.t]: no loss uses a teacher's scores",
+        ),
+        (
+            changed(loss={"task_coef": 1.0}, data={"reward": "m:f"}),
+            "loss.advantage = 'grpo' compares the sessions of a prompt, and rollout.n = 1 makes one",
+        ),
+        (
+            changed(loss={"task_coef": 1.0, "advantage": "rloo"}, data={"reward": "m:f"}),
+            "loss.advantage = 'rloo' compares the sessions of a prompt",
+        ),
         (changed(loss={"teacher_temperature": 0.7}), "cannot be re-tempered"),
         (changed(student={"dtype": "float16"}), "vanish without a sign"),
         ({**GOOD, "teachers": {}}, "no teacher"),
@@ -62,6 +74,21 @@ def test_defaults_are_sound() -> None:
 )
 def test_each_problem_explains_itself(table: dict, expected: str) -> None:
     assert expected in problems_of(table)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"loss": {"task_coef": 1.0, "advantage": "reinforce++"}},
+        {"loss": {"task_coef": 1.0, "advantage": "gae"}},
+        {"loss": {"task_coef": 1.0}, "rollout": {"n": 2}},
+        {"loss": {"task_coef": 1.0}, "rollout": {"agent": "mine:Loop"}},
+        {"loss": {"advantage": "grpo"}},
+    ],
+)
+def test_one_session_a_prompt_is_enough_where_something_else_tells_them_apart(sections: dict) -> None:
+    """A critic, the whole batch, several rows of one session (a loop of the user's own), or no rewards at all."""
+    parse_recipe(changed(data={"reward": "m:f"}, **sections))
 
 
 def test_what_a_missing_section_lacks_is_told_once() -> None:

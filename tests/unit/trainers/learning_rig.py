@@ -15,7 +15,7 @@ from understudy.policy.policy import Policy
 from understudy.policy.reference import FrozenModel
 from understudy.trainers.build import objective_of, policy_settings
 from understudy.trainers.critic import Critic
-from understudy.trainers.system import MicroBatches
+from understudy.trainers.system import MicroBatches, Tally
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 
@@ -95,6 +95,7 @@ def system_of(recipe: Recipe, seed: int = 0) -> Any:
         critic=critic,
         reference=FrozenModel(model(seed + 2)) if recipe.loss.kl_coef else None,
         micro_batches=MicroBatches(),
+        tally=Tally(),
         deterministic=False,
         view=LiveView(0, enabled=False),
     )

@@ -50,7 +50,7 @@ def test_it_sits_with_the_student_unless_told() -> None:
 )  # fmt: skip
 def test_a_place_for_a_critic_that_is_not_there_is_refused(sections: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
-        recipe(loss={"task_coef": 1.0, "distill_coef": 0.0}, **sections)
+        recipe(loss={"task_coef": 1.0, "distill_coef": 0.0}, rollout={"n": 2}, **sections)
     assert len(caught.value.problems) == 1
 
 

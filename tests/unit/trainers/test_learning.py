@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import mean, stdev
 
 import pytest
@@ -291,3 +292,23 @@ def test_a_batch_with_nothing_left_passes_by() -> None:
     result = learn(system, all_cut)
     assert (result.updates, system.policy.step, system.policy.updates) == (0, 1, 0)
     assert "actor/loss" not in step_metrics(result, all_cut)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"), [((1.0, 1.0), "all are 1"), ((0.0, 1.0), "all sessions of each prompt")]
+)
+def test_rewards_that_give_no_advantage_are_told_once(rewards: tuple[float, float], told: str) -> None:
+    """Prompts differ in their reward or not; the sessions of each agree, so nothing is learnt."""
+    notes: list[str] = []
+    flat = [rewards[row // 2 % 2] for row in range(14)]
+    batch = replace(batch_of(), rewards=tuple(flat))
+    system = system_of(recipe_of())
+    system.view.note = notes.append
+    for _ in range(5):
+        learn(system, batch)
+    assert len(notes) == 1 and told in notes[0] and "no advantage in 3 steps" in notes[0]
+    later = system_of(recipe_of())
+    later.view.note = notes.append
+    for made in (batch_of(), batch, batch, batch, batch):
+        learn(later, made)
+    assert len(notes) == 1, "one step with an advantage is enough"

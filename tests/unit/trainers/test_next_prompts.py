@@ -14,6 +14,7 @@ from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import load_dataset
 from understudy.trainers.build import objective_of, policy_settings
 from understudy.trainers.next_prompts import with_next_prompts
+from understudy.trainers.system import Tally
 from understudy.trainers.update import learn
 
 
@@ -93,6 +94,7 @@ def test_a_real_update_says_when_its_backward_pass_begins() -> None:
             objective=objective_of(recipe),
             teacher_heads=None,
             micro_batches=SimpleNamespace(tokens=lambda recipe: 4096),
+            tally=Tally(),
         )
         learn(system, batch_of())
         assert begun and set(begun) == {0}
