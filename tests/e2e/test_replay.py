@@ -15,8 +15,8 @@ import understudy
 from understudy.cli.main import main
 from understudy.config import parse_recipe
 from understudy.errors import UnderstudyError
+from understudy.policy.bad_rows import replay
 from understudy.policy.policy import Policy
-from understudy.policy.refused import replay
 from understudy.trainers.build import load_student_of, objective_of, policy_settings
 from understudy.trainers.replay import replay_run
 from understudy.types.jagged import Jagged

@@ -1,24 +1,53 @@
-"""Which rows broke a step: each is run alone, under the weights that were not touched."""
+"""Finds the rows that break a step: each row is run alone, under weights that stay as they are.
+
+`refusal` looks while the step is refused, on every rank; `replay` looks afterwards, on one rank, at rows read from disk.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from understudy.errors import PolicyError
 from understudy.policy.assemble import Assembler
-from understudy.policy.forward import Objective
+from understudy.policy.forward import Objective, StudentForward, attention_for
+from understudy.policy.microbatch import Layout
+from understudy.policy.optimizer import MasterAdamW
 from understudy.policy.plan import Plan
-from understudy.policy.refused import refused_rows
+from understudy.policy.refused import COLUMNS, RefusedRows, refused_rows
+from understudy.policy.shard import Ranks
+from understudy.types.loss import LossOutput, TeacherHead
 
-if TYPE_CHECKING:
-    from understudy.policy.policy import Policy
+
+class Trained(Protocol):
+    """The part of `Policy` that is needed here; `Policy` itself imports this module."""
+
+    step: int
+    model: PreTrainedModel
+    optimizer: MasterAdamW
+    ranks: Ranks
+    forward: StudentForward
+    layout: Layout
+    on_bad_rows: Callable[[RefusedRows], None] | None
+
+    @property
+    def device(self) -> torch.device: ...
+    def plan(self, assembler: Assembler, rows: Sequence[int], max_tokens: int) -> Plan: ...
+    def accumulate(self, assembler: Assembler, plan: Plan, objective: Objective) -> list[LossOutput]: ...
 
 
 def refusal(
-    policy: Policy, assembler: Assembler, objective: Objective, rows: list[int], loss: float, grad_norm: float
+    policy: Trained,
+    assembler: Assembler,
+    objective: Objective,
+    rows: list[int],
+    loss: float,
+    grad_norm: float,
 ) -> PolicyError:
     """The error, worded; its rows are handed to `policy.on_bad_rows`."""
     bad = _unsound_rows(policy, assembler, objective, rows)
@@ -31,7 +60,7 @@ def refusal(
     return PolicyError(reason)
 
 
-def _unsound_rows(policy: Policy, assembler: Assembler, objective: Objective, rows: list[int]) -> list[int]:
+def _unsound_rows(policy: Trained, assembler: Assembler, objective: Objective, rows: list[int]) -> list[int]:
     """Rows whose own loss or gradient is not finite. With several ranks a gradient is everybody's, so a round in
     which no loss is broken but the gradient is accuses the row of every rank."""
     plan = policy.plan(assembler, rows, max_tokens=1)
@@ -45,3 +74,65 @@ def _unsound_rows(policy: Policy, assembler: Assembler, objective: Objective, ro
         if counted and (broken or (gradient_broken and not losses_broken)):
             accused[plan.mine[index]] = 1.0
     return policy.ranks.total(accused).nonzero().flatten().tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class RowFinding:
+    """What became of one row when it was run again, alone."""
+
+    key: str
+    loss: float
+    """Its share of the step's loss."""
+    grad_norm: float
+    broken_columns: tuple[str, ...]
+    """Columns that came with a number which is not finite where one is needed."""
+
+    @property
+    def sound(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def replay(policy: Trained, refused: RefusedRows, objective: Objective) -> list[RowFinding]:
+    """Loss and gradient of each row under the policy's present weights, which stay as they are; on one rank."""
+    heads = {
+        name: TeacherHead(
+            head.weight_VH.to(policy.device), None if head.bias_V is None else head.bias_V.to(policy.device),
+            head.softcap, head.logit_scale, head.temperature,
+        )
+        for name, head in refused.heads.items()
+    }  # fmt: skip
+    assembler = Assembler(refused.rows, refused.weights, refused.old_logprobs, heads)
+    findings = []
+    with attention_for(policy.model, policy.layout):
+        for row, key in enumerate(refused.rows.keys):
+            policy.optimizer.zero_grad()
+            micro = assembler.cut([row], policy.layout).to(policy.device)
+            loss, _ = policy.forward(micro, objective)
+            loss.backward()
+            findings.append(
+                RowFinding(
+                    key, float(loss.detach()), policy.optimizer.grad_norm(), _broken_columns(refused, row)
+                )
+            )
+    policy.optimizer.zero_grad()
+    return findings
+
+
+def _broken_columns(refused: RefusedRows, row: int) -> tuple[str, ...]:
+    """Behaviour logprobs are NaN where nothing was sampled, which is right; elsewhere they are looked at."""
+    rows = refused.rows
+    found = {name: getattr(rows, name) for name in COLUMNS} | {
+        "weights": refused.weights, "old_logprobs": refused.old_logprobs
+    }  # fmt: skip
+    broken = []
+    for name, column in found.items():
+        if column is None or not column.values.is_floating_point():
+            continue
+        values = column[row]
+        if name == "behaviour_logprobs":
+            values = values[rows.loss_mask[row]]
+        if not bool(torch.isfinite(values).all()):
+            broken.append(name)
+    if rows.advantages is not None and rows.rewards and not math.isfinite(rows.rewards[row]):
+        broken.append("rewards")
+    return tuple(broken)

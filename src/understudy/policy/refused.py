@@ -11,11 +11,10 @@ Legend: P loss-bearing tokens of a row.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,16 +22,12 @@ from safetensors.torch import save_file
 
 from understudy.errors import DataError
 from understudy.policy.assemble import Assembler
-from understudy.policy.forward import Objective, attention_for
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import TeacherHead
 
-if TYPE_CHECKING:
-    from understudy.policy.policy import Policy
-
 _PER_ROW = ("rewards", "stop_reasons", "teachers")
-_COLUMNS = tuple(one.name for one in fields(Batch) if one.name not in ("keys", *_PER_ROW))
+COLUMNS = tuple(one.name for one in fields(Batch) if one.name not in ("keys", *_PER_ROW))
 _VALUES, _OFFSETS, _HEAD = ".values", ".offsets", "head."
 
 
@@ -52,7 +47,7 @@ class RefusedRows:
     def save(self, path: Path, about: Mapping[str, Any] | None = None) -> None:
         """`about` is kept beside the rows, for `load`; JSON-able."""
         tensors: dict[str, torch.Tensor] = {}
-        jagged = {name: getattr(self.rows, name) for name in _COLUMNS}
+        jagged = {name: getattr(self.rows, name) for name in COLUMNS}
         for name, column in {**jagged, "weights": self.weights, "old_logprobs": self.old_logprobs}.items():
             if column is not None:
                 tensors[name + _VALUES], tensors[name + _OFFSETS] = column.values, column.offsets
@@ -87,7 +82,7 @@ class RefusedRows:
                 return None
             return Jagged(tensors[name + _VALUES], tensors[name + _OFFSETS])
 
-        columns: dict[str, Any] = {name: column(name) for name in _COLUMNS}
+        columns: dict[str, Any] = {name: column(name) for name in COLUMNS}
         columns |= {name: tuple(told[name]) for name in _PER_ROW}
         rows = Batch(tuple(told["keys"]), **columns)
         heads = {
@@ -102,22 +97,6 @@ class RefusedRows:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RowFinding:
-    """What became of one row when it was run again, alone."""
-
-    key: str
-    loss: float
-    """Its share of the step's loss."""
-    grad_norm: float
-    broken_columns: tuple[str, ...]
-    """Columns that came with a number which is not finite where one is needed."""
-
-    @property
-    def sound(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
 def refused_rows(assembler: Assembler, rows: list[int], reason: str, step: int) -> RefusedRows:
     """Some rows of a batch with all their update read."""
     part, old = assembler.rows(rows), assembler.old_logprobs
@@ -129,49 +108,3 @@ def refused_rows(assembler: Assembler, rows: list[int], reason: str, step: int) 
         None if old is None else old.select(rows),
         {name: head for name, head in assembler.teacher_heads.items() if name in part.teachers},
     )
-
-
-def replay(policy: Policy, refused: RefusedRows, objective: Objective) -> list[RowFinding]:
-    """Loss and gradient of each row under the policy's present weights, which stay as they are; on one rank."""
-    heads = {
-        name: TeacherHead(
-            head.weight_VH.to(policy.device), None if head.bias_V is None else head.bias_V.to(policy.device),
-            head.softcap, head.logit_scale, head.temperature,
-        )
-        for name, head in refused.heads.items()
-    }  # fmt: skip
-    assembler = Assembler(refused.rows, refused.weights, refused.old_logprobs, heads)
-    findings = []
-    with attention_for(policy.model, policy.layout):
-        for row, key in enumerate(refused.rows.keys):
-            policy.optimizer.zero_grad()
-            micro = assembler.cut([row], policy.layout).to(policy.device)
-            loss, _ = policy.forward(micro, objective)
-            loss.backward()
-            findings.append(
-                RowFinding(
-                    key, float(loss.detach()), policy.optimizer.grad_norm(), _broken_columns(refused, row)
-                )
-            )
-    policy.optimizer.zero_grad()
-    return findings
-
-
-def _broken_columns(refused: RefusedRows, row: int) -> tuple[str, ...]:
-    """Behaviour logprobs are NaN where nothing was sampled, which is right; elsewhere they are looked at."""
-    rows = refused.rows
-    found = {name: getattr(rows, name) for name in _COLUMNS} | {
-        "weights": refused.weights, "old_logprobs": refused.old_logprobs
-    }  # fmt: skip
-    broken = []
-    for name, column in found.items():
-        if column is None or not column.values.is_floating_point():
-            continue
-        values = column[row]
-        if name == "behaviour_logprobs":
-            values = values[rows.loss_mask[row]]
-        if not bool(torch.isfinite(values).all()):
-            broken.append(name)
-    if rows.advantages is not None and rows.rewards and not math.isfinite(rows.rewards[row]):
-        broken.append("rewards")
-    return tuple(broken)

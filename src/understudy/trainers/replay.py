@@ -12,10 +12,11 @@ from pathlib import Path
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import DataError
 from understudy.observability.rundir import RunDir, read_json
+from understudy.policy.bad_rows import RowFinding, replay
 from understudy.policy.checkpoint import Checkpoint, CheckpointStore
 from understudy.policy.forward import Objective
 from understudy.policy.policy import Policy
-from understudy.policy.refused import RefusedRows, RowFinding, replay
+from understudy.policy.refused import RefusedRows
 from understudy.trainers.build import load_student_of, objective_of, policy_settings, steady_torch
 from understudy.trainers.critic import critic_of, critic_state
 
