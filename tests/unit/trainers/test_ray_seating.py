@@ -197,7 +197,7 @@ def test_roles_without_processes_of_their_own_are_refused_with_the_way_out(
 @pytest.mark.parametrize("name", ["teacher-math", "reference"])
 def test_a_role_nobody_knows_is_refused_with_those_there_are(name: str) -> None:
     cluster = {"backend": "ray", "pools": {"p": {"nodes": 1, "cpus_per_node": 4}}, "roles": {name: "p"}}
-    with pytest.raises(ConfigError, match=r"expected one of 'student', 'rollout', 'workers' or 'critic'"):
+    with pytest.raises(ConfigError, match=r"takes 'student', 'rollout', 'workers' or 'critic'"):
         recipe(cluster=cluster)
 
 
