@@ -9,6 +9,8 @@ from rich.console import Console
 
 from understudy.observability.rundir import RunDir
 
+EXAMPLE = "understudy audit runs/RUN"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory")

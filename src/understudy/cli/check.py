@@ -11,10 +11,14 @@ from understudy.cli.reading import checked_recipe
 from understudy.config.capacity import capacity_notes
 from understudy.trainers.preflight import describe
 
+EXAMPLE = "understudy check recipe.toml"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="a TOML recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.steps=10")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="for example trainer.steps=10"
+    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -31,6 +31,8 @@ _PACKAGES = (
     "TransferQueue",
 )
 
+EXAMPLE = "understudy doctor runs/RUN"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", type=Path, help="a run directory: say what that run waits for")

@@ -10,6 +10,8 @@ from rich.console import Console
 from understudy.observability.live import LiveView
 from understudy.trainers.ending import run_to_its_end
 
+EXAMPLE = "understudy eval runs/RUN --best"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a run directory, a model folder, or a hub id")
@@ -48,4 +50,4 @@ def run(options: argparse.Namespace) -> None:
         )
     console = Console()
     for name, value in results.items():
-        console.print(f"{name:<32} {value:.4f}", highlight=False)
+        console.print(f"{name:<32} {value:.4f}", highlight=False, markup=False)

@@ -9,6 +9,8 @@ from rich.console import Console
 
 from understudy.observability.live import LiveView
 
+EXAMPLE = "understudy export runs/RUN my-student"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory")
@@ -39,5 +41,6 @@ def run(options: argparse.Namespace) -> None:
     Console().print(
         f"wrote {out}; load it with {loader}{str(out)!r})",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )

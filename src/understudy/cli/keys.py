@@ -17,6 +17,8 @@ from understudy.config.base import nearest
 from understudy.config.keys import described, fields, kind_of
 from understudy.errors import ConfigError
 
+EXAMPLE = "understudy keys trainer"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("section", nargs="?", help="for example trainer, student.lora or loss.topk")

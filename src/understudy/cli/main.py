@@ -30,6 +30,7 @@ from understudy.cli import (
     teachers,
     train,
 )
+from understudy.cli.parser import Parser
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.trainers.ending import leave_soon
 
@@ -89,12 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags and `key=value` words in any order: argparse takes the words up to the first flag and no later ones, and its
     `parse_intermixed_args` knows no commands."""
     options, left = parser.parse_known_args(arguments)
     if left and (not hasattr(options, "overrides") or any(word.startswith("-") for word in left)):
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        own: Parser = getattr(options, "own_parser", parser)
+        own.unknown_words(left, takes_keys=hasattr(options, "overrides"))
     if left:
         options.overrides = [*options.overrides, *left]
     return options
@@ -108,20 +110,24 @@ def _say(console: Console, error: UnderstudyError) -> None:
         console.print(f"{len(problems)} problems", style="dim")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="understudy", description="On-policy distillation of language models."
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="understudy", description="On-policy distillation of language models.")
     parser.add_argument("--version", action="version", version=f"understudy {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the stack trace of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name, module in _COMMANDS.items():
         summary = (module.__doc__ or "").strip().splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=module.__doc__, parents=[shared])
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=module.__doc__,
+            parents=[shared],
+            epilog=f"example: {module.EXAMPLE}",
+        )
         module.add_arguments(command)
-        command.set_defaults(run_command=module.run)
+        command.set_defaults(run_command=module.run, own_parser=command)
     return parser
 
 

@@ -13,7 +13,7 @@ STOPPED = 130
 
 
 def finish(run: Run) -> int:
-    console = Console()
+    console = Console(markup=False)
     state = read_json(RunDir(run.dir).state)
     table = accuracy_table(run.metrics)
     if table:
@@ -27,13 +27,14 @@ def finish(run: Run) -> int:
             ]
             view.add_row(entry["source"], *figures)
         console.print(view)
-    console.print(f"run     {run.dir}", highlight=False, soft_wrap=True)
+    console.print(f"run     {run.dir}", highlight=False, markup=False, soft_wrap=True)
     if state["status"] == "stopped":
         console.print(
             f"stopped after step {run.steps}; continue with: understudy resume {run.dir}",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
         return STOPPED
-    console.print(f"report  {run.dir / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(f"report  {run.dir / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
     return 0

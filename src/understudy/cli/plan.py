@@ -20,10 +20,14 @@ from understudy.trainers.plan import plan_processes
 from understudy.trainers.ray_seating import ray_layout
 from understudy.trainers.seating import Seating, seat
 
+EXAMPLE = "understudy plan recipe.toml --gpus 4"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="a TOML recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.steps=10")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="for example trainer.steps=10"
+    )
     parser.add_argument(
         "--gpus",
         type=int,
@@ -40,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
         )  # a word, not its run
     plan_simulation.check_flags(options)
     recipe = checked_recipe(options.recipe, options.overrides)
-    console = Console()
+    console = Console(markup=False)
     if options.simulate is not None:
         plan_simulation.show(recipe, options, console)
         return

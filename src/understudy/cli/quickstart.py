@@ -13,9 +13,13 @@ from understudy.cli.reading import checked_recipe
 from understudy.trainers.early import begun_early
 from understudy.trainers.ending import run_to_its_end
 
+EXAMPLE = "understudy quickstart trainer.steps=20"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.steps=20")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="for example trainer.steps=20"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress display")
 
 
@@ -28,5 +32,5 @@ def run(options: argparse.Namespace) -> int:
 
         code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))
     if code == 0:  # a run that was stopped has said how it goes on
-        Console().print(f"next    {next_command}", highlight=False, soft_wrap=True)
+        Console().print(f"next    {next_command}", highlight=False, markup=False, soft_wrap=True)
     return code

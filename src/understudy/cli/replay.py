@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+EXAMPLE = "understudy replay runs/RUN"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory")

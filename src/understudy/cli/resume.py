@@ -12,11 +12,17 @@ from understudy.observability.rundir import RunDir
 from understudy.trainers.early import begun_early
 from understudy.trainers.ending import run_to_its_end
 
+EXAMPLE = "understudy resume runs/RUN"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for example trainer.steps=400 trainer.ranks=2"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="for example trainer.steps=400 trainer.ranks=2",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress display")
 

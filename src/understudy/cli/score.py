@@ -15,6 +15,8 @@ from understudy.errors import DataError
 _ROWS_PER_REQUEST = 64
 """A file may be larger than what a replica takes at once."""
 
+EXAMPLE = "understudy score http://127.0.0.1:8100 rows.jsonl --topk 8"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="for example http://127.0.0.1:8100")

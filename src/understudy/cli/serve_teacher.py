@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+EXAMPLE = "understudy serve-teacher Qwen/Qwen3-8B --bind 127.0.0.1:8100"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="hub id or folder")

@@ -9,17 +9,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+EXAMPLE = "understudy teachers runs/RUN list"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the folder of a run that goes on")
     actions = parser.add_subparsers(dest="do", metavar="ACTION")
     actions.add_parser("list", help="every replica, how it is and what it did (the default)")
     add = actions.add_parser(
-        "add", help="one more replica; it joins once it has proved to be the same teacher"
+        "add",
+        help="one more replica; it joins once it has proved to be the same teacher",
+        epilog="example: understudy teachers runs/RUN add math",
     )
     add.add_argument("teacher")
     add.add_argument("--url", help="where it answers (external teachers)")
-    remove = actions.add_parser("remove", help="one replica fewer; what it works on is finished first")
+    remove = actions.add_parser(
+        "remove",
+        help="one replica fewer; what it works on is finished first",
+        epilog="example: understudy teachers runs/RUN remove math math-1",
+    )
     remove.add_argument("teacher")
     remove.add_argument("replica", help="its name, as `list` shows it")
 
@@ -32,13 +40,17 @@ def run(options: argparse.Namespace) -> None:
         name: getattr(options, name) for name in ("teacher", "replica", "url") if getattr(options, name, None)
     }
     answer = ask_run(options.run, request)
-    console = Console()
+    console = Console(markup=False)
     if request["do"] == "list":
         console.print(_table(answer))
     elif request["do"] == "add":
-        console.print(f"replica {answer['added']} of teacher {options.teacher} joined", highlight=False)
+        console.print(
+            f"replica {answer['added']} of teacher {options.teacher} joined", highlight=False, markup=False
+        )
     else:
-        console.print(f"replica {answer['removed']} of teacher {options.teacher} left", highlight=False)
+        console.print(
+            f"replica {answer['removed']} of teacher {options.teacher} left", highlight=False, markup=False
+        )
 
 
 def _table(teachers: dict[str, Any]) -> Table:

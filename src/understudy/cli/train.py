@@ -10,10 +10,14 @@ from understudy.cli.reading import checked_recipe
 from understudy.trainers.early import begun_early
 from understudy.trainers.ending import run_to_its_end
 
+EXAMPLE = "understudy train recipe.toml trainer.steps=20"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="a TOML recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.steps=10")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="for example trainer.steps=10"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress display")
 
 

@@ -48,7 +48,7 @@ class LiveView:
         )
         self._others = Progress(
             SpinnerColumn(),
-            TextColumn("[italic]{task.description}"),
+            TextColumn("{task.description}", style="italic", markup=False),
             BarColumn(bar_width=20),
             TimeElapsedColumn(),
             console=self.console,
@@ -73,7 +73,7 @@ class LiveView:
         """What is going on now, for work that is not a step (starting teachers, evaluating)."""
         self._phase = text
         if self._enabled and not self._fancy and text:
-            self.console.print(text, highlight=False)
+            self._say(text)
 
     @contextmanager
     def work(self, text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
@@ -84,7 +84,7 @@ class LiveView:
         bar = self._others.add_task(text, total=total, visible=self._fancy)
         done, last = 0, time.monotonic()
         if self._enabled and not self._fancy:
-            self.console.print(text, highlight=False)
+            self._say(text)
 
         def advance(pieces: int) -> None:
             nonlocal done, last
@@ -93,12 +93,16 @@ class LiveView:
             now = time.monotonic()
             if self._enabled and not self._fancy and now - last > _PLAIN_SECONDS:
                 last = now
-                self.console.print(f"{text}: {done}" + (f"/{total}" if total else ""), highlight=False)
+                self._say(f"{text}: {done}" + (f"/{total}" if total else ""))
 
         try:
             yield advance
         finally:
             self._others.remove_task(bar)
+
+    def _say(self, text: str) -> None:
+        """A plain line; paths and names in it may hold what rich takes for markup."""
+        self.console.print(text, highlight=False, markup=False)
 
     def note(self, text: str) -> None:
         """Something a user should know and keep: a pause, a restarted replica, a dead letter."""
@@ -116,10 +120,7 @@ class LiveView:
             now = time.monotonic()
             if step in (0, self._steps) or now - self._last_plain > _PLAIN_SECONDS:
                 self._last_plain = now
-                self.console.print(
-                    f"step {step}/{self._steps}  " + "  ".join(f"{a} {b}" for a, b in self._figures()),
-                    highlight=False,
-                )
+                self._say(f"step {step}/{self._steps}  " + "  ".join(f"{a} {b}" for a, b in self._figures()))
 
     def _figures(self) -> list[tuple[str, str]]:
         get = self._line.get

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ def build_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLoop
                 f'rollout.agent = "{name}" is not one of {", ".join(LOOPS)} or "module:Class"{hint}'
             )
         make = load_object(name, "rollout.agent")
+    _known_options(name, make, options or {})
     try:
         loop = make(**(options or {}))
     except TypeError as error:
@@ -44,6 +46,27 @@ def build_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLoop
             f'rollout.agent = "{name}" has no `run(prompt, context)`; see understudy.rollout.agent.AgentLoop'
         )
     return loop
+
+
+def _known_options(name: str, make: Callable[..., AgentLoop], options: Mapping[str, Any]) -> None:
+    """Refuses an option that the loop does not take, with the nearest one that it does."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature says itself what it does not take
+        return
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return
+    known = [one.name for one in parameters if one.kind is not inspect.Parameter.POSITIONAL_ONLY]
+    problems = []
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(known) or 'none'}"
+            problems.append(
+                f'rollout.agent = "{name}" has no option `{option}` (rollout.agent_options); {hint}'
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 class Loops(Protocol):

@@ -58,7 +58,12 @@ class Channel:
 
     @property
     def who(self) -> str:
-        return f"teacher {self.teacher}, replica {self.replica}"
+        """A client that only knows an address (`understudy score`) names that."""
+        return (
+            f"teacher {self.teacher}, replica {self.replica}"
+            if self.teacher
+            else f"teacher at {self.replica}"
+        )
 
     async def ask(
         self,

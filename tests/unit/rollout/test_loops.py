@@ -95,7 +95,11 @@ def test_loops_by_name() -> None:
         ("single_tern", None, 'did you mean "single_turn"'),
         ("os:getcwd", None, "has no `run"),
         ("nowhere.at.all:Loop", None, "cannot be imported"),
-        ("single_turn", {"colour": "red"}, "colour"),
+        ("single_turn", {"colour": "red"}, "no option `colour` .*; it takes none"),
+        ("tool", {"tulz": ["calculator"]}, "no option `tulz` .*; it takes tools, format"),
+        ("tool", {"tool": ["calculator"]}, "did you mean `tools`"),
+        ("tool", {"max_calls": 3, "max_cals": 1}, "did you mean `max_calls`"),
+        (f"{__name__}:TwoTurns", {"observatoin": (1,)}, "did you mean `observation`?"),
     ):
         with pytest.raises(ConfigError, match=says):
             build_loop(name, options)

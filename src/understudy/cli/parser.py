@@ -1,0 +1,55 @@
+"""The command line's parser: a wrong command line is answered in one line, with an example that works."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from understudy.config import Recipe
+from understudy.config.base import nearest
+from understudy.config.unknown_keys import unknown_key
+
+_MISSING = re.compile(r"the following arguments are required: (.*)")
+_SHORT = 60
+"""Characters of an argument's help that fit into an error."""
+_UNKNOWN = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, except for what it says of an error. Its epilog is `example: ` and a whole command."""
+
+    def error(self, message: str) -> NoReturn:
+        if missing := _MISSING.fullmatch(message):
+            told = {str(action.metavar or action.dest): action.help or "" for action in self._actions}
+            names = [_explained(name, told.get(name, "")) for name in missing[1].split(", ")]
+            message = f"{self.prog} needs {' and '.join(names)}"
+        elif unknown := _UNKNOWN.fullmatch(message):
+            what, word, choices = unknown.groups()
+            guess = nearest(word, re.findall(r"'([^']*)'", choices))
+            hint = f"did you mean {guess}?" if guess else f"there are {choices.replace(chr(39), '')}"
+            message = f"{what} {word!r} is not known; {hint}"
+        lines = [f"error: {message}", *([self.epilog] if self.epilog else []), f"help:    {self.prog} --help"]
+        sys.stderr.write("\n".join(lines) + "\n")
+        raise SystemExit(2)
+
+    def unknown_words(self, words: Sequence[str], takes_keys: bool) -> NoReturn:
+        """Words that belong to no argument: a misspelt flag, or a key of a recipe written as a flag (`--learning_rate 1e-5`)."""
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        hints = []
+        for word in words:
+            name = word.partition("=")[0]
+            if not name.startswith("--"):
+                continue
+            if guess := nearest(name, flags, 0.75):
+                hints.append(f"did you mean {guess}?")
+            elif takes_keys:
+                answer = unknown_key(Recipe, name.strip("-").split("."), None)[0].partition("; ")[2]
+                hints.append(f"settings are written key=value, without dashes; `{name.strip('-')}`: {answer}")
+        self.error("; ".join([f"unrecognized arguments: {' '.join(words)}", *hints]))
+
+
+def _explained(name: str, help: str) -> str:
+    return f"`{name}` ({help})" if 0 < len(help) < _SHORT else f"`{name}`"

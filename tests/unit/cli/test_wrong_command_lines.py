@@ -1,0 +1,78 @@
+"""A wrong command line is answered with what is missing, what was meant, and an example that the parser takes."""
+
+import asyncio
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from understudy.cli.main import _COMMANDS, _parsed, _parser, main
+from understudy.observability.live import LiveView
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train"], "error: understudy train needs `recipe` (a TOML recipe)"),
+        (["resume"], "error: understudy resume needs `run` (a run directory)"),
+        (["export", "R"], "error: understudy export needs `out` (the folder to write; it must not exist or be empty)"),
+        (["score"], "error: understudy score needs `url` (for example http://127.0.0.1:8100) and `file`"),
+        (["teachers", "R", "add"], "needs `teacher`"),
+        (["trian"], "did you mean train?"),
+        (["train", "R", "--quite"], "unrecognized arguments: --quite; did you mean --quiet?"),
+        (["train", "R", "--lr", "1e-5"], "settings are written key=value, without dashes; `lr`: it is `trainer.learning_rate` here"),
+        (["serve-teacher", "m", "--dtype", "bf16"], "--dtype 'bf16' is not known; did you mean bfloat16?"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_wrong_is_named(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = refused(words, capsys).splitlines()[0]
+    assert told in first and "key=value" not in first.partition("settings are")[0]
+
+
+@pytest.mark.parametrize("name", list(_COMMANDS))
+def test_every_command_has_an_example_that_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, *words = shlex.split(_COMMANDS[name].EXAMPLE)
+    assert program == "understudy" and words[0] == name
+    _parsed(_parser(), words)
+    if name not in ("quickstart", "doctor", "keys"):  # these need nothing
+        assert f"example: {_COMMANDS[name].EXAMPLE}" in refused([name], capsys)
+
+
+def test_scores_of_an_address_where_no_teacher_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"tokens": [1, 2, 3]}) + "\n")
+    assert main(["score", "http://127.0.0.1:9", str(rows)]) == 2
+    told = capsys.readouterr().err
+    assert "error: teacher at http://127.0.0.1:9: " in told and "teacher ," not in told
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_paths_that_look_like_markup_are_shown_as_they_are(
+    terminal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console(force_terminal=terminal, width=100, stderr=True)
+    with LiveView(3, console=console) as view, view.work("loading a[/b]/m [bold]x"):
+        view.phase("starting a[/b]/m [red]")
+        view.step({"step": 0, "actor/loss": 1.0})
+        asyncio.run(asyncio.sleep(0.3))
+    assert "loading a[/b]/m [bold]x" in capsys.readouterr().err
+
+
+def test_a_model_whose_folder_looks_like_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[student]\nmodel="a[/b]/m"\n[teachers.t]\nmodel="a[/b]/m"\n[data]\ntrain="d.jsonl"\n')
+    (tmp_path / "d.jsonl").write_text('{"prompt": "x"}\n')
+    assert main(["check", str(recipe)]) in (0, 2) and main(["plan", str(recipe), "--gpus", "0"]) in (0, 2)
+    said = capsys.readouterr()
+    assert "MarkupError" not in said.err and "unexpected" not in said.err
