@@ -50,7 +50,7 @@ def main() -> None:
         .eval()
         for teacher in recipe.teachers.values()
     }
-    prompts = read_prompts(Path(recipe.data.eval), recipe.trainer.eval_samples)
+    prompts = read_prompts(Path(recipe.data.eval[0]), recipe.trainer.eval_samples)
     near = prompts[: options.kl_samples]
 
     def grade(name: str, step: int, accuracy: bool) -> None:

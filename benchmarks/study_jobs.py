@@ -129,7 +129,7 @@ def _sft_command(task: Task, job: Job) -> list[str]:
     recipe = load_recipe(task.recipes / "forward-kl.toml", settings(task, "forward-kl"))
     words: dict[str, object] = {
         "--answers": job.method.removeprefix("sft-"),
-        "--data": recipe.data.train,
+        "--data": recipe.data.train[0],
         "--student": recipe.student.model,
         "--teacher": next(iter(recipe.teachers.values())).model,
         "--written": task.written,

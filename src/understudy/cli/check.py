@@ -9,7 +9,7 @@ from rich.console import Console
 
 from understudy.cli.reading import checked_recipe
 from understudy.config.capacity import capacity_notes
-from understudy.trainers.preflight import describe
+from understudy.trainers.preflight import Findings, describe
 
 EXAMPLE = "understudy check recipe.toml"
 
@@ -23,10 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     console = Console()
-    recipe = checked_recipe(options.recipe, options.overrides)
+    findings = Findings()
+    recipe = checked_recipe(options.recipe, options.overrides, findings=findings)
     objective = describe(recipe)
     console.print(f"objective  {objective.name}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"formula    {objective.formula}", highlight=False, markup=False, soft_wrap=True)
-    for note in (*objective.notes, *capacity_notes(recipe.trainer, recipe.rollout, recipe.dataplane)):
+    if recipe.trainer.passes is not None and findings.train_rows is not None:
+        steps = recipe.trainer.steps_over(findings.train_rows)
+        findings.notes.append(
+            f"trainer.passes = {recipe.trainer.passes:g} over {findings.train_rows} rows in batches of "
+            f"{recipe.trainer.batch_size}: {steps} steps"
+        )
+    capacity = capacity_notes(recipe.trainer, recipe.rollout, recipe.dataplane)
+    for note in (*objective.notes, *capacity, *findings.notes):
         console.print(f"note       {note}", highlight=False, markup=False, soft_wrap=True)
     console.print("the recipe is sound; `understudy plan` shows what it would start", highlight=False)

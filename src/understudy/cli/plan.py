@@ -17,6 +17,7 @@ from understudy.config import Recipe
 from understudy.errors import ClusterError, ConfigError
 from understudy.observability.redact import redact
 from understudy.trainers.plan import plan_processes
+from understudy.trainers.preflight import Findings
 from understudy.trainers.ray_seating import ray_layout
 from understudy.trainers.seating import Seating, seat
 
@@ -43,7 +44,9 @@ def run(options: argparse.Namespace) -> None:
             "",
         )  # a word, not its run
     plan_simulation.check_flags(options)
-    recipe = checked_recipe(options.recipe, options.overrides)
+    findings = Findings()
+    recipe = checked_recipe(options.recipe, options.overrides, findings=findings)
+    recipe = recipe.with_steps(findings.train_rows or 1)
     console = Console(markup=False)
     if options.simulate is not None:
         plan_simulation.show(recipe, options, console)

@@ -8,15 +8,22 @@ from pathlib import Path
 from understudy.config import Recipe
 from understudy.config.recipe import examine, read_tables
 from understudy.errors import ConfigError
-from understudy.trainers.preflight import preflight
+from understudy.trainers.preflight import Findings, preflight
 
 
-def checked_recipe(path: Path, overrides: Sequence[str], *, progress: bool = True) -> Recipe:
-    """The recipe, or a `ConfigError` with every problem of its keys, models, data and ports together."""
+def checked_recipe(
+    path: Path, overrides: Sequence[str], *, progress: bool = True, findings: Findings | None = None
+) -> Recipe:
+    """The recipe, or a `ConfigError` with every problem of its keys, models, data and ports together. `findings` takes what else was
+    found."""
     recipe, problems = examine(read_tables(path, overrides))
     if recipe is not None:
         # A key that was wrong was taken out before this look; most findings have nothing to do with one another.
-        problems += [problem for problem in preflight(recipe, progress=progress) if problem not in problems]
+        problems += [
+            problem
+            for problem in preflight(recipe, progress=progress, findings=findings)
+            if problem not in problems
+        ]
     if problems or recipe is None:
         raise ConfigError(problems)
     return recipe

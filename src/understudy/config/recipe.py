@@ -8,6 +8,7 @@ Every problem is collected before anything is said: a user mends a recipe in one
 from __future__ import annotations
 
 import copy
+import glob
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from understudy.config.base import Section, nearest, unwrap
 from understudy.config.capacity import capacity_problems
 from understudy.config.cluster_checks import cluster_problems
 from understudy.config.critic import CriticConfig, ReferenceConfig
+from understudy.config.data import DataConfig
 from understudy.config.explain import Finding, explain
 from understudy.config.idle_keys import idle_problems
 from understudy.config.keys import Kind, walk
@@ -28,7 +30,7 @@ from understudy.config.loss import LossConfig
 from understudy.config.model_paths import resolved_model
 from understudy.config.models import StudentConfig, TeacherConfig
 from understudy.config.objective_checks import objective_problems
-from understudy.config.rollout import DataConfig, RolloutConfig
+from understudy.config.rollout import RolloutConfig
 from understudy.config.trainer import ClusterConfig, DataPlaneConfig, RunConfig, TrainerConfig
 from understudy.errors import ConfigError
 
@@ -47,6 +49,13 @@ class Recipe(Section):
     dataplane: DataPlaneConfig = DataPlaneConfig()
     cluster: ClusterConfig = ClusterConfig()
     run: RunConfig = RunConfig()
+
+    def with_steps(self, rows: int) -> Recipe:
+        """With `trainer.steps` in place of `trainer.passes` over so many rows."""
+        if self.trainer.passes is None:
+            return self
+        trainer = self.trainer.model_copy(update={"steps": self.trainer.steps_over(rows), "passes": None})
+        return self.model_copy(update={"trainer": trainer})
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -147,6 +156,9 @@ def _stand_in(kind: Kind) -> Any:
     return {name: "" for name, field in kind.section.model_fields.items() if field.is_required()}
 
 
+_LENGTHS = ("steps", "passes")
+
+
 def _apply(table: dict[str, Any], override: str) -> None:
     """Set one `section.key=value`; the value is read as TOML, or as a plain string where it is none."""
     name, equals, text = override.partition("=")
@@ -163,6 +175,11 @@ def _apply(table: dict[str, Any], override: str) -> None:
         table = table[section]
         if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: `{section}` is a value, not a section")
+    if (
+        sections == ["trainer"] and key in _LENGTHS
+    ):  # how far to go is said in one of two ways; the last word counts
+        for other in _LENGTHS:
+            table.pop(other, None)
     table[key] = value
 
 
@@ -185,8 +202,23 @@ def _resolve_paths(table: dict[str, Any], base: Path) -> None:
     data = table.get("data")
     if isinstance(data, dict):
         for key in ("train", "eval"):
-            if key in data:
-                data[key] = resolved(data[key])
+            if isinstance(data.get(key), str | list):
+                given = data[key] if isinstance(data[key], list) else [data[key]]
+                data[key] = [one for entry in given for one in _data_files(entry, base)]
+
+
+def _data_files(entry: Any, base: Path) -> list[Any]:
+    """A file beside the recipe, or the files there that a glob matches, in alphabetical order; anything else stays as it is.
+    A run's recipe names the files it began with: one that is added to the folder later does not change it."""
+    if not isinstance(entry, str):
+        return [entry]
+    place = base / entry
+    if place.exists():
+        return [str(place.resolve())]
+    if glob.has_magic(entry) and (found := glob.glob(str(place), recursive=True)):
+        return [str(Path(one).resolve()) for one in sorted(found)]
+    # In a folder that is beside the recipe: a mistyped path rather than the name of something on the hub.
+    return [str(place)] if len(Path(entry).parts) > 1 and (base / Path(entry).parts[0]).is_dir() else [entry]
 
 
 def _tables(value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`[rollout]` and `[data]`: what the student attempts, and how."""
+"""`[rollout]`: how the student attempts its prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RolloutConfig(Section):
     live_weights: bool = True
     """Give every new version of the student to the servers. `false` rolls out with whatever they serve: off-policy."""
     agent: str = "single_turn"
-    """A shipped agent loop, or `"module:Class"`; an `agent` column of a row wins over this."""
+    """A shipped agent loop, or `"module:Class"`. A row's `agent` column may choose another one that ships, or that `agent_options` names."""
     agent_options: dict[str, dict[str, Any]] = Field(default={})
     """`[rollout.agent_options.NAME]`: what the loop called NAME is made with, for example the tool loop's `tools`."""
     template_options: dict[str, Any] = Field(default={})
@@ -142,19 +142,3 @@ class RolloutConfig(Section):
 
 
 _OF_OUR_SERVERS = ("replicas", "devices", "vllm_python", "engine_args")
-
-
-class DataConfig(Section):
-    train: str
-    """jsonl or parquet with `prompt` or `messages`; every other column is kept."""
-    eval: str | None = None
-    """Held-out problems of the same shape."""
-    reward: str | None = None
-    """`"module:function"` taking (row, text) and giving a float; needed for accuracy and for `task_coef`."""
-    teacher_key: str = "data_source"
-    """The column that chooses the teacher."""
-    mixture_key: str = "teacher_weights"
-    """A column `{teacher: weight}`; a row that has it is judged by that mixture of teachers instead."""
-    default_teacher: str | None = None
-    """Takes rows whose column names no teacher; without it they are an error."""
-    shuffle: bool = True

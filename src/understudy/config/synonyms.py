@@ -8,8 +8,8 @@ what was written: `optim.lr` answers `actor_rollout_ref.actor.optim.lr`, and `lr
 from __future__ import annotations
 
 _PASSES = (
-    "the length of a run is `trainer.steps` (steps = passes × rows / `trainer.batch_size`); `trainer.epochs` is something else: how often "
-    "each batch is trained on (PPO epochs)"
+    "passes over the data are `trainer.passes`, in place of `trainer.steps`; `trainer.epochs` is something else: how often each batch is "
+    "trained on (PPO epochs)"
 )
 _MICRO = "a micro-batch is counted in tokens, `trainer.micro_batch_tokens`; it changes memory and speed, not the result"
 _ACCUMULATION = "gradients are accumulated by themselves: `trainer.batch_size` prompts make one step, cut by `trainer.micro_batch_tokens`"
@@ -30,7 +30,7 @@ _EVAL_FIRST = (
 _PROJECT = "wandb reads the environment variables WANDB_PROJECT and WANDB_ENTITY; `run.name` names the run"
 _CLIP = "`loss.clip_low` and `loss.clip_high` bound the ratio on either side"
 _GPUS = "`trainer.ranks` are the processes (GPUs) that train the student; pools of GPUs are `cluster.pools.NAME.gpus_per_node`"
-_PROMPT_LENGTH = "prompts are not cut; the whole sequence is bounded by `rollout.context_length`, a response by `rollout.max_new_tokens`"
+_OVERLONG = "`data.overlong` = 'drop' leaves out prompts longer than `data.max_prompt_tokens` or the context, 'truncate_left' cuts them"
 
 _CALLED: dict[str, str] = {
     # How long, how much: HF Trainer, TRL, ms-swift, prime-rl, OpenRLHF, verl.
@@ -125,7 +125,8 @@ _CALLED: dict[str, str] = {
     ),
     "`rollout.max_new_tokens` bounds a response, `rollout.context_length` prompt and all turns together": "max_length",
     "rollout.context_length": "max_seq_length max_seq_len seq_len max_model_len",
-    _PROMPT_LENGTH: "max_prompt_length prompt_length prompt_max_len filter_overlong_prompts truncation truncation_side",
+    "data.max_prompt_tokens": "max_prompt_length prompt_length prompt_max_len",
+    _OVERLONG: "filter_overlong_prompts truncation truncation_side",
     "rollout.engine": "rollout.name",
     "`rollout.engine` = 'vllm'": "use_vllm",
     "`rollout.engine` = 'vllm' starts servers of its own, or uses those at `rollout.urls`": "vllm_mode",

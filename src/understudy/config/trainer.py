@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -27,6 +28,10 @@ class TrainerConfig(Section):
     stall_seconds: Annotated[float, Field(gt=0)] = 300.0
     """After this long without any progress the run says what waits for what; `understudy doctor RUN` says it any time."""
     steps: Annotated[int, Field(ge=1)] = 100
+    """How far the run goes; or say `passes`."""
+    passes: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the rows of `data.train`, in place of `steps`: passes · rows / `batch_size` steps, rounded up. Rows that `data.overlong`
+    leaves out do not count, nor do prompts that `rollout.filter_groups` draws besides. (`epochs` is another thing.)"""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Prompts per step; with `rollout.n` sessions each."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
@@ -69,6 +74,18 @@ class TrainerConfig(Section):
     """Also measure each teacher on the held-out problems it would judge, once, before the first step."""
     max_dead_letters: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of rows that may fail before the run stops."""
+
+    def steps_over(self, rows: int) -> int:
+        """Rounded up: every row is met at least `passes` times, and the last batch may reach into the next pass."""
+        if self.passes is None:
+            return self.steps
+        return max(math.ceil(round(self.passes * rows / self.batch_size, 6)), 1)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainerConfig:
+        if self.passes is not None and "steps" in self.model_fields_set:
+            raise ValueError("both `steps` and `passes` are given; keep one: steps, or passes over the data")
+        return self
 
 
 class DataPlaneConfig(Section):

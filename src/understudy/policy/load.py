@@ -89,7 +89,11 @@ def load_tokenizer(
 
 def context_length(model: PreTrainedModel) -> int:
     """The longest sequence the model was made for; models without a limit report a very large one."""
-    config = model.config.get_text_config()
+    return context_of_config(model.config)
+
+
+def context_of_config(whole: PretrainedConfig) -> int:
+    config = whole.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:

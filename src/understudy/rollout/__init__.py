@@ -1,6 +1,6 @@
 """From a dataset row to what the student wrote: prompts, rendering, agent loops, tools and rewards.
 
-dataset, cursor    rows of a file; the resumable order in which they are issued
+sources, dataset   where rows come from; checked rows;  cursor  the resumable order in which they are issued
 seeds              randomness as a pure function of (run, epoch, prompt, session, turn)
 render             messages to token ids, once per turn boundary
 agent, loops       the loop protocol, the loops there are, and loading a user's own

@@ -1,28 +1,28 @@
-"""Prompts from jsonl or parquet files, or from a plain list of dicts.
+"""Prompts from jsonl or parquet files, hub datasets, or a plain list of dicts.
 
 A row needs `prompt` (plain text, used as it stands; a list of messages is taken as `messages`) or `messages` (a
 chat). `data_source` routes it to its teacher, and every other column (`answer`, `tools`, `agent`, …) is kept as it
-came. Every row is checked here, before anything expensive starts; the module needs no torch.
+came. Rows as verl has them work as they are. Every row is checked here, before anything expensive starts; the module
+needs no torch.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from understudy.errors import DataError
+from understudy.rollout.sources import Row, digest_of, expand, read_source
 from understudy.types.prompt import Prompt
 
-Row = Mapping[str, Any]
 _CONTENT = {"prompt", "messages", "data_source"}
 """Columns that become fields of a `Prompt`; the rest stay columns."""
+_NOT_TEXT = ("images", "image", "videos", "video", "audios", "audio")
+VERL_AGENTS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}
+"""What verl's `agent_name` column calls the loops that ship here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,31 @@ class Dataset:
     """sha256 of the content: a resumed run refuses another dataset by it."""
     source: str
     """Where the rows came from, for messages."""
+    places: Sequence[str] = ()
+    """The file and line of each row, for messages."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def place(self, ordinal: int) -> str:
+        return self.places[ordinal] if self.places else f"row {ordinal + 1}"
+
+    def only(self, ordinals: Sequence[int]) -> Dataset:
+        """These rows alone. Another choice of rows is another dataset to a resumed run."""
+        if len(ordinals) == len(self.rows):
+            return self
+        chosen = sha256(f"{self.fingerprint} {list(ordinals)}".encode()).hexdigest()
+        return replace(
+            self,
+            rows=[self.rows[i] for i in ordinals],
+            places=[self.place(i) for i in ordinals],
+            fingerprint=chosen,
+        )
+
     def prompt(self, ordinal: int, *, key: str, epoch: int) -> Prompt:
         """The row at `ordinal` as a prompt instance."""
         row = self.rows[ordinal]
-        content = row.get("messages") or row.get("prompt")
+        content = content_of(row)
         chat = not isinstance(content, str)
         return Prompt(
             key=key,
@@ -54,102 +71,144 @@ class Dataset:
         )
 
 
-def load_dataset(source: str | Path | Sequence[str | Path] | Sequence[Row]) -> Dataset:
-    """Reads and checks a file, several files one after another, or rows given as they are."""
+def content_of(row: Row) -> Any:
+    """Text, or a list of messages."""
+    return row.get("messages") or row.get("prompt")
+
+
+def load_dataset(
+    source: str | Path | Sequence[str | Path] | Sequence[Row], key: str = "data.train"
+) -> Dataset:
+    """Reads and checks a file, several sources one after another, or rows given as they are. `key` is the recipe key that
+    named them, for messages."""
     if isinstance(source, (str, Path)):
         source = [source]
-    if all(isinstance(item, Mapping) for item in source):
+    if source and all(isinstance(item, Mapping) for item in source):
         rows = [(f"data[{i}]", item) for i, item in enumerate(source)]
-        digest = sha256()
-        for _, row in rows:
-            digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False, default=repr).encode() + b"\n")
-        return _checked(rows, digest.hexdigest(), "the list of rows given")
-    paths = [Path(str(item)) for item in source]
-    digest = sha256()
+        digest = digest_of(row for _, row in rows)
+        return _checked(rows, digest.hex(), "the list of rows given")
+    names = [name for item in source for name in _expanded(str(item), key)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise DataError(f"{key} names {twice} twice; name each file once")
+    whole = sha256()
     rows = []
-    for path in paths:
-        rows.extend(_read(path))
-        digest.update(_file_digest(path))
-    return _checked(rows, digest.hexdigest(), ", ".join(map(str, paths)))
+    for name in names:
+        found, digest = read_source(name, key)
+        rows += found
+        whole.update(digest)
+    return _checked(rows, whole.hexdigest(), ", ".join(names))
 
 
-def _read(path: Path) -> Iterable[tuple[str, Any]]:
-    """(place, row) pairs; a place names the file and the line."""
-    if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"dataset {path} {kind}; expected a .jsonl or .parquet file (data.train, data.eval)")
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    if path.suffix in {".jsonl", ".ndjson", ".json"}:
-        return _read_jsonl(path)
-    raise DataError(f"dataset {path} ends in {path.suffix or 'nothing'!r}; expected .jsonl or .parquet")
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                yield place, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{place} is not JSON: {error.msg} at column {error.colno}; expected one object per line"
-                ) from None
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"dataset {path} is not a readable parquet file: {error}") from None
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"{path}, row {number}", {name: value for name, value in row.items() if value is not None}
-
-
-def _file_digest(path: Path) -> bytes:
-    digest = sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.digest()
+def _expanded(source: str, key: str) -> list[str]:
+    names = expand(source)
+    if not names:
+        raise DataError(f"{key}: no file matches {source}; a glob is looked up beside the recipe")
+    return names
 
 
 def _checked(places: Iterable[tuple[str, Any]], fingerprint: str, source: str) -> Dataset:
-    rows = []
+    rows, names = [], []
     for place, row in places:
-        _check_row(place, row)
-        rows.append(row)
+        rows.append(_checked_row(place, row))
+        names.append(place)
     if not rows:
         raise DataError(f"dataset {source} is empty; expected at least one row with `prompt` or `messages`")
-    return Dataset(rows, fingerprint, source)
+    return Dataset(rows, fingerprint, source, names)
 
 
-def _check_row(place: str, row: Any) -> None:
+def _checked_row(place: str, row: Any) -> Row:
+    """The row as the run uses it: text parts joined, verl's `agent_name` as `agent`."""
     if not isinstance(row, Mapping):
         raise DataError(f"{place} is a {type(row).__name__}; expected an object with `prompt` or `messages`")
-    content = row.get("messages") or row.get("prompt")
+    content = content_of(row)
     if not content:
         columns = ", ".join(sorted(map(str, row))) or "none"
         raise DataError(
             f"{place} has no prompt (columns: {columns}); give it `prompt` (text) or `messages` (a chat)"
         )
+    if row.get("messages") and row.get("prompt"):
+        raise DataError(
+            f"{place} has both `prompt` and `messages`; keep the one that the student is to answer"
+        )
+    if name := next((name for name in _NOT_TEXT if row.get(name)), None):
+        raise DataError(f"{place} has {name} (column `{name}`); students read text only, so drop the column")
+    if (where := _lone_surrogate(row)) is not None:
+        raise DataError(
+            f"{place}: {where} holds half of a character (a lone surrogate such as \\ud83d); write it whole, or remove it"
+        )
+    changes: dict[str, Any] = {}
     if not isinstance(content, str):
-        _check_messages(place, content)
+        messages = _checked_messages(place, content)
+        if messages is not content:
+            changes["messages" if row.get("messages") else "prompt"] = messages
     if not isinstance(row.get("data_source", ""), str | None):
         raise DataError(f"{place}: data_source is {row['data_source']!r}; expected text")
+    agent = _agent_of(place, row)
+    if agent is not None and agent != row.get("agent"):
+        changes["agent"] = agent
+    return {**row, **changes} if changes else row
 
 
-def _check_messages(place: str, messages: Any) -> None:
+def _agent_of(place: str, row: Row) -> str | None:
+    for column in ("agent", "agent_name"):
+        name = row.get(column)
+        if name is None or name == "":
+            continue
+        if not isinstance(name, str):
+            raise DataError(f"{place}: {column} is {name!r}; expected the name of an agent loop")
+        return VERL_AGENTS.get(name, name) if column == "agent_name" else name
+    return None
+
+
+def _checked_messages(place: str, messages: Any) -> Any:
+    """The messages, those made of text parts with one text instead."""
     if not isinstance(messages, Sequence):
         raise DataError(f"{place}: messages is a {type(messages).__name__}; expected a list of messages")
+    plain = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(
                 f'{place}: messages[{i}] is {message!r}; expected an object like {{"role": "user", "content": "…"}}'
             )
+        content = message.get("content")
+        if isinstance(content, str | None):
+            plain.append(message)
+        elif isinstance(content, Sequence):
+            text = "".join(_text_of(f"{place}: messages[{i}].content[{j}]", p) for j, p in enumerate(content))
+            plain.append({**message, "content": text})
+        else:
+            raise DataError(
+                f"{place}: messages[{i}].content is a {type(content).__name__}; expected text or a list of text parts"
+            )
     if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{place} ends with an assistant message, so there is nothing left to answer; drop that message"
         )
+    return messages if all(a is b for a, b in zip(plain, messages, strict=True)) else plain
+
+
+def _text_of(place: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise DataError(
+        f'{place} is of type {kind!r}; students read text only: expected {{"type": "text", "text": "…"}}'
+    )
+
+
+def _lone_surrogate(value: Any, where: str = "") -> str | None:
+    """Where in a row a text cannot be written as UTF-8; JSON can hold half of a character."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return where
+        return None
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        inner = ((f"{where}.{name}" if where else str(name), one) for name, one in value.items())
+    elif isinstance(value, list | tuple):
+        inner = ((f"{where}[{i}]", one) for i, one in enumerate(value))
+    return next((found for name, one in inner if (found := _lone_surrogate(one, name)) is not None), None)

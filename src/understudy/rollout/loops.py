@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -69,6 +69,10 @@ def _known_options(name: str, make: Callable[..., AgentLoop], options: Mapping[s
         raise ConfigError(problems)
 
 
+Schemas = Callable[[Prompt], Sequence[Mapping[str, Any]] | None]
+"""Which tools a row's loop shows to the student, as function schemas."""
+
+
 class Loops(Protocol):
     """Where rows get their loop: `LoopChoice` here, or worker processes."""
 
@@ -78,12 +82,19 @@ class Loops(Protocol):
 
 
 class LoopChoice:
-    """Picks the loop of each row: its `agent` column where it has one, the recipe's otherwise. Loops are made once."""
+    """Picks the loop of each row: its `agent` column where it has one, the recipe's otherwise. Loops are made once.
+
+    A row may name loops that ship and those of `options`: the recipe decides which code runs, data do not."""
 
     def __init__(self, default: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._default, self._options = default, dict(options or {})
         self._made: dict[str, TimedLoop] = {}
         self.of_name(default)
+
+    @staticmethod
+    def known(default: str, options: Mapping[str, Any] | None = None) -> Collection[str]:
+        """What rows may name."""
+        return {*LOOPS, default, *(options or {})}
 
     def of_name(self, name: str) -> AgentLoop:
         if name not in self._made:
@@ -92,10 +103,22 @@ class LoopChoice:
 
     def of(self, prompt: Prompt) -> AgentLoop:
         name = prompt.columns.get("agent") or self._default
+        known = self.known(self._default, self._options)
+        if not isinstance(name, str) or name not in known:
+            raise DataError(
+                f"row {prompt.ordinal} asks for the agent loop {name!r}; rows may name {', '.join(sorted(known))}"
+            )
         try:
             return self.of_name(name)
         except ConfigError as error:
             raise DataError(f"row {prompt.ordinal} asks for an agent that cannot be had: {error}") from error
+
+    def schemas(self, prompt: Prompt) -> Sequence[Mapping[str, Any]] | None:
+        """The tools that the row's loop shows to the student; None where it leaves that to the row."""
+        loop = self.of(prompt)
+        own = getattr(loop.loop if isinstance(loop, TimedLoop) else loop, "schemas", None)
+        found: Sequence[Mapping[str, Any]] | None = own(prompt) if own else None
+        return found
 
     async def close(self) -> None:
         """Ends what loops keep running (tool processes)."""

@@ -20,7 +20,8 @@ _MARKER = "understudy-turn-marker"
 class Renderer:
     """Turns prompts into ids with a student's tokenizer and chat template.
 
-    `context` is the longest sequence the student can hold, `reserve` how much of it must stay free for an answer.
+    `context` is the longest sequence the student can hold, `reserve` how much of it must stay free for an answer. A prompt may
+    have `max_prompt` tokens at most, and what is free; a longer one is an error, or loses its first tokens (`truncate`).
     `template_options` go to the template as they are (`enable_thinking = false`).
     """
 
@@ -31,9 +32,13 @@ class Renderer:
         context: int,
         reserve: int = 1,
         template_options: Mapping[str, Any] | None = None,
+        max_prompt: int | None = None,
+        truncate: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self._context, self._reserve = context, reserve
+        self._limit = min(max_prompt or context, context - reserve)
+        self._truncate = truncate
         self._template_options = dict(template_options or {})
         self._special_ids = set(tokenizer.all_special_ids)
         self._ready: dict[str, tuple[Prompt, np.ndarray]] = {}
@@ -60,12 +65,18 @@ class Renderer:
             ids = self._tokenize(prompt.key, text, special=False)
         if len(ids) == 0:
             raise DataError(f"prompt {prompt.key} (row {prompt.ordinal}) renders to no tokens at all")
-        if len(ids) + self._reserve > self._context:
+        if len(ids) <= self._limit:
+            return ids
+        if self._truncate and self._limit > 0:
+            return ids[-self._limit :]
+        if self._limit < self._context - self._reserve:
             raise DataError(
-                f"prompt {prompt.key} (row {prompt.ordinal}) has {len(ids)} tokens; the context is {self._context} and "
-                f"{self._reserve} of it are kept for the answer. Shorten the prompt or lower rollout.max_new_tokens"
+                f"prompt {prompt.key} (row {prompt.ordinal}) has {len(ids)} tokens; data.max_prompt_tokens is {self._limit}"
             )
-        return ids
+        raise DataError(
+            f"prompt {prompt.key} (row {prompt.ordinal}) has {len(ids)} tokens; the context is {self._context} and "
+            f"{self._reserve} of it are kept for the answer. Shorten the prompt or lower rollout.max_new_tokens"
+        )
 
     def ahead(self, prompts: Sequence[Prompt], *, forget: bool = True) -> None:
         """Render these chats in one go: half the work of rendering them one by one, and each of a prompt's sessions finds it
@@ -94,7 +105,7 @@ class Renderer:
         except Exception:  # some prompt's own trouble
             return
         for prompt, ids in zip(chats, rows, strict=True):
-            if 0 < len(ids) <= self._context - self._reserve:
+            if 0 < len(ids) <= self._limit:
                 self._ready[prompt.key] = (prompt, np.asarray(ids, dtype=np.int32))
 
     def after_turn(self, key: str, messages: Sequence[Mapping[str, Any]], *, ended: bool) -> np.ndarray:

@@ -61,9 +61,13 @@ class ToolLoop:
         self._tool_role = tool_role
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.text is not None:
+            raise DataError(
+                f"prompt {prompt.key} is plain text, and the tool loop reads chats: tools are told to the student by its chat "
+                "template. Give the row `messages` instead of `prompt`"
+            )
         tools = self._tools_of(prompt)
-        schemas = [tool.schema for tool in tools.values()]
-        transcript = Transcript(context.renderer.render(prompt, tools=schemas))
+        transcript = Transcript(context.renderer.render(prompt, tools=self.schemas(prompt)))
         results: list[ToolResult] = []
         tool_seconds, stop_reason = 0.0, None
         for turn in range(self._max_turns):
@@ -90,6 +94,10 @@ class ToolLoop:
         }
         extra = {"seconds": {"tool": tool_seconds}}
         return [transcript.finish(context.row_key(), stop_reason=stop_reason, metrics=metrics, extra=extra)]
+
+    def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """What the chat template is told of the row's tools."""
+        return [tool.schema for tool in self._tools_of(prompt).values()]
 
     def _tools_of(self, prompt: Prompt) -> Mapping[str, Tool]:
         """A row's `tools` column (names, or schemas) picks among the loop's."""

@@ -66,7 +66,12 @@ class Worker:
     ) -> None:
         tokenizer = AutoTokenizer.from_pretrained(setup.tokenizer)
         self._renderer = Renderer(
-            tokenizer, context=setup.context, reserve=setup.reserve, template_options=setup.template_options
+            tokenizer,
+            context=setup.context,
+            reserve=setup.reserve,
+            template_options=setup.template_options,
+            max_prompt=setup.max_prompt,
+            truncate=setup.truncate,
         )
         self._loops = LoopChoice(setup.agent, setup.options)
         self._keeper = make_keeper(setup, self._renderer) if make_keeper is not None else None

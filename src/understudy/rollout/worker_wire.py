@@ -47,6 +47,8 @@ class Setup(msgspec.Struct, tag=True):
     reserve: int
     template_options: dict[str, Any]
     import_paths: list[str]
+    max_prompt: int | None = None
+    truncate: bool = False
     extra: bytes = b""
     """For a worker that does more than run loops."""
 

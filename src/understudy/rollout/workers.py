@@ -90,6 +90,8 @@ class LoopWorkers:
         reserve: int = 1,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
+        max_prompt: int | None = None,
+        truncate: bool = False,
         open_line: OpenLine = PipeLine.open,
         tickets: Tickets | None = None,
         extra: bytes = b"",
@@ -113,6 +115,8 @@ class LoopWorkers:
             reserve=reserve,
             template_options=dict(template_options or {}),
             import_paths=[path for path in sys.path if path],
+            max_prompt=max_prompt,
+            truncate=truncate,
             extra=extra,
         )
         self._channels: list[Channel | None] = [None] * count

@@ -33,7 +33,7 @@ from understudy.policy.policy import Policy
 from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.policy.step import PolicySettings
 from understudy.rollout.cursor import PromptCursor
-from understudy.rollout.dataset import Dataset, load_dataset
+from understudy.rollout.dataset import Dataset
 from understudy.rollout.loops import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
@@ -54,6 +54,7 @@ from understudy.trainers.far_writing import RowWorkers, brings_tokens, settings_
 from understudy.trainers.gather import Lane
 from understudy.trainers.loading import LoadedModel, load_model, resolve_device
 from understudy.trainers.loops import Keeping, open_loops
+from understudy.trainers.prompt_data import PromptData, open_data
 from understudy.trainers.prompt_facts import LongestPrompt, mixed_teachers
 from understudy.trainers.ranks import start_ranks
 from understudy.trainers.refused import keep_refused
@@ -76,9 +77,10 @@ from understudy.weights.base import WeightPublisher
 
 @asynccontextmanager
 async def build(
-    recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView
+    recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView, data: PromptData | None = None
 ) -> AsyncIterator[System]:
-    """Start everything a run needs; whatever happens, everything started is stopped again."""
+    """Start everything a run needs; whatever happens, everything started is stopped again. `data` are the rows, where they were read
+    before."""
     async with AsyncExitStack() as stack:
         deterministic = is_deterministic(recipe)
         steady_torch(recipe)
@@ -98,7 +100,8 @@ async def build(
             coming = ComingCritic(recipe, run, processes, seating, gpu_names(), stack)
         with view.work(f"loading the student {recipe.student.model}"):
             student = await asyncio.to_thread(load_student_of, recipe)
-        prompts = load_dataset(recipe.data.train)
+        rows = data if data is not None else await asyncio.to_thread(open_data, recipe)
+        prompts = rows.train
         far_scoring = FarScoring() if writes_rows(recipe, processes) else None
         teachers = await start_teachers(
             recipe,
@@ -170,9 +173,7 @@ async def build(
             loops=loops,
             rewards=rewards,
             checkpoints=checkpoints,
-            eval_prompts=eval_prompts(load_dataset(recipe.data.eval), recipe.trainer.eval_samples)
-            if recipe.data.eval
-            else [],
+            eval_prompts=eval_prompts(rows.eval, recipe.trainer.eval_samples) if rows.eval else [],
             metrics=metrics,
             spans=spans,
             view=view,
@@ -253,6 +254,8 @@ def _renderer(recipe: Recipe, student: LoadedModel) -> Renderer:
         context=context_of(recipe, student),
         reserve=recipe.rollout.max_new_tokens,
         template_options=recipe.rollout.template_options,
+        max_prompt=recipe.data.max_prompt_tokens,
+        truncate=recipe.data.overlong == "truncate_left",
     )
 
 

@@ -28,6 +28,7 @@ _PACE = "how far rollouts run ahead; rows in flight stay in their windows"
 
 ACCEPTED: Mapping[str, str] = {
     "trainer.steps": "how far the run goes; a schedule that decays does so over the new length from here on",
+    "trainer.passes": "how far the run goes",
     "trainer.checkpoint_every": _KEPT,
     "trainer.keep_checkpoints": _KEPT,
     "trainer.keep_best": _KEPT,
@@ -146,6 +147,10 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
     accepted, problems = [], []
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key):
+            continue
+        if (
+            key == "trainer.steps" and after.trainer.passes is not None
+        ):  # counted from the rows, when they are read
             continue
         reason = _accepted(key)
         lowered = after.trainer.mode == "fully_async" and key in ONLY_MORE and new[key] < old[key]

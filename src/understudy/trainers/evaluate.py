@@ -35,6 +35,7 @@ from understudy.trainers.best import best_step
 from understudy.trainers.examiner import Examiner, Failure
 from understudy.trainers.loading import LoadedModel, load_model, put_student
 from understudy.trainers.produce import routing_value
+from understudy.trainers.prompt_data import without_overlong
 from understudy.trainers.system import System
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
@@ -116,7 +117,7 @@ async def evaluate_model(
     if (folder / "recipe.json").is_file():
         run = RunDir.open(folder)
         recipe = parse_recipe(read_json(run.recipe))
-    source = str(data) if data else recipe.data.eval if recipe else None
+    source = [str(data)] if data else recipe.data.eval if recipe else None
     judge = reward or (recipe.data.reward if recipe else None)
     if source is None or judge is None:
         raise ConfigError("nothing to measure with: give --data FILE and --reward module:function")
@@ -134,9 +135,19 @@ async def evaluate_model(
     context = min(rollout.context_length or student.context, student.context)
     engine = student.engine(max_batch, max_length=context)
     renderer = Renderer(
-        student.tokenizer, context=context, reserve=budget, template_options=rollout.template_options
+        student.tokenizer,
+        context=context,
+        reserve=budget,
+        template_options=rollout.template_options,
+        max_prompt=recipe.data.max_prompt_tokens if recipe else None,
+        truncate=recipe is not None and recipe.data.overlong == "truncate_left",
     )
-    prompts = eval_prompts(load_dataset(source), samples)
+    problems = load_dataset(source, "--data" if data else "data.eval")
+    if recipe:
+        problems, notes = without_overlong(recipe, problems, "data.eval", student.tokenizer, student.context)
+        for note in notes:
+            view.note(note)
+    prompts = eval_prompts(problems, samples)
     sampling = Sampling(
         budget,
         student.stop_ids,

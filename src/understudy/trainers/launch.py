@@ -28,6 +28,7 @@ from understudy.trainers.far_critic import FarCritic
 from understudy.trainers.fully_async import train_fully_async
 from understudy.trainers.interrupts import PATIENCE_S, Interrupts
 from understudy.trainers.preflight import describe, preflight
+from understudy.trainers.prompt_data import PromptData, open_data
 from understudy.trainers.restarts import last_checkpoint_step, with_restarts
 from understudy.trainers.resume import finish_saving, forget_after, last_checkpoint, restore
 from understudy.trainers.sync import train_sync
@@ -43,10 +44,11 @@ _TRAINERS = {"sync": train_sync, "fully_async": train_fully_async}
 async def launch(recipe: Recipe, *, progress: bool = True, next_command: str | None = None) -> Run:
     """Make a fresh run directory and train; the caller has checked the recipe (`preflight`)."""
     seat_here(recipe)  # a machine that is too small says so before anything is written
+    data = await asyncio.to_thread(open_data, recipe)
     run = RunDir.create(recipe.run.dir, recipe.run.name)
-    recipe = _settled(recipe, run)
+    recipe = _settled(recipe, run).with_steps(len(data.train))
     _write_recipe(recipe, run)
-    return await _train(recipe, run, progress, next_command)
+    return await _train(recipe, data, run, progress, next_command)
 
 
 async def resume(path: Path, overrides: Sequence[str] = (), *, progress: bool = True) -> Run:
@@ -60,7 +62,9 @@ async def resume(path: Path, overrides: Sequence[str] = (), *, progress: bool = 
     if problems:
         raise ConfigError(problems)
     seat_here(recipe)
-    return await _train(recipe, run, progress, None, changes)
+    data = await asyncio.to_thread(open_data, recipe)
+    recipe = recipe.with_steps(len(data.train))
+    return await _train(recipe, data, run, progress, None, changes)
 
 
 def _write_recipe(recipe: Recipe, run: RunDir) -> None:
@@ -78,7 +82,12 @@ def _settled(recipe: Recipe, run: RunDir) -> Recipe:
 
 
 async def _train(
-    recipe: Recipe, run: RunDir, progress: bool, next_command: str | None, changes: Sequence[Change] = ()
+    recipe: Recipe,
+    data: PromptData,
+    run: RunDir,
+    progress: bool,
+    next_command: str | None,
+    changes: Sequence[Change] = (),
 ) -> Run:
     lock = run.lock()
     if changes:
@@ -94,8 +103,10 @@ async def _train(
             Interrupts(view.note) as stop,
         ):
             _write_state(run, "running", "", facts)
+            for note in data.notes:
+                view.note(note)
             steps = await with_restarts(
-                lambda: _attempt(recipe, run, view, stop, facts),
+                lambda: _attempt(recipe, data, run, view, stop, facts),
                 recipe.cluster.restarts.student,
                 partial(last_checkpoint_step, run),
                 stop,
@@ -120,7 +131,12 @@ async def _train(
 
 
 async def _attempt(
-    recipe: Recipe, run: RunDir, view: LiveView, stop: Interrupts, facts: dict[str, object]
+    recipe: Recipe,
+    data: PromptData,
+    run: RunDir,
+    view: LiveView,
+    stop: Interrupts,
+    facts: dict[str, object],
 ) -> int:
     """From the last checkpoint to the recipe's last step, or until somebody asks to stop; returns the last step taken."""
     processes = processes_of(recipe, run)
@@ -132,7 +148,7 @@ async def _attempt(
             view.note(f"nothing to do: {run.path} took all its {checkpoint.step} steps already")
         forget_after(run, checkpoint.step if checkpoint else None)
         last_words = partial(_write_state, run, "stopped", "", facts)
-        async with build(recipe, run, processes, view) as system:
+        async with build(recipe, run, processes, view, data) as system:
             for party in (system.policy, system.critic):
                 if isinstance(party, LeadingPolicy | FarCritic):
                     # Where one is given up nothing more is saved: from then on the run leaves.

@@ -50,6 +50,8 @@ async def open_loops(
         reserve=rollout.max_new_tokens,
         options=rollout.agent_options,
         template_options=rollout.template_options,
+        max_prompt=recipe.data.max_prompt_tokens,
+        truncate=recipe.data.overlong == "truncate_left",
         open_line=await _lines(processes, stack, WORKER_MODULE if keeping is None else keeping.module),
         tickets=None if keeping is None else keeping.tickets,
         extra=b"" if keeping is None else keeping.extra,

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import jinja2
-import jinja2.sandbox
-from tokenizers import Tokenizer
 
 from understudy.cluster.devices import visible_gpus
 from understudy.config import Recipe, TeacherConfig
@@ -22,19 +19,31 @@ from understudy.errors import ConfigError, DataError, UnderstudyError
 from understudy.losses.describe import ObjectiveDescription, describe_objective
 from understudy.observability.loggers import missing_loggers
 from understudy.observability.patience import Patience
-from understudy.rollout.dataset import Dataset, load_dataset
-from understudy.rollout.loops import build_loop
+from understudy.rollout.dataset import load_dataset
+from understudy.rollout.loops import LoopChoice
+from understudy.trainers.data_checks import check_rows, clipped, measured_once, prompt_length
 from understudy.trainers.extras import missing_extras
 from understudy.trainers.model_folder import ModelFolder, is_hub_id
 from understudy.trainers.seating import seat
 from understudy.trainers.student_servers import endpoints_of, vllm_python
-from understudy.trainers.teacher_checks import Measure, contexts_fit, mixtures_fit, signals_fit
+from understudy.trainers.teacher_checks import contexts_fit, mixtures_fit, signals_fit
 
 _SHOWN = 3
 
 
-def preflight(recipe: Recipe, *, progress: bool = False) -> list[str]:
+@dataclass
+class Findings:
+    """What a look at a recipe found besides problems."""
+
+    notes: list[str] = field(default_factory=list)
+    """Lines for the user."""
+    train_rows: int | None = None
+    """Rows of `data.train` that the run would use; None where they cannot be read."""
+
+
+def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | None = None) -> list[str]:
     """Every problem, one line each; with `progress`, a check that takes long says how far it has come."""
+    findings = findings or Findings()
     patience = Patience(enabled=progress)
     problems: list[str] = []
 
@@ -64,18 +73,25 @@ def preflight(recipe: Recipe, *, progress: bool = False) -> list[str]:
             problems += _fits_vocabulary(recipe, folder, f"teachers.{name}")
     if student:
         problems += _fits_vocabulary(recipe, student, "student")
-    measure = _measured_once(_prompt_length(student)) if student else None
+    loops = attempt(lambda: LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options))
+    schemas = loops.schemas if loops else None
+    measure = measured_once(prompt_length(student, recipe, schemas)) if student else None
     for key in ("train", "eval"):
-        path = getattr(recipe.data, key)
-        if path:
-            with patience.work(f"reading data.{key}"):
-                dataset = attempt(lambda path=path: load_dataset(path))  # type: ignore[misc]
-            if dataset:
-                with patience.work(f"checking the rows of data.{key}", len(dataset.rows)) as advance:
-                    problems += _rows_fit(recipe, dataset, f"data.{key}", student, measure, advance)
-            if dataset and key == "train":
-                problems += mixtures_fit(recipe, dataset.rows)
-                problems += contexts_fit(recipe, dataset.rows, folders, measure)
+        sources, name = getattr(recipe.data, key), f"data.{key}"
+        if not sources:
+            continue
+        with patience.work(f"reading {name}"):
+            dataset = attempt(lambda sources=sources, name=name: load_dataset(sources, name))  # type: ignore[misc]
+        if dataset is None:
+            continue
+        with patience.work(f"checking the rows of {name}", len(dataset)) as advance:
+            checked = check_rows(recipe, dataset, name, student, measure, advance)
+        problems += checked.problems
+        findings.notes += checked.notes
+        if key == "train":
+            findings.train_rows = len(checked.dataset)
+            problems += mixtures_fit(recipe, checked.dataset)
+            problems += contexts_fit(recipe, checked.dataset, folders, clipped(measure, recipe, student))
     if recipe.data.reward:
         attempt(lambda: _importable(str(recipe.data.reward)))
     attempt(lambda: _rollouts_can_be_made(recipe, student))
@@ -85,7 +101,7 @@ def preflight(recipe: Recipe, *, progress: bool = False) -> list[str]:
 
 
 def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:
-    """The engine has what it needs to start, and the agent loop can be made with its options."""
+    """The engine has what it needs to start."""
     rollout = recipe.rollout
     if rollout.starts_servers:
         vllm_python(rollout)
@@ -98,7 +114,6 @@ def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:
         raise ConfigError(
             f"rollout.kv_cache = 'fp8' needs a GPU to write on; student.device = {recipe.student.device!r} is a CPU here. Leave it out"
         )
-    build_loop(rollout.agent, rollout.agent_options.get(rollout.agent))
 
 
 def _writes_on_a_cpu(recipe: Recipe) -> bool:
@@ -210,105 +225,6 @@ def _ports(teacher: str, ports: list[int]) -> list[str]:
                     f"teachers.{teacher}.ports: port {port} cannot be used ({error}); choose another, or leave `ports` out"
                 )
     return problems
-
-
-def _rows_fit(
-    recipe: Recipe,
-    dataset: Dataset,
-    role: str,
-    student: ModelFolder | None,
-    measure: Measure | None,
-    advance: Callable[[int], None],
-) -> list[str]:
-    problems = _routes(recipe, dataset, role)
-    if student is None or measure is None:
-        return problems
-    room = recipe.rollout.context_length or student.context
-    if room is None:
-        return problems
-    too_long = 0
-    for number, row in enumerate(dataset.rows):
-        advance(1)
-        try:
-            length = measure(row)
-        except jinja2.TemplateError as error:
-            problems.append(
-                f"{role}: row {number} cannot be rendered by the student's chat template: {error}"
-            )
-            break
-        if length is not None and length + recipe.rollout.max_new_tokens > room:
-            too_long += 1
-            if too_long == 1:
-                problems.append(
-                    f"{role}: the prompt of row {number} has {length} tokens; with rollout.max_new_tokens = "
-                    f"{recipe.rollout.max_new_tokens} it exceeds the student's context of {room}; shorten or drop it"
-                )
-    if too_long > 1:
-        problems[-1] += f" ({too_long} rows in all)"
-    return problems
-
-
-def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
-    """Every row must find its teacher."""
-    keys = {teacher.key for teacher in recipe.teachers.values()} - {None}
-    if len(recipe.teachers) < 2 or recipe.data.default_teacher:
-        return []
-    column, problems = recipe.data.teacher_key, []
-    mixture = recipe.data.mixture_key
-    values = {row.get(column) for row in dataset.rows if row.get(mixture) is None}
-    for value in sorted((value for value in values if value not in keys), key=str):
-        guess = nearest(str(value), [str(key) for key in keys])
-        hint = f"; did you mean {guess!r}?" if guess else ""
-        problems.append(
-            f"{role}: rows with {column} = {value!r} have no teacher; teachers take {sorted(map(str, keys))}{hint} "
-            "(set data.default_teacher to send the rest to one)"
-        )
-    return problems[:_SHOWN]
-
-
-def _measured_once(measure: Measure) -> Measure:
-    """Rendering and tokenizing is most of a check's time, and two checks want it."""
-    known: dict[int, tuple[Mapping[str, Any], int | None]] = {}
-
-    def remembered(row: Mapping[str, Any]) -> int | None:
-        if id(row) not in known:
-            known[id(row)] = (row, measure(row))  # the row is kept, so that its id stays its own
-        return known[id(row)][1]
-
-    return remembered
-
-
-def _prompt_length(student: ModelFolder) -> Measure:
-    """Tokens of a row's rendered prompt, without importing transformers (which imports torch)."""
-    tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: form
-    template = environment.from_string(student.chat_template) if student.chat_template else None
-    names = {value: key for key, value in student.token_ids.items()}
-    special = {
-        role: names.get(student.special_ids[role], "") for role in ("bos_token", "eos_token", "pad_token")
-    }
-
-    def measure(row: Mapping[str, Any]) -> int | None:
-        if row.get("messages") is None:
-            return len(tokenizer.encode(str(row["prompt"])).ids)
-        if template is None:
-            raise jinja2.TemplateError(
-                "the tokenizer has no chat template; give `prompt` instead of `messages`, or add one"
-            )
-        text = template.render(
-            messages=row["messages"], tools=row.get("tools"), add_generation_prompt=True, **special
-        )
-        return len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    return measure
 
 
 def _importable(reference: str) -> None:

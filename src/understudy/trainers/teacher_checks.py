@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-
 from understudy.config import Recipe
+from understudy.errors import DataError
+from understudy.rollout.dataset import Dataset
 from understudy.trainers.model_folder import ModelFolder
 
 Row = Mapping[str, Any]
@@ -21,7 +21,7 @@ _CLOSED_SIGNALS = ("sampled", "topk")
 
 
 def contexts_fit(
-    recipe: Recipe, rows: Sequence[Row], folders: Mapping[str, ModelFolder], measure: Measure | None
+    recipe: Recipe, dataset: Dataset, folders: Mapping[str, ModelFolder], measure: Measure | None
 ) -> list[str]:
     """Every teacher must hold prompt + response + 1 of the rows it judges; the arithmetic is in the message."""
     problems, holds = [], {}
@@ -35,6 +35,7 @@ def contexts_fit(
             holds[name] = min(own or wanted or 0, wanted or own or 0)
     if problems or not holds:
         return problems
+    rows = dataset.rows
     lengths = _lengths(rows, measure)
     for name, room in holds.items():
         mine = [number for number, row in enumerate(rows) if _judges(recipe, name, row)]
@@ -42,7 +43,11 @@ def contexts_fit(
         over = [number for number in mine if needs[number] > room]
         if over:
             worst = max(over, key=lambda number: needs[number])
-            prompt = f"{lengths[worst]} (prompt of row {worst})" if measure else "1 (the shortest prompt)"
+            prompt = (
+                f"{lengths[worst]} (prompt of {dataset.place(worst)})"
+                if measure
+                else "1 (the shortest prompt)"
+            )
             problems.append(
                 f"teachers.{name} holds {room} tokens; {prompt} + {recipe.rollout.max_new_tokens} (rollout.max_new_tokens) + 1 = "
                 f"{needs[worst]}, {needs[worst] - room} too many"
@@ -52,13 +57,13 @@ def contexts_fit(
     return problems
 
 
-def mixtures_fit(recipe: Recipe, rows: Sequence[Row]) -> list[str]:
+def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
     """Mixtures need scores that can be mixed. A wrong name is one row's fault, and is told when that row is scored."""
     column, signal = recipe.data.mixture_key, recipe.loss.signal
-    mixed = [number for number, row in enumerate(rows) if row.get(column) is not None]
+    mixed = [number for number, row in enumerate(dataset.rows) if row.get(column) is not None]
     if not mixed or recipe.loss.distill_coef == 0:
         return []
-    where = f"data.train has {len(mixed)} rows with a mixture of teachers (`{column}`, the first is row {mixed[0]})"
+    where = f"data.train has {len(mixed)} rows with a mixture of teachers (`{column}`, the first is {dataset.place(mixed[0])})"
     if signal == "hidden":
         return [
             f"{where}, and loss.signal = 'hidden' cannot be mixed: a mixture is not the softmax of one head over one "
@@ -93,7 +98,7 @@ def _lengths(rows: Sequence[Row], measure: Measure | None) -> list[int]:
     for row in rows:
         try:
             lengths.append(measure(row) or 1)
-        except jinja2.TemplateError:  # told by the check of the rows themselves
+        except DataError:  # told by the check of the rows themselves
             lengths.append(1)
     return lengths
 

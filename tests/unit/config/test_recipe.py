@@ -124,7 +124,9 @@ def test_overrides_and_paths(tmp_path: Path) -> None:
     )
     loaded = load_recipe(recipe, ["trainer.steps=7", "run.name=fine", "loss.kind=k2", "loss.signal=sampled"])
     assert loaded.trainer.steps == 7 and loaded.run.name == "fine"
-    assert loaded.student.model == str(tmp_path / "model") and loaded.data.train == str(tmp_path / "d.jsonl")
+    assert loaded.student.model == str(tmp_path / "model") and loaded.data.train == [
+        str(tmp_path / "d.jsonl")
+    ]
     with pytest.raises(ConfigError, match="expected key=value"):
         load_recipe(recipe, ["trainer.steps"])
     with pytest.raises(ConfigError, match="is not TOML"):

@@ -33,7 +33,7 @@ def test_sft_starts_from_the_recipes_student_and_prompts(tmp_path: Path) -> None
     recipe = load_recipe(ON_CPU / "forward-kl.toml")
     words = command(Task(ON_CPU, tmp_path, sft_rate=0.5), Job("sft-worked", seed=1))
     told = dict(zip(words[2::2], words[3::2], strict=True))
-    assert told["--student"] == recipe.student.model and told["--data"] == recipe.data.train
+    assert told["--student"] == recipe.student.model and told["--data"] == recipe.data.train[0]
     assert (told["--seed"], told["--learning-rate"], told["--answers"]) == ("1", "0.5", "worked")
 
 

@@ -58,7 +58,8 @@ def test_single_turn_rows_are_what_the_engine_wrote() -> None:
 
 
 def test_turns_branches_and_observations_line_up() -> None:
-    loop = LoopChoice("single_turn").of(prompts(1, agent=f"{__name__}:TwoTurns")[0])
+    name = f"{__name__}:TwoTurns"
+    loop = LoopChoice("single_turn", {name: {}}).of(prompts(1, agent=name)[0])
     results, engine = attempt(TOKENIZER, loop, prompts(3))
     for prompt, (main, branch) in zip(prompts(3), results, strict=True):
         turns = engine.written[prompt.key]
@@ -105,7 +106,10 @@ def test_loops_by_name() -> None:
             build_loop(name, options)
 
 
-def test_a_row_that_asks_for_an_unknown_agent_is_that_row_s_fault() -> None:
-    (prompt,) = prompts(1, agent="no_such_loop")
-    with pytest.raises(DataError, match="row 0 asks for an agent"):
+@pytest.mark.parametrize("name", ["no_such_loop", "os:abort", f"{__name__}:TwoTurns"])
+def test_a_row_may_only_ask_for_loops_that_the_recipe_names(name: str) -> None:
+    (prompt,) = prompts(1, agent=name)
+    with pytest.raises(
+        DataError, match=f"row 0 asks for the agent loop '{name}'; rows may name single_turn, tool"
+    ):
         LoopChoice("single_turn").of(prompt)

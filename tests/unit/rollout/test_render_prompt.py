@@ -117,3 +117,15 @@ def test_what_is_ready_is_rendered_once() -> None:
             renderer.render(first)
     finally:
         tokenizer.chat_template = template
+
+
+def test_a_prompt_that_is_too_long_may_lose_its_beginning() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    whole = Renderer(tokenizer, context=500).render(prompt(messages=CHAT))
+    cut = Renderer(tokenizer, context=500, max_prompt=10, truncate=True)
+    cut.ahead([chat := prompt(messages=CHAT)])
+    assert cut.render(chat).tolist() == whole[-10:].tolist()
+    room = Renderer(tokenizer, context=20, reserve=8, max_prompt=100, truncate=True)
+    assert room.render(prompt(messages=CHAT)).tolist() == whole[-12:].tolist()
+    with pytest.raises(DataError, match=r"data\.max_prompt_tokens is 10"):
+        Renderer(tokenizer, context=500, max_prompt=10).render(prompt(messages=CHAT))

@@ -1,0 +1,39 @@
+"""`[data]`: which prompts, which rewards, which teacher judges a row."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from understudy.config.base import Section
+
+
+def _as_list(value: Any) -> Any:
+    """One source may be written without brackets."""
+    return [value] if isinstance(value, str) else value
+
+
+Sources = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+
+
+class DataConfig(Section):
+    train: Sources
+    """jsonl or parquet files with `prompt` or `messages` (every other column is kept), globs, or hub datasets (`"org/name:train"`); one,
+    or a list. Relative to the recipe."""
+    eval: Sources | None = None
+    """Held-out problems of the same shape."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The longest prompt, as the student sees it; what the context leaves beside `rollout.max_new_tokens` when not set."""
+    overlong: Literal["error", "drop", "truncate_left"] = "error"
+    """What becomes of a row whose prompt is longer: the recipe is refused, the row is left out, or the prompt loses its first tokens."""
+    reward: str | None = None
+    """`"module:function"` taking (row, text) and giving a float, or with verl's `compute_score` signature; needed for accuracy and for
+    `task_coef`. Modules beside the recipe are found."""
+    teacher_key: str = "data_source"
+    """The column that chooses the teacher."""
+    mixture_key: str = "teacher_weights"
+    """A column `{teacher: weight}`; a row that has it is judged by that mixture of teachers instead."""
+    default_teacher: str | None = None
+    """Takes rows whose column names no teacher; without it they are an error."""
+    shuffle: bool = True

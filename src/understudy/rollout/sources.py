@@ -1,0 +1,184 @@
+"""Where rows come from: jsonl and parquet files, globs, datasets of the Hugging Face hub, `datasets.Dataset` objects.
+
+Each source yields (place, row) pairs, where the place names the file and the line for messages, and is digested, so that
+a resumed run can tell whether it reads the same rows. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from understudy.errors import DataError
+
+Row = Mapping[str, Any]
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+_HUB = re.compile(
+    r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.+-]+))?(@(?P<revision>[\w.-]+))?(:(?P<split>[^/]+))?"
+)
+_EXPECTED = (
+    "expected a .jsonl or .parquet file, a glob that matches some, or a hub dataset like 'org/name:train'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubDataset:
+    """A dataset of the hub: `org/name`, `org/name/config`, either with `@revision` and `:split`."""
+
+    name: str
+    config: str | None
+    revision: str | None
+    split: str | None
+
+
+def hub_dataset(source: str) -> HubDataset | None:
+    """What a source names on the hub; None where it is, or most likely was meant as, a path."""
+    found = _HUB.fullmatch(source)
+    if found is None or source.startswith(".") or Path(source).exists():
+        return None
+    if source.endswith(SUFFIXES) or Path(Path(source).parts[0]).exists():
+        return None
+    return HubDataset(**found.groupdict())
+
+
+def expand(source: str) -> list[str]:
+    """The files a glob matches, sorted; anything else as it is."""
+    if not glob.has_magic(source) or Path(source).exists() or hub_dataset(source):
+        return [source]
+    return sorted(glob.glob(source, recursive=True))
+
+
+def read_source(source: str, key: str) -> tuple[list[tuple[str, Any]], bytes]:
+    """Rows with their places, and a digest of the content; `key` names the recipe key in errors."""
+    hub = hub_dataset(source)
+    if hub is not None:
+        return _read_hub(source, hub, key)
+    path = Path(source)
+    if not path.is_file():
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(f"{key}: dataset {path} {kind}; {_EXPECTED}")
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{key}: dataset {path} ends in {path.suffix or 'nothing'!r}; {_EXPECTED}")
+    try:
+        rows = list(_read_parquet(path, key) if path.suffix == ".parquet" else _read_jsonl(path, key))
+        return rows, _file_digest(path)
+    except OSError as error:
+        raise DataError(f"{key}: dataset {path} cannot be read ({error.strerror or error})") from None
+
+
+def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+    number = 0
+    with path.open(encoding="utf-8") as file:
+        try:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{key}: {path}, line {number} is not JSON: {error.msg} at column {error.colno}; expected one object per line"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{key}: {path} is not UTF-8 text after line {number} ({error.reason}); save it as UTF-8"
+            ) from None
+        except RecursionError:
+            raise DataError(f"{key}: {path}, line {number} is nested too deeply to be read") from None
+
+
+def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{key}: dataset {path} is not a readable parquet file: {error}") from None
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"{path}, row {number}", _without_nulls(row)
+
+
+def _read_hub(source: str, hub: HubDataset, key: str) -> tuple[list[tuple[str, Any]], bytes]:
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"{key} = {source!r} is no file here; a hub dataset needs the datasets extra: pip install understudy[datasets]"
+        )
+    if hub.split is None and key != "data.train":
+        raise DataError(f"{key} = {source!r}: name the split, for example '{source}:test'")
+    datasets: Any = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    try:
+        found = datasets.load_dataset(hub.name, hub.config, split=hub.split or "train", revision=hub.revision)
+    except Exception as error:  # the library, the network or the hub: each has errors of its own
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{key} = {source!r} cannot be had from the hub: {reason}") from None
+    rows = [(f"{source}, row {number}", row) for number, row in enumerate(rows_of(found, key), start=1)]
+    return rows, digest_of(row for _, row in rows)
+
+
+def rows_of(data: Iterable[Any], key: str = "data") -> list[dict[str, Any]]:
+    """The rows of a list of dicts or of a `datasets.Dataset`, as plain dicts that JSON can hold."""
+    if isinstance(data, Mapping):
+        raise DataError(
+            f"{key} holds several splits ({', '.join(map(str, data))}); give one of them, for example dataset['train']"
+        )
+    rows = []
+    for number, row in enumerate(data, start=1):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{key}, row {number} is a {type(row).__name__}; expected an object with `prompt` or `messages`"
+            )
+        rows.append(_without_nulls(row))
+        for name, value in row.items():
+            if (odd := _odd_value(value)) is not None:
+                raise DataError(
+                    f"{key}, row {number}: column `{name}` holds a {type(odd).__name__}, which a row cannot keep; drop or convert it"
+                )
+    return rows
+
+
+def write_rows(data: Iterable[Any], path: Path, key: str = "data") -> None:
+    """Rows given as objects, kept as a jsonl file that a resumed run can read again."""
+    lines = [json.dumps(row, ensure_ascii=True, default=str) + "\n" for row in rows_of(data, key)]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def digest_of(rows: Iterable[Any]) -> bytes:
+    """Of rows that come from no file."""
+    digest = sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return digest.digest()
+
+
+def _without_nulls(row: Row) -> dict[str, Any]:
+    """Columnar formats hold a null where a row lacks a column."""
+    return {str(name): value for name, value in row.items() if value is not None}
+
+
+def _odd_value(value: Any) -> Any:
+    """A value inside `value` that JSON has no form for; None where there is none."""
+    if value is None or isinstance(value, str | int | float | date | time | Decimal):
+        return None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next((odd for one in value if (odd := _odd_value(one)) is not None), None)
+    return value
+
+
+def _file_digest(path: Path) -> bytes:
+    digest = sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.digest()

@@ -1,0 +1,66 @@
+"""Prompts that are longer than a run has room for: refused, left out, or cut (`data.overlong`). Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from understudy.config import Recipe
+from understudy.errors import DataError
+from understudy.rollout.dataset import Dataset
+
+
+def prompt_limit(recipe: Recipe, context: int | None) -> int | None:
+    """Tokens a prompt may have: what the context leaves beside the answer, and `data.max_prompt_tokens`."""
+    whole = min((one for one in (recipe.rollout.context_length, context) if one), default=None)
+    bounds = [recipe.data.max_prompt_tokens]
+    if whole is not None:
+        bounds.append(whole - recipe.rollout.max_new_tokens)
+    return min((one for one in bounds if one is not None), default=None)
+
+
+@dataclass
+class Overlong:
+    """Counts the rows of one dataset whose prompts exceed `limit`."""
+
+    role: str
+    """The recipe key that names the data."""
+    rule: str
+    limit: int | None
+    over: dict[int, int] = field(default_factory=dict)
+    """By row: the tokens of its prompt."""
+
+    def see(self, number: int, length: int) -> None:
+        if self.limit is not None and length > self.limit:
+            self.over[number] = length
+
+
+def settle_overlong(overlong: Overlong, dataset: Dataset, recipe: Recipe) -> tuple[Dataset, list[str]]:
+    """The rows to train on, and what is to be said of them; `DataError` where long ones are an error, or none is left."""
+    if not overlong.over:
+        return dataset, []
+    over, limit = overlong.over, overlong.limit
+    first = min(over)
+    what = f"{overlong.role}: the prompt of {dataset.place(first)} has {over[first]} tokens"
+    where = f" ({len(over)} rows in all)" if len(over) > 1 else ""
+    if overlong.rule == "error":
+        own = limit == recipe.data.max_prompt_tokens
+        why = (
+            f"data.max_prompt_tokens = {limit}"
+            if own
+            else f"with rollout.max_new_tokens = {recipe.rollout.max_new_tokens} it exceeds the student's context of "
+            f"{(limit or 0) + recipe.rollout.max_new_tokens}"
+        )
+        raise DataError(
+            f"{what}; {why}; shorten it, or set data.overlong to 'drop' or 'truncate_left'{where}"
+        )
+    count = f"{overlong.role}: {len(over)} of {len(dataset)} prompts have more than {limit} tokens"
+    if overlong.rule == "truncate_left":
+        if limit is not None and limit < 1:
+            raise DataError(f"{what}; rollout.max_new_tokens leaves no room for a prompt; lower it")
+        return dataset, [
+            f"{count} and lose their beginning (data.overlong); the first is {dataset.place(first)}"
+        ]
+    kept = dataset.only([number for number in range(len(dataset)) if number not in over])
+    if not len(kept):
+        raise DataError(f"{count}: data.overlong = 'drop' leaves no row; raise the limit")
+    return kept, [f"{count} and are left out (data.overlong); the first is {dataset.place(first)}"]

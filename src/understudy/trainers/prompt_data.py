@@ -1,0 +1,78 @@
+"""The rows of a run, read once, without those that are too long for it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from understudy.config import Recipe
+from understudy.errors import DataError
+from understudy.policy.load import context_of_config, load_tokenizer
+from understudy.rollout.dataset import Dataset, load_dataset
+from understudy.rollout.loops import LoopChoice
+from understudy.rollout.render import Renderer
+from understudy.trainers.overlong import Overlong, prompt_limit, settle_overlong
+
+_NO_LIMIT = 1 << 30
+_AT_A_TIME = 256
+"""Prompts rendered in one go, which is half the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptData:
+    train: Dataset
+    eval: Dataset | None
+    notes: list[str] = field(default_factory=list)
+    """What the user is to be told of them."""
+
+
+def open_data(recipe: Recipe) -> PromptData:
+    """Reads the rows a recipe names. Where prompts have a limit of their own, all are rendered with the student's tokenizer."""
+    train = load_dataset(recipe.data.train, "data.train")
+    held_out = load_dataset(recipe.data.eval, "data.eval") if recipe.data.eval else None
+    notes: list[str] = []
+    if _is_limited(recipe):
+        tokenizer, context = _student_facts(recipe)
+        train, notes = without_overlong(recipe, train, "data.train", tokenizer, context)
+        if held_out is not None:
+            held_out, more = without_overlong(recipe, held_out, "data.eval", tokenizer, context)
+            notes += more
+    return PromptData(train, held_out, notes)
+
+
+def without_overlong(
+    recipe: Recipe, dataset: Dataset, role: str, tokenizer: PreTrainedTokenizerBase, context: int
+) -> tuple[Dataset, list[str]]:
+    """The rows as `data.overlong` wants them, and what is to be said of them; tokenizer and context are the student's."""
+    if not _is_limited(recipe):
+        return dataset, []
+    loops = LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options)
+    renderer = Renderer(
+        tokenizer, context=_NO_LIMIT, reserve=0, template_options=recipe.rollout.template_options
+    )
+    overlong = Overlong(role, recipe.data.overlong, prompt_limit(recipe, context))
+    for start in range(0, len(dataset), _AT_A_TIME):
+        ordinals = range(start, min(start + _AT_A_TIME, len(dataset)))
+        prompts = [dataset.prompt(ordinal, key=dataset.place(ordinal), epoch=0) for ordinal in ordinals]
+        renderer.ahead(prompts)
+        for prompt in prompts:
+            with suppress(
+                DataError
+            ):  # a prompt that cannot be rendered becomes a dead letter when its turn comes
+                overlong.see(prompt.ordinal, len(renderer.render(prompt, tools=loops.schemas(prompt))))
+    return settle_overlong(overlong, dataset, recipe)
+
+
+def _is_limited(recipe: Recipe) -> bool:
+    return recipe.data.max_prompt_tokens is not None or recipe.data.overlong != "error"
+
+
+def _student_facts(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int]:
+    student = recipe.student
+    tokenizer = load_tokenizer(student.model, student.trust_remote_code, student.revision)
+    config = AutoConfig.from_pretrained(
+        student.model, trust_remote_code=student.trust_remote_code, revision=student.revision
+    )
+    return tokenizer, context_of_config(config)

@@ -1,0 +1,73 @@
+"""Runs over several files, with rows left out or cut, and over so many passes; resumed and not."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import ASSETS
+
+import understudy
+from understudy.dataplane.ledger import audit
+from understudy.errors import DataError
+from understudy.observability.metrics import without_clock
+from understudy.trainers.launch import resume
+
+Make = Callable[..., dict[str, Any]]
+ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()[:24]]
+LONG = {"messages": [{"role": "user", "content": "1" * 30}], "data_source": "add", "answer": "1"}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def over(recipe: Make, name: str, passes: float, **more: Any) -> dict[str, Any]:
+    table = recipe(name, trainer__batch_size=8, **more)
+    del table["trainer"]["steps"]
+    table["trainer"]["passes"] = passes
+    return table
+
+
+def lines(run: understudy.Run) -> list[dict[str, Any]]:
+    return [without_clock(line) for line in run.metrics]
+
+
+def test_a_run_over_files_with_long_rows_is_the_run_over_the_rest(recipe: Make, tmp_path: Path) -> None:
+    """3 batches are a pass; half of it, taken up again for the other half, is the same run to the bit."""
+    plain = understudy.train(
+        over(recipe, "plain", 1.0, data__train=write(tmp_path / "all.jsonl", ROWS)), progress=False
+    )
+    assert plain.steps == 3 and json.loads((plain.dir / "recipe.json").read_text())["trainer"]["steps"] == 3
+    write(tmp_path / "part-1.jsonl", [LONG, *ROWS[:9]])
+    write(tmp_path / "part-2.jsonl", [*ROWS[9:], LONG])
+    settings = {
+        "data__train": str(tmp_path / "part-*.jsonl"),
+        "data__max_prompt_tokens": 20,
+        "data__overlong": "drop",
+    }
+    first = understudy.train(over(recipe, "parts", 0.5, **settings), progress=False)
+    assert first.steps == 2
+    whole = asyncio.run(resume(first.dir, ["trainer.passes=1"], progress=False))
+    assert lines(whole) == lines(plain) and audit(whole.dir).balanced
+    write(tmp_path / "part-3.jsonl", [LONG])
+    with pytest.raises(DataError, match="cannot resume: the saved data position was made with dataset"):
+        asyncio.run(resume(first.dir, ["trainer.passes=2"], progress=False))
+
+
+@pytest.mark.timeout(120)
+def test_cut_prompts_keep_their_end_in_workers_too(recipe: Make, tmp_path: Path) -> None:
+    rows = [
+        {**row, "messages": [{"role": "user", "content": "9" * 30 + row["messages"][0]["content"]}]}
+        for row in ROWS
+    ]
+    settings = {
+        "data__train": write(tmp_path / "long.jsonl", rows), "data__max_prompt_tokens": 12,
+        "data__overlong": "truncate_left", "trainer__mode": "fully_async", "run__determinism": "fast",
+    }  # fmt: skip
+    run = understudy.train(over(recipe, "cut", 0.5, **settings, rollout__workers=1), progress=False)
+    assert run.steps == 2 and audit(run.dir).balanced
+    assert (audit(run.dir).trained, audit(run.dir).dead) == (16, 0)

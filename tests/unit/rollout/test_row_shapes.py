@@ -1,0 +1,136 @@
+"""Rows as other projects write them, several sources at once, and what is refused with the file and the row."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from understudy.errors import DataError
+from understudy.rollout.dataset import load_dataset
+from understudy.rollout.sources import HubDataset, hub_dataset, rows_of, write_rows
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def write_jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def refused(row: dict[str, Any]) -> str:
+    with pytest.raises(DataError) as raised:
+        load_dataset([{"prompt": "fine"}, row])
+    return str(raised.value)
+
+
+def test_several_files_are_one_dataset_and_each_row_knows_its_place(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "b.jsonl", {"prompt": "1"}, {"prompt": "2"})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "3"}]), tmp_path / "a.parquet")
+    dataset = load_dataset([first, str(tmp_path / "a.parquet")])
+    assert [row["prompt"] for row in dataset.rows] == ["1", "2", "3"]
+    assert dataset.place(1) == f"{first}, line 2" and dataset.place(2) == f"{tmp_path / 'a.parquet'}, row 1"
+    swapped = load_dataset([str(tmp_path / "a.parquet"), first])
+    assert len({dataset.fingerprint, swapped.fingerprint, load_dataset(first).fingerprint}) == 3
+
+
+def test_a_glob_reads_its_files_in_order_and_another_file_is_another_dataset(tmp_path: Path) -> None:
+    for name in ("2.jsonl", "1.jsonl"):
+        write_jsonl(tmp_path / name, {"prompt": name})
+    dataset = load_dataset(str(tmp_path / "*.jsonl"))
+    assert [row["prompt"] for row in dataset.rows] == ["1.jsonl", "2.jsonl"]
+    write_jsonl(tmp_path / "3.jsonl", {"prompt": "3"})
+    assert load_dataset(str(tmp_path / "*.jsonl")).fingerprint != dataset.fingerprint
+    with pytest.raises(DataError, match=r"data\.eval: no file matches .*\*\.parquet"):
+        load_dataset(str(tmp_path / "*.parquet"), "data.eval")
+    with pytest.raises(DataError, match=r"names .*1\.jsonl twice"):
+        load_dataset([str(tmp_path / "*.jsonl"), str(tmp_path / "1.jsonl")])
+
+
+def test_a_row_that_is_wrong_names_its_file_among_several(tmp_path: Path) -> None:
+    good = write_jsonl(tmp_path / "good.jsonl", {"prompt": "a"})
+    bad = write_jsonl(tmp_path / "bad.jsonl", {"prompt": "a"}, {"answer": "b"})
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2 has no prompt"):
+        load_dataset([good, bad])
+
+
+def test_rows_as_verl_writes_them(tmp_path: Path) -> None:
+    row = {
+        "data_source": "openai/gsm8k", "prompt": CHAT, "ability": "math", "agent_name": "tool_agent",
+        "reward_model": {"style": "rule", "ground_truth": "72"}, "extra_info": {"index": 0, "split": "train"},
+    }  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "verl.parquet")
+    prompt = load_dataset(tmp_path / "verl.parquet").prompt(0, key="k", epoch=0)
+    assert prompt.messages == tuple(CHAT) and prompt.data_source == "openai/gsm8k"
+    assert prompt.columns["agent"] == "tool" and prompt.columns["reward_model"]["ground_truth"] == "72"
+    own = load_dataset([{"messages": CHAT, "agent_name": "single_turn_agent"}]).rows[0]
+    assert own["agent"] == "single_turn"
+    assert load_dataset([{"messages": CHAT, "agent_name": "other"}]).rows[0]["agent"] == "other"
+
+
+def test_text_parts_are_text() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": parts}]
+    prompt = load_dataset([{"messages": messages}]).prompt(0, key="k", epoch=0)
+    assert prompt.messages == (messages[0], {"role": "user", "content": "one two"})
+
+
+def test_what_a_student_cannot_read_is_refused_by_name() -> None:
+    picture = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
+    said = refused({"messages": [{"role": "user", "content": picture}]})
+    assert "data[1]: messages[0].content[1] is of type 'image_url'" in said
+    assert "data[1] has images (column `images`)" in refused({"messages": CHAT, "images": ["a.png"]})
+    assert load_dataset([{"messages": CHAT, "images": []}])
+    assert "data[1] has both `prompt` and `messages`" in refused({"messages": CHAT, "prompt": "hi"})
+    assert "expected text or a list" in refused({"messages": [{"role": "user", "content": 3}]})
+    assert "agent is 3" in refused({"prompt": "a", "agent": 3})
+
+
+def test_half_a_character_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "uni.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "ok"}]}\n{"prompt": "a\\ud83d"}\n')
+    with pytest.raises(DataError, match=r"uni\.jsonl, line 2: prompt holds half of a character"):
+        load_dataset(path)
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"uni\.jsonl is not UTF-8"):
+        load_dataset(path)
+    path.write_text('{"prompt": "a", "x": ' + "[" * 100_000)
+    with pytest.raises(DataError, match="nested too deeply"):
+        load_dataset(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("openai/gsm8k", HubDataset("openai/gsm8k", None, None, None)),
+        ("openai/gsm8k/main:test", HubDataset("openai/gsm8k", "main", None, "test")),
+        ("a/b@e53f048:train[:500]", HubDataset("a/b", None, "e53f048", "train[:500]")),
+        ("data/train.jsonl", None),
+        ("./a/b", None),
+        ("/a/b", None),
+        ("data/*.parquet", None),
+        ("prompts", None),
+    ],
+)
+def test_which_names_are_of_the_hub(source: str, expected: HubDataset | None) -> None:
+    assert hub_dataset(source) == expected
+
+
+def test_hub_datasets_need_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"needs the datasets extra: pip install understudy\[datasets\]"):
+        load_dataset("openai/gsm8k/main:train")
+
+
+def test_rows_given_as_objects_are_kept_as_a_file(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": None, "level": 1}, {"messages": CHAT, "score": 0.5}]
+    write_rows(rows, tmp_path / "rows.jsonl")
+    assert list(load_dataset(tmp_path / "rows.jsonl").rows) == [{"prompt": "a", "level": 1}, rows[1]]
+    with pytest.raises(DataError, match=r"several splits \(train, test\)"):
+        rows_of({"train": rows, "test": rows})
+    with pytest.raises(DataError, match="row 2: column `x` holds a object"):
+        rows_of([{"prompt": "a"}, {"prompt": "b", "x": [object()]}])
