@@ -27,14 +27,18 @@ def write_toml(path: Path, table: dict[str, Any]) -> Path:
             if isinstance(value, dict):
                 nested[key] = value
             else:
-                lines.append(f"{key} = {json.dumps(value)}")
+                lines.append(f"{_named(key)} = {json.dumps(value)}")
         for key, value in nested.items():
-            emit(f"{prefix}.{key}", value)
+            emit(f"{prefix}.{_named(key)}", value)
 
     for section, entries in table.items():
         emit(section, entries)
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def _named(key: str) -> str:
+    return key if key.replace("_", "").isalnum() else json.dumps(key)
 
 
 def start_cli(*arguments: str, fault: str | None = None) -> subprocess.Popen[str]:

@@ -38,7 +38,8 @@ def test_a_loop_that_raises_or_hangs_is_a_dead_letter(
         "00000-0000005_0_0": True,
         "00000-0000006_0_0": False,
     }
-    assert "rollout.deadline_seconds ran out" in reasons["00000-0000006_0_0"]
+    late = "00000-0000006_0_0"
+    assert reasons[late] == f"agent loop timed out: {late} took longer than rollout.deadline_seconds = 4"
     assert run.last["rollout/rows"] == 9, "the others are trained"
 
 

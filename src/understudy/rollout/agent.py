@@ -40,6 +40,8 @@ class LoopContext:
     """Tokens the student may write in all turns of one trajectory; None leaves that to the context."""
     generate_far: FarGenerate | None = None
     """The same where the loop runs in a worker that brings tokens to the engine itself; never a loop's to call."""
+    judging: Callable[[int], None] | None = None
+    """Told, where a worker judges the outputs itself, how many there are when it begins to; never a loop's to call."""
 
     def spent(self, generated: int) -> bool:
         """Whether a trajectory in which the student wrote this many tokens may have no more."""
@@ -72,3 +74,14 @@ class AgentLoop(Protocol):
     """
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]: ...
+
+
+def checked_outputs(outputs: list[Trajectory], context: LoopContext) -> list[Trajectory]:
+    """What a loop returned, whose keys must be those of outputs 0, 1, … of its session."""
+    keys = [one.key for one in outputs]
+    if not keys or sorted(keys) != sorted(context.row_key(index) for index in range(len(keys))):
+        raise DataError(
+            f"the agent loop returned {len(keys)} trajectories for session {context.row_key()} ({', '.join(keys) or 'none'}); "
+            "expected one or more, with the keys context.row_key(0), context.row_key(1), …"
+        )
+    return outputs

@@ -156,6 +156,10 @@ class Channel:
                 self._settle(
                     message.session_id, [wire.unpack_trajectory(one) for one in message.trajectories]
                 )
+            elif isinstance(message, wire.Judging):
+                context = self._contexts.get(message.session_id)
+                if context is not None and context.judging is not None:
+                    context.judging(message.outputs)
             elif isinstance(message, wire.Kept | wire.ErrandDone):
                 self._settle(message.session_id, message.body)
             elif isinstance(message, wire.Failed):

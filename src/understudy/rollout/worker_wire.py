@@ -1,7 +1,7 @@
 """What a rollout worker process and the run say to each other: length-prefixed msgpack, no pickle.
 
     run ──> worker    Begin (a session), Generated (an answer), Errand, Drop (a session or an errand)
-    worker ──> run    Hello (from another machine), Ready, Generate (a question), Done (trajectories), Kept, ErrandDone, Failed
+    worker ──> run    Hello (from another machine), Ready, Generate (a question), Done (trajectories), Judging, Kept, ErrandDone, Failed
 
     Want, Grant, Have or NotBrought, Take, Withdraw    a question whose tokens the worker brings to the engine itself (`worker_questions.py`)
     Cut                                                the server it was granted has stopped: what has not come does not come
@@ -155,6 +155,13 @@ class Done(msgspec.Struct, tag=True):
     trajectories: list[dict[str, Any]]
 
 
+class Judging(msgspec.Struct, tag=True):
+    """The loop is over and returned so many trajectories; the worker's keeper begins to judge them."""
+
+    session_id: int
+    outputs: int
+
+
 class Kept(msgspec.Struct, tag=True):
     """The session is over and its trajectories are where they belong."""
 
@@ -175,7 +182,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 ToWorker = Setup | Begin | Errand | Generated | Grant | Cut | Take | Drop
-ToRun = Ready | Generate | Want | Have | NotBrought | Withdraw | Done | Kept | ErrandDone | Failed
+ToRun = Ready | Generate | Want | Have | NotBrought | Withdraw | Done | Judging | Kept | ErrandDone | Failed
 OF_GENERATION = (Generate, Generated, Want, Grant, Cut, Have, NotBrought, Withdraw, Take)
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr)

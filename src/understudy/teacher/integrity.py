@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from understudy.errors import TeacherError
+from understudy.teacher.channel import RequestRefused
 from understudy.teacher.client import ScoringClient
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.probe import is_uniform, probe_items
 from understudy.teacher.vocabulary import Vocabulary, differences
-from understudy.types.scores import Signal
+from understudy.types.scores import ScoreItem, Signal
 
 TOLERANCE = {"float32": 1e-4}
 """Nats between replicas on the fixed tokens; half precision differs by kernels and gets more room."""
@@ -75,6 +76,26 @@ def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length:
         )
     if problems:
         raise TeacherError(f"teacher {manifest.teacher}: " + "; and ".join(problems))
+
+
+def check_row(manifest: Manifest, item: ScoreItem) -> None:
+    """Refuse a row that every replica of this teacher would refuse: it must not take the other rows of its request with it."""
+    what = f"teacher {manifest.teacher}: row {item.key!r}"
+    if len(item.tokens) > manifest.limits.max_length:
+        raise RequestRefused(
+            f"{what} has {len(item.tokens)} tokens; a sequence may have {manifest.limits.max_length}"
+        )
+    outside = (item.tokens < 0) | (item.tokens >= manifest.vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise RequestRefused(
+            f"{what}: token id {item.tokens[at]} at position {at} is outside this teacher's vocabulary of {manifest.vocab_size}"
+        )
+    if item.ids is not None and ((item.ids < 0) | (item.ids >= manifest.vocab_size)).any():
+        named = item.ids[(item.ids < 0) | (item.ids >= manifest.vocab_size)][0]
+        raise RequestRefused(
+            f"{what}: id {named} named for 'at_ids' is outside this teacher's vocabulary of {manifest.vocab_size}"
+        )
 
 
 def check_vocabulary(student: Vocabulary, teacher: Vocabulary, name: str) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from understudy.policy.policy import Policy
-from understudy.trainers.far_writing import FarRow
 from understudy.trainers.prepare import rows_of_updates
+from understudy.trainers.roll_out import Failed, Output
 from understudy.trainers.row_journal import TURNS, after_turns
 from understudy.trainers.system import System
 from understudy.types.batch import Batch
@@ -34,8 +34,10 @@ class Ahead:
         self._rows: list[Trajectory] = []
         self._over = False
 
-    def saw(self, rows: Sequence[Trajectory | FarRow]) -> None:
-        """All rows of one sample."""
+    def saw(self, rows: Sequence[Output]) -> None:
+        """All outputs of one sample."""
+        if any(isinstance(row, Failed) for row in rows):
+            return
         self._rows += [row for row in rows if isinstance(row, Trajectory)]
         self._missing -= 1
         if not self._missing and self._rows:

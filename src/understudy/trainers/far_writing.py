@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from understudy.config import Recipe
+from understudy.dataplane.lent import Written
 from understudy.engines.base import Engine
 from understudy.engines.hosted import HostedEngine
 from understudy.engines.remote import RemoteEngine
@@ -36,6 +37,8 @@ from understudy.types.prompt import Prompt
 if TYPE_CHECKING:
     from understudy.rollout.workers import LoopWorkers
 
+TagsOf = Callable[[str, float | None, str], Mapping[str, Any]]
+"""(key, reward, why it failed or "") → the tags of an output."""
 FIRST_WORKER = "rollout-worker-0"
 MODULE = "understudy.trainers.row_worker"
 
@@ -73,6 +76,7 @@ def settings_of(recipe: Recipe, run: RunDir, plane: Any, partition: str) -> byte
             recipe.dataplane.queue_timeout_seconds,
             recipe.dataplane.spill_bytes,
             recipe.data.reward,
+            recipe.rollout.deadline_seconds,
             any(teacher.cache_bytes for teacher in recipe.teachers.values()),
         )
     )
@@ -108,24 +112,37 @@ class RowWorkers:
         self,
         prompt: Prompt,
         context: LoopContext,
-        tags_of: Callable[[wire.KeptRow], Mapping[str, Any]],
+        tags_of: TagsOf,
         add_seconds: Callable[[str, Mapping[str, float]], None],
-    ) -> list[FarRow]:
-        """One session, its rows in the ledger afterwards; not where its group was taken out meanwhile."""
+    ) -> list[FarRow | wire.KeptRow]:
+        """One session, its rows in the ledger afterwards; not where its group was taken out meanwhile. Outputs that failed are
+        told as they came."""
         answer = await self.workers.run_kept(prompt, context)
         rows = wire.decode_kept(answer.body)
         for row in rows:
             add_seconds(row.key, row.seconds)
-        with suppress(LeaseLost):
-            await self.plane.adopt(
-                self.partition,
-                {row.key: row.written for row in rows},
-                {row.key: dict(tags_of(row)) for row in rows},
-            )
+        tags = {row.key: dict(tags_of(row.key, row.reward, row.failed)) for row in rows}
+        await self._adopt({row.key: row.written for row in rows}, tags)
         return [
-            FarRow(row.key, row.tokens, row.loss, row.candidates, answer.life, row.written.mark, row.digest)
+            row
+            if row.failed
+            else FarRow(
+                row.key, row.tokens, row.loss, row.candidates, answer.life, row.written.mark, row.digest
+            )
             for row in rows
         ]
+
+    async def _adopt(self, rows: Mapping[str, Written], tags: Mapping[str, Mapping[str, Any]]) -> None:
+        """All outputs of a session at once. Where some are settled already, only those that are still in flight: their copies in
+        the queue were cleared with the refusal."""
+        try:
+            await self.plane.adopt(self.partition, rows, tags)
+        except LeaseLost:
+            held = await self.plane.list(self.partition)
+            left = {key: Written(one.cells) for key, one in rows.items() if key in held}
+            with suppress(LeaseLost):
+                if left:
+                    await self.plane.adopt(self.partition, left, {key: tags[key] for key in left})
 
     async def stored(self, key: str, with_candidates: bool) -> FarRow:
         """A row that an earlier launch wrote and did not get judged; what judging needs of it is put into the queue."""

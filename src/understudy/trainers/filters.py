@@ -34,7 +34,7 @@ async def fill_step(system: System, step: int) -> dict[str, float]:
     if not rollout.filter_groups:
         return {}
     taken, refills = wanted, 0
-    while (missing := wanted - await _prompts_held(system, step)) and refills < rollout.max_refills:
+    while (missing := wanted - await prompts_held(system, step)) and refills < rollout.max_refills:
         system.view.phase(f"step {step}: {missing} prompts had no signal, taking others")
         await produce_step(system, system.cursor.take(missing), step)
         taken += missing
@@ -73,6 +73,7 @@ async def without_rows(system: System, prompts: Sequence[Prompt]) -> int:
     return sum(prompt.key not in held for prompt in prompts)
 
 
-async def _prompts_held(system: System, step: int) -> int:
+async def prompts_held(system: System, step: int) -> int:
+    """How many prompts of this step have a row in flight."""
     rows = await system.plane.list(PARTITION)
     return len({split_key(key)[0] for key, row in rows.items() if row.tags.get("step") == step})

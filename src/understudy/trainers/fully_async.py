@@ -48,6 +48,7 @@ from understudy.trainers.admission import AdmissionController
 from understudy.trainers.filters import (
     install_filters,
     nothing_to_learn,
+    prompts_held,
     refill_metrics,
     removal_metrics,
     without_rows,
@@ -63,6 +64,7 @@ from understudy.trainers.refused import keep_weights
 from understudy.trainers.resume import checkpoint_due, save_checkpoint
 from understudy.trainers.slots import Slots
 from understudy.trainers.staleness import RowAges
+from understudy.trainers.sync import publish
 from understudy.trainers.system import PARTITION, System
 from understudy.trainers.teachers import teacher_metrics
 from understudy.trainers.turnstile import Turnstile
@@ -336,9 +338,8 @@ class _AsyncRun:
         except asyncio.CancelledError:
             if not production.complete.is_set():
                 raise
-        left = await system.plane.depth(PARTITION, fields=fields, where=mine)
         updates = self.windows.last_step(self.windows.of_step(step)) - step + 1
-        prompts = -(-left.ready // (system.recipe.rollout.n * updates))
+        prompts = -(-await prompts_held(system, first) // updates)
         if prompts == 0:
             raise DataError(f"every row of step {step} failed; the reasons are in {system.run.dead_letters}")
         return await claim(prompts)
@@ -352,13 +353,13 @@ class _AsyncRun:
         spans = self.system.spans
         if self.turnstile is None:
             with spans.span("publish", step=step):
-                await self.system.publisher.publish(step)
+                await publish(self.system, step, stop)
         else:
             try:
                 with spans.span("drain", step=step):
                     await stop.waiting(self.turnstile.close())
                 with spans.span("publish", step=step):
-                    await self.system.publisher.publish(step)
+                    await publish(self.system, step, stop)
             except Abandoned:
                 logger.info("step %d: stopped while rollouts were waited for; not published", step)
             finally:

@@ -7,7 +7,7 @@ teacher work best on batches. This file joins the calls, under one of two rules:
     member is waiting and nothing is in flight, all waiting calls are sorted by key, cut into chunks and launched.
     Which calls wait at such a moment depends on what the samples do, never on who was quicker; so batches, and with them
     every bit of every result, repeat. Cohorts overlap: one is scored while the next one generates. A batch whose tokens
-    are held elsewhere, by somebody who left, comes back: its other calls wait until the sample that lost them asks again.
+    are held by a worker that left comes back: its other calls wait until the sample that lost them asks again.
 
 `Arrivals` (determinism "fast"): a call goes out the moment it is made. Engines batch continuously and so do teachers, so
     holding calls back to fill a batch would only add waiting. No barrier anywhere. Only calls for scores that are made within
@@ -17,6 +17,10 @@ teacher work best on batches. This file joins the calls, under one of two rules:
         member A ──generate──┐                       ┌─ chunk 0 ──> lane.run([...])
         member B ──generate──┼── all wait? sort, cut ┤
         member C ──score─────┘                       └─ chunk 1 ──> lane.run([...])
+
+Under both rules one bad call costs one call. What a lane is known to refuse (`Lane.check`) fails before it joins a batch. A batch
+that is refused all the same is asked again in halves, in the order of its calls, until the bad call is alone: which calls share
+a batch then depends on the calls alone, so results still repeat.
 """
 
 from __future__ import annotations
@@ -28,7 +32,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from understudy.engines.far import BearerGone
-from understudy.errors import ClusterError, TeacherUnavailable
+from understudy.errors import ClusterError, DataPlaneError, EngineError, TeacherUnavailable
+
+_NOT_ONE_CALLS_FAULT = (
+    ClusterError,
+    DataPlaneError,
+    EngineError,
+    TeacherUnavailable,
+    MemoryError,
+    RuntimeError,  # torch's word for memory that ran out, among others
+)
+"""Asking again for fewer calls would not tell which of them is bad."""
 
 _AT_ONCE_S = 0.002
 """An engine tells of rows that ended with one step one after another; so long it takes for a few dozen."""
@@ -56,6 +70,8 @@ class Lane:
     """Calls in one batch at most."""
     sharing: Sharing | None = None
     """None where every arriving call goes alone: rows of an engine end one by one, and a batch is answered whole."""
+    check: Callable[[Any], None] | None = None
+    """Raises for an item that the lane would refuse: the caller gets that error, and its item joins no batch."""
 
 
 class Gather(Protocol):
@@ -70,22 +86,35 @@ class _Call:
     result: asyncio.Future[Any]
 
 
+async def _results(lane: Lane, calls: Sequence[_Call]) -> Sequence[Any]:
+    results = await lane.run([call.item for call in calls])
+    if len(results) != len(calls):
+        raise RuntimeError(f"lane {lane.name} gave {len(results)} results for {len(calls)} calls")
+    return results
+
+
+def _halves(calls: Sequence[_Call]) -> tuple[Sequence[_Call], Sequence[_Call]]:
+    middle = (len(calls) + 1) // 2
+    return calls[:middle], calls[middle:]
+
+
 async def _run(lane: Lane, calls: Sequence[_Call]) -> None:
-    """Launch one batch and hand each caller its own result, or the batch's error; but for `BearerGone`, which is raised."""
+    """Launch one batch and hand each caller its own result or error. Raises `BearerGone`."""
     try:
-        results = await lane.run([call.item for call in calls])
-        if len(results) != len(calls):
-            raise RuntimeError(f"lane {lane.name} gave {len(results)} results for {len(calls)} calls")
+        results = await _results(lane, calls)
     except BearerGone:
         raise
     except BaseException as error:
-        _fail(calls, error)
         if not isinstance(error, Exception):
+            _fail(calls, error)
             raise
-        return
-    for call, result in zip(calls, results, strict=True):
-        if not call.result.done():
-            call.result.set_result(result)
+        if len(calls) == 1 or isinstance(error, _NOT_ONE_CALLS_FAULT):
+            _fail(calls, error)
+        else:
+            for half in _halves(calls):
+                await _run(lane, half)
+    else:
+        _answer(calls, results)
 
 
 @dataclass(slots=True)
@@ -112,6 +141,8 @@ class Cohort:
         self._launch_if_all_wait()
 
     async def call(self, lane: Lane, key: str, item: Any) -> Any:
+        if lane.check is not None:
+            lane.check(item)
         call = _Call(key, item, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(lane.name, (lane, []))[1].append(call)
         self._running -= 1
@@ -119,7 +150,7 @@ class Cohort:
         try:
             return await call.result
         except asyncio.CancelledError:
-            if call.result.cancelled():  # given up while waiting: nobody has counted this member back in
+            if call.result.cancelled():  # given up while waiting: this member was not counted back in
                 self._running += 1
             raise
 
@@ -178,6 +209,8 @@ class Arrivals:
         return nullcontext()
 
     async def call(self, lane: Lane, key: str, item: Any) -> Any:
+        if lane.check is not None:
+            lane.check(item)
         if lane.sharing is None:
             return await _alone(lane, item)
         loop = asyncio.get_running_loop()
@@ -223,28 +256,28 @@ def _together(lane: Lane, calls: Sequence[_Call]) -> None:
 
 
 async def _each(lane: Lane, calls: Sequence[_Call]) -> None:
-    """A batch that fails is asked again one by one, so that an error reaches the caller it belongs to; a server that nobody can
-    reach, and a run that ends, is everybody's."""
+    """As `_run`; the halves of a batch that was refused are given up by themselves."""
     try:
-        results = await lane.run([call.item for call in calls])
-        if len(results) != len(calls):
-            raise RuntimeError(f"lane {lane.name} gave {len(results)} results for {len(calls)} calls")
-    except (TeacherUnavailable, ClusterError) as error:
-        _fail(calls, error)
+        results = await _results(lane, calls)
     except Exception as error:
-        if len(calls) == 1:
+        if len(calls) == 1 or isinstance(error, _NOT_ONE_CALLS_FAULT):
             _fail(calls, error)
         else:
-            for call in calls:
-                if not call.result.done():
-                    _together(lane, [call])
+            for half in _halves(calls):
+                waiting = [call for call in half if not call.result.done()]
+                if waiting:
+                    _together(lane, waiting)
     except BaseException as error:
         _fail(calls, error)
         raise
     else:
-        for call, result in zip(calls, results, strict=True):
-            if not call.result.done():
-                call.result.set_result(result)
+        _answer(calls, results)
+
+
+def _answer(calls: Sequence[_Call], results: Sequence[Any]) -> None:
+    for call, result in zip(calls, results, strict=True):
+        if not call.result.done():
+            call.result.set_result(result)
 
 
 def _fail(calls: Sequence[_Call], error: BaseException) -> None:

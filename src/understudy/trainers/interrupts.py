@@ -46,6 +46,7 @@ class Interrupts:
     def __init__(self, on_first: Callable[[str], None], on_second: Callable[[], None] = lambda: None) -> None:
         self.requested = False
         self.training = False
+        self._gave_up = False
         self._told = asyncio.Event()
         self._when_told: list[Callable[[], None]] = []
         self._on_first = on_first
@@ -69,10 +70,14 @@ class Interrupts:
             self._when_told.append(action)
 
     async def waiting(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` gives, which waits for others; `Abandoned` where it waits too long after somebody asked to stop.
+        """What `work` gives, which waits for others; `Abandoned` where it waits too long after somebody asked to stop. Once
+        something was given up, nothing more is waited for: an evaluation must not see weights whose publish was given up.
 
         Whoever is told that it was given up, or is cancelled, closes next what the work uses: so it is over by then, if it can be.
         """
+        if self._gave_up:
+            work.close()
+            raise Abandoned
         task, told = asyncio.create_task(work), asyncio.create_task(self._told.wait())
         try:
             await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,6 +92,7 @@ class Interrupts:
                 await asyncio.wait({task}, timeout=_CANCEL_S)
                 if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                     logger.warning("what was given up ended with %s: %s", type(error).__name__, error)
+        self._gave_up = True
         # Threads that hang may hold all places of the old one, and saving needs some.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="leaving"))
         raise Abandoned

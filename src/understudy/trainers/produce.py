@@ -3,9 +3,13 @@
     prompt ──agent loop──> trajectories ──reward──┬──> teacher ──> scores ──┬──> journal
                                                   └──> journal ─────────────┘
 
-The rollout is journalled while its teacher reads it and whatever the teacher says, so an outage never costs a finished
-rollout; scores are journalled after it (`row_journal.py`). A sample that
-fails (its template, its reward, its tool, its score) becomes a dead letter with the reason; the run goes on.
+The rollout is journalled while its teacher reads it, and also where the teacher fails, so an outage never costs a finished
+rollout; scores are journalled after it (`row_journal.py`).
+
+A session is one attempt at a prompt. Its agent loop returns one output or several, and each is a row: `{prompt}_{session}_0`,
+`…_1`, …. A session whose loop fails (its template, its tool) becomes a dead letter under the key of its output 0. An output whose
+reward or score fails becomes a dead letter alone. All outputs of a session are journalled in one write, so a resume finds a
+session that is still to be rolled out, or all of its outputs.
 
 Where workers on other machines write rows themselves (`far_writing.py`), the same steps are taken for rows known by name.
 """
@@ -15,25 +19,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from understudy.dataplane.base import GroupPolicy, RowInfo
-from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.far import PATIENCE_S, Bearer, FarRequest
-from understudy.errors import ClusterError, DataError, DataPlaneError, EngineError, LeaseLost
-from understudy.rollout.agent import LoopContext
-from understudy.rollout.seeds import derive_seed
+from understudy.dataplane.base import GroupPolicy, RowInfo, split_key
+from understudy.errors import ClusterError, DataError, LeaseLost
 from understudy.teacher.score import score_mixture
 from understudy.trainers.ahead import Ahead, ahead_of
-from understudy.trainers.batches import CANDIDATES, SCORED, finite, rollout_columns, score_columns
+from understudy.trainers.batches import CANDIDATES, SCORED, rollout_columns, score_columns
+from understudy.trainers.failures import SampleFailed, own_fault, reason_of
 from understudy.trainers.far_mixture import score_far_mixture
 from understudy.trainers.far_scoring import FarScoreItem, FarScores
-from understudy.trainers.far_writing import FarRow, RowWorkers
+from understudy.trainers.far_writing import FarRow
 from understudy.trainers.gather import Arrivals, Cohort, Gather
+from understudy.trainers.roll_out import Failed, Output, roll_out, roll_out_far
 from understudy.trainers.row_journal import TURNS, RowJournal, Written
 from understudy.trainers.system import PARTITION, System
 from understudy.types.batch import BatchMeta
@@ -43,36 +45,37 @@ from understudy.types.trajectory import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
-_INFRASTRUCTURE = (ClusterError, DataPlaneError, EngineError)
-"""Not one sample's fault: these end the run."""
+FAILED = "failed"
+"""The tag of an output whose reward failed, until it is set aside: the reason."""
 
 
 async def produce_step(
     system: System, prompts: Sequence[Prompt], step: int, gather: Gather | None = None
 ) -> None:
-    """Produce every session of these prompts; whatever the journal already holds is reused as it is.
+    """Produce every session of these prompts; what the journal already holds is reused as it is.
 
     `gather` joins their calls with those of prompts produced elsewhere; without one they are joined among themselves, and the
     student may read them before they are judged (`ahead.py`).
     """
     samples = [(prompt, session) for prompt in prompts for session in range(system.recipe.rollout.n)]
     keys = [row_key(prompt.key, session) for prompt, session in samples]
-    group = GroupPolicy(system.recipe.rollout.group_failure) if system.recipe.rollout.n > 1 else None
     tags = {key: _tags(prompt, step) for key, (prompt, _) in zip(keys, samples, strict=True)}
     # A step's rows, or a window's, have their room already (`config/capacity.py`): they stand in no line, least of all behind rows
     # that are trained after them.
     with system.spans.span("issue rows", step=step):
         issued = set(
-            await system.plane.issue(PARTITION, keys, step=step, group=group, tags=tags, reserved=True)
+            await system.plane.issue(
+                PARTITION, keys, step=step, group=_group_policy(system), tags=tags, reserved=True
+            )
         )
     system.tally.issued += len(issued)
     if issued and not system.recipe.rollout.workers:
         system.renderer.ahead(prompts)
-    held = {} if len(issued) == len(keys) else await system.plane.list(PARTITION)
+    held = {} if len(issued) == len(keys) else _by_session(await system.plane.list(PARTITION))
     waiting = [
-        (prompt, session, held.get(key))
+        (prompt, session, held.get((prompt.key, session), {}))
         for (prompt, session), key in zip(samples, keys, strict=True)
-        if key in issued or key in held
+        if key in issued or (prompt.key, session) in held
     ]
     ahead = ahead_of(system, len(samples)) if gather is None else None
     journal = RowJournal(system.plane)
@@ -80,11 +83,27 @@ async def produce_step(
         async with asyncio.TaskGroup() as tasks:
             for members in _cohorts(system, waiting):
                 own: Gather = gather or (Cohort(len(members)) if system.deterministic else Arrivals())
-                for prompt, session, row in members:
-                    tasks.create_task(_produce(system, prompt, session, step, row, own, journal, ahead))
+                for prompt, session, rows in members:
+                    tasks.create_task(_produce(system, prompt, session, step, rows, own, journal, ahead))
     finally:
         if ahead is not None:
             ahead.over()
+
+
+def _group_policy(system: System) -> GroupPolicy:
+    """Rows of one prompt are claimed together: its sessions, and the outputs of each. Where one session is all there is, no other
+    is to be dropped."""
+    rollout = system.recipe.rollout
+    return GroupPolicy(rollout.group_failure) if rollout.n > 1 else GroupPolicy.TRAIN_REST
+
+
+def _by_session(rows: Mapping[str, RowInfo]) -> dict[tuple[str, int], dict[str, RowInfo]]:
+    """Rows in flight by (prompt, session), outputs in order."""
+    found: dict[tuple[str, int], dict[str, RowInfo]] = {}
+    for key in sorted(rows, key=split_key):
+        prompt, session, _ = split_key(key)
+        found.setdefault((prompt, session), {})[key] = rows[key]
+    return found
 
 
 def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
@@ -98,158 +117,108 @@ async def _produce(
     prompt: Prompt,
     session: int,
     step: int,
-    held: RowInfo | None,
+    held: Mapping[str, RowInfo],
     gather: Gather,
     journal: RowJournal,
     ahead: Ahead | None,
 ) -> None:
-    """One sample's whole path; never raises for what is this sample's own fault."""
-    key = row_key(prompt.key, session)
+    """One session's whole path; `held` are its rows in flight. Never raises for what is the session's own fault."""
     async with gather.member():
+        outputs: Sequence[Output]
+        safe: Awaitable[None] | None = None
         try:
-            safe: Awaitable[None] | None = None
-            if held is None or "tokens" not in held.columns:
-                trajectories = await _roll_out(system, prompt, session, step, gather)
-                safe = _journal(system, journal, prompt, trajectories, step)
-            elif SCORED not in held.columns:
-                trajectories = [await _held(system, key)]
+            if held and all(_is_rolled_out(row) for row in held.values()):
+                outputs = await _held_outputs(system, held)
             else:
-                return
-            if ahead is not None:
-                ahead.saw(trajectories)
+                outputs = await _roll_out(system, prompt, session, step, gather)
+                safe = _journal(system, journal, prompt, outputs, step)
+            if ahead is not None and outputs:
+                ahead.saw(outputs)
             try:
-                if system.router is not None:
-                    # One after another: a member of a cohort waits for one thing at a time. No deadline here: a teacher
-                    # that is away is waited for, and its rows are safe in the journal.
-                    for one in trajectories:
-                        await _score(system, prompt, one, gather, journal, safe)
+                # One after another: a member of a cohort waits for one thing at a time.
+                for one in outputs:
+                    await _complete(system, prompt, one, gather, journal, safe)
             finally:
                 if safe is not None:
                     await safe
-        except _INFRASTRUCTURE:
-            raise
         except Exception as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                # It was given up, and something in its loop could not bear that: no fault of the sample's.
-                raise asyncio.CancelledError from error
-            await _bury(system, key, error)
-
-
-def _journal(
-    system: System,
-    journal: RowJournal,
-    prompt: Prompt,
-    trajectories: Sequence[Trajectory | FarRow],
-    step: int,
-) -> Awaitable[None] | None:
-    """Makes a sample's rollouts durable, in a moment: teachers are asked first. None where whoever made them has done so.
-
-    Where its group was taken out meanwhile (a sibling failed, or there was no signal), the rollouts are dropped. The sample
-    still goes on to its teacher: whether it was quicker than its sibling must not decide what else is scored with it.
-    """
-    own = [one for one in trajectories if isinstance(one, Trajectory)]
-    if not own:
-        return None
-
-    def write() -> Written:
-        return Written(
-            {one.key: rollout_columns(one) for one in own},
-            {one.key: _row_tags(system, prompt, step, one.reward) for one in own},
-        )
-
-    return journal.put(write, turns=TURNS if system.router is not None else 1)
+            # None of its outputs is in the journal: what the session is known by is its first.
+            await _bury(system, row_key(prompt.key, session), own_fault(error))
 
 
 async def _roll_out(
     system: System, prompt: Prompt, session: int, step: int, gather: Gather
-) -> Sequence[Trajectory | FarRow]:
-    """The sample's own loop and reward, within `rollout.deadline_seconds` of its own time."""
-    key = row_key(prompt.key, session)
-    clock = asyncio.timeout(system.recipe.rollout.deadline_seconds)
+) -> Sequence[Output]:
+    if system.row_workers is None:
+        return await roll_out(system, prompt, session, gather)
 
-    def seed(turn: int) -> int:
-        return derive_seed(system.recipe.run.seed, prompt.epoch, prompt.key, session, turn)
+    def tags_of(key: str, reward: float | None, failed: str) -> Mapping[str, Any]:
+        return _row_tags(system, prompt, step, reward, failed)
 
-    async def ask(request: GenerateRequest) -> Generation:
-        with _Stopped(clock):
-            result: Generation = await gather.call(system.engine_lane, request.key, request)
-        return result
-
-    async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        return await ask(GenerateRequest(f"{key}/{turn}", tokens, sampling, seed(turn), session=key))
-
-    async def generate_far(length: int, most: int, turn: int, bearer: Bearer) -> Generation:
-        patience = system.recipe.rollout.deadline_seconds or PATIENCE_S
-        return await ask(FarRequest.of(f"{key}/{turn}", length, most, seed(turn), key, bearer, patience))
-
-    workers = system.row_workers
-    context = LoopContext(
-        generate=generate,
-        renderer=system.renderer,
-        sampling=system.sampling,
-        prompt_key=prompt.key,
-        session=session,
-        context=system.renderer.context,
-        max_generated=system.recipe.rollout.max_trajectory_tokens,
-        generate_far=generate_far if workers is not None and workers.bring_tokens else None,
-    )
-    gate = system.turnstile.rollout() if system.turnstile else nullcontext()
-    if workers is not None:
-        async with gate, clock:
-            return await _roll_out_far(system, workers, prompt, context, step)
-    async with gate, clock:
-        with system.spans.span("rollout", key=key):
-            trajectories = await system.loops.of(prompt).run(prompt, context)
-        for one in trajectories:
-            system.timings.add(one.key, one.extra.get("seconds", {}))
-        with system.spans.span("reward", key=key), system.timings.during(key, "reward"):
-            judged = [finite(await system.rewards.judge(prompt, trajectory)) for trajectory in trajectories]
-    return judged
+    return await roll_out_far(system, system.row_workers, prompt, session, gather, tags_of)
 
 
-async def _roll_out_far(
-    system: System, workers: RowWorkers, prompt: Prompt, context: LoopContext, step: int
-) -> Sequence[FarRow]:
-    """The same by a worker that judges and writes what its loop made, and sends names."""
-    with system.spans.span("rollout", key=context.row_key()):
-        return await workers.roll_out(
-            prompt,
-            context,
-            lambda row: _row_tags(system, prompt, step, row.reward),
-            system.timings.add,
-        )
-
-
-class _Stopped:
-    """A sample's deadline does not run while it waits for the engine: in a cohort it waits for the others too. A class, because
-    a step has hundreds of them and a generator costs several times as much."""
-
-    __slots__ = ("_clock", "_left")
-
-    def __init__(self, clock: asyncio.Timeout) -> None:
-        self._clock = clock
-
-    def __enter__(self) -> None:
-        due = self._clock.when()
-        self._left = None if due is None else due - asyncio.get_running_loop().time()
-        if due is not None:  # else stopped already, by another branch of the same loop
-            self._clock.reschedule(None)
-
-    def __exit__(self, *raised: object) -> None:
-        if self._left is not None:
-            self._clock.reschedule(asyncio.get_running_loop().time() + self._left)
-
-
-async def _score(
+async def _complete(
     system: System,
     prompt: Prompt,
-    trajectory: Trajectory | FarRow,
+    output: Output,
     gather: Gather,
     journal: RowJournal,
     safe: Awaitable[None] | None,
 ) -> None:
-    """Ask the row's teacher, or its mixture of them, as soon as this rollout is there, and journal the answer once the rollout
-    is `safe`."""
+    """Adds the teacher's scores to an output that is `safe`. One that fails is set aside; the session's others are not touched.
+
+    No deadline: a teacher that does not answer is waited for, and the rollout is in the journal.
+    """
+    scores, failure = None, output.error if isinstance(output, Failed) else None
+    if system.router is not None and not isinstance(output, Failed):
+        try:
+            scores = await _score(system, prompt, output, gather)
+        except Exception as error:
+            failure = own_fault(error)
+    if safe is not None:
+        await safe
+    if failure is not None:
+        await _bury(system, output.key, failure)
+    elif isinstance(scores, FarScores):
+        assert system.row_workers is not None
+        with suppress(LeaseLost):  # its group was taken out meanwhile
+            await system.row_workers.plane.adopt(PARTITION, {output.key: scores.written})
+    elif scores is not None:
+        await journal.put(lambda: Written({output.key: score_columns(scores)}))
+
+
+def _journal(
+    system: System, journal: RowJournal, prompt: Prompt, outputs: Sequence[Output], step: int
+) -> Awaitable[None] | None:
+    """Makes all outputs of a session durable in one write, so that a resume finds all of them or none; a moment later, because
+    teachers are asked first. None where a worker has written them.
+
+    An output that failed has no columns, and a tag that says why: a resume sets it aside too. Where its group was taken out
+    meanwhile (a sibling failed, or there was no signal), the session is dropped. It still goes on to its teacher: whether it was
+    quicker than its sibling must not decide what else is scored with it.
+    """
+    if system.row_workers is not None:
+        return None
+
+    def write() -> Written:
+        rows, tags = {}, {}
+        for one in outputs:
+            if isinstance(one, Trajectory):
+                rows[one.key] = rollout_columns(one)
+                tags[one.key] = _row_tags(system, prompt, step, one.reward)
+            elif isinstance(one, Failed):
+                rows[one.key] = {}
+                tags[one.key] = _row_tags(system, prompt, step, None, reason_of(one.error))
+        return Written(rows, tags)
+
+    return journal.put(write, turns=TURNS if system.router is not None else 1)
+
+
+async def _score(
+    system: System, prompt: Prompt, trajectory: Trajectory | FarRow, gather: Gather
+) -> TeacherScores:
+    """Asks the row's teacher, or its mixture of them."""
     assert system.router is not None
     weights = prompt.columns.get(system.recipe.data.mixture_key)
     teacher = system.router.route(routing_value(system, prompt)) if weights is None else None
@@ -262,21 +231,12 @@ async def _score(
 
     with system.timings.during(item.key, "score"):
         if teacher is not None:
-            scores = await ask(teacher, item)
-        elif isinstance(item, FarScoreItem):
+            return await ask(teacher, item)
+        if isinstance(item, FarScoreItem):
             assert system.far_scoring is not None
             shares = system.router.mixture(weights or {})
-            scores = await score_far_mixture(system.far_scoring, item, shares, ask)
-        else:
-            scores = await score_mixture(system.router, item, weights or {}, ask)
-    if safe is not None:
-        await safe
-    if isinstance(scores, FarScores):
-        assert system.row_workers is not None
-        with suppress(LeaseLost):  # its group was taken out meanwhile
-            await system.row_workers.plane.adopt(PARTITION, {item.key: scores.written})
-    else:
-        await journal.put(lambda: Written({item.key: score_columns(scores)}))
+            return await score_far_mixture(system.far_scoring, item, shares, ask)
+        return await score_mixture(system.router, item, weights or {}, ask)
 
 
 def _score_item(system: System, trajectory: Trajectory | FarRow) -> ScoreItem:
@@ -308,11 +268,7 @@ def routing_value(system: System, prompt: Prompt) -> Any:
 
 async def _bury(system: System, key: str, error: Exception) -> None:
     """One bad sample is data, not a crash; too many of them stop the run."""
-    reason = (
-        f"{type(error).__name__}: {error}"
-        if not isinstance(error, TimeoutError)
-        else "rollout.deadline_seconds ran out"
-    )
+    reason = reason_of(error)
     logger.warning("dead letter %s: %s", key, reason)
     try:
         await system.plane.dead_letter(
@@ -337,11 +293,24 @@ async def _bury(system: System, key: str, error: Exception) -> None:
         system.view.note(f"row {key} failed and was set aside ({reason}); see {system.run.dead_letters}")
 
 
-async def _held(system: System, key: str) -> Trajectory | FarRow:
-    """A rollout that an earlier launch journalled and did not get scored."""
-    if system.row_workers is not None:
-        return await system.row_workers.stored(key, with_candidates=system.sampling.candidates > 0)
-    return await _stored(system, key)
+def _is_rolled_out(row: RowInfo) -> bool:
+    return "tokens" in row.columns or FAILED in row.tags
+
+
+async def _held_outputs(system: System, held: Mapping[str, RowInfo]) -> list[Output]:
+    """What an earlier launch journalled of a session and did not complete; others of its outputs may be settled."""
+    outputs: list[Output] = []
+    for key, row in held.items():
+        if FAILED in row.tags:
+            outputs.append(Failed(key, SampleFailed(str(row.tags[FAILED]))))
+        elif system.router is None or SCORED in row.columns:
+            continue
+        elif system.row_workers is not None:
+            candidates = system.sampling.candidates > 0
+            outputs.append(await system.row_workers.stored(key, with_candidates=candidates))
+        else:
+            outputs.append(await _stored(system, key))
+    return outputs
 
 
 async def _stored(system: System, key: str) -> Trajectory:
@@ -366,9 +335,13 @@ def _tags(prompt: Prompt, step: int) -> dict[str, Any]:
     return {"step": step, "data_source": prompt.data_source}
 
 
-def _row_tags(system: System, prompt: Prompt, step: int, reward: float | None) -> dict[str, Any]:
-    """The same once a row is there: its reward too, where groups are looked at."""
+def _row_tags(
+    system: System, prompt: Prompt, step: int, reward: float | None, failed: str = ""
+) -> dict[str, Any]:
+    """The same once a row is there: its reward too, where groups are looked at, and why it failed."""
     tags = _tags(prompt, step)
-    if system.recipe.rollout.filter_groups and reward is not None:
+    if failed:
+        tags[FAILED] = failed
+    elif system.recipe.rollout.filter_groups and reward is not None:
         tags["reward"] = reward
     return tags

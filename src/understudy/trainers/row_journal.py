@@ -11,13 +11,14 @@ while it works. They are written whatever becomes of the question, so an outage 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from understudy.dataplane.base import Columns, DataPlane
 from understudy.errors import LeaseLost
+from understudy.observability.faults import point
 from understudy.trainers.system import PARTITION
 
 TURNS = 16
@@ -94,10 +95,23 @@ class RowJournal:
         tags = {key: told for one in written for key, told in one.tags.items()}
         try:
             await self._plane.put(PARTITION, rows, tags)
+            point("row_journal.after_put")
         except LeaseLost:  # nothing was written: find out whose work is not wanted
+            held = await self._plane.list(PARTITION)
             for one in written:
                 with suppress(LeaseLost):
-                    await self._plane.put(PARTITION, one.rows, one.tags)
+                    await self._put_one(one, held)
+
+    async def _put_one(self, one: Written, held: Collection[str]) -> None:
+        """A sample's rows in one write. Where some are settled (their session is rolled out once more), only those in flight."""
+        try:
+            await self._plane.put(PARTITION, one.rows, one.tags)
+        except LeaseLost:
+            rows = {key: columns for key, columns in one.rows.items() if key in held}
+            if rows:
+                await self._plane.put(
+                    PARTITION, rows, {key: one.tags[key] for key in rows if key in one.tags}
+                )
 
 
 def _settle(sample: _Sample, trouble: BaseException | None) -> None:

@@ -45,6 +45,8 @@ class RowSettings(msgspec.Struct):
     patience: float
     disk_bytes: float | None
     reward: str | None
+    deadline_seconds: float
+    """Of one reward."""
     digests: bool = False
     """Whether some teacher's scores are remembered, so that rows with the same tokens must be told."""
 
@@ -60,7 +62,9 @@ class KeptRow(msgspec.Struct):
     seconds: dict[str, float]
     written: Written
     digest: bytes = b""
-    """Of what a teacher is told of it, where somebody asks."""
+    """Of what a teacher is told of it, where digests are wanted."""
+    failed: str = ""
+    """Why it cannot be trained on; then nothing of it was written."""
 
 
 class External(msgspec.Struct, frozen=True):

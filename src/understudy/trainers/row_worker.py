@@ -13,6 +13,7 @@ Started as `python -m understudy.trainers.row_worker`, in the place of `understu
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import math
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from understudy.dataplane.lent import Written
 from understudy.engines.base import Generation, Sampling
 from understudy.engines.deposits import Deposits
 from understudy.engines.far import Grant
@@ -41,6 +43,7 @@ from understudy.teacher.keeper import connect_native
 from understudy.teacher.launch import Endpoint
 from understudy.trainers import row_wire as wire
 from understudy.trainers.batches import CANDIDATES, finite, rollout_columns
+from understudy.trainers.failures import reason_of, timed
 from understudy.trainers.row_verdicts import Verdicts
 from understudy.types.prompt import Prompt
 from understudy.types.scores import ScoreItem, Signal
@@ -64,6 +67,7 @@ class RowKeeper:
         )
         self._partition = settings.partition
         self._rewards = Rewards([load_reward(settings.reward)] if settings.reward else [], renderer)
+        self._deadline_seconds = settings.deadline_seconds
         self._digests = settings.digests
         self._verdicts = Verdicts(self._writer, settings.partition, digests=settings.digests)
         self._at_hand = _AtHand()
@@ -84,31 +88,49 @@ class RowKeeper:
         return written
 
     async def keep(self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int) -> bytes:
-        judged, seconds = [], []
+        judged, seconds, failed = {}, {}, {}
         for one in trajectories:
             began = time.perf_counter()
-            judged.append(finite(await self._rewards.judge(prompt, one)))
-            seconds.append({**one.extra.get("seconds", {}), "reward": time.perf_counter() - began})
-        columns = {one.key: rollout_columns(one) for one in judged}
-        written = await self._writer.write(self._partition, columns, ticket)
+            try:
+                judged[one.key] = await self._judge(prompt, one)
+            except Exception as error:
+                failed[one.key] = reason_of(error)
+            seconds[one.key] = {**one.extra.get("seconds", {}), "reward": time.perf_counter() - began}
+        columns = {key: rollout_columns(one) for key, one in judged.items()}
+        written = await self._writer.write(self._partition, columns, ticket) if columns else {}
         point("row_worker.written")
-        kept = []
-        for one, spent in zip(judged, seconds, strict=True):
-            self._at_hand.put(one, written[one.key].mark)
-            ids = one.candidate_ids
-            kept.append(
-                wire.KeptRow(
-                    one.key,
-                    len(one.tokens),
-                    int(one.loss_mask.sum()),
-                    0 if ids is None else ids.shape[1],
-                    one.reward,
-                    spent,
-                    written[one.key],
-                    content_digest(one.tokens, one.positions, ids) if self._digests else b"",
-                )
-            )
-        return wire.encode(kept)
+        for key, one in judged.items():
+            self._at_hand.put(one, written[key].mark)
+        return wire.encode(
+            [
+                wire.KeptRow(one.key, 0, 0, 0, None, seconds[one.key], Written({}), failed=failed[one.key])
+                if one.key in failed
+                else self._kept(judged[one.key], seconds[one.key], written[one.key])
+                for one in trajectories
+            ]
+        )
+
+    def _kept(self, one: Trajectory, seconds: dict[str, float], written: Written) -> wire.KeptRow:
+        ids = one.candidate_ids
+        return wire.KeptRow(
+            one.key,
+            len(one.tokens),
+            int(one.loss_mask.sum()),
+            0 if ids is None else ids.shape[1],
+            one.reward,
+            seconds,
+            written,
+            content_digest(one.tokens, one.positions, ids) if self._digests else b"",
+        )
+
+    async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+        clock = asyncio.timeout(self._deadline_seconds)
+        try:
+            async with clock:
+                return finite(await self._rewards.judge(prompt, trajectory))
+        except Exception as error:
+            what = f"reward timed out: {trajectory.key}"
+            raise timed(error, clock, what, self._deadline_seconds) from error
 
     async def score(self, body: bytes, ticket: int | None) -> bytes:
         order = wire.decode_order(body)

@@ -11,6 +11,7 @@ it, and the steps after it are made again from the same seeds.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -26,6 +27,8 @@ from understudy.trainers.system import System
 from understudy.trainers.teachers import teacher_metrics
 from understudy.trainers.update import claim_batch, step_metrics, update
 from understudy.trainers.usage import usage_metrics
+
+logger = logging.getLogger(__name__)
 
 
 async def train_sync(system: System, stop: Interrupts) -> int:
@@ -60,15 +63,26 @@ async def train_sync(system: System, stop: Interrupts) -> int:
     return step
 
 
+async def publish(system: System, step: int, stop: Interrupts) -> None:
+    """New weights to the engines. Where they do not take them before the run has to stop, the step is kept all the same."""
+    try:
+        await stop.waiting(system.publisher.publish(step))
+    except Abandoned:
+        logger.info("step %d: stopped while its weights were being published", step)
+
+
 async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, Any]:
-    """One turn of the drawing; returns the step's metrics. `Abandoned`: nothing of the step has happened to the student."""
+    """One turn of the drawing; returns the step's metrics. `Abandoned`: nothing of the step has happened to the student.
+
+    Every wait for others is under `stop.waiting`: rows, their claim, the publish. Only the update is let finish.
+    """
     started = time.monotonic()
     spans = system.spans
     with spans.span("produce", step=step):
         filtered = await stop.waiting(fill_step(system, step))
     point("sync.after_produce")
     with spans.span("claim", step=step):
-        lease, batch, metrics = await claim_batch(system, step)
+        lease, batch, metrics = await stop.waiting(claim_batch(system, step))
     queue_depth = (await system.plane.depth("train")).rows
     with spans.span("update", step=step):
         result = await with_next_prompts(system, update(system, batch))
@@ -76,7 +90,7 @@ async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, An
     await system.plane.ack(lease, step)
     point("sync.after_ack")
     with spans.span("publish", step=step):
-        await system.publisher.publish(step)
+        await publish(system, step, stop)
     system.tally.rows_trained += len(batch)
     seconds = time.monotonic() - started
     spans.flush()

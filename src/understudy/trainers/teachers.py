@@ -26,7 +26,7 @@ from understudy.observability.live import LiveView
 from understudy.teacher.client import ReplicaClient
 from understudy.teacher.discover import Backend, connect_external
 from understudy.teacher.head_frame import WireHead
-from understudy.teacher.integrity import check_signals, check_vocabulary
+from understudy.teacher.integrity import check_row, check_signals, check_vocabulary
 from understudy.teacher.keeper import KeeperOptions, connect_native
 from understudy.teacher.launch import Endpoint, ReplicaSpec
 from understudy.teacher.manifest import Batching, Manifest
@@ -298,7 +298,11 @@ def teacher_lanes(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict
     limit = _SCORE_CHUNK if deterministic else _SCORE_TOGETHER
     return {
         name: Lane(
-            f"score/{name}", pool.score, limit, Sharing(partial(_width, pool), _tokens, _TOGETHER_TOKENS)
+            f"score/{name}",
+            pool.score,
+            limit,
+            Sharing(partial(_width, pool), _tokens, _TOGETHER_TOKENS),
+            check=partial(_check_row, pool),
         )
         for name, pool in pools.items()
     }
@@ -306,6 +310,10 @@ def teacher_lanes(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict
 
 def _width(pool: TeacherPool) -> int:
     return pool.width
+
+
+def _check_row(pool: TeacherPool, item: ScoreItem) -> None:
+    check_row(pool.manifest, item)
 
 
 def _tokens(item: ScoreItem) -> int:

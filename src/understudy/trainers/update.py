@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from understudy.dataplane.base import Lease, Order
-from understudy.errors import DataError
+from understudy.errors import DataError, DataPlaneError
 from understudy.losses.reduce import Reduction, token_weights
 from understudy.policy.step import StepResult
 from understudy.trainers.batches import assemble, fact_columns, rollout_metrics, token_columns
@@ -35,20 +35,40 @@ from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal, metric_results
 
+_SHOWN = 5
+
 __all__ = ["assemble", "claim_batch", "learn", "step_metrics", "update", "with_advantages"]
 
 
 async def claim_batch(system: System, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
-    """Lease every row made for this step, in order of key, and lay its columns out for training."""
+    """Lease every row made for this step, in order of key, and lay its columns out for training.
+
+    Its producers have ended: a row that is not complete now never will be.
+    """
     fields, mine = training_fields(system), {"step": step}
-    ready = (await system.plane.depth(PARTITION, fields=fields, where=mine)).ready
-    if ready == 0:
+    depth = await system.plane.depth(PARTITION, fields=fields, where=mine, step=step)
+    if depth.ready < depth.rows:
+        raise await _never_complete(system, step, fields)
+    if depth.ready == 0:
         raise DataError(f"every row of step {step} failed; the reasons are in {system.run.dead_letters}")
     lease = await system.plane.claim(
-        PARTITION, ready, fields=fields, where=mine, order=Order.KEY, lease_seconds=None
+        PARTITION, depth.ready, fields=fields, where=mine, order=Order.KEY, lease_seconds=None
     )
     batch, metrics = await batch_of(system, lease)
     return lease, batch, metrics
+
+
+async def _never_complete(system: System, step: int, fields: Sequence[str]) -> DataPlaneError:
+    rows = {key: row for key, row in (await system.plane.list(PARTITION)).items() if row.step == step}
+    lacking = {key: [name for name in fields if name not in row.columns] for key, row in rows.items()}
+    stuck = [f"{key} ({row.status.value}, lacks {', '.join(lacking[key]) or 'nothing'})" for key, row in rows.items()
+             if lacking[key] or row.leased]  # fmt: skip
+    more = f" and {len(stuck) - _SHOWN} more" if len(stuck) > _SHOWN else ""
+    return DataPlaneError(
+        f"step {step} cannot be trained: {len(stuck)} of its {len(rows)} rows are in flight and no producer works on them: "
+        f"{'; '.join(stuck[:_SHOWN])}{more}. `understudy audit {system.run.path}` counts every row; please report this with the "
+        "run directory"
+    )
 
 
 async def batch_of(system: System, lease: Lease) -> tuple[AnyBatch, dict[str, float]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from understudy.engines.far import BearerGone
-from understudy.errors import TeacherError, TeacherUnavailable
+from understudy.errors import EngineError, TeacherError, TeacherUnavailable
 from understudy.trainers.gather import Arrivals, Cohort, Lane, Sharing
 
 
@@ -44,24 +44,75 @@ def test_a_cohort_composes_by_key_whatever_the_timing() -> None:
     assert ("a0", "b0", "c0") in first and ("e0", "f0", "g0") in first and ("b2", "e2") in first
 
 
-def test_a_failing_batch_fails_its_callers_and_nobody_else() -> None:
-    async def scenario() -> list[object]:
-        async def serve(items: Sequence[int]) -> list[int]:
-            if 1 in items:
-                raise ValueError("bad batch")
-            return list(items)
+def ask_cohort(lane: Lane, numbers: Sequence[int]) -> list[Any]:
+    """What members of one cohort got who asked once each."""
 
-        lane, cohort = Lane("engine", serve, 2), Cohort(4)
+    async def scenario() -> list[Any]:
+        cohort = Cohort(len(numbers))
 
-        async def member(number: int) -> int:
+        async def member(number: int) -> Any:
             async with cohort.member():
-                result: int = await cohort.call(lane, str(number), number)
-                return result
+                return await cohort.call(lane, f"{number:03d}", number)
 
-        return await asyncio.gather(*(member(i) for i in range(4)), return_exceptions=True)
+        return await asyncio.wait_for(
+            asyncio.gather(*(member(i) for i in numbers), return_exceptions=True), 5
+        )
 
-    results = asyncio.run(scenario())
-    assert [type(result) for result in results[:2]] == [ValueError, ValueError] and results[2:] == [2, 3]
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("bad", [{5}, {0, 7}, set(range(8)), {2, 3, 4}])
+def test_exactly_the_bad_calls_of_a_batch_fail_each_with_its_own_error(bad: set[int]) -> None:
+    batches: list[list[int]] = []
+
+    async def serve(items: Sequence[int]) -> list[int]:
+        batches.append(list(items))
+        if refused := bad & set(items):
+            raise TeacherError(f"{min(refused)} is too long")
+        return [10 * item for item in items]
+
+    lane = Lane("score/t", serve, 8)
+    found = ask_cohort(lane, range(8))
+    for number in range(8):
+        if number in bad:
+            assert str(found[number]) == f"{number} is too long"
+        else:
+            assert found[number] == 10 * number
+    first, batches = batches, []
+    ask_cohort(lane, [7, 3, 5, 1, 0, 2, 4, 6])
+    assert batches == first, "batches do not depend on who asked first"
+
+
+def test_what_a_lane_is_known_to_refuse_joins_no_batch() -> None:
+    batches: list[list[int]] = []
+
+    async def serve(items: Sequence[int]) -> list[int]:
+        batches.append(list(items))
+        return list(items)
+
+    def check(item: int) -> None:
+        if item == 2:
+            raise TeacherError("2 is too long")
+
+    found = ask_cohort(Lane("score/t", serve, 8, check=check), range(4))
+    assert found[:2] == [0, 1] and str(found[2]) == "2 is too long" and found[3] == 3
+    assert batches == [[0, 1, 3]]
+
+
+@pytest.mark.parametrize(
+    "error", [TeacherUnavailable("gone"), EngineError("broken"), RuntimeError("CUDA out of memory")]
+)
+def test_a_failure_that_is_no_calls_own_fails_the_batch_at_once(error: Exception) -> None:
+    asked: list[int] = []
+
+    async def serve(items: Sequence[int]) -> list[int]:
+        asked.append(len(items))
+        if 1 in items:
+            raise error
+        return list(items)
+
+    found = ask_cohort(Lane("engine", serve, 2), range(4))
+    assert found == [error, error, 2, 3] and asked == [2, 2]
 
 
 def test_a_member_that_fails_between_calls_does_not_hold_the_others() -> None:
@@ -169,7 +220,7 @@ def test_one_bad_call_does_not_fail_those_it_came_with() -> None:
     batches: list[list[int]] = []
     found = served(batches, 1, range(4), bad=2)
     assert found[:2] == [0, 10] and found[3] == 30 and isinstance(found[2], TeacherError)
-    assert batches == [[0, 1, 2, 3], [0], [1], [2], [3]]
+    assert batches == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [3]]
 
 
 def test_a_teacher_nobody_can_reach_is_not_asked_again_one_by_one() -> None:

@@ -1,0 +1,57 @@
+"""An agent loop with several outputs a session, some of which go wrong as its options say, and the reward that goes with it."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from understudy.rollout.agent import LoopContext
+from understudy.rollout.transcript import Transcript
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import Trajectory
+
+TOO_LONG = 160
+"""Tokens; the quickstart's teachers hold 128."""
+
+
+class Outputs:
+    """`count` outputs, each a generation of its own. `trouble` by "ordinal of the prompt/output": "long" and "strange" are refused
+    by the teacher, "raise", "nan" and "hang" are the reward's."""
+
+    def __init__(self, count: int = 2, trouble: Mapping[str, str] | None = None) -> None:
+        self._count, self._trouble = count, dict(trouble or {})
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        outputs = []
+        for index in range(self._count):
+            transcript = Transcript(context.renderer.render(prompt))
+            sampling = context.sampling_after(len(transcript))
+            transcript.write(await context.generate(transcript.tokens, sampling, index))
+            trouble = self._trouble.get(f"{prompt.ordinal}/{index}", "")
+            outputs.append(_troubled(transcript.finish(context.row_key(index)), trouble))
+        return outputs
+
+
+def _troubled(one: Trajectory, trouble: str) -> Trajectory:
+    more = {"long": np.full(TOO_LONG, 5, np.int32), "strange": np.array([60], np.int32)}.get(trouble)
+    if more is None:
+        return replace(one, extra={**one.extra, "trouble": trouble})
+    n = len(more)
+    return replace(
+        one,
+        tokens=np.concatenate([one.tokens, more]),
+        loss_mask=np.concatenate([one.loss_mask, np.zeros(n, bool)]),
+        behaviour_logprobs=np.concatenate([one.behaviour_logprobs, np.zeros(n, np.float32)]),
+        weight_versions=np.concatenate([one.weight_versions, np.full(n, -1, np.int32)]),
+    )
+
+
+def reward(row: Mapping[str, Any], trajectory: Trajectory) -> float:
+    trouble = trajectory.extra.get("trouble")
+    if trouble == "raise":
+        raise ValueError("no judge for this one")
+    if trouble == "hang":
+        time.sleep(3600)
+    return float("nan") if trouble == "nan" else float(trajectory.tokens.sum() % 7)

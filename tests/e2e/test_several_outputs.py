@@ -1,0 +1,149 @@
+"""Sessions with several outputs: one bad output costs one row, and a kill between outputs trains each exactly once."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+from small_runs import run_cli, write_toml
+
+import understudy
+from understudy.dataplane.ledger import Ledger, audit
+from understudy.observability.metrics import read_metrics, without_clock
+
+Make = Callable[..., dict[str, Any]]
+LOOP = "many_outputs:Outputs"
+STEPS = 2
+TROUBLE = {
+    "1/1": "long",
+    "2/0": "long",
+    "3/1": "strange",
+    "5/1": "raise",
+    "6/0": "nan",
+    "11/0": "raise",
+    "11/1": "long",
+}
+REASONS = {
+    "00000-0000001_0_1": "row '00000-0000001_0_1' has",
+    "00000-0000002_0_0": "row '00000-0000002_0_0' has",
+    "00000-0000003_0_1": "row '00000-0000003_0_1': token id 60 at position",
+    "00000-0000005_0_1": "reward reward raised on row 00000-0000005_0_1: ValueError: no judge for this one",
+    "00000-0000006_0_0": "reward reward gave nan for row 00000-0000006_0_0",
+    "00000-0000011_0_0": "reward reward raised on row 00000-0000011_0_0",
+    "00000-0000011_0_1": "row '00000-0000011_0_1' has",
+}
+
+
+def table_of(recipe: Make, name: str, trouble: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+    own = {
+        "rollout__agent": LOOP,
+        "rollout__agent_options": {LOOP: {"count": 2, "trouble": trouble or {}}},
+        "data__shuffle": False,
+        "data__reward": "many_outputs:reward",
+        "trainer__steps": STEPS,
+        "trainer__batch_size": 12,
+        "trainer__checkpoint_every": 1,
+        "trainer__max_dead_letters": 0.5,
+    }
+    return recipe(name, **{**own, **more})
+
+
+def letters(run: Path) -> dict[str, str]:
+    lines = (run / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
+    return {letter["key"]: letter["reason"] for letter in map(json.loads, lines)}
+
+
+def assert_exactly_the_bad_ones(run: Path) -> None:
+    found, report = letters(run), audit(run)
+    assert found.keys() == REASONS.keys()
+    assert all(REASONS[key] in reason for key, reason in found.items()), found
+    assert report.balanced and report.in_flight == 0 and report.evicted == 0, str(report)
+    assert report.trained == STEPS * 12 * 2 - len(REASONS)
+
+
+def assert_each_once(run: Path, rows: int) -> None:
+    report = audit(run)
+    assert report.balanced and (report.trained, report.in_flight, report.dead) == (rows, 0, 0), str(report)
+    trained = [key for _, key in Ledger.read(run).trained_keys("train")]
+    assert len(set(trained)) == len(trained) == rows
+
+
+def bits(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    weights = load_file(run / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors")
+    lines = [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
+    return lines, {name: value.tobytes() for name, value in weights.items()}
+
+
+def test_one_bad_output_costs_one_row_and_the_run_repeats_to_the_bit(recipe: Make) -> None:
+    first = understudy.train(table_of(recipe, "a", TROUBLE), progress=False)
+    second = understudy.train(table_of(recipe, "b", TROUBLE), progress=False)
+    assert_exactly_the_bad_ones(first.dir)
+    assert_exactly_the_bad_ones(second.dir)
+    assert bits(first.dir) == bits(second.dir)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"run__determinism": "fast"}, id="fast"),
+        pytest.param({"trainer__mode": "fully_async", "run__determinism": "fast"}, id="async"),
+        pytest.param(
+            {"trainer__mode": "fully_async", "trainer__sync_every": 2},
+            id="async-full-windows",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"rollout__workers": 2}, id="workers", marks=pytest.mark.slow),
+    ],
+)
+def test_one_bad_output_costs_one_row_however_it_is_made(recipe: Make, more: dict[str, Any]) -> None:
+    run = understudy.train(table_of(recipe, "run", TROUBLE, **more), progress=False)
+    assert_exactly_the_bad_ones(run.dir)
+
+
+def test_a_reward_that_hangs_costs_its_own_output_and_says_so(recipe: Make) -> None:
+    short = {"rollout__deadline_seconds": 2.0, "trainer__steps": 1, "trainer__batch_size": 4}
+    run = understudy.train(table_of(recipe, "run", {"2/0": "hang"}, **short), progress=False)
+    key = "00000-0000002_0_0"
+    assert letters(run.dir) == {key: f"reward timed out: {key} took longer than rollout.deadline_seconds = 2"}
+    assert audit(run.dir).trained == 7
+
+
+def killed(recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, **more: Any) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    table = table_of(recipe, "killed", **more)
+    code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
+    assert code == -signal.SIGKILL, f"{fault} did not strike: {output}"
+    return Path(table["run"]["dir"])
+
+
+KILLS = [
+    pytest.param("row_journal.after_put:2", {"run__determinism": "fast"}, id="fast-2"),
+    *(
+        pytest.param(f"row_journal.after_put:{count}", {"run__determinism": mode}, marks=pytest.mark.slow, id=f"{mode}-{count}")
+        for mode in ("fast", "full")
+        for count in (1, 2, 3, 4, 5)
+        if (mode, count) != ("fast", 2)
+    ),
+    *(
+        pytest.param(
+            f"row_journal.after_put:{count}",
+            {"run__determinism": "fast", "trainer__mode": "fully_async", "rollout__n": 2, "loss__task_coef": 1.0},
+            marks=pytest.mark.slow,
+            id=f"async-groups-{count}",
+        )
+        for count in (1, 3, 5)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "more"), KILLS)
+def test_a_kill_between_outputs_and_a_resume_trains_each_once(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, more: dict[str, Any]
+) -> None:
+    run = killed(recipe, tmp_path, monkeypatch, fault, **more)
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    assert_each_once(run, STEPS * 12 * 2 * more.get("rollout__n", 1))
