@@ -17,16 +17,6 @@ def objective_problems(recipe: Recipe) -> list[str]:
 
 def _optimizer(recipe: Recipe) -> list[str]:
     trainer, problems = recipe.trainer, []
-    if trainer.ranks > 1:
-        if trainer.optimizer == "adamw_8bit":
-            problems.append(
-                f"trainer.optimizer = 'adamw_8bit' packs whole tensors, and {trainer.ranks} ranks hold pieces of them; the "
-                "moments are spread already: use 'adamw'"
-            )
-        if trainer.offload_optimizer:
-            problems.append(
-                f"trainer.offload_optimizer is for one rank; {trainer.ranks} ranks spread the optimizer already"
-            )
     if recipe.student.lora is not None and trainer.ema_decay is not None:
         problems.append(
             "trainer.ema_decay with [student.lora] would average adapters, which no engine can load by themselves; use one"

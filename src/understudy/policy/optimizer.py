@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from understudy.errors import CheckpointError, PolicyError
-from understudy.policy.adamw_8bit import AdamW8bit, fresh_state
+from understudy.policy.adamw_8bit import AdamW8bit, fresh_state, local, own_scales, whole_scales
 
 _PLAIN_KINDS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
@@ -31,7 +33,8 @@ class AdamWSettings:
     grad_clip: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     offload: bool = False
-    """Keeps masters and moments in host memory and steps there: 12 bytes a parameter less on the device, slower steps."""
+    """Keeps masters, gradients and moments in host memory and steps there: 12 bytes a parameter less on the device, slower
+    steps. With several ranks each keeps those of its own shard."""
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
     """How moments are kept: float32, or a byte each (`adamw_8bit.py`)."""
 
@@ -56,9 +59,8 @@ class MasterAdamW:
             if weight.dtype == torch.float32 and not settings.offload:
                 self.masters[name] = weight
             else:
-                home = torch.device("cpu") if settings.offload else weight.device
-                self.masters[name] = weight.detach().to(home, torch.float32, copy=True).requires_grad_()
-                weight.register_post_accumulate_grad_hook(_into_master(self.masters[name]))
+                self.masters[name] = _at_home(weight.detach(), settings.offload).requires_grad_()
+                weight.register_post_accumulate_grad_hook(_into_master(self.masters[name], settings.offload))
         self.separate = tuple(
             name for name, weight in self.weights.items() if self.masters[name] is not weight
         )
@@ -75,10 +77,6 @@ class MasterAdamW:
         self.sharded = any(isinstance(master, DTensor) for master in self.masters.values())
         self.adamw: torch.optim.Optimizer
         if settings.kind == "adamw_8bit":
-            if self.sharded:
-                raise PolicyError(
-                    "adamw_8bit packs whole tensors; with several ranks the moments are spread already: use adamw"
-                )
             self.adamw = AdamW8bit(groups, betas=settings.betas, eps=settings.epsilon)
         else:
             self.adamw = torch.optim.AdamW(
@@ -139,17 +137,18 @@ class MasterAdamW:
         self.adamw.step()
         with torch.no_grad():
             for name in self.separate:
-                self.weights[name].copy_(self.masters[name])
+                local(self.weights[name]).copy_(local(self.masters[name]))
         self.zero_grad()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor an exact continuation needs, by `kind/parameter name`."""
+        """Every tensor an exact continuation needs, by `kind/parameter name`; sharded ones as they are. Every rank must ask."""
         tensors: dict[str, torch.Tensor] = {
             f"master/{name}": self.masters[name].detach() for name in self.stored
         }
         for name, master in self.masters.items():
             for kind, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{kind}/{name}"] = value
+                scales = kind.endswith("_scales")
+                tensors[f"{kind}/{name}"] = whole_scales(value, master) if scales else value
         return tensors
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -161,7 +160,7 @@ class MasterAdamW:
                 assign(self.masters[name], tensor)
             for name in self.separate:
                 if name not in masters:
-                    self.masters[name].copy_(self.weights[name])
+                    local(self.masters[name]).copy_(local(self.weights[name]))
         for name, master in self.masters.items():
             # AdamW counts on the host, unless its fused kernel does the counting.
             counter = torch.device("cpu") if self.sharded else master.device
@@ -203,9 +202,9 @@ def _placed(saved: torch.Tensor, kind: str, master: torch.Tensor, counter: torch
     """A saved piece of state where its parameter's master is; packed moments keep their own dtype."""
     if kind == "step":
         return saved.to(counter, copy=True)
-    if kind.endswith(("_codes", "_scales")):
-        return saved.to(master.device, copy=True)
-    return like(saved, master)
+    if kind.endswith("_scales"):
+        return own_scales(saved, master).to(master.device, copy=True)
+    return like(saved, master, saved.dtype if kind.endswith("_codes") else None)
 
 
 def assign(target: torch.Tensor, full: torch.Tensor) -> None:
@@ -213,9 +212,9 @@ def assign(target: torch.Tensor, full: torch.Tensor) -> None:
     target.copy_(like(full, target))
 
 
-def like(full: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A fresh tensor with `full`'s values, placed as `target` is (device, dtype, shards)."""
-    moved = full.to(device=target.device, dtype=target.dtype, copy=True)
+def like(full: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A fresh tensor with `full`'s values, placed as `target` is (device, shards), in `dtype` or the target's."""
+    moved = full.to(device=target.device, dtype=dtype or target.dtype, copy=True)
     if isinstance(target, DTensor):
         return _distribute(moved, target)
     return moved
@@ -225,15 +224,42 @@ def _distribute(full: torch.Tensor, target: DTensor) -> DTensor:
     return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
 
 
-def _into_master(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def _at_home(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
+    """A float32 copy, in host memory where the optimizer is offloaded; of a shard a shard, of the same ranks."""
+    home = torch.device("cpu") if offload else tensor.device
+    if not isinstance(tensor, DTensor):
+        return tensor.to(home, torch.float32, copy=True)
+    mesh = tensor.device_mesh
+    if mesh.device_type != home.type:
+        mesh = _host_mesh(mesh.size())
+    return DTensor.from_local(
+        tensor.to_local().to(home, torch.float32, copy=True),
+        mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+@cache
+def _host_mesh(size: int) -> DeviceMesh:
+    """The ranks of the default group in their hosts' memory; they talk by gloo."""
+    return init_device_mesh("cpu", (size,))
+
+
+def _into_master(master: torch.Tensor, offload: bool) -> Callable[[torch.Tensor], None]:
     """Adds each gradient to the float32 one as soon as it is complete, and frees it."""
 
     def accumulate(weight: torch.Tensor) -> None:
         assert weight.grad is not None
         if master.grad is None:
-            master.grad = weight.grad.to(master.device, torch.float32)
+            shard = isinstance(master, DTensor)
+            master.grad = (
+                _at_home(weight.grad, offload) if shard else weight.grad.to(master.device, torch.float32)
+            )
         else:
-            master.grad += weight.grad.to(master.device)
+            local(master.grad).add_(local(weight.grad).to(master.device))
         weight.grad = None
 
     return accumulate

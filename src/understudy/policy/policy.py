@@ -77,10 +77,6 @@ class Policy:
         self.settings = settings
         self.on_bad_rows = on_bad_rows
         self.ranks: Ranks = ranks or Alone()
-        if settings.adamw.offload and self.ranks.size > 1:
-            raise PolicyError(
-                "offload keeps one rank's optimizer on the host; with several ranks the shards are small already"
-            )
         if settings.lanes > 1 and (self.ranks.size > 1 or settings.compile):
             raise PolicyError("lanes are for a student on one rank whose layers are not compiled")
         self.lanes = Lanes(settings.lanes)

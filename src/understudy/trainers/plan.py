@@ -104,14 +104,16 @@ def _student(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
         size, host = student_bytes(recipe, parameters)
         if "cuda" not in device(0):
             size, host = size + host, 0
-        size = size // ranks + _PROCESS_BYTES
+        size, host = size // ranks + _PROCESS_BYTES, host // ranks
     beside = _beside(recipe)
     whole = None if size is None or beside is None else size + beside
     lead = PlannedProcess("trainer", "rollouts, journal, loss, optimizer", device(0), parameters, whole, host)
     return [
         lead,
         *(
-            PlannedProcess(f"rank-{rank}", f"trains 1/{ranks} of the student", device(rank), parameters, size)
+            PlannedProcess(
+                f"rank-{rank}", f"trains 1/{ranks} of the student", device(rank), parameters, size, host
+            )
             for rank in range(1, ranks)
         ),
     ]
@@ -132,7 +134,9 @@ def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
     moments = _PACKED_MOMENTS if trainer.optimizer == "adamw_8bit" else 8.0
     state = 8.0 + moments + (4.0 if trainer.ema_decay is not None else 0.0)
     if trainer.offload_optimizer:
-        return frozen + trained * width, round(trained * state)
+        # Several ranks keep their shards in float32, and compute with rounded copies of a layer at a time.
+        kept = width if trainer.ranks == 1 else _BYTES["float32"]
+        return frozen + trained * kept, round(trained * state)
     working = 0 if recipe.student.dtype == "float32" else width
     return frozen + round(trained * (state + working)), 0
 

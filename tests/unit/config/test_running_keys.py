@@ -24,14 +24,6 @@ def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
     ("sections", "said"),
     [
         ({"trainer": {"ranks": 2}, "student": {"device": "cuda:0"}}, "student.device = 'cuda'"),
-        (
-            {"trainer": {"ranks": 2, "offload_optimizer": True}},
-            "is for one rank; 2 ranks spread the optimizer",
-        ),
-        (
-            {"trainer": {"ranks": 2, "optimizer": "adamw_8bit"}},
-            "packs whole tensors, and 2 ranks hold pieces",
-        ),
         ({"trainer": {"eval_k": 4}, "rollout": {"temperature": 0.0}}, "would be the same"),
         ({"trainer": {"ranks": 0}}, "trainer.ranks"),
         ({"student": {"lora": {"publish": "adapter"}}}, "where no weights travel; set rollout.processes"),

@@ -20,6 +20,7 @@ from understudy.errors import LossInputError, PolicyError, RowsUnreachable, Unde
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.follow import LeadingPolicy, follow
 from understudy.policy.lora import LoraSettings
+from understudy.policy.optimizer import AdamWSettings
 from understudy.policy.policy import Policy
 from understudy.policy.shard import join, leave
 from understudy.types.batch import Batch, BatchMeta
@@ -45,10 +46,12 @@ def train(
     dtype: str = "float32",
     resume: bool = False,
     lora: bool = False,
+    adamw: dict[str, Any] | None = None,
 ) -> Any:
     """Losses, norms and metrics of a few steps; rank 0 saves the end state."""
     adapters = LoraSettings(rank=4, alpha=8.0) if lora else None
-    policy = Policy(qwen3(dtype=getattr(torch, dtype)), settings(lora=adapters), ranks=ranks)
+    wanted = settings(lora=adapters, **({"adamw": AdamWSettings(**adamw)} if adamw else {}))
+    policy = Policy(qwen3(dtype=getattr(torch, dtype)), wanted, ranks=ranks)
     store = CheckpointStore(folder + "/checkpoints")
     if resume:
         policy.load_state(store.load().policy)

@@ -69,6 +69,10 @@ def test_an_offloaded_optimizer_is_the_hosts_on_a_gpu_and_the_same_memory_on_a_c
     there, here = (plan_processes(one, seat(one, gpus))[0] for gpus in (2, 0))
     assert there.host_bytes == 16 * parameters and here.host_bytes == 0
     assert there.bytes is not None and here.bytes == there.bytes + there.host_bytes
+    two = recipe(student={"dtype": "bfloat16"}, trainer={"offload_optimizer": True, "ranks": 2})
+    ranks = plan_processes(two, seat(two, 3))[:2]
+    assert [rank.host_bytes for rank in ranks] == [8 * parameters] * 2, "each has its shard's"
+    assert ranks[1].bytes is not None and ranks[1].bytes - 4 * parameters // 2 == there.bytes - 2 * parameters
 
 
 def test_on_ray_the_table_says_which_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
