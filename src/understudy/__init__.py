@@ -5,11 +5,25 @@ The two verbs of the system are *produce* (prompt → rollout → teacher scores
 
     run = understudy.distill(student="…", teacher="…", data="prompts.jsonl")
 
-Importing this module imports no heavy dependency; torch is loaded when a run starts.
+Importing this module imports nothing else; the rest is loaded by the first use of a name, torch when a run starts.
 """
 
-from understudy import errors
-from understudy.api import Run, distill, train
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from understudy import errors
+    from understudy.api import Run, distill, train
 
 __all__ = ["Run", "__version__", "distill", "errors", "train"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("understudy.errors")
+    if name in __all__:
+        return getattr(importlib.import_module("understudy.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

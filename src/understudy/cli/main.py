@@ -6,78 +6,70 @@ Commands import what they need when they run, so `understudy check` never pays f
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-
-from rich.console import Console
-from rich.markup import escape
+from typing import TYPE_CHECKING
 
 from understudy import __version__
-from understudy.cli import (
-    audit,
-    check,
-    doctor,
-    evaluate,
-    export,
-    keys,
-    plan,
-    quickstart,
-    replay,
-    resume,
-    score,
-    serve_teacher,
-    teachers,
-    train,
-)
 from understudy.cli.parser import Parser
 from understudy.errors import ConfigError, UnderstudyError
-from understudy.trainers.ending import leave_soon
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INTERRUPTED = 130
 _COMMANDS = {
-    "train": train,
-    "check": check,
-    "plan": plan,
-    "keys": keys,
-    "resume": resume,
-    "eval": evaluate,
-    "audit": audit,
-    "export": export,
-    "replay": replay,
-    "doctor": doctor,
-    "quickstart": quickstart,
-    "serve-teacher": serve_teacher,
-    "teachers": teachers,
-    "score": score,
+    "train": "train",
+    "check": "check",
+    "plan": "plan",
+    "keys": "keys",
+    "resume": "resume",
+    "eval": "evaluate",
+    "audit": "audit",
+    "export": "export",
+    "replay": "replay",
+    "doctor": "doctor",
+    "quickstart": "quickstart",
+    "serve-teacher": "serve_teacher",
+    "teachers": "teachers",
+    "score": "score",
 }
+"""Name → module in this package."""
 
 
 def program() -> int:
     """The command `understudy`: `main`, after which the process ends, whatever still hangs in a thread."""
     code = main()
+    from understudy.trainers.ending import leave_soon
+
     leave_soon(code, whatever_runs=code == INTERRUPTED)
     return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = _parsed(parser, arguments)
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:  # while a command is imported, too
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
+    parser = _parser(words)
+    options = _parsed(parser, words)
     if not hasattr(options, "run_command"):
         parser.print_help()
         return 2
     command: Callable[[argparse.Namespace], int | None] = options.run_command
-    console = Console(stderr=True)
     try:
         return command(options) or 0
     except UnderstudyError as error:
         if options.debug:
             traceback.print_exc()
-        _say(console, error)
+        _say(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (`| head`) went away: not an error of ours.
         sys.stderr.close()
@@ -85,9 +77,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        console.print(f"[red]error:[/] unexpected {type(error).__name__}: {escape(str(error))}")
+        console = _stderr()
+        console.print(f"[red]error:[/] unexpected {type(error).__name__}: {_escape(str(error))}")
         console.print("run the same command with --debug for the stack trace", style="dim")
         return 1
+
+
+def _stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
 
 
 def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -102,22 +107,29 @@ def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespa
     return options
 
 
-def _say(console: Console, error: UnderstudyError) -> None:
+def _say(error: UnderstudyError) -> None:
+    console = _stderr()
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
-        console.print(f"[red]error:[/] {escape(problem)}", highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/] {_escape(problem)}", highlight=False, soft_wrap=True)
     if len(problems) > 1:
         console.print(f"{len(problems)} problems", style="dim")
 
 
-def _parser() -> Parser:
+def _parser(words: Sequence[str] = ()) -> Parser:
+    """The parser of the command that `words` begin with; of all commands where they name none.
+
+    The others are not imported then: `understudy quickstart` says something before it has loaded what it needs.
+    """
+    named = next((word for word in words if not word.startswith("-")), "")
     parser = Parser(prog="understudy", description="On-policy distillation of language models.")
     parser.add_argument("--version", action="version", version=f"understudy {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the stack trace of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     shared = Parser(add_help=False)
     shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    for name, module in _COMMANDS.items():
+    for name in [named] if named in _COMMANDS else _COMMANDS:
+        module = importlib.import_module(f"understudy.cli.{_COMMANDS[name]}")
         summary = (module.__doc__ or "").strip().splitlines()[0]
         command = commands.add_parser(
             name,

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from understudy.api import Run
-from understudy.observability.report import accuracy_table
+from understudy.observability.report import accuracy_table, note_of, teachers_measured
 from understudy.observability.rundir import RunDir, read_json
 
 STOPPED = 130
@@ -17,16 +17,24 @@ def finish(run: Run) -> int:
     state = read_json(RunDir(run.dir).state)
     table = accuracy_table(run.metrics)
     if table:
+        keys = {"before": "before", "after": "after"}
+        if teachers_measured(table):
+            keys |= {"teacher": "teacher", "of_teacher": "after / teacher"}
         view = Table(title="held-out accuracy", title_justify="left")
-        for column in ("data source", "before", "after", "teacher", "after / teacher"):
-            view.add_column(column, justify="left" if column == "data source" else "right")
+        view.add_column("data source")
+        for title in keys.values():
+            view.add_column(title, justify="right")
         for entry in table:
-            figures = [
-                "–" if entry[key] is None else f"{entry[key]:.1%}"
-                for key in ("before", "after", "teacher", "of_teacher")
-            ]
+            figures = ["–" if entry[key] is None else f"{entry[key]:.1%}" for key in keys]
             view.add_row(entry["source"], *figures)
         console.print(view)
+        if not teachers_measured(table):
+            console.print(
+                "teachers were not measured; trainer.eval_teachers = true does that", highlight=False
+            )
+    note = note_of(RunDir(run.dir))
+    if note:
+        console.print(f"note    {note}", highlight=False, soft_wrap=True)
     console.print(f"run     {run.dir}", highlight=False, markup=False, soft_wrap=True)
     if state["status"] == "stopped":
         console.print(

@@ -8,10 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from understudy.config import Recipe
-from understudy.config.base import nearest
-from understudy.config.unknown_keys import unknown_key
-
 _MISSING = re.compile(r"the following arguments are required: (.*)")
 _SHORT = 60
 """Characters of an argument's help that fit into an error."""
@@ -22,6 +18,8 @@ class Parser(argparse.ArgumentParser):
     """argparse's, except for what it says of an error. Its epilog is `example: ` and a whole command."""
 
     def error(self, message: str) -> NoReturn:
+        from understudy.config.base import nearest
+
         if missing := _MISSING.fullmatch(message):
             told = {str(action.metavar or action.dest): action.help or "" for action in self._actions}
             names = [_explained(name, told.get(name, "")) for name in missing[1].split(", ")]
@@ -37,6 +35,10 @@ class Parser(argparse.ArgumentParser):
 
     def unknown_words(self, words: Sequence[str], takes_keys: bool) -> NoReturn:
         """Words that belong to no argument: a misspelt flag, or a key of a recipe written as a flag (`--learning_rate 1e-5`)."""
+        from understudy.config import Recipe
+        from understudy.config.base import nearest
+        from understudy.config.unknown_keys import unknown_key
+
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         hints = []
         for word in words:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import resources
 from pathlib import Path
 
-from rich.console import Console
-
-from understudy.cli.outcome import finish
-from understudy.cli.reading import checked_recipe
-from understudy.trainers.early import begun_early
-from understudy.trainers.ending import run_to_its_end
-
 EXAMPLE = "understudy quickstart trainer.steps=20"
+_NEXT = "loss.signal=hidden  # KL over the whole vocabulary instead of the teachers' 8 best tokens"
+"""An experiment that works as well as the quickstart itself (100 % and 100 % after its 200 steps)."""
+_BEGINNING = (
+    "quickstart: a student of 0.4 M parameters learns two-digit addition and letter sorting from two teachers; "
+    "about 3 minutes on 2 cores"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if not options.quiet:  # before seconds of imports
+        print(_BEGINNING, file=sys.stderr, flush=True)
+    from rich.console import Console
+
+    from understudy.cli.outcome import finish
+    from understudy.cli.reading import checked_recipe
+    from understudy.trainers.early import begun_early
+    from understudy.trainers.ending import run_to_its_end
+
     path = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
     recipe = checked_recipe(path, options.overrides)
-    next_command = f"understudy train {path} loss.kind=reverse_kl"
+    next_command = f"understudy train {path} {_NEXT}"
     with begun_early(recipe):
         from understudy.trainers.launch import launch
 

@@ -160,6 +160,8 @@ class RunConfig(Section):
     dir: str | None = None
     """This run's folder; when not set, a fresh one is made under `runs/`."""
     name: str = "run"
+    note: str | None = None
+    """A sentence for readers of the report and of the terminal, for example how to read the answers."""
     loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=[])
     """Who is told the metrics besides the console and metrics.jsonl; each is an extra (`pip install understudy[wandb]`)."""
     seed: Annotated[int, Field(ge=0)] = 0

@@ -1,7 +1,11 @@
-"""The report of a run: one picture, one table, a few rollouts before and after. Reads the run directory only."""
+"""The report of a run: one picture, one table, a few rollouts before and after. Reads the run directory only.
+
+The page is one file: pictures are in it as data, and its policy lets it load nothing.
+"""
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 from collections.abc import Sequence
@@ -15,7 +19,7 @@ _ROLLOUTS_PER_SOURCE = 3
 
 
 def write_report(run: RunDir, next_command: str | None = None) -> Path:
-    """Draw curves.png and write report.html; returns the page's path."""
+    """Draw curves.png and timeline.png and write report.html, which holds both; returns the page's path."""
     # Drawing takes half a second to import, and every process of a run imports this file; few of them draw.
     from understudy.observability.curves import draw_curves  # noqa: PLC0415
     from understudy.observability.timeline import draw_timeline  # noqa: PLC0415
@@ -26,6 +30,16 @@ def write_report(run: RunDir, next_command: str | None = None) -> Path:
     page = run.path / "report.html"
     page.write_text(_page(run, metrics, next_command, timeline))
     return page
+
+
+def note_of(run: RunDir) -> str:
+    """The recipe's sentence for readers (`run.note`), or nothing."""
+    recipe = read_json(run.recipe) if run.recipe.exists() else {}
+    return (recipe.get("run") or {}).get("note") or ""
+
+
+def teachers_measured(table: Sequence[dict[str, Any]]) -> bool:
+    return any(entry["teacher"] is not None for entry in table)
 
 
 def accuracy_table(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,25 +77,24 @@ def _page(run: RunDir, metrics: Sequence[dict[str, Any]], next_command: str | No
         f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
         for name, value in facts
     )
-    gantt = (
-        '<h2>The last steps</h2><img src="timeline.png" alt="What the trainer did when, and what was under way beside it">'
-        if timeline
-        else ""
-    )
+    drawn = _picture(run.path / "timeline.png", "What the trainer did when, and what was under way beside it")
+    gantt = f"<h2>The last steps</h2>{drawn}" if timeline else ""
+    note = note_of(run)
+    caption = f'<p class="note">{html.escape(note)}</p>' if note else ""
     command = f"<h2>Next</h2><pre>{html.escape(next_command)}</pre>" if next_command else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(run.path.name)}</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src 'self'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
 table {{ border-collapse: collapse; margin: 1rem 0 }} th, td {{ padding: .25rem .9rem; border-bottom: 1px solid #ddd; text-align: left }}
 td.number {{ text-align: right; font-variant-numeric: tabular-nums }} pre {{ background: #f5f5f2; padding: .8rem; overflow-x: auto }}
-img {{ max-width: 100% }} .right {{ color: #2e7d32 }} .wrong {{ color: #b00020 }} code {{ white-space: pre-wrap }}
+img {{ max-width: 100% }} .right {{ color: #2e7d32 }} .wrong {{ color: #b00020 }} .note {{ background: #fff8e1; padding: .5rem .8rem }} code {{ white-space: pre-wrap }}
 </style></head><body>
 <h1>{html.escape(run.path.name)}</h1>
-<img src="curves.png" alt="Curves of loss, KL and held-out accuracy over the steps">
+{_picture(run.path / "curves.png", "Curves of loss, KL and held-out accuracy over the steps")}
 <h2>Held-out accuracy</h2>{_accuracy_html(accuracy_table(metrics))}
-<h2>Rollouts before and after</h2>{_samples_html(run)}
+<h2>Rollouts before and after</h2>{caption}{_samples_html(run)}
 <h2>The run</h2><table>{rows}</table>{gantt}{command}
 </body></html>
 """
@@ -90,15 +103,27 @@ img {{ max-width: 100% }} .right {{ color: #2e7d32 }} .wrong {{ color: #b00020 }
 def _accuracy_html(table: Sequence[dict[str, Any]]) -> str:
     if not table:
         return "<p>Nothing was evaluated: set <code>data.eval</code> and <code>data.reward</code>.</p>"
-    head = "<tr><th>data source</th><th>student before</th><th>student after</th><th>teacher</th><th>after / teacher</th></tr>"
+    measured = teachers_measured(table)
+    columns = {"before": "student before", "after": "student after"}
+    columns |= {"teacher": "teacher", "of_teacher": "after / teacher"} if measured else {}
+    head = "".join(f"<th>{title}</th>" for title in ("data source", *columns.values()))
     body = ""
     for entry in table:
-        cells = "".join(
-            f'<td class="number">{_percent(entry[key])}</td>'
-            for key in ("before", "after", "teacher", "of_teacher")
-        )
+        cells = "".join(f'<td class="number">{_percent(entry[key])}</td>' for key in columns)
         body += f"<tr><td>{html.escape(entry['source'])}</td>{cells}</tr>"
-    return f"<table>{head}{body}</table>"
+    missing = (
+        ""
+        if measured
+        else "<p>Teachers were not measured: <code>trainer.eval_teachers = true</code> does that.</p>"
+    )
+    return f"<table><tr>{head}</tr>{body}</table>{missing}"
+
+
+def _picture(path: Path, alt: str) -> str:
+    if not path.exists():
+        return ""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<img src="data:image/png;base64,{data}" alt="{html.escape(alt)}">'
 
 
 def _percent(value: float | None) -> str:

@@ -85,6 +85,7 @@ ACCEPTED: Mapping[str, str] = {
     "run.threads": _ROUNDING,
     "run.loggers": "who else is told",
     "run.name": "a name",
+    "run.note": "words for a reader",
 }
 """Keys that may change, each with the reason; `*` stands for any name."""
 

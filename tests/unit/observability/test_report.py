@@ -1,6 +1,8 @@
 """The report says what the metrics say, and shows rollouts as text, whatever a model wrote."""
 
+import base64
 import json
+import re
 from pathlib import Path
 
 from understudy.observability.metrics import MetricsWriter
@@ -63,3 +65,29 @@ def test_the_page_escapes_and_the_picture_is_there(tmp_path: Path) -> None:
     assert "75.0%" in page and "understudy export RUN out" in page and "Content-Security-Policy" in page
     picture = (run.path / "curves.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+
+
+def test_the_page_can_be_sent_alone(tmp_path: Path) -> None:
+    """Its pictures are in it, and its policy lets it load nothing from anywhere."""
+    run = small_run(tmp_path)
+    page = write_report(run).read_text()
+    sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+    inside = base64.b64decode(sources[0].partition(",")[2])
+    assert inside == (run.path / "curves.png").read_bytes()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy and policy[1] == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def test_a_note_of_the_recipe_stands_above_the_rollouts(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    run.recipe.write_text(json.dumps({"run": {"note": "Sums are <written> in reverse."}}))
+    page = write_report(run).read_text()
+    assert "Sums are &lt;written&gt; in reverse." in page.partition("Rollouts before and after")[2]
+
+
+def test_teachers_that_were_not_measured_have_no_columns(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    run.metrics.write_text(run.metrics.read_text().replace("val/teacher_accuracy/add", "val/other"))
+    page = write_report(run).read_text()
+    assert "after / teacher" not in page and "trainer.eval_teachers = true" in page

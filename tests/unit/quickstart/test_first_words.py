@@ -1,0 +1,59 @@
+"""The quickstart says something before it has loaded anything heavy, and what it ends with does not mislead."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from understudy.cli import quickstart
+from understudy.config.recipe import load_recipe
+
+RECIPE = Path(quickstart.__file__).parents[1] / "assets/quickstart/recipe.toml"
+
+
+def test_first_words_come_before_heavy_imports() -> None:
+    """What loads before them is counted, not timed: machines under load are slow."""
+    script = (
+        "import sys\n"
+        "import understudy.cli.main as command\n"
+        "class Seen(Exception): ...\n"
+        "def seen(*a, **k):\n"
+        "    print(sorted({n.partition('.')[0] for n in sys.modules} & set(sys.argv[1].split())))\n"
+        "    raise SystemExit\n"
+        "import understudy.cli.quickstart as q\n"
+        "q.print = seen\n"
+        "command.main(['quickstart'])\n"
+    )
+    heavy = "torch transformers numpy pyarrow pydantic httpx rich"
+    done = subprocess.run([sys.executable, "-c", script, heavy], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stdout
+
+
+def test_an_early_interrupt_is_one_word() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "understudy.cli.main", "quickstart"], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 130 and "minutes" in first
+    assert rest.strip().splitlines()[-1] == "interrupted" and "Traceback" not in rest
+
+
+def test_the_note_explains_how_sums_are_written() -> None:
+    note = load_recipe(RECIPE).run.note or ""
+    a, b, written, read = re.search(
+        r"(\d+)\+(\d+)= is rightly answered (\d+), which reads (\d+)", note
+    ).groups()  # type: ignore[union-attr]
+    assert int(a) + int(b) == int(read) and written == read[::-1]
+
+
+def test_the_next_experiment_is_one_that_works() -> None:
+    """docs/results.md: reverse KL, policy gradients and GRPO are far behind on these models."""
+    words = quickstart._NEXT.partition("#")[0].split()
+    loss = load_recipe(RECIPE, words).loss
+    assert loss.kind == "forward_kl" and loss.task_coef == 0 and not loss.policy_gradient
