@@ -74,6 +74,7 @@ def test_a_run_leaves_what_it_promises(
     assert model.generate(**ids, max_new_tokens=4).shape[1] > ids["input_ids"].shape[1]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "teacher-add" in card and "forward_kl" in card
+    assert '# base_model: write the hub id of "student" here' in card and "prompts: train.jsonl" in card
     assert main(["export", str(finished.dir), str(tmp_path / "out")]) == 2
 
 

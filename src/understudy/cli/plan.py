@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from understudy.cli import plan_simulation
 from understudy.cli.reading import checked_recipe
 from understudy.cluster.devices import visible_gpus
 from understudy.config import Recipe
+from understudy.config.toml import as_tables, recipe_as_toml
 from understudy.errors import ClusterError, ConfigError
 from understudy.observability.redact import redact
 from understudy.trainers.plan import plan_processes
@@ -34,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="plan for a machine with this many GPUs, and CPUs enough, instead of this one",
     )
+    parser.add_argument(
+        "--toml",
+        action="store_true",
+        help="only print the recipe with every key, as TOML to save and run",
+    )
     plan_simulation.add_arguments(parser)
 
 
@@ -46,6 +53,9 @@ def run(options: argparse.Namespace) -> None:
     plan_simulation.check_flags(options)
     findings = Findings()
     recipe = checked_recipe(options.recipe, options.overrides, findings=findings)
+    if options.toml:
+        sys.stdout.write(recipe_as_toml(redact(as_tables(recipe))))
+        return
     recipe = recipe.with_steps(findings.train_rows or 1)
     console = Console(markup=False)
     if options.simulate is not None:

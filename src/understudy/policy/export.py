@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +19,9 @@ from understudy.policy.checkpoint import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE,
 from understudy.policy.load import load_student, load_tokenizer
 from understudy.policy.lora import LoraSettings, add_lora, merged_weights, peft_config, peft_name
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FACTS = {
-    "student": "Student",
+    "student": "Student (base model)",
     "teachers": "Teachers",
     "teacher": "Teacher",
     "objective": "Objective",
@@ -120,6 +122,8 @@ def _write_adapter(
 def model_card(card: Mapping[str, Any], title: str, library: str = "transformers") -> str:
     """A README for the hub: what was trained, by whom it was judged, on what, how, and where it ended."""
     lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
+    lines += [*_base_model(str(card.get("student", "")), library), *_hub_datasets(card)]
+    lines += ["# license: yours to name; the base model's and the data's bind you"]
     lines += ["tags:", "- on-policy-distillation", "- understudy", "---", "", f"# {title}", ""]
     lines += [
         "Trained on its own rollouts under the judgement of teachers (on-policy distillation) with Understudy.",
@@ -127,13 +131,28 @@ def model_card(card: Mapping[str, Any], title: str, library: str = "transformers
     ]
     lines += ["| | |", "|---|---|"]
     facts = [(label, card[key]) for key, label in _FACTS.items() if key in card]
-    facts += [(key, value) for key, value in card.items() if key not in _FACTS and key != "metrics"]
+    facts += [(key, value) for key, value in card.items() if key not in (*_FACTS, "metrics", "datasets")]
     lines += [f"| {_cell(label)} | {_cell(_words(value))} |" for label, value in facts]
     metrics = card.get("metrics") or {}
     if metrics:
         lines += ["", "## Final metrics", "", "| metric | value |", "|---|---|"]
         lines += [f"| {_cell(name)} | {_cell(_words(value))} |" for name, value in sorted(metrics.items())]
     return "\n".join(lines) + "\n"
+
+
+def _base_model(student: str, library: str) -> list[str]:
+    """The hub's own words for what this was made from. A folder is no hub id, which the hub would refuse: the line waits for one."""
+    if not student:
+        return []
+    relation = f"base_model_relation: {'adapter' if library == 'peft' else 'finetune'}"
+    if _HUB_ID.fullmatch(student):
+        return [f"base_model: {json.dumps(student)}", relation]
+    return [f"# base_model: write the hub id of {json.dumps(_cell(_words(student)))} here", f"# {relation}"]
+
+
+def _hub_datasets(card: Mapping[str, Any]) -> list[str]:
+    names = card.get("datasets") or []
+    return ["datasets:", *(f"- {json.dumps(name)}" for name in names)] if names else []
 
 
 def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> None:

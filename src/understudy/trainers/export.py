@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 from understudy.config import parse_recipe
@@ -10,6 +11,7 @@ from understudy.observability.metrics import read_metrics, without_clock
 from understudy.observability.rundir import RunDir, read_json
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.policy.export import export
+from understudy.rollout.sources import hub_dataset
 from understudy.trainers.best import best_step
 from understudy.trainers.preflight import describe
 
@@ -29,7 +31,8 @@ def export_run(
         "teachers": {name: teacher.model for name, teacher in recipe.teachers.items()},
         "objective": describe(recipe).name,
         "step": checkpoint.step,
-        "data": checkpoint.extra["cursor"]["dataset"],
+        "data": {"prompts": recipe.data.train, "fingerprint": checkpoint.extra["cursor"]["dataset"]},
+        "datasets": _hub_datasets(recipe.data.train),
         "command": f"understudy train (recipe.json in {run.path.name})",
         "versions": {
             name: importlib.metadata.version(name) for name in ("understudy", "torch", "transformers")
@@ -46,3 +49,8 @@ def export_run(
         averaged=averaged,
         adapter=adapter,
     )
+
+
+def _hub_datasets(sources: Sequence[str]) -> list[str]:
+    """Names of the hub datasets among the training data, each once."""
+    return list(dict.fromkeys(hub.name for hub in map(hub_dataset, sources) if hub is not None))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from small_student import cross_entropy, gemma2, qwen3, settings, token_mean, varied_batch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -153,6 +155,40 @@ def test_export_of_a_damaged_checkpoint_is_refused(base: Path, tmp_path: Path) -
     with pytest.raises(CheckpointError, match="torn"):
         export(saved, base, tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    return yaml.safe_load(card.split("---")[1])
+
+
+def test_a_card_names_its_base_model_and_its_data() -> None:
+    data = {
+        "prompts": ["org/prompts:train", "org/prompts:extra", "/home/me/own.jsonl"],
+        "fingerprint": "ab12",
+    }
+    card = {
+        "student": "Qwen/Qwen3-0.6B",
+        "teachers": {"math": "Qwen/Qwen3-8B"},
+        "data": data,
+        "datasets": ["org/prompts"],
+    }
+    text = model_card(card, "mine")
+    named = front_matter(text)
+    assert named["base_model"] == "Qwen/Qwen3-0.6B" and named["base_model_relation"] == "finetune"
+    assert named["datasets"] == ["org/prompts"] and "license" not in named
+    for words in ("| Student (base model) | Qwen/Qwen3-0.6B |", "| Teachers | math: Qwen/Qwen3-8B |"):
+        assert words in text
+    assert "prompts: org/prompts:train, org/prompts:extra, own.jsonl, fingerprint: ab12" in text
+    assert "/home/me" not in text
+    assert front_matter(model_card(card, "mine", "peft"))["base_model_relation"] == "adapter"
+
+
+def test_a_card_of_a_local_base_model_waits_for_its_hub_id() -> None:
+    """The hub refuses a base_model that is no id of its own."""
+    text = model_card({"student": "/home/me/models/student", "data": {"prompts": ["/d/rows.jsonl"]}}, "x")
+    named = front_matter(text)
+    assert "base_model" not in named and "datasets" not in named
+    assert '# base_model: write the hub id of "student" here' in text and "/home/me" not in text
 
 
 def test_a_card_escapes_markup() -> None:

@@ -1,0 +1,52 @@
+"""A recipe written out as TOML, every key with its value, so that it can be saved and run again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from understudy.config.recipe import Recipe
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def recipe_as_toml(tables: Mapping[str, Any]) -> str:
+    """Of a recipe's plain tables (`as_tables`). Keys without a value are left out: TOML has no word for nothing."""
+    return "\n".join(_table(tables, ())).strip() + "\n"
+
+
+def as_tables(recipe: Recipe) -> dict[str, Any]:
+    """Plain tables that make the same recipe again."""
+    tables = recipe.model_dump()
+    if recipe.trainer.passes is not None:
+        del tables["trainer"]["steps"]  # the length of a run is said in one way
+    return tables
+
+
+def _table(table: Mapping[str, Any], place: tuple[str, ...]) -> Iterator[str]:
+    values = {
+        key: value for key, value in table.items() if not isinstance(value, Mapping) and value is not None
+    }
+    if place and (values or not table):
+        yield f"\n[{'.'.join(map(_key, place))}]"
+    for key, value in values.items():
+        yield f"{_key(key)} = {_value(value)}"
+    for key, value in table.items():
+        if isinstance(value, Mapping) and (value or len(place) > 1):
+            yield from _table(value, (*place, key))
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _value(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items() if one is not None)
+        return f"{{{inside}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    # JSON's texts are TOML's, but for one control character that JSON leaves as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
