@@ -9,11 +9,19 @@
         await count(lease.meta)                  the columns are fetched here, `loss_tokens` is written to the plane,
                                                  and what comes back is the meta with one more field
 
-Only names travel between caller and callee; the bytes go straight between the plane and the place where the function
-runs. The first positional argument may be columns, a `BatchMeta`, a `Lease` (then the write is fenced by it), or
-TransferQueue's `KVBatchMeta` or columnar `BatchMeta` (then the answer is one too; see transfer_queue_meta.py). A returned dict is columns to be written; anything else is handed to the caller as it is. Bodies may be sync or async;
-sync bodies run in a thread, so they never hold up the event loop. From a thread without an event loop, a sync function
-called with a meta blocks until it is done. In a process that is not the plane's: bridge_elsewhere.py.
+Only names travel between caller and callee; the bytes go straight between the plane and the place where the function runs.
+
+| argument | becomes | the answer |
+|---|---|---|
+| columns (or anything else) | itself | what the function returns |
+| `BatchMeta`, in any place: positional, by keyword, after `self` | its columns | a returned dict is written as columns; the meta with their names |
+| `Lease` | the columns of its rows | the same; the write is fenced by the lease |
+| TransferQueue's `KVBatchMeta` or columnar `BatchMeta` | its columns | a meta of its own kind (transfer_queue_meta.py) |
+
+A function with a parameter called `extra` gets a dict of what the meta carries as `extra` (TransferQueue: `extra_info`), unless the caller
+gives one. A meta of no rows becomes empty columns. What is returned and is no dict goes to the caller as it is. Bodies may be sync or
+async; sync bodies run in a thread, so they never hold up the event loop: there the call gives an awaitable. From a thread without an
+event loop, a sync function called with a meta blocks until it is done. In a process that is not the plane's: bridge_elsewhere.py.
 """
 
 from __future__ import annotations
@@ -21,11 +29,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
+
+import torch
 
 from understudy.dataplane.base import Columns, Lease
 from understudy.dataplane.columns import scatter
@@ -70,21 +80,35 @@ def serving(plane: ColumnPlace) -> Iterator[None]:
 
 def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Fetch `fields` (all the meta names, if none are given) before the call and write returned columns after it."""
+    if any(callable(field) for field in fields):
+        raise TypeError("@bridged takes the names of columns: write @bridged() or @bridged('tokens', …)")
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         is_async = inspect.iscoroutinefunction(function)
+        signature = inspect.signature(function)
+        extra = signature.parameters.get("extra")
+        takes_extra = extra is not None and extra.kind in (extra.POSITIONAL_OR_KEYWORD, extra.KEYWORD_ONLY)
 
         @functools.wraps(function)
-        def call(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (isinstance(batch, BatchMeta | Lease) or is_keyed(batch) or is_columnar(batch)):
-                return function(batch, *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            places: list[int | str] = [place for place, value in enumerate(args) if _names_rows(value)]
+            places += [name for name, value in kwargs.items() if _names_rows(value)]
+            if not places:
+                return function(*args, **kwargs)
+            if len(places) > 1:
+                raise DataPlaneError(
+                    f"{function.__name__} was called with the names of rows in {len(places)} arguments; one call works on one "
+                    "batch: fetch the others with plane.get, or join rows of one partition with BatchMeta.concat"
+                )
             here = _here.get()
             if here is None:
                 raise DataPlaneError(
                     f"{function.__name__} was called with the names of rows, and no data plane is at hand: "
                     "call it inside `with serving(plane):`, or with real columns"
                 )
-            work = _run(here.plane, function, is_async, fields, batch, args, kwargs)
+            wants_extra = takes_extra and "extra" not in signature.bind_partial(*args, **kwargs).arguments
+            invoke = _Invocation(function, args, kwargs, places[0], wants_extra)
+            work = _run(here.plane, invoke, is_async, fields)
             if is_async or _in_event_loop():
                 return work
             return asyncio.run_coroutine_threadsafe(work, here.loop).result()
@@ -92,6 +116,36 @@ def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return call
 
     return wrap
+
+
+def _names_rows(value: Any) -> bool:
+    return isinstance(value, BatchMeta | Lease) or is_keyed(value) or is_columnar(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Invocation:
+    """One call of a bridged function, and which of its arguments names rows."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: int | str
+    """A position or a keyword."""
+    wants_extra: bool
+
+    @property
+    def batch(self) -> Any:
+        return self.args[self.place] if isinstance(self.place, int) else self.kwargs[self.place]
+
+    def with_columns(self, columns: ColumnDict, extra: Mapping[str, Any]) -> Callable[[], Any]:
+        args, kwargs = list(self.args), dict(self.kwargs)
+        if isinstance(self.place, int):
+            args[self.place] = columns
+        else:
+            kwargs[self.place] = columns
+        if self.wants_extra:
+            kwargs["extra"] = dict(extra)
+        return functools.partial(self.function, *args, **kwargs)
 
 
 def _in_event_loop() -> bool:
@@ -102,25 +156,15 @@ def _in_event_loop() -> bool:
     return True
 
 
-async def _run(
-    plane: ColumnPlace,
-    function: Callable[..., Any],
-    is_async: bool,
-    fields: tuple[str, ...],
-    batch: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+async def _run(plane: ColumnPlace, invoke: _Invocation, is_async: bool, fields: tuple[str, ...]) -> Any:
+    batch = invoke.batch
     meta, lease = (batch.meta, batch) if isinstance(batch, Lease) else (batch, None)
     theirs = not isinstance(meta, BatchMeta)
     if theirs:
         meta = await named_by(plane, batch)
-    columns = await plane.get(meta, fields or None)
-    if is_async:
-        answer: Awaitable[Any] = function(columns, *args, **kwargs)
-    else:
-        answer = asyncio.to_thread(function, columns, *args, **kwargs)
-    result = await answer
+    columns = await plane.get(meta, fields or None) if len(meta) else _no_rows(fields or meta.fields)
+    body = invoke.with_columns(columns, meta.extra)
+    result = await (body() if is_async else asyncio.to_thread(body))
     if not isinstance(result, dict):
         return result
     cells = {name: scatter(name, column, len(meta)) for name, column in result.items()}
@@ -129,3 +173,11 @@ async def _run(
         await plane.put(meta.partition, rows, lease=lease)
     done = meta.but(fields=meta.fields + tuple(name for name in cells if name not in meta.fields))
     return await in_kind(plane, batch, done) if theirs else done
+
+
+def _no_rows(fields: Sequence[str]) -> ColumnDict:
+    """Columns of no rows. Their dtypes are not known, and a `Jagged` can be read like a list as well."""
+    return {
+        name: Jagged(torch.empty(0, dtype=torch.float32), torch.zeros(1, dtype=torch.int64))
+        for name in fields
+    }

@@ -49,6 +49,9 @@ def _is_theirs(batch: Any) -> bool:
 async def named_by(plane: Any, batch: Any) -> BatchMeta:
     """Our names of the rows of either meta."""
     names = plane if isinstance(plane, QueueNames) else None
+    if not len(batch):
+        fields = batch.fields if is_keyed(batch) else batch.field_names
+        return BatchMeta("", (), tuple(fields or ()), (), dict(batch.extra_info or {}))
     if is_keyed(batch):
         if batch.partition_id is None:
             raise DataPlaneError("a KVBatchMeta without partition_id names no rows; set it")
@@ -76,4 +79,8 @@ async def in_kind(plane: Any, batch: Any, meta: BatchMeta) -> Any:
     """What became of `batch`, as the kind of meta it is: with the columns `meta` has now."""
     if is_keyed(batch):
         return dataclasses.replace(batch, fields=list(meta.fields))
-    return await plane.columnar(meta)
+    if not len(meta):
+        return batch
+    answer = await plane.columnar(meta)
+    answer.update_extra_info(dict(meta.extra))
+    return answer

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from understudy.dataplane.base import DataPlane, Lease
+from understudy.dataplane.bridge import ColumnDict, bridged, serving
 from understudy.errors import DataPlaneError
 from understudy.trainers.batches import SIZES
 from understudy.trainers.windows import Windows
@@ -23,14 +24,9 @@ class RowAges:
 
     @staticmethod
     async def of(plane: DataPlane, lease: Lease, windows: Windows, step: int) -> RowAges:
-        ages, spans = [], []
-        sizes: Any = (await plane.get(lease.meta, (SIZES,)))[SIZES]
-        for row in sizes:
-            oldest, newest = row["oldest"], row["newest"]
-            # A row of which no token was generated (−1) has no age.
-            ages.append(max(0, windows.age(oldest, step)) if oldest >= 0 else 0)
-            spans.append(windows.published_at(newest) - windows.published_at(oldest))
-        return RowAges(tuple(lease.meta.keys), tuple(ages), tuple(spans))
+        with serving(plane):
+            ages, spans = await _ages_and_spans(lease, windows, step)
+        return RowAges(tuple(lease.meta.keys), ages, spans)
 
     def check(self, bound: int) -> None:
         """The bound holds by construction; a row beyond it means the construction is broken, and must not be trained."""
@@ -56,3 +52,17 @@ class RowAges:
             metrics[f"async/staleness/rows/{age}"] = float(len(rows))
             metrics[f"async/loss/age/{age}"] = sum(row_losses[i] for i in rows) / max(tokens, 1)
         return metrics
+
+
+@bridged(SIZES)
+async def _ages_and_spans(
+    columns: ColumnDict, windows: Windows, step: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ages, spans = [], []
+    sizes: Any = columns[SIZES]
+    for row in sizes:
+        oldest, newest = row["oldest"], row["newest"]
+        # A row of which no token was generated (−1) has no age.
+        ages.append(max(0, windows.age(oldest, step)) if oldest >= 0 else 0)
+        spans.append(windows.published_at(newest) - windows.published_at(oldest))
+    return tuple(ages), tuple(spans)

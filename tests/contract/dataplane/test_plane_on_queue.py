@@ -111,6 +111,11 @@ def test_transfer_queues_own_calls_and_metas_work_on_our_rows(tmp_path: Path) ->
     async def double(columns: Any) -> Any:
         return {"twice": [2 * length for length in columns["length"]]}
 
+    class Worker:
+        @bridged("length")
+        async def scale(self, factor: int, data: Any, extra: Any) -> Any:
+            return {"scaled": [factor * length + extra["plus"] for length in data["length"]]}
+
     async def body(plane: Any) -> None:
         for number, name in enumerate(keys(3)):
             await plane.put("train", {name: row(number)}, tags={name: {"n": number}})
@@ -127,10 +132,17 @@ def test_transfer_queues_own_calls_and_metas_work_on_our_rows(tmp_path: Path) ->
             columnar = await plane.columnar(lease.meta)
             doubled = await double(columnar)
             assert isinstance(doubled, transfer_queue.BatchMeta) and "twice" in doubled.field_names
+            columnar.update_extra_info({"plus": 1})
+            scaled = await Worker().scale(3, data=columnar)
+            assert isinstance(scaled, transfer_queue.BatchMeta) and "scaled" in scaled.field_names
+            assert scaled.get_extra_info("plus") == 1
+            assert isinstance(await count(transfer_queue.BatchMeta.empty()), transfer_queue.BatchMeta)
             blocking = await asyncio.to_thread(count, theirs.select_keys(keys(3)[:1]))
             assert blocking.keys == keys(3)[:1]
-        columns = await plane.get(lease.meta, ("length", "twice"))
-        assert columns == {"length": [200, 201, 202], "twice": [400, 402, 404]}
+        columns = await plane.get(lease.meta, ("length", "twice", "scaled"))
+        assert columns == {
+            "length": [200, 201, 202], "twice": [400, 402, 404], "scaled": [601, 604, 607],
+        }  # fmt: skip
         with pytest.raises(DataPlaneError, match="names no rows"), serving(plane):
             await count(transfer_queue.KVBatchMeta(keys=["a"], tags=[{}]))
 

@@ -1,6 +1,7 @@
 """Bridged functions: plain with columns, and by name with a meta; only names travel."""
 
 import asyncio
+import importlib.util
 import threading
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,125 @@ def test_a_lease_fences_the_write(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+class Meter:
+    """Functions on columns as methods, as a worker has them."""
+
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+    @bridged("tokens")
+    def measure(self, data: ColumnDict, plus: int = 0) -> ColumnDict:
+        return {"length": [len(row) * self.scale + plus for row in data["tokens"]]}
+
+    @bridged("tokens")
+    async def longest(self, data: ColumnDict) -> int:
+        return max(len(row) for row in data["tokens"]) * self.scale
+
+    @classmethod
+    @bridged("tokens")
+    async def rows(cls, data: ColumnDict) -> int:
+        return len(data["tokens"])
+
+
+@bridged("tokens")
+def after(scale: int, columns: ColumnDict) -> ColumnDict:
+    return {"length": [len(row) * scale for row in columns["tokens"]]}
+
+
+def test_methods_and_metas_in_any_argument(tmp_path: Path) -> None:
+    async def body(plane: EmbeddedDataPlane) -> None:
+        meta, meter = BatchMeta("train", KEYS, ("tokens",)), Meter(10)
+
+        async def lengths(told: Any) -> Any:
+            assert told == meta.but(fields=("tokens", "length"))
+            return (await plane.get(told, ("length",)))["length"]
+
+        with serving(plane):
+            assert await lengths(await meter.measure(meta)) == [20, 30]
+            assert await lengths(await meter.measure(data=meta, plus=1)) == [21, 31]
+            assert await lengths(await Meter.measure(Meter(2), meta, 1)) == [5, 7]
+            assert await lengths(await after(3, meta)) == [6, 9]
+            assert await lengths(await after(columns=meta, scale=4)) == [8, 12]
+            assert await lengths(await asyncio.to_thread(meter.measure, data=meta)) == [20, 30]
+            assert await meter.longest(meta) == 30 and await meter.longest(data=meta) == 30
+            assert await Meter.rows(data=meta) == 2
+            lease = await plane.claim("train", 2)
+            assert (await meter.measure(data=lease)).fields[-1] == "length"
+            await plane.release(lease)
+            with pytest.raises(LeaseLost):
+                await meter.measure(data=lease)
+
+    run(tmp_path, body)
+    columns: ColumnDict = {"tokens": Jagged.from_rows([torch.tensor([5, 6])])}
+    assert Meter(10).measure(columns) == Meter(10).measure(data=columns) == {"length": [20]}
+
+
+@bridged("tokens")
+def scaled(columns: ColumnDict, extra: dict[str, Any] | None = None) -> ColumnDict:
+    factor = (extra or {}).get("factor", 1)
+    return {"length": [len(row) * factor for row in columns["tokens"]]}
+
+
+@bridged("tokens")
+async def told(columns: ColumnDict, *, extra: dict[str, Any]) -> Any:
+    return list(extra.items())
+
+
+def test_what_the_meta_carries_besides_reaches_the_function_and_stays_in_the_answer(tmp_path: Path) -> None:
+    async def body(plane: EmbeddedDataPlane) -> None:
+        meta = BatchMeta("train", KEYS, ("tokens",), extra={"factor": 7})
+        with serving(plane):
+            answer = await scaled(meta)
+            assert answer.extra == {"factor": 7}
+            assert (await plane.get(answer, ("length",)))["length"] == [14, 21]
+            assert await told(meta) == [("factor", 7)]
+            assert await told(meta, extra={"own": 1}) == [("own", 1)], "the caller's own comes first"
+            assert (await scaled(meta, {"factor": 2})).fields[-1] == "length"
+            assert (await plane.get(answer, ("length",)))["length"] == [4, 6]
+
+    run(tmp_path, body)
+
+
+def test_a_meta_of_no_rows_gives_empty_columns(tmp_path: Path) -> None:
+    async def body(plane: EmbeddedDataPlane) -> None:
+        nothing = BatchMeta("train", (), ("tokens",))
+        with serving(plane):
+            assert await count(nothing) == nothing.but(fields=("tokens", "length", "doubled", "half"))
+            assert await total(nothing) == 0
+            assert await after(2, BatchMeta("train", ())) == BatchMeta("train", (), ("length",))
+
+    run(tmp_path, body)
+
+
+def test_transfer_queues_keyed_metas_are_found_in_any_argument(tmp_path: Path) -> None:
+    queue = pytest.importorskip("transfer_queue")
+
+    async def body(plane: EmbeddedDataPlane) -> None:
+        theirs = queue.KVBatchMeta(
+            keys=list(KEYS), tags=[{}, {}], partition_id="train", fields=["tokens"], extra_info={"factor": 3}
+        )
+        with serving(plane):
+            answer = await Meter(10).measure(data=theirs)
+            assert isinstance(answer, queue.KVBatchMeta) and answer.fields == ["tokens", "length"]
+            assert answer.extra_info == {"factor": 3} and await told(theirs) == [("factor", 3)]
+            assert (await after(2, theirs)).keys == list(KEYS)
+            none = queue.KVBatchMeta(keys=[], tags=[])
+            assert (await after(2, none)).fields == ["length"]
+            assert (await after(columns=queue.BatchMeta.empty(), scale=2)).size == 0
+
+    run(tmp_path, body)
+
+
 def test_wrong_uses_say_what_to_do(tmp_path: Path) -> None:
     meta = BatchMeta("train", KEYS)
     with pytest.raises(DataPlaneError, match="serving"):
         count(meta)
+    with pytest.raises(DataPlaneError, match="serving"):
+        Meter(1).measure(data=meta)
+    with pytest.raises(TypeError, match=r"write @bridged\(\)"):
+        bridged(count)  # type: ignore[arg-type]
+    with pytest.raises(DataPlaneError, match="in 2 arguments; one call works on one batch"):
+        count(meta, meta)
 
     @bridged("tokens")
     def short(columns: ColumnDict) -> ColumnDict:
@@ -132,3 +248,15 @@ def test_wrong_uses_say_what_to_do(tmp_path: Path) -> None:
                 await number(meta)
 
     run(tmp_path, body)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    path = Path(__file__).parents[3] / "examples" / "bridged_columns.py"
+    spec = importlib.util.spec_from_file_location("bridged_columns", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    found = asyncio.run(example.main(tmp_path))
+    assert found["fields"] == ("advantage", "confidence") and found["rows of an empty batch"] == 0
+    assert found["advantage"] == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0, 0.0], abs=1e-5)
+    assert found["confidence"] == [-0.5, -1.0, -1.5, -2.0]
