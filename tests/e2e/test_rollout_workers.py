@@ -58,3 +58,5 @@ def test_a_step_says_where_its_rollouts_time_went(recipe: Callable[..., dict[str
     assert line["time/rollout/generate/max"] <= line["time/rollout/loop/max"]
     assert line["time/rollout/slowest/key"].startswith("00000-")
     assert line["time/rollout/slowest/score"] > 0
+    assert line["time/rollout/slowest/prompt_length"] > 0
+    assert 0 < line["time/rollout/slowest/response_length"] <= line["response_length/max"]

@@ -58,6 +58,7 @@ class BatchTimings:
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, float]] = {}
+        self._lengths: dict[str, tuple[int, int]] = {}
 
     def add(self, key: str, seconds: Mapping[str, float]) -> None:
         """More seconds of a row; an activity named twice adds up."""
@@ -65,12 +66,17 @@ class BatchTimings:
         for activity, value in seconds.items():
             spent[activity] = spent.get(activity, 0.0) + value
 
+    def lengths(self, key: str, tokens: int, written: int) -> None:
+        """How long a row is, and how many of its tokens the student wrote."""
+        self._lengths[key] = (tokens - written, written)
+
     def during(self, key: str, activity: str) -> AbstractContextManager[None]:
         return _During(self, key, activity)
 
     def take(self) -> dict[str, float | str]:
         """`time/rollout/{activity}/{min,mean,max}`, and `time/rollout/slowest/…` of the row that took longest in all."""
         rows, self._rows = self._rows, {}
+        lengths, self._lengths = self._lengths, {}
         summary: dict[str, float | str] = {}
         for activity in sorted({activity for spent in rows.values() for activity in spent}):
             values = [spent[activity] for spent in rows.values() if activity in spent]
@@ -86,6 +92,10 @@ class BatchTimings:
             summary |= {
                 f"time/rollout/slowest/{activity}": value for activity, value in sorted(rows[slowest].items())
             }
+            if slowest in lengths:
+                read, written = lengths[slowest]
+                summary["time/rollout/slowest/prompt_length"] = float(read)
+                summary["time/rollout/slowest/response_length"] = float(written)
         return summary
 
 

@@ -58,6 +58,7 @@ async def roll_out(system: System, prompt: Prompt, session: int, gather: Gather)
             raise timed(error, clock, f"agent loop timed out: {key}", limit) from error
         for one in outputs:
             system.timings.add(one.key, one.extra.get("seconds", {}))
+            system.timings.lengths(one.key, len(one.tokens), int(one.loss_mask.sum()))
         # No due time: the loop left a generation running behind it, which stopped the clock.
         left = limit if due is None else due - asyncio.get_running_loop().time()
         return [await _judged(system, prompt, one, left) for one in outputs]
@@ -97,6 +98,9 @@ async def roll_out_far(
                 kept = await workers.roll_out(prompt, context, tags_of, system.timings.add)
     except Exception as error:
         raise timed(error, clock, f"{what} timed out: {key}", limit) from error
+    for row in kept:
+        if isinstance(row, FarRow):
+            system.timings.lengths(row.key, row.tokens, row.loss)
     return [row if isinstance(row, FarRow) else Failed(row.key, SampleFailed(row.failed)) for row in kept]
 
 
