@@ -168,6 +168,7 @@ _CALLED: dict[str, str] = {
         "reward_funcs reward_fn reward_function reward_model reward_manager remote_rm_url reward_pretrain reward_fn_key "
         "custom_reward_function.path custom_reward_function.name"
     ),
+    "`run.rollout_dump_every` writes the rows of every so many steps as text to the run directory": "rollout_data_dir",
     # The objective.
     "loss.kind": "loss_mode divergence loss.type loss.name",
     "`loss.kind` is the divergence, `loss.reduction` how tokens are averaged": "loss_type",
@@ -177,6 +178,8 @@ _CALLED: dict[str, str] = {
     "loss.distill_coef": "distillation_loss_coef teacher_tau",
     "`loss.task_coef` above 0 adds a policy loss on task rewards; the default, 0, distils alone": "use_task_rewards",
     "loss.per_token_clamp": "jsd_token_clip",
+    "loss.loss_max_clamp": "loss_max_clamp",
+    "loss.log_prob_min_clamp": "log_prob_min_clamp",
     _ON_POLICY: "lmbda seq_kd sft_alpha",
     "loss.reduction": "loss_agg_mode",
     "loss.advantage": "adv_estimator advantage_estimator",

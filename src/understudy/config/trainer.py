@@ -170,3 +170,5 @@ class RunConfig(Section):
     CPU, `fast` on a GPU."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of the trainer; all cores when not set."""
+    rollout_dump_every: Annotated[int, Field(ge=0)] = 0
+    """Write the rows of every so many steps as text to `rollouts/STEP.jsonl` in the run directory; 0: never."""

@@ -7,6 +7,7 @@ RUN/
   waits.json         what the run waits for now, refreshed while it lives (`understudy doctor RUN`)
   spans.jsonl        who did what when (produce, score, update, publish, …)
   samples.jsonl      held-out rollouts of each evaluation
+  rollouts/          STEP.jsonl: the rows a step was trained on, as text (`run.rollout_dump_every`)
   dataplane/         journal.sqlite: rows, leases and the ledger; dead_letters.jsonl: rows that failed, with the reason
   loggers/           what tensorboard, wandb, trackio and mlflow write, where they were asked for
   refused.jsonl      rows whose loss or gradient was not finite, where there were any
@@ -89,6 +90,10 @@ class RunDir:
     @property
     def samples(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
 
     @property
     def dataplane(self) -> Path:

@@ -84,6 +84,7 @@ ACCEPTED: Mapping[str, str] = {
     "cluster.*": "where processes sit",
     "run.threads": _ROUNDING,
     "run.loggers": "who else is told",
+    "run.rollout_dump_every": "what is written for people to read",
     "run.name": "a name",
     "run.note": "words for a reader",
 }

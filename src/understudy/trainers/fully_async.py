@@ -62,6 +62,7 @@ from understudy.trainers.produce import produce_step
 from understudy.trainers.production import Production
 from understudy.trainers.refused import keep_weights
 from understudy.trainers.resume import checkpoint_due, save_checkpoint
+from understudy.trainers.rollout_dump import with_rollout_dump
 from understudy.trainers.slots import Slots
 from understudy.trainers.staleness import RowAges
 from understudy.trainers.sync import publish
@@ -258,7 +259,7 @@ class _AsyncRun:
         ages = await RowAges.of(system.plane, lease, self.windows, step)
         ages.check(self.windows.oldest)
         with spans.span("update", step=step):
-            result = await update(system, batch)
+            result = await with_rollout_dump(system, lease, step, update(system, batch))
         point("async.after_update")
         await system.plane.ack(lease, step)
         removed = removal_metrics(system)

@@ -23,6 +23,7 @@ from understudy.trainers.interrupts import Abandoned, Interrupts
 from understudy.trainers.next_prompts import with_next_prompts
 from understudy.trainers.refused import keep_weights
 from understudy.trainers.resume import checkpoint_due, save_checkpoint
+from understudy.trainers.rollout_dump import with_rollout_dump
 from understudy.trainers.system import System
 from understudy.trainers.teachers import teacher_metrics
 from understudy.trainers.update import claim_batch, step_metrics, update
@@ -85,7 +86,8 @@ async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, An
         lease, batch, metrics = await stop.waiting(claim_batch(system, step))
     queue_depth = (await system.plane.depth("train")).rows
     with spans.span("update", step=step):
-        result = await with_next_prompts(system, update(system, batch))
+        work = with_next_prompts(system, update(system, batch))
+        result = await with_rollout_dump(system, lease, step, work)
     point("sync.after_update")
     await system.plane.ack(lease, step)
     point("sync.after_ack")

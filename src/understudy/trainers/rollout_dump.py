@@ -1,0 +1,104 @@
+"""`run.rollout_dump_every`: the rows a step is trained on, as text, in `rollouts/STEP.jsonl`.
+
+One JSON object a row, in the order of the batch:
+
+| key | is |
+|---|---|
+| `key`, `prompt`, `completion` | the row, what the student was given, and everything after it (tools' answers included), special tokens shown |
+| `reward`, `stop_reason`, `turns`, `tokens` | as journalled; `tokens` counts those the student wrote |
+| `teacher`, `kl` | who judged it, and the mean of log q(y) - log p(y) over the written tokens, q as sampled |
+
+Rows are read from the data plane, wherever their columns lie, and decoded in a thread while the update runs. They leave the plane
+with their ack, so the file is there before it. A step that is made again after a resume replaces its file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from understudy.dataplane.base import Lease
+from understudy.dataplane.bridge import ColumnDict, bridged, serving
+from understudy.observability.rundir import write_atomically
+from understudy.trainers.batches import SCORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from understudy.trainers.system import System
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+_WRITTEN = ("tokens", "loss_mask", "behaviour_logprobs", "reward", "stop_reason", "turns")
+_JUDGED = (SCORED, "teacher_logprobs")
+
+
+class RolloutDump:
+    """Turns rows into text. Works in a thread, beside a renderer that encodes: neither changes the tokenizer's settings."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    @bridged()
+    def lines(self, keys: Sequence[str], columns: ColumnDict) -> list[str]:
+        """One line of JSON for each row."""
+        found: dict[str, Any] = dict(columns)
+        names = tuple(found)
+        rows = zip(*(found[name] for name in names), strict=True)
+        return [
+            self._line(key, dict(zip(names, row, strict=True))) for key, row in zip(keys, rows, strict=True)
+        ]
+
+    def _line(self, key: str, row: dict[str, Any]) -> str:
+        tokens, mask = row["tokens"].tolist(), row["loss_mask"].numpy()
+        first = int(mask.argmax()) if mask.any() else len(tokens)
+        told: dict[str, Any] = {
+            "key": key,
+            "prompt": self._tokenizer.decode(tokens[:first]),
+            "completion": self._tokenizer.decode(tokens[first:]),
+            "reward": row["reward"],
+            "stop_reason": row["stop_reason"],
+            "turns": row["turns"],
+            "tokens": int(np.count_nonzero(mask)),
+        }
+        if SCORED in row:
+            gaps = row["behaviour_logprobs"].numpy()[mask] - row["teacher_logprobs"].numpy()
+            mean = float(np.mean(gaps, dtype=np.float64)) if len(gaps) else math.nan
+            told |= {"teacher": row[SCORED], "kl": mean if math.isfinite(mean) else None}
+        return json.dumps(told, ensure_ascii=False)
+
+
+async def with_rollout_dump(system: System, lease: Lease, step: int, work: Awaitable[Result]) -> Result:
+    """What `work`, an update, gives; the step's rows are on disk by then, where this step is one to be written."""
+    every = system.recipe.run.rollout_dump_every
+    if not every or step % every:
+        return await work
+    dump = asyncio.create_task(_dump(system, lease, step))
+    try:
+        result = await work
+    except BaseException:
+        dump.cancel()
+        raise
+    await dump
+    return result
+
+
+async def _dump(system: System, lease: Lease, step: int) -> None:
+    """Trouble with the file costs the file, never the step."""
+    names = _WRITTEN if system.router is None else (*_WRITTEN, *_JUDGED)
+    try:
+        with serving(system.plane):
+            lines = await RolloutDump(system.tokenizer).lines(lease.meta.keys, lease.meta.but(fields=names))
+        system.run.rollouts.mkdir(exist_ok=True)
+        path = system.run.rollouts / f"{step:06d}.jsonl"
+        await asyncio.to_thread(write_atomically, path, "".join(f"{line}\n" for line in lines))
+    except Exception as error:
+        logger.warning("step %d: its rollouts could not be written as text: %s", step, error)
+        system.view.note(f"step {step}: its rollouts could not be written to {system.run.rollouts}: {error}")
