@@ -52,6 +52,9 @@ def test_answers_that_cannot_be_judged_are_unsolved(recipe: Make, held_out: str,
     assert Counter(letter["step"] for letter in letters) == {0: 24, 2: 24}
     reasons = Counter("no judge" in letter["reason"] for letter in letters)
     assert reasons == {True: 24, False: 24} and all(letter["partition"] == "eval" for letter in letters)
+    samples = [json.loads(line) for line in (run.dir / "samples.jsonl").read_text().splitlines()]
+    unjudged = [sample for sample in samples if sample["reward"] is None]
+    assert unjudged and all(sample["text"] and sample["stop_reason"] != "aborted" for sample in unjudged)
     report = audit(run.dir)
     assert report.balanced and report.dead == 48 and report.trained == 32
     assert json.loads((run.dir / "state.json").read_text())["dead_letters"] == 0, (

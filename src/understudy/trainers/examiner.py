@@ -43,6 +43,8 @@ class Failure:
     """"greedy" or "sampled"."""
     session: int
     error: Exception
+    written: Trajectory | None = None
+    """What the student wrote, where only judging it failed."""
 
     @property
     def reason(self) -> str:
@@ -103,18 +105,20 @@ class Examiner:
                 return result
 
             async with cohort.member():
+                written = None
                 try:
                     context = LoopContext(
                         generate, self.renderer, sampling, prompt.key, session, self.context
                     )
                     trajectories = await self.loops.of(prompt).run(prompt, context)
-                    return finite(await self.rewards.judge(prompt, trajectories[-1]))
+                    written = trajectories[-1]
+                    return finite(await self.rewards.judge(prompt, written))
                 except _INFRASTRUCTURE:
                     raise
                 except Exception as error:
                     if any(error is one for one in broken):
                         raise
-                    return Failure(prompt, asked, session, error)
+                    return Failure(prompt, asked, session, error, written)
 
         answers: list[Trajectory] = []
         for start in range(0, len(pairs), self.max_batch):
@@ -122,13 +126,15 @@ class Examiner:
             cohort = Cohort(len(chunk))
             found = await asyncio.gather(*(one(prompt, session, cohort) for prompt, session in chunk))
             self.failures.extend(entry for entry in found if isinstance(entry, Failure))
-            answers += [nothing(entry) if isinstance(entry, Failure) else entry for entry in found]
+            answers += [unjudged(entry) if isinstance(entry, Failure) else entry for entry in found]
             advance(len(chunk))
         return answers
 
 
-def nothing(failure: Failure) -> Trajectory:
-    """An empty answer without a reward, in the place of one that failed."""
+def unjudged(failure: Failure) -> Trajectory:
+    """An answer without a reward, in the place of one that failed: what was written, or nothing."""
+    if failure.written is not None:
+        return replace(failure.written, reward=None)
     tokens, versions = np.zeros(0, np.int32), np.zeros(0, np.int32)
     key, mask, logprobs = (
         row_key(failure.prompt.key, failure.session),
