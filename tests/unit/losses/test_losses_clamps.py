@@ -16,6 +16,7 @@ from understudy.losses.describe import describe_objective
 from understudy.losses.objective import Objective
 from understudy.losses.reduce import token_weights
 from understudy.trainers.build import objective_of
+from understudy.trainers.preflight import describe
 from understudy.types.loss import LossInputs, StudentHead, StudentLogits, metric_results
 
 FIGURES = json.loads((Path(__file__).parents[2] / "golden" / "verl_clamps.json").read_text())
@@ -145,4 +146,7 @@ def test_the_formula_shows_the_clamps() -> None:
     assert "A = −sg(clamp(r, ±2))" in advantage.formula
     discounted = describe_objective("k1", "sampled", policy_gradient=True, discount=0.5, loss_max_clamp=2.0)
     assert "sg(clamp(r, ±2))_s" in discounted.formula
+    table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}}
+    loss = {"tail": "drop", "clamp_at_zero": True, "loss_max_clamp": 10.0, "log_prob_min_clamp": -10.0}
+    assert describe(parse_recipe({**table, "loss": loss})).formula == verls.formula, "what `check` prints"
     assert "[clamp(r²/2, ±2)]" in describe_objective("mse", "sampled", loss_max_clamp=2.0).formula
