@@ -6,8 +6,11 @@ import argparse
 import os
 import secrets
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
+
+from understudy.config.models import Attention
 
 EXAMPLE = "understudy serve-teacher Qwen/Qwen3-8B --bind 127.0.0.1:8100"
 
@@ -43,7 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run a model's own code; needs --revision"
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that comes with the model; a hub id needs --revision",
+    )
+    parser.add_argument(
+        "--attention",
+        default="auto",
+        choices=get_args(Attention),
+        help="transformers' implementation; auto: sdpa, or eager where the model has no sdpa",
     )
 
 
@@ -73,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         "--max-batch-tokens", str(options.max_batch_tokens),
         "--max-length", str(options.max_length),
         "--threads", str(options.threads),
+        "--attention", options.attention,
     ]  # fmt: skip
     if options.compile:
         arguments.append("--compile")

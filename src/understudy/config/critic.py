@@ -8,7 +8,7 @@ from pydantic import Field
 
 from understudy.config.base import Section
 from understudy.config.devices import Device
-from understudy.config.models import DType
+from understudy.config.models import Attention, DType
 
 
 class CriticConfig(Section):
@@ -26,6 +26,8 @@ class CriticConfig(Section):
     """How far a value may move from the one before the step until its loss stops pulling."""
     only_steps: Annotated[int, Field(ge=0)] = 0
     """So many first steps train the critic alone; the student waits until its advantages mean something."""
+    attention: Attention | None = None
+    """`student.attention` when not set."""
     dtype: DType = "float32"
     gradient_checkpointing: bool = False
     process: bool = False
@@ -41,4 +43,6 @@ class ReferenceConfig(Section):
 
     model: str | None = None
     """Hub id or folder; the student as it starts when not set. It must share the student's tokens."""
+    attention: Attention | None = None
+    """`student.attention` when not set."""
     dtype: DType = "float32"

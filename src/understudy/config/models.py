@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -10,6 +11,9 @@ from understudy.config.base import Section
 from understudy.config.devices import Device
 
 DType = Literal["float32", "bfloat16", "float16"]
+Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"]
+"""Which of transformers' attention implementations computes a model. `auto`: `sdpa`, over packed rows where the model can, and `eager`
+where the model has no `sdpa` (soft caps, attention sinks). A name: that one, over padded rows."""
 
 
 class LoraConfig(Section):
@@ -31,8 +35,11 @@ class StudentConfig(Section):
     model: str
     """Hub id or folder of the student."""
     revision: str | None = None
-    """Pinned hub revision; needed when `trust_remote_code` is on."""
+    """Pinned hub revision; needed for a hub id when `trust_remote_code` is on."""
     trust_remote_code: bool = False
+    """Run the modeling code that comes with the model (`auto_map` in its config.json)."""
+    attention: Attention = "auto"
+    """For training, and for generation by `rollout.engine = "hf"`."""
     dtype: DType = "float32"
     """Of the weights in forward and backward; masters stay float32."""
     device: Device = "auto"
@@ -45,8 +52,7 @@ class StudentConfig(Section):
 
     @model_validator(mode="after")
     def _pinned_code(self) -> StudentConfig:
-        if self.trust_remote_code and not self.revision:
-            raise ValueError("trust_remote_code = true runs code from the hub: pin it with `revision`")
+        _check_code_is_pinned(self.model, self.trust_remote_code, self.revision)
         return self
 
 
@@ -54,8 +60,11 @@ class TeacherConfig(Section):
     model: str
     """Hub id or folder of the teacher; for an external vLLM or OpenAI-compatible server, the model it serves."""
     revision: str | None = None
-    """Pinned hub revision; needed when `trust_remote_code` is on."""
+    """Pinned hub revision; needed for a hub id when `trust_remote_code` is on."""
     trust_remote_code: bool = False
+    """Run the modeling code that comes with the model (`auto_map` in its config.json)."""
+    attention: Attention = "auto"
+    """For scoring, in processes that this run starts."""
     key: str | None = None
     """Rows whose routing column has this value; one teacher needs no key."""
     replicas: Annotated[int, Field(ge=0)] = 1
@@ -114,8 +123,7 @@ class TeacherConfig(Section):
             raise ValueError("placement = 'pool' needs `pool`, the name of one of [cluster.pools]")
         if self.placement != "pool" and self.pool:
             raise ValueError(f"`pool` = {self.pool!r} belongs to placement = 'pool'")
-        if self.trust_remote_code and not self.revision:
-            raise ValueError("trust_remote_code = true runs code from the hub: pin it with `revision`")
+        _check_code_is_pinned(self.model, self.trust_remote_code, self.revision)
         return self
 
     def _check_external(self) -> None:
@@ -163,5 +171,13 @@ class TeacherConfig(Section):
 
 _OF_OUR_PROCESSES = (
     "replicas", "ports", "tensor_parallel", "threads", "device", "dtype", "max_batch_tokens", "compile", "revision",
-    "trust_remote_code",
+    "trust_remote_code", "attention",
 )  # fmt: skip
+
+
+def _check_code_is_pinned(model: str, trusted: bool, revision: str | None) -> None:
+    """A folder's code changes only when its owner changes it; the hub's may change between two downloads."""
+    if trusted and not revision and not (Path(model).is_absolute() or Path(model).is_dir()):
+        raise ValueError(
+            f"trust_remote_code = true runs code from the hub, and {model!r} is no folder here: pin it with `revision`"
+        )

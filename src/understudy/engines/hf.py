@@ -31,6 +31,7 @@ from understudy.engines.fused_decode import fuse_decoding
 from understudy.engines.fused_norm import fuse_norms
 from understudy.engines.key_values import KeptAs
 from understudy.engines.padded import PaddedBatch
+from understudy.engines.rotary_border import crossing, rotary_border
 from understudy.engines.schedule import Batching, Call, Scheduler
 from understudy.engines.slots import SlotBatch, SlotPool, pool_bytes, pool_fits
 from understudy.engines.writing import Detokenize, Row, RowBatch, Writing
@@ -133,6 +134,9 @@ class HFEngine:
                 f"the hf engine cannot generate with {type(model).__name__}: it has {', '.join(other)} layers, and only "
                 f'{" and ".join(sorted(GROWING_LAYERS))} layers are supported; use another engine (rollout.engine = "vllm")'
             )
+        border = rotary_border(config.to_dict())
+        if border is not None and self._max_length > border:
+            raise EngineError(crossing(type(model).__name__, border, self._max_length))
         self._model = model.eval()
         self._vocab: int = model.get_input_embeddings().weight.shape[0]
         self._outputs: int = model.get_output_embeddings().weight.shape[0]
@@ -165,6 +169,8 @@ class HFEngine:
                 )
             return None
         problem = "" if pool_fits(model) else "its attention is not one the decode kernel knows"
+        if not problem and (attention := model.config._attn_implementation) != "sdpa":
+            problem = f"attention = {attention!r} was chosen, and slots have a decode kernel of their own"
         if not problem and narrow and not _multiplies_fp8(self._device):
             problem = f"fp8 needs compute capability 8.9, {torch.cuda.get_device_name(self._device)} has less"
         if not problem and self._device.type == "cuda":

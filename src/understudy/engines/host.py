@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from understudy.engines.adapters import AdaptedModel
@@ -29,6 +29,7 @@ from understudy.engines.group_backend import gpu_id
 from understudy.engines.hf import HFEngine
 from understudy.engines.host_app import HostApp
 from understudy.engines.key_values import KeptAs
+from understudy.engines.pretrained import AUTO, CannotLoadError, load_causal_lm
 from understudy.engines.repeatable import keep_to_repeatable
 from understudy.engines.schedule import Batching
 from understudy.engines.writing import Detokenize
@@ -64,8 +65,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weights", type=Path, help="the folder snapshots of new weights appear in")
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run a model's own code; needs --revision"
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that comes with the model; a hub id needs --revision",
     )
+    parser.add_argument("--attention", default=AUTO, help="auto, or one of transformers' implementations")
     parser.add_argument("--ready-file", type=Path, help='written when able to write: {"url": …, "pid": …}')
     parser.add_argument("--watch-fd", type=int, help="exit when this inherited pipe closes")
     return parser.parse_args(argv)
@@ -80,18 +84,9 @@ def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
         )
     options = {"trust_remote_code": args.trust_remote_code, "revision": args.revision}
     try:
-        config = AutoConfig.from_pretrained(args.model, **options)
-        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-        model = AutoModelForCausalLM.from_pretrained(
-            args.model,
-            dtype=DTYPES[args.dtype],
-            attn_implementation="eager" if capped else "sdpa",
-            use_safetensors=True,
-            **options,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().split("\n", 1)[0]
-        raise EngineError(f"the model {args.model} cannot be loaded: {first}") from error
+        model = load_causal_lm(args.model, dtype=DTYPES[args.dtype], attention=args.attention, **options)
+    except CannotLoadError as error:
+        raise EngineError(f"the model {args.model} cannot be loaded: {error}") from error
     # The parameters keep requires_grad, as the trained ones do: without it torch picks other kernels, and other last bits.
     engine = HFEngine(
         model,

@@ -71,9 +71,11 @@ class StudentForward(nn.Module):
 
 def choose_layout(model: PreTrainedModel, wanted: Layout | None = None) -> Layout:
     """Packed where the model keeps packed rows apart, padded elsewhere. On a GPU only half precision is packed, which is what
-    the variable-length kernel takes; on a CPU laying rows side by side for attention costs less than reading filling."""
+    the variable-length kernel takes; on a CPU laying rows side by side for attention costs less than reading filling. A model that
+    was loaded with another attention than `sdpa` keeps it, over padded rows."""
     weight = output_layer(model).weight
     pays = not weight.is_cuda or weight.dtype in (torch.float16, torch.bfloat16)
+    pays = pays and model.config._attn_implementation in ("sdpa", VARLEN)
     if wanted is Layout.PADDED or (wanted is None and not pays):
         return Layout.PADDED
     if keeps_rows_apart(model):

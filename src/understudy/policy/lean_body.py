@@ -20,6 +20,7 @@ SMALL = 1 << 22
 """Parameters. With larger products what is saved here no longer shows, and more is kept for the gradient."""
 BODIES = {"LlamaModel", "Qwen3Model"}
 LAYERS = {"LlamaDecoderLayer", "Qwen3DecoderLayer"}
+SILU = {"SiLU", "SiLUActivation"}
 
 
 def lean_states(
@@ -100,7 +101,8 @@ def is_known(body: Any) -> bool:
         return False
     config = body.config
     plain = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    silu = getattr(config, "hidden_act", None) in ("silu", "swish")
+    # Code that comes with a model may build another activation than its configuration names.
+    silu = all(type(layer.mlp.act_fn).__name__ in SILU for layer in body.layers)
     checkpointed = any(layer.gradient_checkpointing for layer in body.layers)
     if not plain or not silu or checkpointed:
         return False

@@ -7,15 +7,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from understudy.engines.pretrained import AUTO, CannotLoadError, load_causal_lm
 from understudy.errors import DataError, PolicyError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -41,11 +35,9 @@ def load_student(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     revision: str | None = None,
-    attn: str = "sdpa",
+    attention: str = AUTO,
 ) -> Student:
     """Loads model and tokenizer. Dropout is off: the student is trained on exactly the distribution it samples from.
-
-    Only safetensors weights are read, because the older format can run code.
 
     `trust_remote_code` runs code from the hub and therefore needs a pinned `revision` (or a local folder).
     """
@@ -54,18 +46,16 @@ def load_student(
         raise PolicyError(
             f"trust_remote_code for {path_or_hub_id} runs code from the hub: pin it with `revision`"
         )
-    options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        config = AutoConfig.from_pretrained(path_or_hub_id, **options)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = load_causal_lm(
             path_or_hub_id,
             dtype=resolve_dtype(dtype),
-            attn_implementation=_attention(config, attn),
-            use_safetensors=True,
-            **options,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise PolicyError(f"the student {path_or_hub_id} cannot be loaded: {_first_line(error)}") from error
+    except CannotLoadError as error:
+        raise PolicyError(f"the student {path_or_hub_id} cannot be loaded: {error}") from error
     switch_off_dropout(model)
     model.to(device)
     model.train()
@@ -114,22 +104,9 @@ def switch_off_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in (
-            "attention_dropout",
-            "dropout",
-            "activation_dropout",
-            "hidden_dropout",
-            "resid_dropout",
-            "attn_dropout",
-        ):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
-
-
-def _attention(config: PretrainedConfig, wanted: str) -> str:
-    """SDPA has no soft cap on attention scores: a model with one is computed by its own eager code instead."""
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    return "eager" if wanted == "sdpa" and capped else wanted
 
 
 def _require_source(path_or_hub_id: str) -> None:

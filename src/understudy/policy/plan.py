@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from transformers import PreTrainedModel
+
+from understudy.engines.rotary_border import rotary_border
+from understudy.policy.lanes import Lanes
 from understudy.policy.microbatch import Layout, plan_microbatches
 from understudy.policy.shard import deal_rows
 
@@ -31,6 +35,26 @@ class Plan:
         """(rows, whether they count), `rounds` times."""
         for index in range(self.rounds):
             yield (self.mine[index], True) if index < len(self.mine) else (self.company, False)
+
+
+def border_of(model: PreTrainedModel) -> int | None:
+    """The length on whose two sides rows may not share a pass (`engines/rotary_border.py`)."""
+    return rotary_border(model.config.get_text_config().to_dict())
+
+
+def lanes_of(count: int, border: int | None) -> Lanes:
+    """One, where a border is: threads would change the rotary frequencies of each other's passes."""
+    return Lanes(count if border is None else 1)
+
+
+def by_length(groups: Sequence[str], lengths: Sequence[int], rotary_border: int | None) -> Sequence[str]:
+    """`groups`, each split in two where there is a border."""
+    if rotary_border is None:
+        return groups
+    return [
+        f"{group}/{'long' if length > rotary_border else 'short'}"
+        for group, length in zip(groups, lengths, strict=True)
+    ]
 
 
 def plan_step(

@@ -37,7 +37,6 @@ from understudy.policy.forward import (
 )
 from understudy.policy.head import output_layer, verify_head
 from understudy.policy.head_start import HeadStart, HeadStarts
-from understudy.policy.lanes import Lanes
 from understudy.policy.load import context_length, switch_off_dropout
 from understudy.policy.lora import (
     adapter_tensors,
@@ -47,7 +46,7 @@ from understudy.policy.lora import (
     merged_weights,
 )
 from understudy.policy.optimizer import MasterAdamW, assign
-from understudy.policy.plan import Plan, plan_step
+from understudy.policy.plan import Plan, border_of, by_length, lanes_of, plan_step
 from understudy.policy.rows import hold_rows, row_sums, trainable_rows
 from understudy.policy.shard import Alone, Ranks, whole
 from understudy.policy.state import PolicyState, random_state, restore_random_state, unique_tensors
@@ -79,7 +78,8 @@ class Policy:
         self.ranks: Ranks = ranks or Alone()
         if settings.lanes > 1 and (self.ranks.size > 1 or settings.compile):
             raise PolicyError("lanes are for a student on one rank whose layers are not compiled")
-        self.lanes = Lanes(settings.lanes)
+        self.rotary_border = border_of(model)
+        self.lanes = lanes_of(settings.lanes, self.rotary_border)
         self.step = 0
         """Trainer steps behind it."""
         self.updates = 0
@@ -377,7 +377,7 @@ class Policy:
             rows,
             lengths,
             assembler.keys,
-            assembler.groups(),
+            by_length(assembler.groups(), lengths, self.rotary_border),
             max_tokens,
             self.layout,
             self.ranks.rank,

@@ -9,9 +9,8 @@ from understudy.errors import PolicyError
 from understudy.policy.assemble import Assembler
 from understudy.policy.forward import StudentForward, attention_for, choose_layout, sampled_logprobs
 from understudy.policy.head import verify_head
-from understudy.policy.lanes import Lanes
 from understudy.policy.load import switch_off_dropout
-from understudy.policy.plan import plan_step
+from understudy.policy.plan import border_of, by_length, lanes_of, plan_step
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 
@@ -27,7 +26,8 @@ class FrozenModel:
         self.model = model
         self.layout = choose_layout(model)
         self.forward = StudentForward(model)
-        self.lanes = Lanes(lanes)
+        self.rotary_border = border_of(model)
+        self.lanes = lanes_of(lanes, self.rotary_border)
 
     @torch.no_grad()
     def logprobs(
@@ -50,7 +50,7 @@ class FrozenModel:
             rows,
             lengths,
             batch.keys,
-            assembler.groups(),
+            by_length(assembler.groups(), lengths, self.rotary_border),
             max_tokens_per_microbatch,
             self.layout,
             lanes=self.lanes.count,

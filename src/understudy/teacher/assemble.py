@@ -82,6 +82,7 @@ def _loaded(args: argparse.Namespace) -> FrozenModel:
         device=device,
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
+        attention=args.attention,
     )
 
 

@@ -63,6 +63,9 @@ class Body:
         self.share_prefixes = share_prefixes
         self.budget = budget
         self._own_attention = frozen.model.config._attn_implementation
+        self.rotary_border = frozen.rotary_border
+        if layout is Layout.AUTO and self._own_attention != "sdpa":
+            self.layout = Layout.PADDED  # packing would replace the attention that was chosen
         self._attention = self._own_attention
         dtype = next(frozen.model.parameters()).dtype
         self._groups = takes_groups(frozen.device, dtype, frozen.config, learns=False)
@@ -74,6 +77,19 @@ class Body:
 
     def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
         """Cut the rows into micro-batches; a function of the request alone."""
+        if self.rotary_border is not None:
+            sides = (
+                [row for row in rows if (lengths_N[row] > self.rotary_border) == long]
+                for long in (False, True)
+            )
+            return [
+                batch for side in sides if side for batch in self._plan_together(request, side, lengths_N)
+            ]
+        return self._plan_together(request, rows, lengths_N)
+
+    def _plan_together(
+        self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray
+    ) -> list[MicroBatch]:
         singles = [Family((row,), 0) for row in rows]
         total = int(lengths_N[list(rows)].sum())
         if self.layout is not Layout.PADDED and not self._too_short_to_share(len(rows), total):

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
+from understudy.engines.pretrained import AUTO, CannotLoadError, load_causal_lm
+from understudy.engines.rotary_border import rotary_border
 from understudy.errors import TeacherError
 from understudy.teacher.vocabulary import SPECIAL, Vocabulary
 
@@ -39,6 +41,11 @@ class FrozenModel:
     def config(self) -> Any:
         return self.model.config.get_text_config()
 
+    @property
+    def rotary_border(self) -> int | None:
+        """Sequences on both sides of this length may not share a forward (`engines/rotary_border.py`)."""
+        return rotary_border(self.config.to_dict())
+
 
 def load_frozen(
     path: str,
@@ -47,30 +54,24 @@ def load_frozen(
     device: str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    attention: str = AUTO,
 ) -> FrozenModel:
-    """Load from a folder or a hub id; code that travels with weights runs only on request and at a pinned revision."""
-    if trust_remote_code and revision is None:
-        raise TeacherError(
-            f"{path}: trust_remote_code needs a pinned revision, or the code can change under you"
-        )
+    """Load from a folder or a hub id; code that comes with a model runs only on request, from the hub at a pinned revision."""
+    if trust_remote_code and revision is None and not Path(path).is_dir():
+        raise TeacherError(f"trust_remote_code for {path} runs code from the hub: pin it with a revision")
     if dtype not in DTYPES:
         raise TeacherError(f"dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
     if looks_like_folder(path) and not (Path(path) / "config.json").is_file():
         raise TeacherError(f"no model at {path}: expected a folder with config.json and *.safetensors")
     try:
-        config = AutoConfig.from_pretrained(
-            path, revision=revision, trust_remote_code=False
-        ).get_text_config()
-        capped = getattr(config, "attn_logit_softcapping", None) is not None
-        model = AutoModelForCausalLM.from_pretrained(
+        model = load_causal_lm(
             path,
             dtype=DTYPES[dtype],
-            attn_implementation="eager" if capped else "sdpa",  # SDPA cannot cap attention scores
-            revision=revision,
+            attention=attention,
             trust_remote_code=trust_remote_code,
-            use_safetensors=True,
+            revision=revision,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except CannotLoadError as error:
         raise TeacherError(f"cannot load the teacher model {path}: {error}") from error
     model.to(device).eval().requires_grad_(False)
     config = model.config.get_text_config()
@@ -100,12 +101,6 @@ def weights_sha256(model: Any) -> str:
         for part in tensor.reshape(-1).contiguous().view(torch.uint8).split(64 << 20):
             total.update(part.cpu().numpy())
     return total.hexdigest()
-
-
-def context_length(path: str) -> int:
-    """How many tokens a model can hold, from its configuration alone."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-    return int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0) or 1 << 30)
 
 
 def vocabulary_of(model: str) -> Vocabulary:

@@ -155,7 +155,7 @@ class Scorer:
         place_N = np.zeros(len(request), dtype=np.int64)
         place_N[group.rows] = exclusive_cumsum(counts_N[group.rows])
         flat_P = request.flat_positions_P
-        lengths_N = _needed_lengths(request)
+        lengths_N = _needed_lengths(request, self.body.rotary_border)
         named = named_ids(request, group)
         judged_rows = [row for row in group.rows if counts_N[row]]
         parts = []
@@ -302,13 +302,18 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _needed_lengths(request: ScoreRequest) -> np.ndarray:
+def _needed_lengths(request: ScoreRequest, rotary_border: int | None = None) -> np.ndarray:
     """int64 [N]: how many tokens of each sequence the model must read. Nothing after the state that predicts the
-    last judged token matters, so that token itself is never read."""
+    last judged token matters, so that token itself is never read; but a sequence beyond `rotary_border` is read beyond it,
+    because its length decides how it is rotated."""
     lengths_N = np.zeros(len(request), dtype=np.int64)
     judged = np.flatnonzero(request.position_counts_N)
     ends_N = np.cumsum(request.position_counts_N, dtype=np.int64)
     lengths_N[judged] = request.positions_P[ends_N[judged] - 1]
+    if rotary_border is not None:
+        whole_N = np.diff(request.starts_N, append=len(request.tokens_T))
+        beyond = judged[whole_N[judged] > rotary_border]
+        lengths_N[beyond] = np.maximum(lengths_N[beyond], rotary_border + 1)
     return lengths_N
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
+from understudy.engines.pretrained import AUTO
 from understudy.errors import UnderstudyError
 from understudy.serving.bind import StartError, bind_socket, url_of
 from understudy.serving.child import end_with_launcher, write_ready_file
@@ -58,8 +59,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers (faster on GPUs)")
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run a model's own code; needs --revision"
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that comes with the model; a hub id needs --revision",
     )
+    parser.add_argument("--attention", default=AUTO, help="auto, or one of transformers' implementations")
     parser.add_argument(
         "--max-length", type=int, default=0, help="tokens of one sequence; 0: what the model holds"
     )

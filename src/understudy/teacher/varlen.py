@@ -53,8 +53,8 @@ def varlen_attention(
 
     `groups` (on the host) says which neighbouring segments are equally long, and promises that each sees itself only.
     """
-    if softcap is not None or attention_mask is not None:
-        raise ValueError("packed attention knows neither soft-capping nor masks")
+    if softcap is not None or attention_mask is not None or others.get("s_aux") is not None:
+        raise ValueError("packed attention knows no soft caps, no attention sinks and no masks")
     query_THD, key_NHD, value_NHD = (x.squeeze(0).transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD))
     if key_places is not None:
         key_NHD, value_NHD = key_NHD[key_places], value_NHD[key_places]

@@ -326,6 +326,7 @@ def load_student_of(recipe: Recipe) -> LoadedModel:
         device=student.device,
         trust_remote_code=student.trust_remote_code,
         revision=student.revision,
+        attention=student.attention,
     )
 
 

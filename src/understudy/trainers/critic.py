@@ -112,6 +112,7 @@ def critic_of(recipe: Recipe, on_bad_rows: BadRows | None, device: str | None = 
         device=device or student.device,
         trust_remote_code=student.trust_remote_code,
         revision=student.revision if config.model is None else None,
+        attention=config.attention or student.attention,
     )
     settings = PolicySettings(
         schedule=Schedule(
@@ -138,6 +139,7 @@ def reference_of(recipe: Recipe) -> FrozenModel | None:
         device=student.device,
         trust_remote_code=student.trust_remote_code and not own,
         revision=None if own else student.revision,
+        attention=(config.attention if config is not None else None) or student.attention,
     )
     return FrozenModel(loaded.model, lanes_of(recipe))
 

@@ -30,6 +30,7 @@ from understudy.engines.hf import HFEngine
 from understudy.engines.key_values import KeptAs
 from understudy.engines.remote import RemoteEngine
 from understudy.engines.restarts import Restarts
+from understudy.engines.rotary_border import crossing
 from understudy.engines.schedule import Batching
 from understudy.engines.vllm import HostLauncher, VLLMSettings, start_vllm
 from understudy.errors import ConfigError
@@ -64,6 +65,8 @@ def context_of(recipe: Recipe, student: LoadedModel) -> int:
         raise ConfigError(
             f"rollout.context_length = {wanted}; {recipe.student.model} holds {student.context} tokens"
         )
+    if (border := student.rotary_border) is not None and (wanted or student.context) > border:
+        raise ConfigError(crossing(recipe.student.model, border, wanted or student.context))
     return wanted or student.context
 
 

@@ -132,7 +132,7 @@ async def evaluate_model(
     budget = max_new_tokens or (recipe.rollout.max_new_tokens if recipe else 256)
     max_batch = recipe.rollout.max_batch if recipe else _MAX_BATCH
     rollout = recipe.rollout if recipe else RolloutConfig()
-    context = min(rollout.context_length or student.context, student.context)
+    context = min(rollout.context_length or student.context, student.steady_context)
     engine = student.engine(max_batch, max_length=context)
     renderer = Renderer(
         student.tokenizer,
@@ -192,6 +192,7 @@ def _student_of(recipe: Recipe) -> LoadedModel:
         device=here,
         trust_remote_code=student.trust_remote_code,
         revision=student.revision,
+        attention=student.attention,
     )
 
 
@@ -233,11 +234,17 @@ async def _teacher_accuracy(system: System) -> dict[str, float]:
         if not mine or teacher.placement == "external":
             continue
         loaded = await asyncio.to_thread(
-            load_model, teacher.model, dtype=teacher.dtype, device=teacher.device
+            load_model,
+            teacher.model,
+            dtype=teacher.dtype,
+            device=teacher.device,
+            trust_remote_code=teacher.trust_remote_code,
+            revision=teacher.revision,
+            attention=teacher.attention,
         )
         engine = loaded.engine(system.recipe.rollout.max_batch)
         examiner = Examiner(
-            engine, system.loops, system.rewards, system.renderer, system.sampling, loaded.context,
+            engine, system.loops, system.rewards, system.renderer, system.sampling, loaded.steady_context,
             system.recipe.rollout.max_batch,
         )  # fmt: skip
         text = f"evaluating teacher {name} on {len(mine)} held-out problems"

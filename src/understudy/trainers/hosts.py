@@ -14,6 +14,7 @@ from understudy.engines.hosted import HostedEngine
 from understudy.engines.hosted_delivery import WeightDelivery
 from understudy.engines.hosted_weights import Snapshots
 from understudy.engines.key_values import KeptAs
+from understudy.engines.pretrained import AUTO
 from understudy.engines.replicas import Endpoint
 from understudy.engines.restarts import Restarts
 from understudy.engines.schedule import Batching
@@ -45,6 +46,8 @@ class HostSettings:
     """How keys and values are kept."""
     trust_remote_code: bool = False
     revision: str | None = None
+    attention: str = AUTO
+    """Which of transformers' implementations, as in training."""
     address: str = "127.0.0.1"
     """Where it listens on this machine: at an address that others reach where workers elsewhere bring it tokens. On another machine it
     listens at that one's own."""
@@ -57,6 +60,7 @@ class HostSettings:
         words += ["--batching", self.batching.value, "--bind", f"{self.address}:0"]
         words += ["--deterministic"] if self.deterministic else []
         words += ["--trust-remote-code"] if self.trust_remote_code else []
+        words += ["--attention", self.attention] if self.attention != AUTO else []
         return words + (["--revision", self.revision] if self.revision else [])
 
 
@@ -154,6 +158,7 @@ async def hosts_of(
         kept_as=KeptAs(rollout.kv_cache),
         trust_remote_code=recipe.student.trust_remote_code,
         revision=recipe.student.revision,
+        attention=recipe.student.attention,
         address=launcher.address if writes_rows(recipe, launcher) and beside else "127.0.0.1",
     )
     env: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": one} for one in rollout.devices]

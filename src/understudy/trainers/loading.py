@@ -12,6 +12,8 @@ from transformers.utils import logging as transformers_logging
 
 from understudy.engines.hf import HFEngine, sharing_copy
 from understudy.engines.key_values import KeptAs
+from understudy.engines.pretrained import AUTO
+from understudy.engines.rotary_border import rotary_border
 from understudy.engines.schedule import Batching
 from understudy.errors import DataError
 from understudy.policy.load import load_student
@@ -27,6 +29,16 @@ class LoadedModel:
     device: torch.device
     stop_ids: tuple[int, ...]
     """Ids that end a turn: the generation config's, and the tokenizer's own EOS."""
+
+    @property
+    def rotary_border(self) -> int | None:
+        """The length beyond which its rotary embedding changes; None where it never does."""
+        return rotary_border(self.model.config.get_text_config().to_dict())
+
+    @property
+    def steady_context(self) -> int:
+        """Most tokens of a sequence that is generated: what the model holds, on the near side of that length."""
+        return min(self.context, self.rotary_border or self.context)
 
     @property
     def pad_id(self) -> int:
@@ -54,7 +66,7 @@ class LoadedModel:
             max_batch=max_batch,
             device=self.device,
             pad_id=self.pad_id,
-            max_length=max_length or self.context,
+            max_length=max_length or self.steady_context,
             batching=batching,
             detokenize=self.tokenizer.decode,
             kept_as=kept_as,
@@ -68,10 +80,11 @@ def load_model(
     device: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    attention: str = AUTO,
 ) -> LoadedModel:
     transformers_logging.disable_progress_bar()  # a run has its own display
     where = resolve_device(device)
-    student = load_student(name, dtype, where, trust_remote_code=trust_remote_code, revision=revision)
+    student = load_student(name, dtype, where, trust_remote_code, revision, attention)
     configured = student.model.generation_config.eos_token_id if student.model.generation_config else None
     stops = configured if isinstance(configured, list) else [configured]
     known = sorted({int(stop) for stop in [*stops, student.tokenizer.eos_token_id] if stop is not None})

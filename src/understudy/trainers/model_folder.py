@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.config.model_paths import nearest_folder
+from understudy.engines.rotary_border import rotary_border
 from understudy.errors import DataError
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -73,6 +74,11 @@ class ModelFolder:
     def context(self) -> int | None:
         value = self._text.get("max_position_embeddings")
         return int(value) if value else None
+
+    @property
+    def rotary_border(self) -> int | None:
+        """The length beyond which its rotary embedding changes; None where it never does."""
+        return rotary_border(self._text)
 
     @property
     def weight_files(self) -> list[Path]:

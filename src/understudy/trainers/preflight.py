@@ -23,6 +23,7 @@ from understudy.rollout.dataset import load_dataset
 from understudy.rollout.loops import LoopChoice
 from understudy.trainers.data_checks import check_rows, clipped, measured_once, prompt_length
 from understudy.trainers.extras import missing_extras
+from understudy.trainers.model_checks import models_load
 from understudy.trainers.model_folder import ModelFolder, is_hub_id
 from understudy.trainers.seating import seat
 from understudy.trainers.student_servers import endpoints_of, vllm_python
@@ -73,6 +74,7 @@ def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | No
             problems += _fits_vocabulary(recipe, folder, f"teachers.{name}")
     if student:
         problems += _fits_vocabulary(recipe, student, "student")
+    problems += models_load(recipe, student, folders)
     loops = attempt(lambda: LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options))
     schemas = loops.schemas if loops else None
     measure = measured_once(prompt_length(student, recipe, schemas)) if student else None

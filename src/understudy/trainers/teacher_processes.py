@@ -124,6 +124,8 @@ class LocalTeachers:
             arguments += ["--revision", teacher.revision]
         if teacher.trust_remote_code:
             arguments.append("--trust-remote-code")
+        if teacher.attention != "auto":
+            arguments += ["--attention", teacher.attention]
         if meeting is not None:
             arguments += ["--world-size", str(teacher.tensor_parallel), "--rank", str(rank)]
             arguments += ["--rendezvous", f"file://{meeting / 'meet'}"]

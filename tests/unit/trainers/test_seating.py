@@ -293,7 +293,14 @@ class Remembering(LocalProcesses):
 
 
 def test_each_replica_is_told_its_gpus() -> None:
-    changes = {"revision": "abc", "compile": True, "context_length": 512, "replicas": 2, "tensor_parallel": 2}
+    changes = {
+        "revision": "abc",
+        "attention": "eager",
+        "compile": True,
+        "context_length": 512,
+        "replicas": 2,
+        "tensor_parallel": 2,
+    }
     one = recipe({"t": {"model": "org/t", **changes}})
     processes = Remembering()
     seats = Seats(seat(one, 7), ["10", "11", "12", "13", "14", "15", "16"])
@@ -308,6 +315,7 @@ def test_each_replica_is_told_its_gpus() -> None:
             "--rank": str(rank),
             "--world-size": "2",
             "--revision": "abc",
+            "--attention": "eager",
             "--max-length": "512",
         }.items():
             assert arguments[arguments.index(option) + 1] == value

@@ -1,0 +1,56 @@
+"""Loads a causal language model for training, scoring or generation; errors come as one line that says what to set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+AUTO = "auto"
+"""transformers' own choice: `sdpa`, or `eager` for a model that has no `sdpa`."""
+
+
+class CannotLoadError(ValueError):
+    """The model cannot be loaded, with the reason in one line."""
+
+
+def load_causal_lm(
+    source: str,
+    *,
+    dtype: torch.dtype,
+    attention: str = AUTO,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> Any:
+    """From a folder or a hub id; only safetensors weights are read, because the older format can run code."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=None if attention == AUTO else attention,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise CannotLoadError(_reason(error, attention)) from error
+    chosen = model.config._attn_implementation
+    if attention not in (AUTO, chosen):
+        raise CannotLoadError(
+            f"attention = {attention!r}: transformers takes {chosen!r} instead, a kernel that is downloaded from the hub; leave "
+            f'attention out, or set "eager"'
+        )
+    return model
+
+
+def _reason(error: Exception, attention: str) -> str:
+    first = str(error).strip().split("\n", 1)[0]
+    if "custom code" in first and "trust_remote_code" in str(error):
+        return (
+            "its code comes with the model (auto_map in config.json); set trust_remote_code = true if you trust that code "
+            "(of a hub id, together with revision)"
+        )
+    if attention != AUTO and ("attention" in first.lower() or "kernels" in first):
+        return f'attention = {attention!r}: {first.split(". ", 1)[0].rstrip(".")}; leave attention out, or set "eager"'
+    return first

@@ -1,0 +1,48 @@
+"""Rotary embeddings that change with the length of a sequence, read from a model's configuration without torch.
+
+transformers chooses their frequencies by the longest position of a whole *batch*: with `longrope` one long row gives every row
+beside it the long factors; with `dynamic` every length beyond the border has frequencies of its own, and those of earlier
+batches linger. So rows on both sides of the border never share a forward pass, and a generation never crosses it: keys cached
+before the border would have been rotated by other frequencies than the queries after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_BY_LENGTH = ("longrope", "su")
+"""`su` is what the first Phi-3 files call it."""
+
+
+def rotary_border(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest sequence that is computed with the model's original frequencies; None where length changes nothing.
+
+    `config`: what config.json holds, or `to_dict()` of a transformers configuration (of the text part, where there are several).
+    """
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_layer_type = [value for value in scaling.values() if isinstance(value, Mapping)]
+    borders = [_border(one, config) for one in by_layer_type or [scaling]]
+    return min((border for border in borders if border is not None), default=None)
+
+
+def _border(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind == "yarn" and config.get("model_type") == "phi3":
+        kind = "longrope"  # as transformers reads it
+    if "dynamic" in kind:
+        return int(config["max_position_embeddings"])
+    if kind not in _BY_LENGTH:
+        return None
+    original = config.get("original_max_position_embeddings") or scaling.get(
+        "original_max_position_embeddings"
+    )
+    return int(original or config["max_position_embeddings"])
+
+
+def crossing(what: str, border: int, length: int, *, key: str = "rollout.context_length") -> str:
+    """Why sequences of up to `length` tokens are refused, and what to set."""
+    return (
+        f"{what}: its rotary embedding changes beyond {border} tokens (longrope or dynamic), and sequences may grow to {length}: a "
+        f"rollout that crosses would be written with other frequencies than it is trained with; set {key} = {border} or less"
+    )

@@ -1,0 +1,124 @@
+"""`attention`: which of transformers' implementations computes a model, and what is said where it cannot."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import make
+from plain_figures import generated, gradient_error, rows_of, score_error
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from understudy.config import parse_recipe
+from understudy.engines.hf import HFEngine
+from understudy.engines.hf import Layout as EngineLayout
+from understudy.engines.host import parse_args as engine_words
+from understudy.engines.schedule import Batching
+from understudy.errors import ConfigError, EngineError, PolicyError, TeacherError
+from understudy.policy.forward import choose_layout
+from understudy.policy.load import load_student
+from understudy.policy.microbatch import Layout
+from understudy.teacher import varlen
+from understudy.teacher.model import FrozenModel, load_frozen
+from understudy.teacher.scorer import Scorer
+from understudy.trainers.critic import critic_of, reference_of
+from understudy.trainers.hosts import HostSettings
+
+ASSETS = Path(__file__).parents[3] / "src" / "understudy" / "assets" / "quickstart"
+STUDENT = ASSETS / "models" / "student"
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attention sinks, sliding windows and experts; transformers has no sdpa for it."""
+    folder = tmp_path_factory.mktemp("models") / "gpt-oss"
+    make("gpt-oss").save_pretrained(folder)
+    return folder
+
+
+def test_gpt_oss_loads_without_a_key_and_its_refusals_say_what_to_set(gpt_oss: Path) -> None:
+    assert load_frozen(str(gpt_oss)).model.config._attn_implementation == "eager"
+    told = (
+        r"attention = 'sdpa': GptOssForCausalLM does not support .*; leave attention out, or set \"eager\"$"
+    )
+    with pytest.raises(TeacherError, match=told) as refused:
+        load_frozen(str(gpt_oss), attention="sdpa")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    for kernel in (
+        "flash_attention_2",
+        "flash_attention_3",
+    ):  # from the hub, where transformers finds no package
+        with pytest.raises(PolicyError, match=f"attention = '{kernel}': .*set \"eager\"$"):
+            load_student(str(gpt_oss), attention=kernel)
+
+
+def test_attention_sinks_are_never_packed() -> None:
+    """In half precision the comparison at start is too wide to notice that sinks were left out."""
+    heads = [torch.zeros(1, 2, 3, 8)] * 3
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 3])}
+    with pytest.raises(ValueError, match="no attention sinks"):
+        varlen.varlen_attention(
+            torch.nn.Module(), *heads, None, s_aux=torch.zeros(2), max_length_q=3, max_length_k=3, **bounds
+        )
+
+
+def test_a_named_attention_is_the_one_that_runs() -> None:
+    """Trainer, teacher and engine keep it, over padded rows, and get the same figures."""
+    model: Any = load_student(str(STUDENT), attention="eager").model.eval()
+    assert choose_layout(model) is Layout.PADDED
+    assert choose_layout(load_student(str(STUDENT)).model) is Layout.PACKED
+    calls = []
+    layer = model.model.layers[0].self_attn
+    layer.register_forward_hook(
+        lambda module, given, result: calls.append(module.config._attn_implementation)
+    )
+    rows = rows_of((9, 21, 14), 44, shared=5)
+    assert gradient_error(model, rows) < 1e-5
+    assert score_error(model, rows) < 2e-5
+    generated(model, rows[:1], 3, 64)
+    frozen = FrozenModel(copy.deepcopy(model), "here", "float32", torch.device("cpu"), 128)
+    scorer = Scorer("t", frozen)
+    scorer.warm_up()
+    assert frozen.model.config._attn_implementation == "eager"
+    assert set(calls) == {"eager"} and len(calls) > 20
+
+
+def test_slots_do_not_replace_a_named_attention() -> None:
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}
+    config = Qwen3Config(vocab_size=40, hidden_size=32, intermediate_size=32, **shape)
+    model = Qwen3ForCausalLM._from_config(config, attn_implementation="eager")
+    settings: dict[str, Any] = {"max_batch": 1, "device": "cpu", "pad_id": 0, "max_length": 32}
+    with pytest.raises(EngineError, match="attention = 'eager' was chosen"):
+        HFEngine(model, layout=EngineLayout.SLOTS, **settings)
+
+
+def recipe_of(**changes: Any) -> Any:
+    table: dict[str, Any] = {
+        "student": {"model": str(STUDENT)},
+        "teachers": {"t": {"model": str(ASSETS / "models" / "teacher-add")}},
+        "data": {"train": str(ASSETS / "data" / "train.jsonl")},
+    }
+    for section, keys in changes.items():
+        table[section] = {**table.get(section, {}), **keys}
+    return parse_recipe(table)
+
+
+def test_the_keys_are_checked_and_reach_every_process() -> None:
+    with pytest.raises(ConfigError, match=r"`student.attention` = 'eagr'.*did you mean 'eager'"):
+        recipe_of(student={"attention": "eagr"})
+    with pytest.raises(ConfigError, match="`attention` belongs to processes that this run starts"):
+        outside = {"model": "m", "placement": "external", "urls": ["http://h"], "attention": "eager"}
+        recipe_of(teachers={"t": outside})
+    host = HostSettings("m", "float32", "cpu", 1, 1, 8, 0, Batching.COMPOSED, False, attention="eager")
+    assert engine_words(host.arguments("folder")).attention == "eager"
+
+
+def test_critic_and_reference_follow_the_student_unless_told() -> None:
+    gae = {"advantage": "gae", "task_coef": 1.0, "kl_coef": 0.1}
+    told: dict[str, Any] = {"data": {"reward": "understudy.rollout.reward:exact_match"}, "loss": gae}
+    recipe = recipe_of(student={"attention": "eager"}, reference={"attention": "sdpa"}, **told)
+    critic, reference = critic_of(recipe, None), reference_of(recipe)
+    assert critic is not None and reference is not None
+    assert critic.policy.model.config._attn_implementation == "eager"
+    assert reference.model.config._attn_implementation == "sdpa"

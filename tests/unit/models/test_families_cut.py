@@ -1,0 +1,37 @@
+"""Which families a teacher's `tensor_parallel` can cut: two processes beside the whole model, or a refusal in words."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from families import FAMILIES
+
+CUT = {
+    "qwen2", "qwen3", "llama", "llama3-rope", "llama-yarn", "llama-linear", "llama-dynamic", "mistral-window", "gemma", "gemma2",
+    "gemma3", "phi", "gpt-neox", "cohere", "cohere2", "granite", "smollm3", "starcoder2", "nemotron", "exaone4", "seed-oss", "ernie4.5",
+}  # fmt: skip
+"""docs/models.md says the same."""
+
+
+@pytest.mark.slow
+def test_what_can_be_cut_scores_the_same_and_the_rest_is_refused(tmp_path: Path) -> None:
+    child = Path(__file__).with_name("cut_child.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(child), str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"GLOO_SOCKET_IFNAME": "lo", "PATH": ""},
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=170)[0] for rank in ranks]
+    found = json.loads(told[0].splitlines()[-1])
+    assert found.keys() == FAMILIES.keys()
+    for name, result in found.items():
+        if name in CUT:
+            assert isinstance(result, float) and result < 2e-5, f"{name}: {result}"
+        else:
+            assert "serve it with one device per replica" in str(result), f"{name}: {result}"

@@ -1,0 +1,115 @@
+"""Models whose rotary embedding changes with length: what is computed for a row does not depend on the rows beside it."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plain_figures import generation_error, gradient_error, plain_logprobs, rows_of, score_error
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from understudy.engines.hf import HFEngine
+from understudy.engines.rotary_border import rotary_border
+from understudy.errors import EngineError
+from understudy.policy.policy import Policy
+from understudy.policy.reference import FrozenModel as FrozenPolicy
+from understudy.policy.step import PolicySettings
+from understudy.teacher.body import Layout
+
+VOCAB, BORDER = 40, 24
+LENGTHS = (5, 60, BORDER, 40, BORDER + 1, 13, BORDER - 1)
+
+
+@pytest.fixture(scope="module")
+def longrope() -> Any:
+    """Phi-3 in its long form: one set of factors up to 24 tokens, another one beyond."""
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 5.0, 9.0, 14.0]}
+    config = AutoConfig.for_model(
+        "phi3",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+        original_max_position_embeddings=BORDER,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 100.0, **factors},
+        pad_token_id=0,
+        initializer_range=0.4,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
+def test_a_row_is_scored_as_if_it_were_alone(longrope: Any, layout: Layout) -> None:
+    """Also where rows on both sides of the border begin alike, and where only the last token, which is not read, lies beyond."""
+    rows = rows_of(LENGTHS, VOCAB, shared=12)
+    assert score_error(longrope, rows, layout) < 2e-5
+
+
+def test_the_factors_do_matter(longrope: Any) -> None:
+    """A short row among long ones, as transformers computes it: far off. Else the tests here would prove nothing."""
+    short, long = rows_of((10, 60), VOCAB)
+    both = torch.zeros(2, 60, dtype=torch.int64)
+    both[0, :10], both[1] = torch.from_numpy(short), torch.from_numpy(long)
+    with torch.no_grad():
+        beside = longrope(input_ids=both).logits[0, :9].log_softmax(-1)
+    assert np.abs(np.asarray(beside) - plain_logprobs(longrope, short)).max() > 0.1
+
+
+def test_a_row_s_gradient_is_that_of_the_row_alone(longrope: Any) -> None:
+    assert gradient_error(longrope, rows_of(LENGTHS, VOCAB)) < 2e-5
+
+
+def test_threads_do_not_change_each_other_s_factors(longrope: Any) -> None:
+    assert Policy(copy.deepcopy(longrope), PolicySettings(lanes=2)).lanes.count == 1
+    assert FrozenPolicy(copy.deepcopy(longrope), lanes=2).lanes.count == 1
+
+
+def test_generation_within_the_border_equals_a_plain_forward(longrope: Any) -> None:
+    prompts = rows_of((3, 12, 8), VOCAB)
+    assert generation_error(longrope, prompts, BORDER - 12, BORDER) < 2e-5
+
+
+def test_generation_that_may_cross_is_refused_with_what_to_set(longrope: Any) -> None:
+    with pytest.raises(EngineError, match=rf"beyond {BORDER} tokens.*set rollout.context_length = {BORDER}"):
+        HFEngine(copy.deepcopy(longrope), max_batch=2, device="cpu", pad_id=0, max_length=BORDER + 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "border"),
+    [
+        ({"max_position_embeddings": 99}, None),
+        ({"max_position_embeddings": 99, "rope_scaling": {"type": "linear", "factor": 2.0}}, None),
+        ({"max_position_embeddings": 99, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, None),
+        ({"max_position_embeddings": 99, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 99),
+        (
+            {
+                "original_max_position_embeddings": 40,
+                "rope_scaling": {"type": "longrope"},
+                "max_position_embeddings": 99,
+            },
+            40,
+        ),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 41}}, 41),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su"}, "original_max_position_embeddings": 42}, 42),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": 43},
+            43,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default"},
+                    "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 44},
+                }
+            },
+            44,
+        ),
+    ],
+)
+def test_the_border_is_read_from_the_configuration(config: dict[str, Any], border: int | None) -> None:
+    assert rotary_border(config) == border
