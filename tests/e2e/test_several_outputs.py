@@ -1,5 +1,6 @@
 """Sessions with several outputs: one bad output costs one row, and a kill between outputs trains each exactly once."""
 
+import asyncio
 import json
 import signal
 from collections.abc import Callable
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
-from small_runs import run_cli, write_toml
+from small_runs import call_cli, run_cli, write_toml
 
 import understudy
+from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.dataplane.ledger import Ledger, audit
 from understudy.observability.metrics import read_metrics, without_clock
 
@@ -88,7 +90,7 @@ def test_one_bad_output_costs_one_row_and_the_run_repeats_to_the_bit(recipe: Mak
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({"run__determinism": "fast"}, id="fast"),
+        pytest.param({"run__determinism": "fast"}, id="fast", marks=pytest.mark.slow),
         pytest.param({"trainer__mode": "fully_async", "run__determinism": "fast"}, id="async"),
         pytest.param(
             {"trainer__mode": "fully_async", "trainer__sync_every": 2},
@@ -104,7 +106,12 @@ def test_one_bad_output_costs_one_row_however_it_is_made(recipe: Make, more: dic
 
 
 def test_a_reward_that_hangs_costs_its_own_output_and_says_so(recipe: Make) -> None:
-    short = {"rollout__deadline_seconds": 2.0, "trainer__steps": 1, "trainer__batch_size": 4}
+    short = {
+        "rollout__deadline_seconds": 2.0,
+        "trainer__steps": 1,
+        "trainer__batch_size": 4,
+        "run__determinism": "fast",
+    }
     run = understudy.train(table_of(recipe, "run", {"2/0": "hang"}, **short), progress=False)
     key = "00000-0000002_0_0"
     assert letters(run.dir) == {key: f"reward timed out: {key} took longer than rollout.deadline_seconds = 2"}
@@ -147,3 +154,81 @@ def test_a_kill_between_outputs_and_a_resume_trains_each_once(
     code, output = run_cli("resume", str(run), "--quiet")
     assert code == 0, output
     assert_each_once(run, STEPS * 12 * 2 * more.get("rollout__n", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [f"row_journal.after_put:{count}" for count in (2, 4, 7)])
+def test_a_killed_run_with_bad_outputs_resumes_to_the_same_bits(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    whole = understudy.train(table_of(recipe, "whole", TROUBLE), progress=False)
+    run = killed(recipe, tmp_path, monkeypatch, fault, trouble=TROUBLE)
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    assert_exactly_the_bad_ones(run)
+    assert bits(run) == bits(whole.dir)
+
+
+def test_rows_that_only_the_teacher_knows_to_be_bad_cost_themselves(
+    recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that do not tell their limits refuse a whole request: its rows are asked about again in halves."""
+    monkeypatch.setattr("understudy.trainers.teachers.check_row", lambda manifest, item: None)
+    run = understudy.train(table_of(recipe, "run", TROUBLE), progress=False)
+    assert_exactly_the_bad_ones(run.dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_groups_of_several_outputs(recipe: Make, mode: str, filtered: bool) -> None:
+    """Two sessions of two outputs a prompt, with advantages: what fails costs itself, what has no signal goes as a group."""
+    run = understudy.train(
+        table_of(
+            recipe, "run", TROUBLE, rollout__n=2, rollout__filter_groups=filtered, loss__task_coef=1.0, trainer__mode=mode
+        ),
+        progress=False,
+    )  # fmt: skip
+    report = audit(run.dir)
+    # Trouble is by prompt: both sessions have it.
+    expected = {key.replace("_0_", f"_{session}_") for key in REASONS for session in (0, 1)}
+    assert letters(run.dir).keys() == expected
+    assert report.balanced and report.in_flight == 0
+    if not filtered:
+        assert report.evicted == 0 and report.trained == STEPS * 12 * 4 - len(expected)
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
+def test_a_row_that_no_producer_works_on_ends_the_run_with_its_key(recipe: Make, mode: str) -> None:
+    short = {"trainer__steps": 1, "trainer__batch_size": 4, "run__determinism": "fast"}
+    run = understudy.train(table_of(recipe, "run", trainer__mode=mode, **short), progress=False).dir
+    lost = "00009-0000001_0_0"
+
+    async def leave_a_row() -> None:
+        plane = EmbeddedDataPlane.open(
+            run / "dataplane", max_rows=1000, max_bytes=1 << 24, spill_bytes=1 << 20
+        )
+        await plane.issue("train", [lost], step=2, tags={lost: {"step": 2}})
+        await plane.close()
+
+    asyncio.run(leave_a_row())
+    code, output = call_cli("resume", str(run), "trainer.steps=2", "--quiet")
+    assert code == 2 and lost in output and "no producer works on them" in output, output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 8])
+def test_a_kill_while_filtered_prompts_are_replaced_loses_none(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    more = {
+        "rollout__agent": "single_turn", "rollout__agent_options": {}, "rollout__n": 2, "rollout__filter_groups": True,
+        "data__reward": "small_rewards:coarse", "loss__task_coef": 1.0, "run__determinism": "fast",
+    }  # fmt: skip
+    run = killed(recipe, tmp_path, monkeypatch, f"row_journal.after_put:{count}", **more)
+    code, output = run_cli("resume", str(run), "--quiet")
+    assert code == 0, output
+    report = audit(run)
+    assert report.balanced and report.in_flight == 0 and report.dead == 0, str(report)
+    assert report.trained == STEPS * 12 * 2

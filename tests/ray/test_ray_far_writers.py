@@ -1,5 +1,6 @@
 """Workers on another node write their rows themselves: bytes through the trainer's process, counted both ways."""
 
+import json
 import re
 import sys
 import time
@@ -206,3 +207,44 @@ def test_a_run_outlives_the_node_of_its_workers(cluster: Any, tmp_path: Path) ->
     assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)
     whole = ranks_recipe(tmp_path / "whole", steps, rollout=small, trainer={"ranks": 1})
     assert figures(tmp_path / "run") == figures(understudy.train(whole, progress=False).dir)
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
+def test_one_bad_output_of_a_far_session_costs_itself(cluster: Any, tmp_path: Path) -> None:
+    """Reward and scoring fail for some outputs: the same dead letters and the same bits as with loops in the trainer's process."""
+    for _ in range(2):
+        cluster.add_node(num_cpus=3, object_store_memory=STORE)
+    loop = "many_outputs:Outputs"
+    trouble = {
+        "1/1": "long",
+        "2/0": "strange",
+        "3/1": "raise",
+        "4/0": "nan",
+        "5/1": "hang",
+        "6/0": "raise",
+        "6/1": "long",
+    }
+    bad: dict[str, Any] = {
+        "rollout": {
+            "max_new_tokens": 6, "workers": 2, "deadline_seconds": 4.0,
+            "agent": loop, "agent_options": {loop: {"trouble": trouble}},
+        },
+        "data": {"reward": "many_outputs:reward", "shuffle": False},
+    }  # fmt: skip
+
+    def outcome(name: str, **more: Any) -> tuple[Any, dict[str, str]]:
+        table = ranks_recipe(tmp_path / name, 2, **bad, **more)
+        table["trainer"]["max_dead_letters"] = 0.5
+        run = understudy.train(table, progress=False)
+        report = audit(run.dir / "dataplane")
+        assert report.balanced and (report.trained, report.dead, report.in_flight) == (32 - 7, 7, 0)
+        told = (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
+        return figures(run.dir), {one["key"]: one["reason"] for one in map(json.loads, told)}
+
+    here_figures, here_letters = outcome("here")
+    there_figures, there_letters = outcome("there", **on_two_nodes(cluster))
+    assert there_figures == here_figures
+    assert there_letters.keys() == here_letters.keys()
+    for key, reason in here_letters.items():
+        told = there_letters[key]
+        assert told == reason or ("row '" in reason and key in told), (reason, told)

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
-from understudy.errors import ClusterError, DataPlaneError, EngineError, UnderstudyError
-from understudy.rollout.agent import LoopContext
+from understudy.errors import UnderstudyError
+from understudy.rollout.agent import LoopContext, checked_outputs
 from understudy.rollout.loops import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards
 from understudy.rollout.seeds import derive_seed
 from understudy.trainers.batches import finite
+from understudy.trainers.failures import INFRASTRUCTURE
 from understudy.trainers.gather import Cohort, Lane
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import StopReason, Trajectory
 
-_INFRASTRUCTURE = (ClusterError, DataPlaneError, EngineError)
 Advance = Callable[[int], None]
 """Told how many answers more are there."""
 
@@ -110,10 +110,9 @@ class Examiner:
                     context = LoopContext(
                         generate, self.renderer, sampling, prompt.key, session, self.context
                     )
-                    trajectories = await self.loops.of(prompt).run(prompt, context)
-                    written = trajectories[-1]
+                    written = checked_outputs(await self.loops.of(prompt).run(prompt, context), context)[-1]
                     return finite(await self.rewards.judge(prompt, written))
-                except _INFRASTRUCTURE:
+                except INFRASTRUCTURE:
                     raise
                 except Exception as error:
                     if any(error is one for one in broken):

@@ -6,7 +6,7 @@ import asyncio
 
 from understudy.errors import ClusterError, DataError, DataPlaneError, EngineError
 
-_INFRASTRUCTURE = (ClusterError, DataPlaneError, EngineError)
+INFRASTRUCTURE = (ClusterError, DataPlaneError, EngineError)
 """Not one sample's fault: these end the run."""
 
 
@@ -22,7 +22,7 @@ def reason_of(error: Exception) -> str:
 def own_fault(error: Exception) -> Exception:
     """The error, where it is one sample's own fault. Raises it where it must end the run, and `CancelledError` where the sample
     was given up: a loop may answer its cancellation with another error."""
-    if isinstance(error, _INFRASTRUCTURE):
+    if isinstance(error, INFRASTRUCTURE):
         raise error
     if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError from error
@@ -32,6 +32,6 @@ def own_fault(error: Exception) -> Exception:
 def timed(error: Exception, clock: asyncio.Timeout, what: str, limit: float) -> Exception:
     """Names what took too long, where `clock` ran out; otherwise the error as it is. A loop may answer the end of its time with
     an error of its own."""
-    if not clock.expired() or isinstance(error, _INFRASTRUCTURE):
+    if not clock.expired() or isinstance(error, INFRASTRUCTURE):
         return error
     return SampleFailed(f"{what} took longer than rollout.deadline_seconds = {limit:g}")

@@ -18,6 +18,7 @@ from understudy.dataplane.groups import GroupFilter, no_signal
 from understudy.errors import DataError
 from understudy.trainers.produce import produce_step
 from understudy.trainers.system import PARTITION, System
+from understudy.trainers.update import training_fields
 from understudy.types.prompt import Prompt
 
 
@@ -74,6 +75,8 @@ async def without_rows(system: System, prompts: Sequence[Prompt]) -> int:
 
 
 async def prompts_held(system: System, step: int) -> int:
-    """How many prompts of this step have a row in flight."""
-    rows = await system.plane.list(PARTITION)
-    return len({split_key(key)[0] for key, row in rows.items() if row.tags.get("step") == step})
+    """How many prompts of this step have a complete row. Of prompts that an earlier launch took in place of others, rows may be in
+    flight that are still to be made: they are taken from the cursor again."""
+    rows, fields = await system.plane.list(PARTITION), set(training_fields(system))
+    complete = {key for key, row in rows.items() if row.tags.get("step") == step and fields <= {*row.columns}}
+    return len({split_key(key)[0] for key in complete})

@@ -5,10 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from understudy.trainers import interrupts
+from understudy.observability.spans import Spans
+from understudy.trainers import interrupts, sync
 from understudy.trainers.interrupts import Abandoned, Interrupts
 
 
@@ -129,3 +133,35 @@ def test_an_event_loop_that_is_blocked_does_not_hold_the_process(
         [sys.executable, "-c", DEAF, str(blocked)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == code and said in done.stdout, done
+
+
+def test_a_step_that_waits_in_its_claim_or_its_publish_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its claim: the step is given up. Its publish: the step is kept, and nothing more is waited for."""
+    ended: list[str] = []
+
+    async def produced(system: Any, step: int) -> dict[str, float]:
+        return {}
+
+    def unclaimed(system: Any, step: int) -> Coroutine[Any, Any, None]:
+        return stuck(ended)
+
+    monkeypatch.setattr(sync, "fill_step", produced)
+    monkeypatch.setattr(sync, "claim_batch", unclaimed)
+    publisher = SimpleNamespace(publish=lambda step: stuck(ended))
+    system: Any = SimpleNamespace(spans=Spans(None), publisher=publisher)
+
+    async def body() -> None:
+        with Interrupts(lambda text: None) as stop:
+            stop.training = True
+            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+            with pytest.raises(Abandoned):
+                await sync.take_step(system, 1, stop)
+        with Interrupts(lambda text: None) as stop:
+            stop.training = True
+            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+            await sync.publish(system, 1, stop)
+            with pytest.raises(Abandoned):
+                await stop.waiting(soon(1))
+
+    asyncio.run(asyncio.wait_for(body(), 5))
+    assert ended == ["cleaned up"] * 2
