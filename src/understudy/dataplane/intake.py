@@ -126,7 +126,7 @@ class Intake:
         for key in keys:
             row = home.rows.get(key)
             if row is None:
-                if key in home.settled:
+                if store.is_settled(home, key):
                     raise LeaseLost(
                         f"row {key} of {home.name!r} was trained, dead-lettered or evicted already; drop this work"
                     )

@@ -77,7 +77,7 @@ class Store:
         row = home.rows.get(key)
         if row is None:
             where = f"row {key} is not in flight in partition {home.name!r}"
-            if key in home.settled:
+            if self.is_settled(home, key):
                 raise LeaseLost(f"{where}: it was settled already (trained, dead-lettered or evicted)")
             raise DataPlaneError(f"{where}: it was never issued")
         return row
@@ -120,6 +120,16 @@ class Store:
         changes.packs += (pack_id, pack(columns))
         changes.facts["issued", home.name, step, None].append(key)
         return row
+
+    def is_settled(self, home: Partition, key: str) -> bool:
+        """Whether a row that is not in flight was settled. A further output counts as settled with the first of its session: it is
+        too late, and must not be issued by its arrival as a row of its own."""
+        if key in home.settled:
+            return True
+        if key.endswith("_0"):
+            return False
+        prompt, session, index = split_key(key)
+        return index > 0 and f"{prompt}_{session}_0" in home.settled
 
     def sibling(self, home: Partition, key: str) -> Row | None:
         """The first output of the same session: further outputs belong to its step and its group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,5 +204,64 @@ def test_a_sample_that_is_given_up_is_no_dead_letter(tmp_path: Path, determinist
         system.recipe = system.recipe.model_copy(update={"rollout": rollout})
         await produce_step(system, PROMPTS, step=1)
         assert system.tally.dead_letters == len(PROMPTS)
+
+    with_plane(tmp_path, work)
+
+
+class TwoOutputs:
+    """Session 0 fails at once, session 1 returns two outputs later."""
+
+    def of(self, prompt: Prompt) -> TwoOutputs:
+        return self
+
+    async def run(self, prompt: Prompt, context: Any) -> list[Trajectory]:
+        if context.session == 0:
+            raise RuntimeError("the environment broke")
+        await asyncio.sleep(0.05)
+        (first,) = await SingleTurn().run(prompt, context)
+        return [first, replace(first, key=context.row_key(1))]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_outputs_of_a_session_whose_group_was_dropped_leave_nothing_behind(
+    tmp_path: Path, deterministic: bool, refused: bool
+) -> None:
+    async def work(plane: EmbeddedDataPlane) -> None:
+        async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            if refused:
+                raise TeacherError("what is this?")
+            return [scores_of(item) for item in items]
+
+        system = system_of(plane, score, deterministic)
+        rollout = system.recipe.rollout.model_copy(update={"n": 2, "group_failure": "drop_group"})
+        system.recipe = system.recipe.model_copy(update={"rollout": rollout})
+        system.loops = TwoOutputs()
+        await produce_step(system, PROMPTS[:2], step=1)
+        assert await plane.list(PARTITION) == {} and system.tally.dead_letters == 2
+
+    with_plane(tmp_path, work)
+
+
+def test_a_loop_that_returns_nothing_or_wrong_keys_is_a_dead_letter(tmp_path: Path) -> None:
+    class Wrong:
+        def of(self, prompt: Prompt) -> Wrong:
+            return self
+
+        async def run(self, prompt: Prompt, context: Any) -> list[Trajectory]:
+            (first,) = await SingleTurn().run(prompt, context)
+            return [] if prompt.key == "p0" else [replace(first, key=context.row_key(1))]
+
+    async def work(plane: EmbeddedDataPlane) -> None:
+        async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
+            return [scores_of(item) for item in items]
+
+        system = system_of(plane, score, deterministic=True)
+        system.loops = Wrong()
+        await produce_step(system, PROMPTS[:2], step=1)
+        assert await plane.list(PARTITION) == {}
+        letters = (tmp_path / "dead_letters.jsonl").read_text()
+        assert "returned 0 trajectories for session p0_0_0 (none)" in letters
+        assert "returned 1 trajectories for session p1_0_0 (p1_0_1)" in letters
 
     with_plane(tmp_path, work)
