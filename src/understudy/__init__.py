@@ -1,7 +1,7 @@
 """Understudy: on-policy distillation of language models.
 
 The two verbs of the system are *produce* (prompt → rollout → teacher scores → row) and *update*
-(rows → loss → step → new weights). From Python, :func:`distill` and :func:`train` run them:
+(rows → loss → step → new weights). From Python, :func:`distill`, :func:`train` and :func:`resume` run them:
 
     run = understudy.distill(student="…", teacher="…", data="prompts.jsonl")
 
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from understudy import errors
-    from understudy.api import Run, distill, train
+    from understudy.api import Run, distill, resume, train
 
-__all__ = ["Run", "__version__", "distill", "errors", "train"]
+__all__ = ["Run", "__version__", "distill", "errors", "resume", "train"]
 __version__ = "0.1.0"
 
 

@@ -1,19 +1,29 @@
-"""The same runs from Python: `understudy.train(recipe)` and `understudy.distill(student=…, teacher=…, data=…)`."""
+"""The same runs from Python: `understudy.distill(…)`, `understudy.train(recipe)`, `understudy.resume(run_dir)`.
+
+All of them work in a notebook too (`trainers/own_thread.py`).
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from understudy.config import Recipe, load_recipe, parse_recipe
-from understudy.errors import ConfigError, UnderstudyError
+from understudy.config.recipe import apply_overrides, resolve_paths
+from understudy.errors import ConfigError
+from understudy.observability.metrics import read_metrics
+from understudy.observability.rundir import RunDir, read_json
 from understudy.trainers.early import begun_early
 from understudy.trainers.ending import run_to_its_end
+
+Model = str | Path
+"""A hub id or a folder."""
+Rows = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
+"""A jsonl or parquet file, several, or rows: a list of dicts, a `datasets.Dataset`, any iterable of mappings."""
+Reward = str | Callable[..., Any]
+"""`"module:function"`, or the function, if other processes can import it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,92 +36,172 @@ class Run:
     metrics: list[dict[str, Any]]
     """Every line of metrics.jsonl."""
 
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """The run that left the directory `path`."""
+        run = RunDir.open(path)
+        metrics = read_metrics(run.metrics)
+        return cls(run.path, int(metrics[-1]["step"]) if metrics else 0, metrics)
+
     @property
     def last(self) -> dict[str, Any]:
         return self.metrics[-1] if self.metrics else {}
 
-    def export(self, out: str | Path, *, best: bool = False) -> Path:
-        """Write the trained student as a Hugging Face folder: the latest, or the best by held-out accuracy."""
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped` (by Ctrl-C or a signal), `failed`; `running` while another process trains, or after a kill."""
+        return str(read_json(RunDir(self.dir).state)["status"])
+
+    def resume(self, *, progress: bool = True, **overrides: Any) -> Run:
+        """Go on from the last checkpoint; see `understudy.resume`."""
+        return resume(self.dir, progress=progress, **overrides)
+
+    def evaluate(
+        self,
+        data: Rows | None = None,
+        reward: Reward | None = None,
+        *,
+        samples: int | None = None,
+        k: int | None = None,
+        best: bool = False,
+        max_new_tokens: int | None = None,
+        progress: bool = True,
+    ) -> dict[str, float]:
+        """Measure the latest student, or the best, as `understudy eval` does: by the run's own `data.eval` and `data.reward`, or these."""
+        from understudy.observability.live import LiveView  # noqa: PLC0415
+        from understudy.trainers.evaluate import evaluate_model  # noqa: PLC0415 - imports torch
+        from understudy.trainers.given import storable  # noqa: PLC0415 - trainers import this module
+
+        given = {key: value for key, value in (("eval", data), ("reward", reward)) if value is not None}
+        with storable({"data": given}) as (tables, _), LiveView(0, enabled=progress) as view:
+            return run_to_its_end(
+                evaluate_model(
+                    str(self.dir),
+                    tables["data"].get("eval"),
+                    tables["data"].get("reward"),
+                    max_new_tokens,
+                    samples,
+                    k=k,
+                    best=best,
+                    view=view,
+                )
+            )
+
+    def export(
+        self, out: str | Path, *, best: bool = False, averaged: bool = False, adapter: bool = False
+    ) -> Path:
+        """Write the trained student as a Hugging Face folder: the latest, or the best by held-out accuracy; `averaged` its running
+        average; `adapter` its LoRA adapter alone, in peft's layout."""
         from understudy.trainers.export import export_run  # noqa: PLC0415 - imports torch
 
-        return export_run(self.dir, Path(out), best=best)
+        return export_run(self.dir, Path(out), best=best, averaged=averaged, adapter=adapter)
 
 
 def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
-    """Run a recipe (a `Recipe`, plain tables, or the path of a TOML file) to its end."""
-    from understudy.trainers.preflight import preflight  # noqa: PLC0415 - trainers import this module
+    """Run a recipe to its end: a `Recipe`, the path of a TOML file, or plain tables, which may hold rows and functions."""
+    from understudy.trainers.given import GivenRows, storable  # noqa: PLC0415 - trainers import this module
+    from understudy.trainers.preflight import preflight  # noqa: PLC0415
 
-    _refuse_a_running_loop()
+    def run(checked: Recipe, rows: GivenRows | None = None) -> Run:
+        problems = preflight(checked, progress=progress)
+        if problems:
+            raise ConfigError([rows.reworded(problem) for problem in problems] if rows else problems)
+        with begun_early(checked):
+            from understudy.trainers.launch import launch  # noqa: PLC0415 - imports torch
+
+            return run_to_its_end(launch(checked, progress=progress, rows=rows))
+
+    if isinstance(recipe, Recipe):
+        return run(recipe)
     if isinstance(recipe, str | Path):
-        recipe = load_recipe(Path(recipe))
-    elif not isinstance(recipe, Recipe):
-        recipe = parse_recipe(recipe)
-    problems = preflight(recipe, progress=progress)
-    if problems:
-        raise ConfigError(problems)
-    with begun_early(recipe):
-        from understudy.trainers.launch import launch  # noqa: PLC0415 - imports torch
-
-        return run_to_its_end(launch(recipe, progress=progress))
+        return run(load_recipe(Path(recipe)))
+    if not isinstance(recipe, Mapping):
+        raise ConfigError(
+            f"recipe is a {type(recipe).__name__}; expected the path of a TOML file, a dict of tables, or a Recipe"
+        )
+    with storable(recipe) as (tables, rows):
+        resolve_paths(tables, Path.cwd())
+        return run(parse_recipe(tables), rows)
 
 
 def distill(
     *,
-    student: str | Path,
-    teacher: str | Path | Mapping[str, str | Path],
-    data: str | Path | Sequence[Mapping[str, Any]],
-    eval_data: str | Path | None = None,
-    reward: str | None = None,
+    student: Model,
+    teacher: Model | Mapping[str, Model],
+    data: Rows,
+    eval_data: Rows | None = None,
+    reward: Reward | None = None,
     progress: bool = True,
     **overrides: Any,
 ) -> Run:
     """Distil `teacher` into `student` on the student's own rollouts.
 
-    `teacher` is one model, or `{data_source: model}` for several. `data` is a jsonl or parquet file, or a list of rows.
-    Any other recipe key goes in as `section__key=value`, for example `trainer__steps=200, loss__topk=32`.
+    `teacher` is one model, or `{data_source: model}`. Rows given as objects are kept in the run directory, a reward function by its
+    name. Any other recipe key goes in as `section__key=value`, for example `trainer__steps=200, loss__topk=32`.
     """
-    table: dict[str, Any] = {"student": {"model": str(student)}, "data": {}, "teachers": {}}
-    if isinstance(teacher, Mapping):
-        table["teachers"] = {
-            _name(key): {"model": str(model), "key": key if len(teacher) > 1 else None}
-            for key, model in teacher.items()
-        }
-    else:
-        table["teachers"] = {"teacher": {"model": str(teacher)}}
+    table: dict[str, Any] = {
+        "student": {"model": _model(student, "student")},
+        "teachers": _teachers(teacher),
+        "data": {"train": data},
+    }
     if eval_data is not None:
-        table["data"]["eval"] = str(eval_data)
+        table["data"]["eval"] = eval_data
     if reward is not None:
+        if not isinstance(reward, str) and not callable(reward):
+            raise ConfigError(
+                f"reward is a {type(reward).__name__}; expected a function (row, text) -> float, or its 'module:function'"
+            )
         table["data"]["reward"] = reward
+    apply_overrides(table, _dotted(overrides))
+    return train(table, progress=progress)
+
+
+def resume(run_dir: str | Path, *, progress: bool = True, **overrides: Any) -> Run:
+    """Continue a run from its last checkpoint, as `understudy resume` does; `trainer__steps=400` changes what may change."""
+    from understudy.trainers.changes import changed_recipe  # noqa: PLC0415 - trainers import this module
+
+    if not isinstance(run_dir, str | Path):
+        raise ConfigError(f"run_dir is a {type(run_dir).__name__}; expected the path of a run directory")
+    changes = _dotted(overrides)
+    recipe, _ = changed_recipe(RunDir.open(run_dir), changes)
+    with begun_early(recipe):
+        from understudy.trainers.launch import resume as continued  # noqa: PLC0415 - imports torch
+
+        return run_to_its_end(continued(Path(run_dir), changes, progress=progress))
+
+
+def _teachers(given: Any) -> dict[str, dict[str, Any]]:
+    """A table for each teacher, under a name made of its key: names are parts of paths and metrics, keys are any text."""
+    if not isinstance(given, Mapping):
+        return {"teacher": {"model": _model(given, "teacher")}}
+    if not given:
+        raise ConfigError("teacher is an empty mapping; expected a model, or {data_source: model}")
+    teachers: dict[str, dict[str, Any]] = {}
+    for key, model in given.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"teacher has the key {key!r}; expected {{data_source: model}}, keys of text")
+        base = "".join(c if c.isalnum() else "-" for c in key) or "teacher"
+        name, number = base, 2
+        while name in teachers:
+            name, number = f"{base}-{number}", number + 1
+        teachers[name] = {"model": _model(model, f"teacher[{key!r}]"), "key": key}
+    return teachers
+
+
+def _model(given: Any, what: str) -> str:
+    if not isinstance(given, str | Path) or not str(given):
+        hint = "; save it with save_pretrained first" if hasattr(given, "save_pretrained") else ""
+        raise ConfigError(
+            f"{what} is {'empty' if given == '' else f'a {type(given).__name__}'}; expected a hub id or the folder of a model{hint}"
+        )
+    return str(given)
+
+
+def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`section__key` as the recipe writes it."""
     for name, value in overrides.items():
-        *sections, key = name.split("__")
-        if not sections:
+        if "__" not in name.strip("_"):
             raise ConfigError(
                 f"{name}={value!r}: write section and key as section__key, for example trainer__steps=200"
             )
-        place = table
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value
-    if isinstance(data, str | Path):
-        table["data"]["train"] = str(data)
-        return train(table, progress=progress)
-    with tempfile.TemporaryDirectory(prefix="understudy-") as folder:
-        rows = Path(folder) / "rows.jsonl"
-        rows.write_text("".join(json.dumps(dict(row)) + "\n" for row in data))
-        table["data"]["train"] = str(rows)
-        return train(table, progress=progress)
-
-
-def _name(key: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in key)
-
-
-def _refuse_a_running_loop() -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise UnderstudyError(
-        "understudy.train was called inside a running event loop (a notebook?); "
-        "await understudy.trainers.launch.launch(recipe) instead"
-    )
+    return {name.replace("__", "."): value for name, value in overrides.items()}

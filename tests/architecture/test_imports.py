@@ -26,7 +26,7 @@ ALLOWED = {
     "rollout": LOW | {"engines"},
     "dataplane": LOW | {"engines"},
     "assets": set(),
-    "api": {"config", "errors", "trainers"},
+    "api": {"config", "errors", "observability", "trainers"},
 }
 ALLOWED["trainers"] = set(ALLOWED) | {"api"}
 ALLOWED["cli"] = set(ALLOWED) | {"trainers"}

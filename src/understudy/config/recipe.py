@@ -34,6 +34,9 @@ from understudy.config.rollout import RolloutConfig
 from understudy.config.trainer import ClusterConfig, DataPlaneConfig, RunConfig, TrainerConfig
 from understudy.errors import ConfigError
 
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`["section.key=value", …]`, as a command line has them, or `{"section.key": value}`."""
+
 
 class Recipe(Section):
     """One run, whole. Everything not written has a default that is right for most."""
@@ -79,16 +82,19 @@ def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     apply_overrides(table, overrides)
-    _resolve_paths(table, path.parent)
+    resolve_paths(table, path.parent)
     return table
 
 
-def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set each `section.key=value` in the plain tables of a recipe."""
+def apply_overrides(table: dict[str, Any], overrides: Overrides) -> None:
+    """Set each override in the plain tables of a recipe."""
     problems = []
     for override in overrides:
         try:
-            _apply(table, override)
+            if isinstance(overrides, Mapping):
+                set_key(table, override, overrides[override], f"{override} = {overrides[override]!r}")
+            else:
+                _apply(table, override)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -168,13 +174,18 @@ def _apply(table: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    *sections, key = name.strip().split(".")
+    set_key(table, name.strip(), value, f"override {override!r}")
+
+
+def set_key(table: dict[str, Any], name: str, value: Any, shown: str) -> None:
+    """Set one `section.key`; `shown` says in the error what was given."""
+    *sections, key = name.split(".")
     for section in sections:
         if table.get(section) is None:  # a run directory writes down sections that a recipe left out as null
             table[section] = {}
         table = table[section]
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: `{section}` is a value, not a section")
+            raise ConfigError(f"{shown}: `{section}` is a value, not a section")
     if (
         sections == ["trainer"] and key in _LENGTHS
     ):  # how far to go is said in one of two ways; the last word counts
@@ -183,7 +194,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
     table[key] = value
 
 
-def _resolve_paths(table: dict[str, Any], base: Path) -> None:
+def resolve_paths(table: dict[str, Any], base: Path) -> None:
     """Model folders and data files named in a recipe are looked up beside the recipe first."""
 
     def resolved(value: Any) -> Any:

@@ -5,6 +5,7 @@ RUN/
   state.json         how the run stands: running, finished, stopped, failed, and why
   metrics.jsonl      one line per step; keys under `time/` and `perf/` depend on the clock, all others do not
   waits.json         what the run waits for now, refreshed while it lives (`understudy doctor RUN`)
+  data/              rows that were given as objects (`understudy.distill(data=[…])`), where there were any
   spans.jsonl        who did what when (produce, score, update, publish, …)
   samples.jsonl      held-out rollouts of each evaluation
   rollouts/          STEP.jsonl: the rows a step was trained on, as text (`run.rollout_dump_every`)
@@ -25,6 +26,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -67,6 +69,19 @@ class RunDir:
             )
         return run
 
+    def read_recipe(self) -> dict[str, Any]:
+        """The tables of recipe.json, for the folder as it lies now: it may have been moved since the run began."""
+        table: dict[str, Any] = read_json(self.recipe)
+        kept, here = f"{RunDir(Path(table['run']['dir'])).data}{os.sep}", f"{self.data}{os.sep}"
+
+        def found(path: Any) -> Any:
+            return here + path.removeprefix(kept) if isinstance(path, str) and path.startswith(kept) else path
+
+        for key, value in table["data"].items():
+            table["data"][key] = [found(one) for one in value] if isinstance(value, list) else found(value)
+        table["run"]["dir"] = str(self.path)
+        return table
+
     @property
     def recipe(self) -> Path:
         return self.path / "recipe.json"
@@ -86,6 +101,10 @@ class RunDir:
     @property
     def spans(self) -> Path:
         return self.path / "spans.jsonl"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
 
     @property
     def samples(self) -> Path:
@@ -146,6 +165,15 @@ def write_atomically(path: Path, text: str) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(temporary, path)
+
+
+def copy_durably(source: Path, target: Path) -> Path:
+    """A copy that survives a crash once this returns; folders on the way are made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    with target.open("rb") as handle:
+        os.fsync(handle.fileno())
+    return target
 
 
 def read_json(path: Path) -> Any:

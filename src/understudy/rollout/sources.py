@@ -137,8 +137,8 @@ def rows_of(data: Iterable[Any], key: str = "data") -> list[dict[str, Any]]:
             raise DataError(
                 f"{key}, row {number} is a {type(row).__name__}; expected an object with `prompt` or `messages`"
             )
-        rows.append(_without_nulls(row))
-        for name, value in row.items():
+        rows.append({name: _unpacked(value) for name, value in _without_nulls(row).items()})
+        for name, value in rows[-1].items():
             if (odd := _odd_value(value)) is not None:
                 raise DataError(
                     f"{key}, row {number}: column `{name}` holds a {type(odd).__name__}, which a row cannot keep; drop or convert it"
@@ -163,6 +163,11 @@ def digest_of(rows: Iterable[Any]) -> bytes:
 def _without_nulls(row: Row) -> dict[str, Any]:
     """Columnar formats hold a null where a row lacks a column."""
     return {str(name): value for name, value in row.items() if value is not None}
+
+
+def _unpacked(value: Any) -> Any:
+    """numpy's numbers and arrays as Python's."""
+    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
 
 
 def _odd_value(value: Any) -> Any:

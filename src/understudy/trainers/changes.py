@@ -7,16 +7,16 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from understudy.config import CriticConfig, Recipe, parse_recipe
-from understudy.config.recipe import apply_overrides
+from understudy.config.recipe import Overrides, apply_overrides
 from understudy.errors import ConfigError
 from understudy.observability.redact import HIDDEN
-from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.rundir import RunDir
 
 _ROUNDING = "the same up to rounding"
 _SCORED_ALIKE = "who scores, not what: a teacher's weights are compared with those the run began with"
@@ -135,9 +135,9 @@ class Change:
         return f"{self.key}: {_shown(self.before)} → {_shown(self.after)} ({self.reason})"
 
 
-def changed_recipe(run: RunDir, overrides: Sequence[str]) -> tuple[Recipe, list[Change]]:
-    """The run's recipe with `key=value` overrides, and the differences; `ConfigError` for those that change its meaning."""
-    table = read_json(run.recipe)
+def changed_recipe(run: RunDir, overrides: Overrides) -> tuple[Recipe, list[Change]]:
+    """The run's recipe with overrides, and the differences; `ConfigError` for those that change its meaning."""
+    table = run.read_recipe()
     before = parse_recipe(table)
     if not overrides:
         return before, []

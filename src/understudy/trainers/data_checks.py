@@ -89,15 +89,22 @@ def _agents(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
 
 
 def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
-    """Every row must find its teacher."""
+    """Every row must find its teacher. One teacher judges every row, unless its key says that these are not its rows."""
     keys = {teacher.key for teacher in recipe.teachers.values()} - {None}
-    if len(recipe.teachers) < 2 or recipe.data.default_teacher:
+    if not keys or recipe.data.default_teacher:
         return []
+    sole = next(iter(recipe.teachers)) if len(recipe.teachers) == 1 else None
+    way_out = (
+        f"leave teachers.{sole}.key out (understudy.distill: give the model alone), and it judges every row"
+        if sole
+        else "set data.default_teacher to send the rest to one"
+    )
     column, mixture = recipe.data.teacher_key, recipe.data.mixture_key
     first: dict[str | None, int] = {}
     for number, row in enumerate(dataset.rows):
         value = row.get(column)
-        if row.get(mixture) is None and not (isinstance(value, str) and value in keys):
+        unclaimed = row.get(mixture) is None and not (isinstance(value, str) and value in keys)
+        if unclaimed and not (sole and not value):
             first.setdefault(None if value is None else str(value), number)
     problems = []
     for value in sorted(first, key=str):
@@ -105,7 +112,7 @@ def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
         hint = f"; did you mean {guess!r}?" if guess else ""
         problems.append(
             f"{role}: rows with {column} = {value!r} have no teacher; teachers take {sorted(map(str, keys))}{hint} "
-            f"(set data.default_teacher to send the rest to one); the first is {dataset.place(first[value])}"
+            f"({way_out}); the first is {dataset.place(first[value])}"
         )
     return problems[:_SHOWN]
 

@@ -16,13 +16,19 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from understudy.trainers.own_thread import OwnThread, inside_a_running_loop
+
 _NAME = "understudy-run"
 _LAST_SECONDS = 3.0
 Result = TypeVar("Result")
 
 
 def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
-    """Like `asyncio.run`, without waiting for what still runs in threads when `work` is over: nobody wants it any more."""
+    """Like `asyncio.run`, without waiting for what still runs in threads when `work` is over: nobody wants it any more. Inside a
+    running event loop it works too, on a thread of its own."""
+    if inside_a_running_loop():
+        thread: OwnThread[Result] = OwnThread(run_to_its_end)
+        return thread.result(work)
     with asyncio.Runner() as runner:
         loop, threads = runner.get_loop(), ThreadPoolExecutor(thread_name_prefix=_NAME)
         loop.set_default_executor(threads)

@@ -24,7 +24,7 @@ from understudy.config.trainer import TrainerConfig
 from understudy.engines.base import Sampling
 from understudy.errors import ConfigError
 from understudy.observability.live import LiveView
-from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.rundir import RunDir
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loops import LoopChoice
@@ -101,7 +101,7 @@ def measures(
 
 async def evaluate_model(
     model: str,
-    data: Path | None,
+    data: str | Path | Sequence[str] | None,
     reward: str | None,
     max_new_tokens: int | None,
     samples: int | None,
@@ -116,11 +116,13 @@ async def evaluate_model(
     folder, recipe = Path(model), None
     if (folder / "recipe.json").is_file():
         run = RunDir.open(folder)
-        recipe = parse_recipe(read_json(run.recipe))
-    source = [str(data)] if data else recipe.data.eval if recipe else None
+        recipe = parse_recipe(run.read_recipe())
+    source = data if data is not None else recipe.data.eval if recipe else None
     judge = reward or (recipe.data.reward if recipe else None)
     if source is None or judge is None:
-        raise ConfigError("nothing to measure with: give --data FILE and --reward module:function")
+        raise ConfigError(
+            "nothing to measure with: give --data FILE and --reward module:function (from Python: data, reward)"
+        )
     if best and recipe is None:
         raise ConfigError(f"--best chooses among the checkpoints of a run, and {model} is none")
     view = view or LiveView(0, enabled=False)

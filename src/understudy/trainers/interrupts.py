@@ -6,6 +6,9 @@
 What computes is let finish; what waits is waited for only so long, because what it waits for may never come (a reward that hangs,
 a teacher that is stopped). Leaving has its own limit, LEAVE_S, counted from the save: then whatever has not ended is ended. And where
 the event loop itself does not hear the signal for DEAF_S (somebody's coroutine blocks it), the process leaves as by a kill.
+
+On a thread that is not the main one there are no signals. Where a `CALLER` waits for the run (`own_thread.py`), it stops the run
+instead, and is let go wherever the process would end: the process is not the run's own.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -31,6 +36,19 @@ DEAF_S = 25.0
 """How long the event loop may take to hear a signal at all."""
 _CANCEL_S = 3.0
 Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class Caller:
+    """Waits for a run on another thread, and gets the interrupts that are meant for it."""
+
+    leave: Callable[[], None]
+    """Ends the waiting at once; may be called on any thread."""
+    stop: Callable[[], None] | None = None
+    """Interrupts the run, as a SIGINT would; None while there is nothing that could be stopped orderly."""
+
+
+CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
 
 
 class Abandoned(Exception):
@@ -55,6 +73,8 @@ class Interrupts:
         self._installed: list[signal.Signals] = []
         self._last_resort: threading.Timer | None = None
         self._unheard: threading.Timer | None = None
+        self._caller: Caller | None = None
+        self._asked = False
 
     def starting(self, on_second: Callable[[], None]) -> None:
         """Things are being started up (again); `on_second` ends them at once."""
@@ -108,7 +128,10 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self._task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        self._caller = CALLER.get()
+        if self._caller is not None:
+            self._caller.stop = self._stop_by_caller
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 loop.add_signal_handler(number, self._interrupt, number)
@@ -122,6 +145,8 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._caller is not None:
+            self._caller.stop = None
         for timer in (self._last_resort, self._unheard):
             if timer is not None:
                 timer.cancel()
@@ -132,8 +157,20 @@ class Interrupts:
         if self._unheard is None:
             self._unheard = _daemon(DEAF_S, self._leave_now)
 
+    def _stop_by_caller(self) -> None:
+        """Called on the caller's thread."""
+        if self._asked:
+            self._leave_now()
+            return
+        self._asked = True
+        self._received(signal.SIGINT, None)
+        self._loop.call_soon_threadsafe(self._interrupt, signal.SIGINT)
+
     def _leave_now(self) -> None:
         self._on_second()
+        if self._caller is not None:
+            self._caller.leave()
+            return
         # Not sys.exit: a blocked worker thread must not hold the process.
         os._exit(EXIT_NOW)
 
@@ -142,6 +179,7 @@ class Interrupts:
             self._unheard.cancel()
         if self.requested:
             self._leave_now()
+            return
         self.requested = True
         self._told.set()
         for action in self._when_told:

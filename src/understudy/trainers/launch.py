@@ -12,6 +12,7 @@ from pathlib import Path
 
 from understudy.api import Run
 from understudy.config import Recipe
+from understudy.config.recipe import Overrides
 from understudy.errors import ConfigError, RankLost, UnderstudyError
 from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
@@ -26,6 +27,7 @@ from understudy.trainers.build import build, is_deterministic
 from understudy.trainers.changes import Change, changed_recipe
 from understudy.trainers.far_critic import FarCritic
 from understudy.trainers.fully_async import train_fully_async
+from understudy.trainers.given import GivenRows
 from understudy.trainers.interrupts import PATIENCE_S, Interrupts
 from understudy.trainers.preflight import describe, preflight
 from understudy.trainers.prompt_data import PromptData, open_data
@@ -41,20 +43,26 @@ logger = logging.getLogger(__name__)
 _TRAINERS = {"sync": train_sync, "fully_async": train_fully_async}
 
 
-async def launch(recipe: Recipe, *, progress: bool = True, next_command: str | None = None) -> Run:
-    """Make a fresh run directory and train; the caller has checked the recipe (`preflight`)."""
+async def launch(
+    recipe: Recipe,
+    *,
+    progress: bool = True,
+    next_command: str | None = None,
+    rows: GivenRows | None = None,
+) -> Run:
+    """Make a fresh run directory and train; the caller has checked the recipe (`preflight`). `rows` are kept in the directory."""
     seat_here(recipe)  # a machine that is too small says so before anything is written
     data = await asyncio.to_thread(open_data, recipe)
     run = RunDir.create(recipe.run.dir, recipe.run.name)
-    recipe = _settled(recipe, run).with_steps(len(data.train))
+    recipe = _settled(rows.keep(recipe, run) if rows else recipe, run).with_steps(len(data.train))
     _write_recipe(recipe, run)
     return await _train(recipe, data, run, progress, next_command)
 
 
-async def resume(path: Path, overrides: Sequence[str] = (), *, progress: bool = True) -> Run:
+async def resume(path: Path, overrides: Overrides = (), *, progress: bool = True) -> Run:
     """Continue a run from its last checkpoint, or from the start when it has none.
 
-    `overrides` (`key=value`) change what may change in a run; see `changes.py`.
+    `overrides` change what may change in a run; see `changes.py`.
     """
     run = RunDir.open(path)
     recipe, changes = changed_recipe(run, overrides)

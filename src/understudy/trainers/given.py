@@ -1,0 +1,162 @@
+"""What a Python caller hands over that a recipe file cannot hold: rows as objects, functions and classes.
+
+    rows                   ──> a jsonl file in a temporary folder, which `launch` copies into the run directory
+    functions and classes  ──> "module:name", as a recipe names them, if another process can import them by it
+
+A run is resumed and evaluated by other processes, which know the run directory alone. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+from understudy.config import Recipe
+from understudy.errors import ConfigError
+from understudy.observability.rundir import RunDir, copy_durably
+from understudy.rollout.loading import load_object
+from understudy.rollout.sources import write_rows
+
+_ROWS = ("train", "eval")
+"""Keys of `[data]` whose value may be rows."""
+_ADVICE = "put it into a module of its own (a .py file) and import it from there"
+_GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRows:
+    """The files of rows that came as objects, until the run directory has copies."""
+
+    folder: Path
+
+    def reworded(self, problem: str) -> str:
+        """A problem of a row, which the caller knows by its number alone."""
+        files = "|".join(re.escape(str(self.folder / f"{key}.jsonl")) for key in _ROWS)
+        return re.sub(
+            f"({files})(?:, line (\\d+))?",
+            lambda found: f"data.{Path(found[1]).stem}" + (f", row {found[2]}" if found[2] else ""),
+            problem,
+        )
+
+    def keep(self, recipe: Recipe, run: RunDir) -> Recipe:
+        """The recipe with these rows in the run directory."""
+        changes: dict[str, Any] = {}
+        for key in _ROWS:
+            given = self.folder / f"{key}.jsonl"
+            if given.is_file():
+                changes[key] = [str(copy_durably(given, run.data / given.name))]
+        return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
+
+
+@contextmanager
+def storable(table: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], GivenRows]]:
+    """The tables of a recipe as a file could hold them, and the files of the rows that were in them."""
+    with TemporaryDirectory(prefix="understudy-") as name:
+        folder, tables = Path(name), dict(table)
+        data = tables.get("data")
+        if isinstance(data, Mapping):
+            tables["data"] = dict(data)
+            for key in _ROWS:
+                if not isinstance(data.get(key), str | Path | None) and not _are_paths(data[key]):
+                    _refuse_no_rows(data[key], f"data.{key}")
+                    path = folder / f"{key}.jsonl"
+                    write_rows(data[key], path, f"data.{key}")
+                    tables["data"][key] = str(path)
+        yield _plain(tables, ""), GivenRows(folder)
+
+
+def name_of(thing: Any, key: str) -> str:
+    """`module:name` of a function or class, by which another process finds it again; `ConfigError` where it cannot."""
+    module_name, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not isinstance(module_name, str) or not isinstance(name, str):
+        raise ConfigError(
+            f"{key} is a {type(thing).__name__} without a name to import it by; make it a function, or name the object "
+            "as 'module:object'"
+        )
+    shown = f"{key} = {name}"
+    if "<" in name:
+        kind = "a lambda" if name.endswith("<lambda>") else "defined inside a function"
+        raise ConfigError(f"{shown} is {kind}, and a resumed run could not import it; {_ADVICE}")
+    if module_name == "__main__":
+        return f"{_importable_main(thing, shown)}:{name}"
+    reference = f"{module_name}:{name}"
+    if load_object(reference, key) is not thing:
+        raise ConfigError(
+            f"{shown}: {reference} is another object than the one given (a bound method, or redefined), and a resumed run "
+            f"would import that one; {_ADVICE}"
+        )
+    return reference
+
+
+def _importable_main(thing: Any, shown: str) -> str:
+    """The name under which the running script is imported, if doing so does not start the run again."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    code = getattr(thing, "__code__", None)
+    if file is None or (code is not None and Path(code.co_filename).resolve() != Path(file).resolve()):
+        raise ConfigError(
+            f"{shown} was typed into a notebook or an interpreter, and a resumed run could not import it; {_ADVICE} "
+            "(in a notebook: %%writefile my_rewards.py)"
+        )
+    spec = getattr(main, "__spec__", None)
+    module = spec.name if spec is not None else Path(file).stem
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None or not Path(found.origin).samefile(file):
+        raise ConfigError(f"{shown} is in {file}, which cannot be imported as {module}; {_ADVICE}")
+    if not _is_guarded(main, Path(file)):
+        raise ConfigError(
+            f"{shown} is in the script {file} itself, and importing it again would start the run again: write the call under "
+            f"`if __name__ == '__main__':`, or {_ADVICE}"
+        )
+    return module
+
+
+def _is_guarded(main: ModuleType, file: Path) -> bool:
+    """Whether the statement that the script is at now is left out where the script is imported."""
+    inside = threading.current_thread() is threading.main_thread()
+    frame = sys._getframe() if inside else sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and (frame.f_globals is not vars(main) or frame.f_code.co_name != "<module>"):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    line = frame.f_lineno
+    for statement in ast.parse(file.read_bytes()).body:
+        if statement.lineno <= line <= (statement.end_lineno or line):
+            return isinstance(statement, ast.If) and ast.unparse(statement.test) in _GUARDS
+    return False
+
+
+def _refuse_no_rows(value: Any, key: str) -> None:
+    if hasattr(value, "to_dict") and hasattr(value, "iloc"):
+        raise ConfigError(f"{key} is a {type(value).__name__}; give its rows: table.to_dict('records')")
+    if not isinstance(value, Iterable) or isinstance(value, bytes):
+        raise ConfigError(
+            f"{key} is a {type(value).__name__}; expected a path, a list of paths, or rows (a list of dicts, a datasets.Dataset)"
+        )
+
+
+def _plain(value: Any, key: str) -> Any:
+    """Tables and lists copied, paths as text, functions and classes by name."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one, f"{key}.{name}" if key else str(name)) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, f"{key}[{number}]") for number, one in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    return name_of(value, key) if callable(value) else value
+
+
+def _are_paths(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple) and bool(value) and all(isinstance(one, str | Path) for one in value)
+    )

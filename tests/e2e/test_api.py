@@ -1,0 +1,284 @@
+"""Runs from Python: rows and rewards as objects, notebooks, what comes after a run."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import ASSETS, TOKEN_VARIABLE, call_cli
+
+import understudy
+from understudy.dataplane.ledger import audit
+from understudy.errors import ConfigError, UnderstudyError
+from understudy.observability.metrics import read_metrics, without_clock
+from understudy.observability.rundir import read_json
+
+STUDENT = ASSETS / "models" / "student"
+ADD, SORT = ASSETS / "models" / "teacher-add", ASSETS / "models" / "teacher-sort"
+SMALL: dict[str, Any] = {
+    "trainer__batch_size": 8,
+    "trainer__steps": 2,
+    "trainer__checkpoint_every": 1,
+    "rollout__max_new_tokens": 8,
+    "loss__topk": 8,
+    "run__threads": 1,
+}
+
+
+def rows(source: str, count: int = 16) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines())
+    return [row for row in lines if row["data_source"] == source][:count]
+
+
+def half_right(row: dict[str, Any], text: str) -> float:
+    return 0.5
+
+
+def external(name: str, url: str) -> dict[str, Any]:
+    keys = {"placement": "external", "urls": [url], "token_env": TOKEN_VARIABLE}
+    return {f"teachers__{name}__{key}": value for key, value in keys.items()}
+
+
+@pytest.fixture
+def distill(tmp_path: Path, teacher_urls: dict[str, str]) -> Callable[..., understudy.Run]:
+    """A small run of the adder, whose keyword arguments may be changed."""
+
+    def run(name: str = "run", **changes: Any) -> understudy.Run:
+        given = {"student": STUDENT, "teacher": ADD, "data": rows("add"), "progress": False, **SMALL}
+        if not isinstance(changes.get("teacher", ADD), dict):
+            given |= external("teacher", teacher_urls["add"])
+        return understudy.distill(**{**given, "run__dir": tmp_path / name, **changes})
+
+    return run
+
+
+def test_two_keys_that_make_one_name_keep_both_teachers(
+    distill: Callable[..., understudy.Run], teacher_urls: dict[str, str]
+) -> None:
+    data = [
+        {**row, "data_source": key}
+        for key, kind in (("a/b", "add"), ("a-b", "sort"))
+        for row in rows(kind, 4)
+    ]
+    run = distill(
+        teacher={"a/b": ADD, "a-b": SORT},
+        data=data,
+        trainer__steps=1,
+        **external("a-b", teacher_urls["add"]),
+        **external("a-b-2", teacher_urls["sort"]),
+    )
+    assert run.last["teacher/add/rows"] == run.last["teacher/sort/rows"] == 4  # the servers' own names
+    teachers = read_json(run.dir / "recipe.json")["teachers"]
+    assert {name: (Path(one["model"]).name, one["key"]) for name, one in teachers.items()} == {
+        "a-b": ("teacher-add", "a/b"),
+        "a-b-2": ("teacher-sort", "a-b"),
+    }
+
+
+def test_one_teacher_for_other_rows_is_said_before_anything_starts(
+    distill: Callable[..., understudy.Run], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rows with data_source = 'add' have no teacher.*give the model alone"
+    ):
+        distill(teacher={"math": ADD})
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_and_rewards_as_objects_outlive_the_call(distill: Callable[..., understudy.Run]) -> None:
+    run = distill(eval_data=rows("sort", 4), reward=half_right)
+    assert run.status == "finished" and run.last["val/accuracy"] == 0.5
+    more = run.resume(progress=False, trainer__steps=3)
+    assert more.steps == 3 and audit(run.dir).per_step == {1: 8, 2: 8, 3: 8}
+    moved = understudy.Run.open(run.dir.rename(run.dir.with_name("moved")))
+    assert moved.steps == 3 and moved.metrics == more.metrics
+    assert moved.evaluate(progress=False)["accuracy"] == 0.5
+    own = moved.evaluate(rows("add", 8), "understudy.rollout.reward:exact_match", progress=False, samples=4)
+    assert 0 <= own["accuracy"] <= 1 and own["failed"] == 0
+    again = understudy.resume(moved.dir, progress=False, trainer__steps=4)
+    assert again.steps == 4 and read_json(moved.dir / "recipe.json")["run"]["dir"] == str(moved.dir)
+    with pytest.raises(ConfigError, match=r"cannot resume with loss.topk = 4"):
+        again.resume(progress=False, loss__topk=4)
+
+
+SCRIPT = """
+import json, sys
+import understudy
+
+def length(row, text):
+    return float(len(text))
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    understudy.distill(**given, reward=length)
+"""
+
+
+def test_a_killed_script_with_rows_and_a_reward_of_its_own_is_resumed_by_the_command(
+    tmp_path: Path, teacher_urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "own_script.py"
+    script.write_text(SCRIPT)
+    given = {
+        "student": str(STUDENT), "teacher": str(ADD), "data": rows("add"), "eval_data": rows("sort", 4), **SMALL,
+        **external("teacher", teacher_urls["add"]), "trainer__steps": 3, "run__dir": str(tmp_path / "run"),
+        "progress": False,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(given)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "UNDERSTUDY_FAULT": "sync.after_ack:2"},
+        capture_output=True, text=True, check=False, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done
+    assert read_json(tmp_path / "run" / "recipe.json")["data"]["reward"] == "own_script:length"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, output = call_cli("resume", str(tmp_path / "run"), "--quiet")
+    assert code == 0, output
+    report = audit(tmp_path / "run")
+    assert report.balanced and report.per_step == {1: 8, 2: 8, 3: 8}
+
+
+def test_inside_a_running_loop_the_numbers_are_the_same(distill: Callable[..., understudy.Run]) -> None:
+    plain = distill("plain", eval_data=rows("sort", 4), reward=half_right)
+
+    async def cell() -> tuple[understudy.Run, dict[str, float]]:
+        run = distill("notebook", eval_data=rows("sort", 4), reward=half_right)
+        return run, run.evaluate(progress=False)
+
+    run, measured = asyncio.run(cell())
+    assert [without_clock(line) for line in run.metrics] == [without_clock(line) for line in plain.metrics]
+    assert measured["accuracy"] == 0.5
+    for name in ("model", "optimizer"):
+        file = Path("checkpoints") / "step-000002" / f"{name}.safetensors"
+        assert (run.dir / file).read_bytes() == (plain.dir / file).read_bytes()
+
+
+def test_an_error_inside_a_running_loop_is_the_error(distill: Callable[..., understudy.Run]) -> None:
+    async def cell() -> None:
+        distill(trainer__max_dead_letters=0.0, rollout__agent=Broken)
+
+    with pytest.raises(UnderstudyError, match="max_dead_letters"):
+        asyncio.run(cell())
+
+
+class Broken:
+    async def run(self, prompt: Any, context: Any) -> Any:
+        raise RuntimeError("no answer")
+
+
+class Blocked:
+    """Ends no rollout once three steps are taken."""
+
+    async def run(self, prompt: Any, context: Any) -> Any:
+        from understudy.rollout.single_turn import SingleTurn
+
+        if prompt.epoch > 0:
+            time.sleep(60)  # the event loop hears nothing
+        return await SingleTurn().run(prompt, context)
+
+
+def interrupt_after(run: Path, steps: int, times: int = 1) -> threading.Thread:
+    """Ctrl-C as a notebook's interrupt button sends it: a signal to the process that holds the run."""
+
+    def act() -> None:
+        deadline = time.monotonic() + 100
+        while len(read_metrics(run / "metrics.jsonl")) < steps and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def in_a_cell(call: Callable[[], Any]) -> Any:
+    """As ipykernel runs a cell: in a task of the main thread's loop, with Python's own handler of SIGINT."""
+
+    async def cell() -> Any:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return call()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    return asyncio.run(cell())
+
+
+def test_an_interrupted_cell_saves_and_the_next_one_goes_on(
+    distill: Callable[..., understudy.Run], tmp_path: Path
+) -> None:
+    interrupt_after(tmp_path / "run", steps=1)
+    run = in_a_cell(lambda: distill(trainer__steps=5000, trainer__checkpoint_every=5000))
+    assert run.status == "stopped" and 1 <= run.steps < 5000
+    more = in_a_cell(lambda: run.resume(progress=False, trainer__steps=run.steps + 1))
+    assert more.status == "finished" and audit(run.dir).trained == 8 * more.steps
+
+
+def test_a_second_interrupt_leaves_the_run_and_not_the_process(
+    distill: Callable[..., understudy.Run], tmp_path: Path
+) -> None:
+    interrupter = interrupt_after(tmp_path / "run", steps=2, times=2)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        in_a_cell(lambda: distill(trainer__steps=5000, rollout__agent=Blocked))
+    interrupter.join()
+    assert time.monotonic() - start < 40
+
+
+def test_interrupted_while_starting(distill: Callable[..., understudy.Run], tmp_path: Path) -> None:
+    def act() -> None:
+        while not (tmp_path / "run" / "state.json").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=act, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        in_a_cell(lambda: distill(trainer__steps=5000))
+    assert read_json(tmp_path / "run" / "state.json")["status"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"student": 3}, "student is a int; expected a hub id or the folder of a model"),
+        ({"teacher": ["a", "b"]}, "teacher is a list; expected a hub id or the folder of a model"),
+        ({"teacher": {}}, "teacher is an empty mapping"),
+        ({"teacher": {3: "a"}}, "teacher has the key 3; expected {data_source: model}"),
+        ({"teacher": {"a": None}}, r"teacher\['a'\] is a NoneType; expected a hub id"),
+        ({"data": None}, "`?data.train`?"),
+        ({"student": ""}, "student is empty; expected a hub id"),
+        ({"data": [{"prompt": "1"}, {"answer": "2"}]}, "(^|\n)data.train, row 2 has no prompt"),
+        ({"eval_data": []}, "dataset data.eval is empty"),
+        ({"data": 7}, "data.train is a int; expected a path"),
+        ({"eval_data": {"test": []}}, "data.eval holds several splits \\(test\\)"),
+        ({"reward": 3}, r"reward is a int; expected a function \(row, text\)"),
+        ({"reward": lambda row, text: 0.0}, "data.reward = .*is a lambda"),
+        ({"data__train__x": 1}, "data.train.x = 1: `train` is a value, not a section"),
+        ({"steps": 3}, "steps=3: write section and key as section__key"),
+    ],
+)
+def test_wrong_types_are_one_line(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"student": STUDENT, "teacher": ADD, "data": rows("add", 1), "progress": False}
+    with pytest.raises(UnderstudyError, match=message) as error:
+        understudy.distill(**{**given, **changes})
+    problems = error.value.problems if isinstance(error.value, ConfigError) else [str(error.value)]
+    assert all("\n" not in problem for problem in problems)
+
+
+def test_a_recipe_of_another_type_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="recipe is a int; expected the path of a TOML file, a dict of tables"
+    ):
+        understudy.train(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="run_dir is a int; expected the path of a run directory"):
+        understudy.resume(3)  # type: ignore[arg-type]
