@@ -60,7 +60,7 @@ class LossConfig(Section):
     """`gae`: 1 trusts the rewards that came, 0 the critic."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Above 0 keeps the student near a frozen reference (`[reference]`; the student as it starts)."""
-    kl_kind: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3"
+    kl_kind: Literal["k1", "k1+", "k2", "k3", "k3+", "abs", "kl", "mse", "low_var_kl"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     """Differentiate the estimate, or take it off the task reward of each token."""
     correction: CorrectionConfig = CorrectionConfig()

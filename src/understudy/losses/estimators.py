@@ -12,15 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from understudy.losses.describe import ESTIMATOR_FORMULAS
+from understudy.losses.describe import ESTIMATOR_ALIASES, ESTIMATOR_FORMULAS
 
 LOG_RATIO_LIMIT = 20.0
 """k3's exponent is held within ±20 for its value; e²⁰ already means a token the teacher finds 5·10⁸ times likelier."""
 
 
 def estimate(kind: str, log_q_N: Tensor, log_p_N: Tensor) -> Tensor:
-    """The estimator called `kind` for each token [N], differentiable in log q."""
-    return ESTIMATORS[kind](log_q_N - log_p_N)
+    """The estimator called `kind`, or by an alias of it, for each token [N], differentiable in log q."""
+    return ESTIMATORS[ESTIMATOR_ALIASES.get(kind, kind)](log_q_N - log_p_N)
 
 
 def k1(r: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from losses_cases import assert_close, gradients, make_case
 
 from understudy.config import parse_recipe
 from understudy.errors import LossInputError
-from understudy.losses.describe import describe_objective
+from understudy.losses.describe import ESTIMATOR_ALIASES, describe_objective
 from understudy.losses.objective import Objective
 from understudy.losses.reduce import token_weights
 from understudy.trainers.build import objective_of
@@ -150,3 +151,20 @@ def test_the_formula_shows_the_clamps() -> None:
     loss = {"tail": "drop", "clamp_at_zero": True, "loss_max_clamp": 10.0, "log_prob_min_clamp": -10.0}
     assert describe(parse_recipe({**table, "loss": loss})).formula == verls.formula, "what `check` prints"
     assert "[clamp(r²/2, ±2)]" in describe_objective("mse", "sampled", loss_max_clamp=2.0).formula
+
+
+def test_verls_names_of_estimators_are_values_of_both_keys() -> None:
+    table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}}
+    for name, ours in ESTIMATOR_ALIASES.items():
+        loss = {"kind": name, "signal": "sampled", "policy_gradient": True}
+        assert objective_of(parse_recipe({**table, "loss": loss})).kind == ours
+    case = make_case(seed=2, dtype=torch.float32)
+    inputs = replace(case.inputs, reference_logprobs_N=case.inputs.teacher_logprobs_N)
+    student = case.student(torch.float32)
+    values = {
+        name: objective_of(
+            parse_recipe({**table, "reference": {}, "loss": {"kl_coef": 0.5, "kl_kind": name}})
+        )(student, inputs).per_token_N.tolist()
+        for name in ("k3", "low_var_kl", "k2", "mse")
+    }
+    assert values["low_var_kl"] == values["k3"] != values["mse"] == values["k2"]

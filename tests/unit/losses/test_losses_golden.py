@@ -70,7 +70,7 @@ def test_forward_kl_on_top_k_without_a_tail_is_verls(run: dict) -> None:
 def test_estimators_are_verls(kind: str) -> None:
     case = VERL["estimators"]
     student = torch.tensor(case["student_logprob"], requires_grad=True)
-    value = estimate(canonical_kind(kind), student, torch.tensor(case["teacher_logprob"]))
+    value = estimate(kind, student, torch.tensor(case["teacher_logprob"]))
     value.sum().backward()
     assert_near(value.detach(), case["runs"][kind]["value"])
     assert_near(student.grad, case["runs"][kind]["grad"])
