@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import ASSETS
+from small_runs import ASSETS, call_cli, run_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
@@ -71,3 +71,49 @@ def test_cut_prompts_keep_their_end_in_workers_too(recipe: Make, tmp_path: Path)
     run = understudy.train(over(recipe, "cut", 0.5, **settings, rollout__workers=1), progress=False)
     assert run.steps == 2 and audit(run.dir).balanced
     assert (audit(run.dir).trained, audit(run.dir).dead) == (16, 0)
+
+
+OWN = """
+from understudy.rollout.single_turn import SingleTurn
+from understudy.rollout.tools.base import ToolOutcome
+from understudy.rollout.tools.library import build_tool
+from understudy.rollout.tools.sandbox import Isolation, Sandbox
+
+def double(x: int) -> int:
+    return 2 * x
+
+def reward(row, text):
+    return float(len(text))
+
+class Loop(SingleTurn):
+    def __init__(self):
+        self.tool = build_tool("own_parts:double", Sandbox(Isolation.NONE, 512))
+
+    async def run(self, prompt, context):
+        result = await self.tool.call({"x": 21}, deadline_s=60)
+        assert (result.outcome, result.text) == (ToolOutcome.OK, "42"), result
+        return await super().run(prompt, context)
+
+    async def close(self):
+        await self.tool.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_reward_loop_and_tool_lie_beside_the_recipe(
+    recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the trainer, a worker and the tools' processes; and again when the run is taken up from another folder."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "own_parts.py").write_text(OWN)
+    settings = {"data__reward": "own_parts:reward", "rollout__agent": "own_parts:Loop", "rollout__workers": 1}
+    table = recipe("own", trainer__steps=1, trainer__batch_size=4, trainer__checkpoint_every=1, **settings)
+    path = write_toml(tmp_path / "project" / "recipe.toml", table)
+    code, said = call_cli("train", str(path), "--quiet")
+    assert code == 0, said
+    monkeypatch.chdir("/")
+    code, said = run_cli("resume", str(tmp_path / "own"), "trainer.steps=2", "rollout.workers=0", "--quiet")
+    assert code == 0, said
+    assert audit(tmp_path / "own").trained == 8

@@ -202,6 +202,9 @@ def resolve_paths(table: dict[str, Any], base: Path) -> None:
             return str((base / value).resolve())
         return value
 
+    run = table.setdefault("run", {})
+    if isinstance(run, dict) and isinstance(own := run.get("python_path", ["."]), list):
+        run["python_path"] = [str((base / one).resolve()) if isinstance(one, str) else one for one in own]
     models = [table.get(role) for role in ("student", "critic", "reference")]
     models += _tables(table.get("teachers"))
     for section in models:

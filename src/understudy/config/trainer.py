@@ -172,3 +172,6 @@ class RunConfig(Section):
     """CPU threads of the trainer; all cores when not set."""
     rollout_dump_every: Annotated[int, Field(ge=0)] = 0
     """Write the rows of every so many steps as text to `rollouts/STEP.jsonl` in the run directory; 0: never."""
+    python_path: list[str] = Field(default=[])
+    """Folders in which the modules of `module:object` names (rewards, agent loops, tools) are looked up, after Python's own path;
+    relative to the recipe. The recipe's own folder when not set."""

@@ -27,6 +27,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class RunDir:
         """A fresh folder; a folder that already holds a run is never written over."""
         if wanted is not None:
             run = cls(Path(wanted))
-            if run.path.exists() and any(run.path.iterdir()):
+            if not _is_free(run.path):
                 what = "holds a run already" if run.recipe.exists() else "exists and is not empty"
                 raise RunDirectoryError(
                     f"{run.path} {what}; continue it with `understudy resume {run.path}`, or name another folder in run.dir"
@@ -55,15 +56,21 @@ class RunDir:
             # The random tail keeps two launches within one second apart.
             stamp = time.strftime("%Y%m%d-%H%M%S")
             run = cls(base / f"{name}-{stamp}-{secrets.token_hex(2)}")
-        run.path.mkdir(parents=True, exist_ok=True)
-        run.logs.mkdir(exist_ok=True)
-        run.checkpoints.mkdir(exist_ok=True)
+        try:
+            for folder in (run.path, run.logs, run.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_be_made(run.path, error) from None
         return run
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
         run = cls(Path(path))
-        if not run.recipe.is_file():
+        try:
+            found = run.recipe.is_file()
+        except OSError as error:
+            raise RunDirectoryError(f"{run.path} cannot be read ({error.strerror})") from None
+        if not found:
             raise RunDirectoryError(
                 f"{run.path} is no run directory: it has no recipe.json; give the folder a run printed at its start"
             )
@@ -140,7 +147,10 @@ class RunDir:
 
     def lock(self) -> IO[str]:
         """Held for the life of the process that trains here, so that two never write one run."""
-        handle = (self.path / "lock").open("a+")
+        try:
+            handle = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise cannot_be_made(self.path, error) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -155,6 +165,38 @@ class RunDir:
         handle.flush()
         only_here(handle, lambda file: file.close())
         return handle
+
+
+def cannot_be_made(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"run.dir: the folder {path} cannot be written to ({error.strerror or error}); name another one in run.dir"
+    )
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nothing is there yet, or an empty folder."""
+    try:
+        return not path.exists() or not any(path.iterdir())
+    except OSError as error:
+        raise cannot_be_made(path, error) from None
+
+
+def probe_run_dir(wanted: str | None, base: Path = Path("runs")) -> None:
+    """Raises where a run directory could not be made. Permissions, mounts and quotas have many rules, so a folder is made and removed
+    again in the nearest one that exists."""
+    path = Path(wanted) if wanted is not None else base
+    try:
+        exists = path.exists()
+        if exists and not path.is_dir():
+            raise RunDirectoryError(
+                f"run.dir = {str(path)!r} is a file; name a folder that does not exist yet"
+            )
+        nearest = path if exists else next(one for one in path.absolute().parents if one.exists())
+        if not nearest.is_dir():
+            raise RunDirectoryError(f"run.dir = {str(path)!r}: {nearest} is a file, not a folder")
+        os.rmdir(tempfile.mkdtemp(prefix=".understudy-", dir=nearest))
+    except OSError as error:
+        raise cannot_be_made(path, error) from None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from understudy.errors import DataError, EngineError
+from understudy.rollout.reward_trial import ground_truth
 
 INSTRUCTIONS = """\
 You grade answers. Compare the answer with the reference and reply with one line: `SCORE: n`, where n is a number from
@@ -84,7 +85,7 @@ class Judge:
             str(message.get("content", "")) for message in row.get("messages", ())
         )
         # One pass over the template: braces in the texts themselves stay as they are.
-        return self._question.format(question=question, reference=row.get("answer", "(none)"), answer=text)
+        return self._question.format(question=question, reference=ground_truth(row) or "(none)", answer=text)
 
     async def _ask(self, messages: list[dict[str, str]], attempt: int) -> str:
         body = {

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from understudy.errors import ConfigError
+
+_added: list[str] = []
+"""Folders that `look_in` put on the Python path."""
+_found: set[str] = set()
+"""Top-level modules that were found there."""
+
+
+def look_in(folders: Sequence[str]) -> None:
+    """Modules are also looked up in these folders, which come last: they cannot hide an installed module. The folders of an earlier
+    call are left, and modules from there forgotten: two recipes may each have a `reward.py`."""
+    if list(folders) == _added:
+        return
+    for folder in _added:
+        sys.path.remove(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] in _found]:
+        del sys.modules[name]
+    _found.clear()
+    _added[:] = [folder for folder in folders if folder not in sys.path]
+    sys.path.extend(_added)
+    importlib.invalidate_caches()
 
 
 def load_object(name: str, what: str) -> Any:
@@ -16,9 +39,29 @@ def load_object(name: str, what: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f'{what} = "{name}": module {module_name} cannot be imported ({error})') from error
+        raise ConfigError(
+            f'{what} = "{name}": module {module_name} cannot be imported ({error}); modules are looked up beside the recipe and on '
+            "the Python path (PYTHONPATH)"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f'{what} = "{name}": importing {module_name} raised {type(error).__name__}: {error}'
+        ) from error
+    place = getattr(found, "__file__", None) or "built in"
+    top = module_name.partition(".")[0]
+    if _folder_of(top) in _added:
+        _found.add(top)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f'{what} = "{name}": {module_name} has no {attribute}')
+            raise ConfigError(f'{what} = "{name}": {module_name} ({place}) has no {attribute}')
         found = getattr(found, part)
     return found
+
+
+def _folder_of(module: str) -> str | None:
+    """The folder of the Python path that a top-level module comes from."""
+    origin = getattr(sys.modules.get(module), "__file__", None)
+    if origin is None or module == __name__.partition(".")[0]:
+        return None
+    path = Path(origin)
+    return str(path.parent.parent if path.stem == "__init__" else path.parent)

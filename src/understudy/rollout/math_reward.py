@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from understudy.errors import ConfigError, DataError
+from understudy.rollout.reward import answer_of
 from understudy.rollout.tools.base import ToolOutcome
 from understudy.rollout.tools.sandbox import Isolation, Sandbox, namespace_problem
 from understudy.rollout.tools.workers import FunctionWorkers
@@ -37,9 +38,7 @@ class MathVerify:
         self._workers: WeakKeyDictionary[asyncio.AbstractEventLoop, FunctionWorkers] = WeakKeyDictionary()
 
     async def __call__(self, row: Mapping[str, Any], text: str) -> dict[str, float]:
-        if row.get("answer") is None:
-            raise DataError("the row has no column `answer` to grade against")
-        arguments = {"answer": str(row["answer"]), "text": text}
+        arguments = {"answer": answer_of(row), "text": text}
         result = await self._pool().call(arguments, deadline_s=self._deadline_s)
         if result.outcome is ToolOutcome.ERROR and "reference answer" in result.text:
             raise DataError(result.text)

@@ -16,6 +16,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from understudy.errors import DataError
+from understudy.rollout.reward_trial import ground_truth
 
 ANSWER_COLUMN = "answer"
 
@@ -24,7 +25,7 @@ _AFTER_MARKER = re.compile(r"####\s*([-+$.,0-9]+)")
 
 def exact_match(row: Mapping[str, Any], text: str) -> float:
     """1.0 where the text equals the `answer` column, white space around either left out; 0.0 elsewhere."""
-    return float(text.strip() == _answer_of(row).strip())
+    return float(text.strip() == answer_of(row).strip())
 
 
 def gsm8k(row: Mapping[str, Any], text: str) -> float:
@@ -33,7 +34,7 @@ def gsm8k(row: Mapping[str, Any], text: str) -> float:
     The column may hold the number alone or GSM8K's worked solution, which ends in `#### number`. Numbers are compared
     as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are one answer.
     """
-    expected_text = _answer_of(row)
+    expected_text = answer_of(row)
     expected = _marked_number(expected_text)
     if expected is None:
         expected = _read_number(expected_text.strip())
@@ -45,11 +46,13 @@ def gsm8k(row: Mapping[str, Any], text: str) -> float:
     return float(_marked_number(text) == expected)
 
 
-def _answer_of(row: Mapping[str, Any]) -> str:
-    answer = row.get(ANSWER_COLUMN)
+def answer_of(row: Mapping[str, Any]) -> str:
+    """What the student's text is compared with: the column `answer`, or verl's `reward_model.ground_truth`."""
+    answer = ground_truth(row)
     if answer is None:
         raise DataError(
-            f"the row has nothing in column {ANSWER_COLUMN!r} to grade against; its columns are {sorted(map(str, row))}. "
+            f"the row has nothing in column {ANSWER_COLUMN!r} (or reward_model.ground_truth) to grade against; its columns are "
+            f"{sorted(map(str, row))}. "
             f"Add {ANSWER_COLUMN!r} to the dataset, or set data.reward to a function that does not need it"
         )
     return str(answer)

@@ -2,7 +2,8 @@
 
     def reward(row, text) -> float                    text: what the student wrote in its last turn
     def reward(row, trajectory) -> float | dict       asked for by naming the second parameter `trajectory`
-    async def …                                       either of them
+    def reward(data_source, solution_str, ground_truth, extra_info) -> float | dict     verl's `compute_score`, known by these names
+    async def …                                       any of them
 
 A dict holds `score` (or `reward`) and any further numbers, which become metrics of the row.
 """
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from understudy.errors import ConfigError, DataError
 from understudy.rollout.loading import load_object
 from understudy.rollout.render import Renderer
 from understudy.rollout.reward_threads import DaemonThreads
+from understudy.rollout.reward_trial import Shape, call_with, is_async, score_in, shape_of
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
@@ -38,8 +40,7 @@ class Reward:
 
     @property
     def wants_trajectory(self) -> bool:
-        parameters = list(inspect.signature(self.function).parameters)
-        return len(parameters) > 1 and parameters[1] == "trajectory"
+        return shape_of(self.function) is Shape.TRAJECTORY
 
 
 def load_reward(name: str, weight: float = 1.0) -> Reward:
@@ -105,14 +106,12 @@ class Rewards:
         self, reward: Reward, row: Mapping[str, Any], answer: str | Trajectory, key: str
     ) -> tuple[float, dict[str, float]]:
         try:
-            if inspect.iscoroutinefunction(reward.function) or inspect.iscoroutinefunction(
-                type(reward.function).__call__
-            ):
-                result = await reward.function(row, answer)
+            call = partial(call_with, reward.function, shape_of(reward.function), row, answer)
+            if is_async(reward.function):
+                result = await call()
             else:
                 # On a thread: a slow reward must not stop the other rollouts.
-                loop = asyncio.get_running_loop()
-                result = await loop.run_in_executor(self._threads, reward.function, row, answer)
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except Exception as error:
             raise DataError(
                 f"reward {reward.name} raised on row {key}: {type(error).__name__}: {error}"
@@ -122,15 +121,9 @@ class Rewards:
 
 def _numbers(result: Any, name: str, key: str) -> tuple[float, dict[str, float]]:
     """(score, further numbers), all finite."""
-    numbers = dict(result) if isinstance(result, Mapping) else {"score": result}
-    score = numbers.pop("score", numbers.pop("reward", None))
-    if not isinstance(score, (int, float, np.number)) or not math.isfinite(score):
+    found = score_in(result)
+    if found is None:
         raise DataError(
             f"reward {name} gave {result!r} for row {key}; expected a finite number, or a dict with `score`"
         )
-    more = {
-        str(k): float(v)
-        for k, v in numbers.items()
-        if isinstance(v, (int, float, np.number)) and math.isfinite(v)
-    }
-    return float(score), more
+    return found

@@ -177,7 +177,7 @@ async def _main(args: argparse.Namespace, make_keeper: MakeKeeper | None) -> Non
     setup = await wire.read_from_run(reader)
     if not isinstance(setup, wire.Setup):
         return
-    sys.path[:0] = [path for path in setup.import_paths if path not in sys.path]
+    sys.path += [path for path in setup.import_paths if path not in sys.path]
     await Worker(setup, send, make_keeper).serve(reader)
 
 

@@ -34,6 +34,7 @@ from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.policy.step import PolicySettings
 from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import Dataset
+from understudy.rollout.loading import look_in
 from understudy.rollout.loops import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
@@ -82,6 +83,7 @@ async def build(
     """Start everything a run needs; whatever happens, everything started is stopped again. `data` are the rows, where they were read
     before."""
     async with AsyncExitStack() as stack:
+        look_in(recipe.run.python_path)
         deterministic = is_deterministic(recipe)
         steady_torch(recipe)
         stack.enter_context(products_of_lanes(recipe))

@@ -90,6 +90,7 @@ ACCEPTED: Mapping[str, str] = {
     "run.rollout_dump_every": "what is written for people to read",
     "run.name": "a name",
     "run.note": "words for a reader",
+    "run.python_path": "where code lies",
 }
 """Keys that may change, each with the reason; `*` stands for any name."""
 

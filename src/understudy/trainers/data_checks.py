@@ -5,6 +5,7 @@ Every problem names the file and the row. Imports no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,9 +75,10 @@ def _agents(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
         if name not in known:
             guess = nearest(str(name), known)
             hint = f"; did you mean {guess!r}?" if guess else ""
+            if ":" in str(name):
+                hint += f" (to allow it, add [rollout.agent_options.{json.dumps(name)}] to the recipe)"
             problems.append(
-                f"{role}: {dataset.place(number)} asks for the agent loop {name!r}; rows may name {', '.join(sorted(known))}{hint} "
-                f"(to allow it, add [rollout.agent_options.{name!r}] to the recipe)"
+                f"{role}: {dataset.place(number)} asks for the agent loop {name!r}; rows may name {', '.join(sorted(known))}{hint}"
             )
         elif name == "tool" and isinstance(content_of(row), str):
             problems.append(

@@ -27,6 +27,7 @@ from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.policy.checkpoint import CheckpointStore
 from understudy.rollout.dataset import Dataset, load_dataset
+from understudy.rollout.loading import look_in
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
@@ -117,6 +118,7 @@ async def evaluate_model(
     if (folder / "recipe.json").is_file():
         run = RunDir.open(folder)
         recipe = parse_recipe(run.read_recipe())
+        look_in(recipe.run.python_path)
     source = data if data is not None else recipe.data.eval if recipe else None
     judge = reward or (recipe.data.reward if recipe else None)
     if source is None or judge is None:

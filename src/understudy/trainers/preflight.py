@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,17 +13,19 @@ from typing import Any
 
 from understudy.cluster.devices import visible_gpus
 from understudy.config import Recipe, TeacherConfig
-from understudy.config.base import nearest
-from understudy.errors import ConfigError, DataError, UnderstudyError
+from understudy.errors import ConfigError, UnderstudyError
 from understudy.losses.describe import ObjectiveDescription, describe_objective
 from understudy.observability.loggers import missing_loggers
 from understudy.observability.patience import Patience
-from understudy.rollout.dataset import load_dataset
+from understudy.observability.rundir import probe_run_dir
+from understudy.rollout.dataset import Dataset, load_dataset
+from understudy.rollout.loading import look_in
 from understudy.rollout.loops import LoopChoice
 from understudy.trainers.data_checks import check_rows, clipped, measured_once, prompt_length
 from understudy.trainers.extras import missing_extras
 from understudy.trainers.model_checks import models_load
 from understudy.trainers.model_folder import ModelFolder, is_hub_id
+from understudy.trainers.reward_check import check_reward
 from understudy.trainers.seating import seat
 from understudy.trainers.student_servers import endpoints_of, vllm_python
 from understudy.trainers.teacher_checks import contexts_fit, mixtures_fit, signals_fit
@@ -44,6 +45,7 @@ class Findings:
 
 def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | None = None) -> list[str]:
     """Every problem, one line each; with `progress`, a check that takes long says how far it has come."""
+    look_in(recipe.run.python_path)
     findings = findings or Findings()
     patience = Patience(enabled=progress)
     problems: list[str] = []
@@ -78,6 +80,7 @@ def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | No
     loops = attempt(lambda: LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options))
     schemas = loops.schemas if loops else None
     measure = measured_once(prompt_length(student, recipe, schemas)) if student else None
+    read: dict[str, Dataset] = {}
     for key in ("train", "eval"):
         sources, name = getattr(recipe.data, key), f"data.{key}"
         if not sources:
@@ -90,13 +93,18 @@ def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | No
             checked = check_rows(recipe, dataset, name, student, measure, advance)
         problems += checked.problems
         findings.notes += checked.notes
+        read[name] = checked.dataset
         if key == "train":
             findings.train_rows = len(checked.dataset)
             problems += mixtures_fit(recipe, checked.dataset)
             problems += contexts_fit(recipe, checked.dataset, folders, clipped(measure, recipe, student))
     if recipe.data.reward:
-        attempt(lambda: _importable(str(recipe.data.reward)))
+        with patience.work("asking the reward about the first rows"):
+            judged = check_reward(recipe, read)
+        problems += judged.problems
+        findings.notes += judged.notes
     attempt(lambda: _rollouts_can_be_made(recipe, student))
+    attempt(lambda: probe_run_dir(recipe.run.dir))
     problems += missing_loggers(recipe.run.loggers)
     problems += missing_extras(recipe)
     return list(dict.fromkeys(problems))
@@ -227,21 +235,3 @@ def _ports(teacher: str, ports: list[int]) -> list[str]:
                     f"teachers.{teacher}.ports: port {port} cannot be used ({error}); choose another, or leave `ports` out"
                 )
     return problems
-
-
-def _importable(reference: str) -> None:
-    module, colon, name = reference.partition(":")
-    if not colon:
-        raise DataError(
-            f"data.reward = {reference!r}: expected 'module:function', for example 'understudy.rollout.reward:gsm8k'"
-        )
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise DataError(f"data.reward = {reference!r}: {error}; is the module on the Python path?") from None
-    if not callable(found):
-        guess = nearest(name, dir(importlib.import_module(module)))
-        raise DataError(
-            f"data.reward = {reference!r}: {module} has no function {name}"
-            + (f"; did you mean {guess!r}?" if guess else "")
-        )

@@ -19,7 +19,7 @@ class Prompt:
     key: str
     """Unique per (epoch, dataset row); sorts in issue order as text: `{epoch:05d}-{place:07d}`."""
     ordinal: int
-    """The row's place in the dataset file, counted from 0."""
+    """The row's place among those the run uses, counted from 0."""
     epoch: int
     data_source: str
     """What routes the row to its teacher by default."""

@@ -39,7 +39,9 @@ def test_data_do_not_choose_the_code_that_runs(check: Check, tmp_path: Path) -> 
     rows = [{"messages": CHAT}, {"messages": CHAT, "agent": "evil:Loop"}]
     code, said = check(rows)
     assert code == 2 and "line 2 asks for the agent loop 'evil:Loop'; rows may name single_turn" in said
-    assert not mark.exists()
+    assert (
+        not mark.exists() and '(to allow it, add [rollout.agent_options."evil:Loop"] to the recipe)' in said
+    )
     code, said = check([{"messages": CHAT, "agent_name": "my_agent"}])
     assert code == 2 and "rows.jsonl, line 1 asks for the agent loop 'my_agent'" in said
     assert check([{"messages": CHAT, "agent_name": "single_turn_agent"}])[0] == 0
@@ -118,3 +120,106 @@ def test_a_template_may_raise_anything(check: Check, tmp_path: Path, template: s
     code, said = check([{"messages": CHAT}], f"student.model={folder}")
     assert code == 2 and "rows.jsonl, line 1 cannot be rendered by the student's chat template" in said
     assert expected in said and "unexpected" not in said
+
+
+REWARDS = """
+import os, time, sys
+def fine(row, text): print("noise"); return 1.0
+async def slow_but_fine(row, text): return {"score": 0.5, "more": 1}
+def compute_score(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)
+def threeargs(row, text, more): return 0.0
+def nan(row, text): return float("nan")
+def words(row, text): return "good"
+def column(row, text): return row["missing"]
+def raises(row, text): raise RuntimeError("grader broke")
+def hangs(row, text): time.sleep(60)
+def crashes(row, text): print("last words", flush=True); os._exit(7)
+def on_trajectory(row, trajectory): raise RuntimeError
+constant = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ("fine", None),
+        ("slow_but_fine", None),
+        ("compute_score", None),
+        ("on_trajectory", None),
+        ("threeargs", "takes (row, text, more) (missing a required argument: 'more'); expected (row, text)"),
+        ("nan", "gave nan; expected a finite number, or a dict with `score` at"),
+        ("words", "gave 'good'; expected a finite number"),
+        ("column", "raised KeyError: 'missing' (the row has the columns answer, data_source, messages) at"),
+        ("raises", "raised RuntimeError: grader broke at"),
+        ("hangs", "within 0.5 s; what takes longer belongs to its import"),
+        ("crashes", "ended its process with code 7 (last words) at"),
+        ("fien", "has no function fien; did you mean 'fine'?"),
+        ("constant", "is a int; expected a function"),
+    ],
+)
+def test_a_reward_is_tried_before_anything_starts(
+    check: Check, tmp_path: Path, reward: str, expected: str | None
+) -> None:
+    """Its module lies beside the recipe, and nothing is said of that to Python."""
+    (tmp_path / "own_rewards.py").write_text(REWARDS)
+    rows = [{"messages": CHAT, "answer": "64"}]
+    code, said = check(rows, f"data.reward=own_rewards:{reward}", "rollout.deadline_seconds=0.5")
+    assert "noise" not in said
+    if expected is None:
+        assert code == 0, said
+    else:
+        assert code == 2 and f"error: data.reward = 'own_rewards:{reward}' {expected}" in said.replace(
+            f"({tmp_path}/own_rewards.py) ", ""
+        ).replace("own_rewards has", "has").replace(f"gave no answer for {tmp_path}/rows.jsonl, line 1 ", "")
+        assert said.count("error:") == 1
+        if expected.endswith(" at"):
+            assert f"{expected} {tmp_path}/rows.jsonl, line 1\n" in said
+
+
+def test_a_reward_module_that_cannot_be_imported(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    rows = [{"messages": CHAT}]
+    assert "importing broken raised ZeroDivisionError" in check(rows, "data.reward=broken:f")[1]
+    code, said = check(rows, "data.reward=nowhere_at_all:f")
+    assert code == 2 and "No module named 'nowhere_at_all'; modules are looked up beside the recipe" in said
+
+
+def test_rewards_that_ship_look_at_every_row(check: Check) -> None:
+    rows = [
+        {"messages": CHAT, "answer": "64"},
+        {"messages": CHAT, "reward_model": {"ground_truth": "#### 7"}},
+    ]
+    assert check(rows, "data.reward=understudy.rollout.reward:gsm8k")[0] == 0
+    for reward in ("reward:gsm8k", "reward:exact_match", "math_reward:math_verify"):
+        code, said = check([*rows, {"messages": CHAT}], f"data.reward=understudy.rollout.{reward}")
+        assert code == 2, reward
+        assert "line 3: the row has nothing in column 'answer' (or reward_model.ground_truth)" in said, reward
+    said = check(
+        [*rows, {"messages": CHAT, "answer": "many"}], "data.reward=understudy.rollout.reward:gsm8k"
+    )[1]
+    assert "rows.jsonl, line 3: column 'answer' holds 'many'" in said
+
+
+def test_a_reward_that_fails_on_some_rows_is_noted(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "own_rewards.py").write_text(REWARDS)
+    rows = [{"messages": CHAT, "missing": 1}, {"messages": CHAT}]
+    code, said = check(rows, "data.reward=own_rewards:column")
+    assert code == 0 and "line 2 (1 of 2 rows tried; each would be a dead letter)" in said
+    code, said = check(
+        [{"messages": CHAT, "answer": "1"}, {"messages": CHAT}],
+        "data.reward=understudy.rollout.reward:exact_match",
+        "trainer.max_dead_letters=0.5",
+    )
+    assert code == 0 and "(1 of 2 rows; each would be a dead letter)" in said
+
+
+def test_a_run_directory_that_cannot_be(check: Check, tmp_path: Path) -> None:
+    rows = [{"messages": CHAT}]
+    (tmp_path / "afile").write_text("x")
+    code, said = check(rows, f"run.dir={tmp_path / 'afile'}")
+    assert code == 2 and "afile' is a file; name a folder" in said
+    for folder in (tmp_path / "afile" / "run", Path("/proc/x"), Path("/sys/x/y")):
+        code, said = check(rows, f"run.dir={folder}")
+        assert code == 2 and "run.dir" in said and "unexpected" not in said, folder
+    assert check(rows, f"run.dir={tmp_path / 'new' / 'run'}")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["afile", "recipe.toml", "rows.jsonl"]

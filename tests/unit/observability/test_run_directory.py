@@ -10,7 +10,7 @@ import pytest
 from understudy.errors import RunDirectoryError
 from understudy.observability.metrics import MetricsWriter, cut_back, read_metrics, without_clock
 from understudy.observability.redact import HIDDEN, redact, redact_text
-from understudy.observability.rundir import RunDir, write_atomically
+from understudy.observability.rundir import RunDir, probe_run_dir, write_atomically
 
 
 def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
@@ -68,3 +68,14 @@ def test_secrets_are_hidden_and_plain_words_are_not() -> None:
     assert hidden["teachers"]["t"]["urls"] == [f"http://{HIDDEN}@host/x?token={HIDDEN}&a=2"]
     assert hidden["teachers"]["t"]["token_env"] == "NAME" and hidden["tokens"] == 5
     assert redact_text("Authorization: Bearer s3cret") == f"Authorization: Bearer {HIDDEN}"
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "afile").write_text("x")
+    for wanted in (tmp_path / "afile", tmp_path / "afile" / "run", Path("/proc/x")):
+        with pytest.raises(RunDirectoryError, match=r"^run\.dir.*cannot be written to|is a file"):
+            RunDir.create(str(wanted), "run")
+        with pytest.raises(RunDirectoryError, match=r"^run\.dir"):
+            probe_run_dir(str(wanted))
+    probe_run_dir(str(tmp_path / "new" / "run"))
+    assert [path.name for path in tmp_path.iterdir()] == ["afile"]

@@ -103,3 +103,23 @@ def test_loading_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             load_reward(name)
+
+
+def test_a_reward_with_verl_s_signature_is_called_as_verl_does() -> None:
+    seen: list[Any] = []
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+        seen.append((data_source, solution_str, ground_truth, extra_info))
+        return {"score": float(ground_truth == solution_str), "length": len(solution_str)}
+
+    async def with_more(solution_str: str, ground_truth: str, **more: Any) -> float:
+        seen.append(sorted(more))
+        return 1.0
+
+    columns = {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 3}}
+    prompt = Prompt("00000-0000001", 1, 0, "gsm8k", text="1+1=", columns=columns)
+    rewards = [Reward("verl", compute_score), Reward("more", with_more)]
+    judge_all = Rewards(rewards, Renderer(chat_tokenizer("chatml"), context=100))
+    judged = asyncio.run(judge_all.judge(prompt, trajectory()))
+    assert seen == [("gsm8k", "2", "2", {"index": 3}), ["data_source", "extra_info"]]
+    assert judged.reward == 2.0 and judged.metrics["reward/verl/length"] == 1.0

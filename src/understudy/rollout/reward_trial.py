@@ -1,0 +1,175 @@
+"""How a reward function is called, and a program that calls one on a few rows to see whether it works.
+
+A run decides by the signature which of three shapes a function has (`shape_of`). `understudy check` runs this file as a
+script in a child process, because a reward is foreign code that may hang, crash or print. Standard library only: it must
+start at once.
+
+    stdin    one JSON object: reward, paths, rows
+    stdout   {"ready": true} after the import, then {"problem": …} or {"score": …} for each row; or one {"problem": …} before
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import numbers
+import os
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Any
+
+ANSWER = "an answer"
+"""What the student would have written, where a row has no answer of its own."""
+
+
+class Shape(StrEnum):
+    TEXT = "(row, text)"
+    TRAJECTORY = "(row, trajectory)"
+    VERL = "(data_source, solution_str, ground_truth, extra_info)"
+
+
+def shape_of(function: Callable[..., Any]) -> Shape:
+    """By the names of its parameters."""
+    names = list(_parameters(function))
+    if "solution_str" in names and "ground_truth" in names:
+        return Shape.VERL
+    if len(names) > 1 and names[1] == "trajectory":
+        return Shape.TRAJECTORY
+    return Shape.TEXT
+
+
+def call_with(function: Callable[..., Any], shape: Shape, row: Mapping[str, Any], answer: Any) -> Any:
+    """Calls a reward function in its shape; the result of an async one is to be awaited."""
+    if shape is not Shape.VERL:
+        return function(row, answer)
+    given = {
+        "data_source": row.get("data_source") or "",
+        "solution_str": answer,
+        "ground_truth": ground_truth(row),
+        "extra_info": dict(row.get("extra_info") or {}),
+    }
+    parameters = _parameters(function)
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        given = {name: value for name, value in given.items() if name in parameters}
+    return function(**given)
+
+
+def ground_truth(row: Mapping[str, Any]) -> Any:
+    """What an answer is compared with: the column `answer`, or verl's `reward_model.ground_truth`; None where there is neither."""
+    answer = row.get("answer")
+    if answer is None and isinstance(row.get("reward_model"), Mapping):
+        answer = row["reward_model"].get("ground_truth")
+    return answer
+
+
+def score_in(result: Any) -> tuple[float, dict[str, float]] | None:
+    """(score, further numbers) of what a reward gave; None where there is no finite score in it."""
+    found = dict(result) if isinstance(result, Mapping) else {"score": result}
+    score = found.pop("score", found.pop("reward", None))
+    if not isinstance(score, numbers.Real) or not math.isfinite(score):
+        return None
+    more = {str(k): float(v) for k, v in found.items() if isinstance(v, numbers.Real) and math.isfinite(v)}
+    return float(score), more
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def misfit(function: Callable[..., Any]) -> str | None:
+    """Why a function cannot be called in any of the shapes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    shape = shape_of(function)
+    given: tuple[list[Any], dict[str, Any]] = ([None, None], {})
+    if shape is Shape.VERL:
+        known = ("data_source", "solution_str", "ground_truth", "extra_info")
+        given = [], {name: None for name in known if name in signature.parameters}
+    try:
+        signature.bind(*given[0], **given[1])
+    except TypeError as error:
+        return f"takes {signature} ({error}); expected {', '.join(Shape)}"
+    return None
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have none
+        return {}
+
+
+def _load(name: str) -> tuple[Any, str | None]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        return None, f"{error}; modules are looked up beside the recipe and on the Python path (PYTHONPATH)"
+    except BaseException as error:
+        return None, f"importing {module_name} raised {type(error).__name__}: {error}"
+    place = getattr(found, "__file__", None) or "built in"
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = get_close_matches(part, dir(found), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            return None, f"{module_name} ({place}) has no function {attribute}{hint}"
+        found = getattr(found, part)
+    return (found, None) if callable(found) else (None, f"is a {type(found).__name__}; expected a function")
+
+
+async def _score(function: Callable[..., Any], shape: Shape, row: dict[str, Any]) -> dict[str, Any]:
+    truth = ground_truth(row)
+    try:
+        result = call_with(function, shape, row, str(truth) if truth is not None else ANSWER)
+        if inspect.isawaitable(result):
+            result = await result
+    except BaseException as error:
+        columns = (
+            f" (the row has the columns {', '.join(sorted(row))})" if isinstance(error, KeyError) else ""
+        )
+        return {"problem": f"raised {type(error).__name__}: {error}{columns}"}
+    found = score_in(result)
+    if found is None:
+        return {"problem": f"gave {result!r}; expected a finite number, or a dict with `score`"}
+    return {"score": found[0]}
+
+
+async def _all(function: Callable[..., Any], rows: list[dict[str, Any]], say: Callable[[Any], None]) -> None:
+    shape = shape_of(function)
+    for row in rows:
+        if "messages" in row:
+            row["messages"] = tuple(row["messages"])  # as a run gives them
+        say(await _score(function, shape, row) if shape is not Shape.TRAJECTORY else {"score": None})
+    close = getattr(function, "close", None)
+    if inspect.iscoroutinefunction(close):
+        await close()
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the reward prints is not an answer
+
+    def say(message: Any) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    request = json.loads(sys.stdin.readline())
+    sys.path[:] = request["paths"]
+    function, problem = _load(request["reward"])
+    problem = problem or misfit(function)
+    if problem:
+        say({"problem": problem})
+    else:
+        say({"ready": True})
+        asyncio.run(_all(function, request["rows"], say))
+    os._exit(0)  # threads that a reward left behind must not hold the check up
+
+
+if __name__ == "__main__":
+    main()

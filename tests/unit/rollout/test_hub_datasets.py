@@ -1,0 +1,53 @@
+"""Datasets of the hub and `datasets.Dataset` objects, by the real library where it is installed (`understudy[datasets]`)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from understudy.errors import DataError
+from understudy.rollout.dataset import load_dataset
+from understudy.rollout.sources import HubDataset, _read_hub, rows_of, write_rows
+
+datasets = pytest.importorskip("datasets")
+ROWS = [{"messages": [{"role": "user", "content": text}], "answer": text} for text in ("a", "b", "c")]
+
+
+def test_dataset_objects_are_rows(tmp_path: Path) -> None:
+    whole = datasets.Dataset.from_list([*ROWS, {**ROWS[0], "answer": None}])
+    assert rows_of(whole) == [*ROWS, {"messages": ROWS[0]["messages"]}]
+    write_rows(whole, tmp_path / "rows.jsonl")
+    assert list(load_dataset(tmp_path / "rows.jsonl").rows) == rows_of(whole)
+    with pytest.raises(DataError, match=r"several splits \(train\); give one of them"):
+        rows_of(datasets.DatasetDict(train=whole))
+
+
+def test_a_split_is_read_and_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes a folder for a hub name too, so that nothing is fetched here."""
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    for split in ("train", "test"):
+        rows = ROWS if split == "train" else ROWS[:1]
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (tmp_path / "org" / "name" / f"{split}.jsonl").write_text("".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    name = "org/name"
+    found, digest = _read_hub(name, HubDataset(name, None, None, None), "data.train")
+    assert found == [(f"{name}, row {number}", row) for number, row in enumerate(ROWS, start=1)]
+    assert _read_hub(name, HubDataset(name, None, None, "train"), "data.eval") == (found, digest)
+    fewer, other = _read_hub(name, HubDataset(name, None, None, "train[:2]"), "data.train")
+    assert len(fewer) == 2 and other != digest
+    with pytest.raises(DataError, match=r"data\.eval = 'org/name': name the split"):
+        _read_hub(name, HubDataset(name, None, None, None), "data.eval")
+    with pytest.raises(DataError, match=r"data\.train = 'org/name' cannot be had from the hub: .*nosplit"):
+        _read_hub(name, HubDataset(name, None, None, "nosplit"), "data.train")
+
+
+def test_reading_a_dataset_imports_no_torch() -> None:
+    code = (
+        "import sys, datasets; from understudy.rollout.sources import rows_of\n"
+        "rows_of(datasets.Dataset.from_list([{'prompt': 'a'}])); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
