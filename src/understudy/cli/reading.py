@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from understudy.config import Recipe
-from understudy.config.recipe import examine, read_tables
+from understudy.config.recipe import NOT_GIVEN, examine, read_tables
 from understudy.errors import ConfigError
 from understudy.trainers.preflight import Findings, preflight
 
@@ -22,7 +22,7 @@ def checked_recipe(
         problems += [
             problem
             for problem in preflight(recipe, progress=progress, findings=findings)
-            if problem not in problems
+            if problem not in problems and NOT_GIVEN not in problem
         ]
     if problems or recipe is None:
         raise ConfigError(problems)

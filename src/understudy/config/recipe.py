@@ -36,6 +36,8 @@ from understudy.errors import ConfigError
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """`["section.key=value", …]`, as a command line has them, or `{"section.key": value}`."""
+NOT_GIVEN = "<not given>"
+"""Stands where a needed key was missing or wrong, while the rest is looked at. What is found about it is not worth telling."""
 
 
 class Recipe(Section):
@@ -158,8 +160,8 @@ def _mend(table: Any, finding: Finding) -> bool:
 def _stand_in(kind: Kind) -> Any:
     """The least that a needed key may hold."""
     if kind.section is None:
-        return ""
-    return {name: "" for name, field in kind.section.model_fields.items() if field.is_required()}
+        return NOT_GIVEN
+    return {name: NOT_GIVEN for name, field in kind.section.model_fields.items() if field.is_required()}
 
 
 _LENGTHS = ("steps", "passes")

@@ -78,3 +78,23 @@ def test_a_model_whose_folder_looks_like_markup(tmp_path: Path, capsys: pytest.C
     assert main(["check", str(recipe)]) in (0, 2) and main(["plan", str(recipe), "--gpus", "0"]) in (0, 2)
     said = capsys.readouterr()
     assert "MarkupError" not in said.err and "unexpected" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.train=5"], ["`data.train` = 5: expected a list of texts"]),
+        (["data.train=[3]"], ["`data.train[0]` = 3: expected a text"]),
+        (["student.model=5"], ["`student.model` = 5: expected a text"]),
+        (["student=5"], ["`student` = 5: expected a table of keys, [student]"]),
+        (["trainer.steps=no", "data.train=5"], ["`data.train` = 5: expected a list of texts", "`trainer.steps` = 'no': expected a whole number of at least 1"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_told_once(
+    words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the checks of models and data would say of a key that is left out is not said."""
+    recipe = Path(__file__).parents[3] / "src/understudy/assets/quickstart/recipe.toml"
+    assert main(["check", str(recipe), *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert lines == [f"error: {line}" for line in told]
