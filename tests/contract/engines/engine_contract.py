@@ -1,8 +1,8 @@
 """What every engine must do. Each `check_...` gets an open engine and asserts; the tests choose which engines to open."""
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -143,34 +143,47 @@ async def check_abort_keeps_what_was_written(engine: Engine, model: Any) -> None
     assert len(after.tokens) == 100, "the engine goes on"
 
 
-async def _seconds_of(engine: Engine, asked: Sequence[GenerateRequest]) -> float:
-    start = time.perf_counter()
-    await engine.generate(asked)
-    return time.perf_counter() - start
+async def until(condition: Callable[[], object]) -> None:
+    """Something that this process can see has happened; the test's own deadline bounds the wait."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def widening_pauses() -> Iterator[float]:
+    """Seconds: each pause is half as long again as the one before, so that one of them ends within a piece of work of any length."""
+    return (0.02 * 1.5**i for i in count())
 
 
 async def check_a_live_update_splits_generations_by_version(engine: Engine, model: Any, new: Any) -> None:
-    """`model` must be a copy that the engine does not own: its weights are the old ones."""
+    """`model` must be a copy that the engine does not own: its weights are the old ones.
+
+    Updates are published, at widening distances, for as long as a batch is being written: however fast the machine is at this moment,
+    one of them comes in the middle. Odd versions have the weights of `new`, even ones those of `model`.
+    """
     asked = requests(4, Sampling(120, candidates=3))
-    whole = min([await _seconds_of(engine, asked) for _ in range(2)])  # the first may have been slow to begin
-    task = asyncio.create_task(engine.generate(asked))
-    await asyncio.sleep(whole / 3)
-    await engine.update_weights(1, [(name, tensor.detach()) for name, tensor in new.named_parameters()])
+    weights = [[(name, t.detach()) for name, t in one.named_parameters()] for one in (model, new)]
+    pauses, split, version = widening_pauses(), False, engine.version
+    while not split:
+        task = asyncio.create_task(engine.generate(asked))
+        for pause in pauses:
+            await asyncio.wait([task], timeout=pause)
+            if task.done():
+                break
+            version += 1
+            await engine.update_weights(version, weights[version % 2])
+            assert engine.version == version
+        for request, generation in zip(asked, await task, strict=True):
+            versions = generation.weight_versions
+            assert len(versions) == 120 and (np.diff(versions) >= 0).all() and versions[-1] <= version
+            split = split or versions[0] < versions[-1]
+            of_each = [forced(one, request, generation) for one in (model, new)]
+            np.testing.assert_allclose(
+                generation.logprobs, np.where(versions % 2, of_each[1], of_each[0]), atol=2e-4
+            )
+            assert generation.candidate_ids is not None and generation.candidate_ids.shape == (120, 3)
+        pauses = widening_pauses()
+    await engine.update_weights(1, weights[1])
     assert engine.version == 1
-    split = 0
-    for request, generation in zip(asked, await task, strict=True):
-        versions = generation.weight_versions.tolist()
-        assert versions == sorted(versions) and set(versions) <= {0, 1} and len(versions) == 120
-        old = versions.count(0)
-        split += 0 < old < 120
-        np.testing.assert_allclose(
-            generation.logprobs[:old], forced(model, request, generation)[:old], atol=2e-4
-        )
-        np.testing.assert_allclose(
-            generation.logprobs[old:], forced(new, request, generation)[old:], atol=2e-4
-        )
-        assert generation.candidate_ids is not None and generation.candidate_ids.shape == (120, 3)
-    assert split, "the update came too late to interrupt anything; make the generations longer"
     (fresh,) = await engine.generate(asked[:1])
     assert set(fresh.weight_versions.tolist()) == {1}
     np.testing.assert_allclose(fresh.logprobs, forced(new, asked[0], fresh), atol=2e-4)

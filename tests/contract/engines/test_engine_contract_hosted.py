@@ -21,6 +21,7 @@ from engine_contract import (
     check_a_live_update_splits_generations_by_version,
     forced,
     requests,
+    until,
 )
 from engines_under_contract import CONTEXT, VOCAB, hf_composed, make_model
 from hosted_rig import hosted
@@ -185,7 +186,7 @@ def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Op
     async def mid_batch() -> None:
         asked = requests(4, Sampling(CONTEXT - 20))
         task = asyncio.create_task(engine.generate(asked))
-        await asyncio.sleep(0.2)
+        await until(lambda: any(engine.outstanding_tokens.values()))
         old = kill()
         for request, generation in zip(asked, await task, strict=True):
             assert set(generation.weight_versions.tolist()) == {1} and len(generation.tokens) == CONTEXT - 20

@@ -17,6 +17,7 @@ from engine_contract import (
     CONTROL_CHECKS,
     check_a_live_update_splits_generations_by_version,
     requests,
+    until,
 )
 from engines_under_contract import CONTEXT, hf_composed, make_model
 from hosted_rig import hosted
@@ -155,12 +156,12 @@ def test_a_holder_that_leaves_ends_the_call_and_frees_the_engine(far: Opened) ->
     runner, engine, hosts, _ = far
 
     async def body() -> None:
-        for leaves_at in (0.0, 0.3):  # before anything was brought, and in the middle of the batch
+        for leaves in ("before anything was brought", "in the middle of the batch"):
             holders = [Holder(one, engine.deposits) for one in requests(4, Sampling(CONTEXT - 20))]
-            if not leaves_at:
+            if leaves != "in the middle of the batch":
                 holders[2] = Stopped(holders[2].request, engine.deposits)
             task = asyncio.create_task(hosts.generate([engine.far(one) for one in holders]))
-            await asyncio.sleep(leaves_at or 0.1)
+            await until(lambda: all(one.calls for one in holders))  # noqa: B023 - awaited here
             holders[2].leave()
             with pytest.raises(BearerGone):
                 await task
@@ -277,7 +278,7 @@ def test_bits_equal_the_in_process_engine_s_also_after_a_kill_in_the_middle(
             long = requests(6, Sampling(CONTEXT - 20))
             holders = [Holder(one, engine.deposits) for one in long]
             task = asyncio.create_task(hosts.generate([engine.far(one) for one in holders]))
-            await asyncio.sleep(0.15)
+            await until(lambda: all(one.calls for one in holders))
             (busy,) = [name for name, tokens in hosts.outstanding_tokens.items() if tokens]
             os.kill(processes.children[busy.replace("replica", "rollout")].ready["pid"], signal.SIGKILL)
             told = await task

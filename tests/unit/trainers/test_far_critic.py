@@ -68,7 +68,8 @@ async def asked_and_disturbed(child: Child, disturb: Any, **watching: float) -> 
     thread = threading.Thread(target=ask)
     watching_it = [asyncio.create_task(one(channel)) for one in (watch.watch, watch.feel_pulse)]
     thread.start()
-    await asyncio.sleep(0.3)
+    while critic.waiting(0.0) is None and thread.is_alive():
+        await asyncio.sleep(0.01)
     system = SimpleNamespace(pools={}, critic=critic)
     chains = waits(system, [], time.monotonic())  # type: ignore[arg-type]
     disturb(watch, channel)
