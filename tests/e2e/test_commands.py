@@ -14,6 +14,7 @@ import understudy
 from understudy.cli.main import main
 from understudy.dataplane.ledger import audit
 from understudy.rollout.single_turn import SingleTurn
+from understudy.rollout.tools.sandbox import namespace_problem
 
 Make = Callable[..., dict[str, Any]]
 
@@ -89,7 +90,10 @@ def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_doctor_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
-    assert "torch" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "torch" in said and "bubblewrap" not in said
+    problem = namespace_problem()
+    assert f"tool isolation   {f'none ({problem})' if problem else 'namespaces'}" in said
     assert main([]) == 2
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from understudy.observability.rundir import RunDir, read_json
 from understudy.observability.watchdog import read_waits
+from understudy.rollout.tools.sandbox import namespace_problem
 
 _PACKAGES = (
     "understudy",
@@ -105,9 +106,10 @@ def _machine() -> None:
             line(f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     else:
         line("cuda", "none; runs use the CPU")
+    problem = namespace_problem()
     line(
         "tool isolation",
-        "bubblewrap"
-        if shutil.which("bwrap")
-        else 'no bubblewrap: model-written tools are refused unless isolation = "none"',
+        f'none ({problem}): tools are refused unless isolation = "none"'
+        if problem
+        else "namespaces: tools run without network, files of yours or other processes",
     )

@@ -353,3 +353,80 @@ def test_schemas_of_richer_signatures() -> None:
 
     with pytest.raises(ConfigError, match="words"):
         schema_of(variadic)
+
+
+LEAVES_A_CHILD = """
+import os
+def leave(name: str, wait: float = 0.0) -> str:
+    "Leaves a process in a session of its own behind."
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp("sleep", [name, "777"])
+        os._exit(0)
+    import time
+    time.sleep(wait)
+    return "left"
+"""
+
+
+def sleepers(name: str) -> list[int]:
+    found = psutil.process_iter(["cmdline", "status"])
+    alive = [one for one in found if one.info["status"] != psutil.STATUS_ZOMBIE]
+    return [one.pid for one in alive if (one.info["cmdline"] or [""])[0] == name]
+
+
+def none_left(name: str) -> bool:
+    deadline = time.monotonic() + 5
+    while sleepers(name):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("wait", ["0", "60"])
+def test_a_child_in_a_session_of_its_own_ends_with_its_code(isolation: Isolation, wait: str) -> None:
+    """After the code has ended, and after its deadline has."""
+    name = f"left-by-code-{os.getpid()}-{wait}"
+    deadline_s = 20.0 if wait == "0" else 1.5
+    result = run(f"{LEAVES_A_CHILD}\nleave({name!r}, {wait})", isolation=isolation, deadline_s=deadline_s)
+    assert result.outcome is (ToolOutcome.OK if wait == "0" else ToolOutcome.TIMEOUT), result.text
+    assert none_left(name)
+
+
+def test_a_child_in_a_session_of_its_own_ends_with_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving_tool.py").write_text(LEAVES_A_CHILD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"left-by-tool-{os.getpid()}"
+
+    async def use(tool: Any) -> None:
+        for _ in range(2):
+            result = await tool.call({"name": name}, deadline_s=20.0)
+            assert (result.outcome, result.text) == (ToolOutcome.OK, "left")
+            assert none_left(name), "although the tool's process goes on"
+        assert jailed_processes()
+        result = await tool.call({"name": name, "wait": 60.0}, deadline_s=1.0)
+        assert result.outcome is ToolOutcome.TIMEOUT and none_left(name)
+
+    with_tool("leaving_tool:leave", use, Isolation.NONE)
+
+
+def test_what_a_tool_started_does_not_outlive_a_killed_run() -> None:
+    name = f"left-by-a-run-{os.getpid()}"
+    program = (
+        "import asyncio; from understudy.rollout.tools.sandbox import Isolation, Sandbox\n"
+        f"code = {f'{LEAVES_A_CHILD}leave({name!r}, 60)'!r}\n"
+        "asyncio.run(Sandbox(Isolation.NONE).run_code(code, deadline_s=60.0))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + 30
+    while not sleepers(name):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert none_left(name)

@@ -8,6 +8,9 @@ folders it was given (all read-only) and an empty /tmp: no network, no other pro
     └─ B  new user, mount, net, pid, ipc namespaces  │ and with C everything in its pid namespace
        └─ C  process 1 of the pid namespace         ─┘
           └─ D  no privileges, resource limits: runs the job
+
+With `isolation = "none"` there are A and D alone. Both are sub-reapers (Linux): processes that the job started and left are
+their children again, in whatever session they are. D ends those of each call, and A all that is left when D or our side ends.
 """
 
 import ast
@@ -19,6 +22,7 @@ import platform
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +35,8 @@ KEPT_MOUNT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 """Flags of a mount that only its owner may take away, as statvfs and as mount spell them."""
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
+CHILD_SUBREAPER = 36
+END_SECONDS = 2.0
 SYSTEM = (
     "/usr",
     "/lib",
@@ -86,8 +92,74 @@ def enter_namespaces(visible: list[str], *, trusted: bool) -> None:
     drop_privileges(trusted=trusted)
 
 
-def die_with_parent() -> None:
-    call("prctl", 1, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    call("prctl", 1, number, 0, 0, 0)
+
+
+def supervise() -> None:
+    """Returns in process D; A ends what D leaves behind. Nothing of it is there outside Linux."""
+    if sys.platform != "linux":
+        return
+
+    def end(*_: object) -> None:
+        end_descendants()
+        os._exit(128 + signal.SIGTERM)
+
+    call("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, end)
+    die_with_parent(signal.SIGTERM)
+    child = os.fork()
+    if child:
+        code = exit_code_of(child)
+        end_descendants()
+        os._exit(code)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
+    call("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants() -> dict[int, bool]:
+    """Everything this process started and what those started in turn; False for what only waits to be buried."""
+    parents: dict[int, list[tuple[int, bool]]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # gone meanwhile
+            with open(f"/proc/{name}/stat") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+            parents.setdefault(int(parent), []).append((int(name), state != "Z"))
+    found: dict[int, bool] = {}
+    waiting = [os.getpid()]
+    while waiting:
+        children = parents.get(waiting.pop(), [])
+        found.update(children)
+        waiting += [pid for pid, _ in children]
+    return found
+
+
+def end_descendants(kept: frozenset[int] = frozenset()) -> None:
+    """Kills all of them but `kept`, and what they start meanwhile, for at most END_SECONDS."""
+    if sys.platform != "linux" or not has_children():
+        return
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        left = {pid: alive for pid, alive in descendants().items() if pid not in kept}
+        again = any(left.values())
+        for pid in left:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(OSError):
+                # One that ends while we look may have started another that we did not see.
+                again |= os.waitpid(pid, os.WNOHANG)[0] == pid
+        if not again:
+            return
+        time.sleep(0.002)
+
+
+def has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def write_id_maps(pid: int) -> None:
@@ -195,8 +267,9 @@ def load_function(name: str, paths: list[str]) -> Callable[..., object]:
     return cast(Callable[..., object], function)
 
 
-def serve(name: str, paths: list[str]) -> None:
-    """Calls one function again and again: a line of arguments in, a line of answer out, until the line is cut."""
+def serve(name: str, paths: list[str], *, reaps: bool) -> None:
+    """Calls one function again and again: a line of arguments in, a line of answer out, until the line is cut. With `reaps`, what
+    a call started and left running is ended before it is answered."""
     answers = os.fdopen(os.dup(1), "w")
     for noisy in (1, 2):  # what the function itself prints is not an answer
         os.dup2(os.open(os.devnull, os.O_WRONLY), noisy)
@@ -205,6 +278,7 @@ def serve(name: str, paths: list[str]) -> None:
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=answers, flush=True)
         raise SystemExit(1) from None
+    own = frozenset(descendants()) if reaps else frozenset()  # what the module started when it was imported
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         try:
@@ -213,6 +287,8 @@ def serve(name: str, paths: list[str]) -> None:
             answer = {"ok": True, "text": text}
         except Exception as error:
             answer = {"ok": False, "text": f"{type(error).__name__}: {error}"}
+        if reaps:
+            end_descendants(own)
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -230,6 +306,8 @@ def main() -> None:
     job = request["job"]
     if request["isolation"] == "namespaces":
         enter_namespaces(request["visible"], trusted=job["kind"] == "serve")
+    else:
+        supervise()
     set_limits(request["limits"])
     code = 0
     try:
@@ -237,7 +315,8 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             run_python(job["code"], job["paths"])
         elif job["kind"] == "serve":
-            serve(job["name"], job["paths"])
+            reaps = sys.platform == "linux" and request["isolation"] == "none"
+            serve(job["name"], job["paths"], reaps=reaps)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:

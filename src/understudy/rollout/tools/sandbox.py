@@ -28,12 +28,16 @@ _COMMAND = (sys.executable, "-I", "-S", "-B", str(Path(__file__).with_name("jail
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
 """Nothing of ours: keys and tokens often live in the environment."""
 
+_END_S = 4.0
+"""How long a child may take to end what it started."""
+
 
 class Isolation(StrEnum):
     NAMESPACES = "namespaces"
     """Linux user, mount, pid, network and ipc namespaces: no network, no files of ours, no other processes."""
     NONE = "none"
-    """A child process with limits and a deadline only: it can read our files and reach the network."""
+    """A child process with limits and a deadline only: it can read our files and reach the network. What it starts ends with the
+    call (on Linux)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class Sandbox:
         except TimeoutError:
             outcome, text = ToolOutcome.TIMEOUT, f"the code was stopped after {deadline_s:g} s"
         finally:
-            await end_child(child)
+            await end_child(self, child)
         return ToolResult(outcome, text, time.perf_counter() - start)
 
 
@@ -114,10 +118,19 @@ async def start_child(
     return child
 
 
-async def end_child(child: asyncio.subprocess.Process) -> None:
-    """Kills the child's process group, which it leads (`start_new_session`), so this reaches nothing else."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+async def end_child(sandbox: Sandbox, child: asyncio.subprocess.Process) -> None:
+    """Ends the child and all that it started. In namespaces killing its process group, which it leads (`start_new_session`), is enough;
+    without them the child itself ends what left the group (`jail.supervise`)."""
+    try:
+        if sandbox.isolation is Isolation.NONE and child.returncode is None:
+            child.terminate()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(child.wait(), _END_S)
+    except ProcessLookupError:
+        pass
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
     await child.wait()
 
 

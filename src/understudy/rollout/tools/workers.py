@@ -42,7 +42,7 @@ class FunctionWorkers:
             finally:
                 # Cancelled, overrun or dead: the process may be in the middle of anything.
                 if answer is None or "timeout" in answer:
-                    await end_child(child)
+                    await end_child(self._sandbox, child)
                 else:
                     self._idle.append(child)
             return self._result(answer, time.perf_counter() - start)
@@ -71,9 +71,9 @@ class FunctionWorkers:
         except TimeoutError:
             said += f"not ready after {_START_S:g} s".encode()
         except BaseException:
-            await end_child(child)
+            await end_child(self._sandbox, child)
             raise
-        await end_child(child)
+        await end_child(self._sandbox, child)
         problem = said.decode(errors="replace").strip() or "it said nothing"
         raise ConfigError(f'the tool "{self._function}" cannot be started: {problem}')
 
@@ -92,4 +92,4 @@ class FunctionWorkers:
 
     async def close(self) -> None:
         while self._idle:
-            await end_child(self._idle.pop())
+            await end_child(self._sandbox, self._idle.pop())
