@@ -1,9 +1,12 @@
 """Ctrl-C once: finish the step, save, leave. Twice: leave now. No orphan either way."""
 
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +65,28 @@ def test_once_finishes_the_step_and_saves(local: tuple[Path, Path]) -> None:
     assert state["status"] == "stopped" and len(steps) == 1
     report = audit(run)
     assert report.balanced and report.in_flight == 0 and report.trained == steps[0] * 16
+
+
+def test_a_closed_terminal_saves_and_stops(recipe: Make, tmp_path: Path) -> None:
+    """A real one: the kernel sends SIGHUP, and every write to it fails from then on."""
+    table = recipe("long", trainer__steps=5000, trainer__checkpoint_every=5000)
+    path, run = write_toml(tmp_path / "recipe.toml", table), Path(table["run"]["dir"])
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "understudy.cli.main", "train", str(path)])
+    process, deadline = psutil.Process(pid), time.monotonic() + 120
+    while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
+        assert time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 1 << 16)
+    family = [process, *process.children(recursive=True)]
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert all_gone(family[1:])
+    assert read_json(run / "state.json")["status"] == "stopped"
+    steps = [int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*")]
+    assert len(steps) == 1 and audit(run).trained == steps[0] * 16
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from understudy import __version__
 from understudy.cli.parser import Parser
+from understudy.cli.terminal import outlive_the_terminal
 from understudy.errors import ConfigError, UnderstudyError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _COMMANDS = {
 
 def program() -> int:
     """The command `understudy`: `main`, after which the process ends, whatever still hangs in a thread."""
+    outlive_the_terminal()
     code = main()
     from understudy.trainers.ending import leave_soon
 

@@ -1,4 +1,4 @@
-"""Ctrl-C once: finish the step, save, leave. Twice: leave now. No orphan either way.
+"""Ctrl-C, SIGTERM or a closed terminal once: finish the step, save, leave. Ctrl-C or SIGTERM after that: leave now. No orphan either way.
 
     signal ──> the step ends by itself within PATIENCE_S ───────────────────────┐
           └──> it still waits (rows, a publish, answers to an evaluation): given up ┴──> save the last finished step ──> leave
@@ -132,7 +132,10 @@ class Interrupts:
         self._caller = CALLER.get()
         if self._caller is not None:
             self._caller.stop = self._stop_by_caller
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, and stays so
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             try:
                 loop.add_signal_handler(number, self._interrupt, number)
             except (ValueError, RuntimeError):  # not the main thread: the caller's own handlers stay
@@ -177,6 +180,8 @@ class Interrupts:
     def _interrupt(self, number: signal.Signals) -> None:
         if self._unheard is not None:
             self._unheard.cancel()
+        if self.requested and number is signal.SIGHUP:
+            return  # a closed terminal sends it by the shell and by the kernel: no second wish to stop
         if self.requested:
             self._leave_now()
             return

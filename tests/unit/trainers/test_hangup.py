@@ -1,0 +1,37 @@
+"""SIGHUP is a stop, once; under nohup it stays ignored."""
+
+import asyncio
+import os
+import signal
+
+from understudy.trainers.interrupts import Interrupts
+
+
+def test_a_hangup_asks_to_stop_and_a_second_one_changes_nothing() -> None:
+    async def run() -> list[str]:
+        notes: list[str] = []
+        with Interrupts(notes.append) as stop:
+            stop.training = True
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.sleep(0.05)
+                assert stop.requested
+        return notes
+
+    notes = asyncio.run(run())
+    assert len(notes) == 1 and notes[0].startswith("SIGHUP: finishing this step")
+
+
+def test_under_nohup_it_stays_ignored() -> None:
+    async def run() -> None:
+        with Interrupts(lambda text: None) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.05)
+            assert not stop.requested
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asyncio.run(run())
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
