@@ -224,7 +224,7 @@ def test_a_kill_while_filtered_prompts_are_replaced_loses_none(
 ) -> None:
     more = {
         "rollout__agent": "single_turn", "rollout__agent_options": {}, "rollout__n": 2, "rollout__filter_groups": True,
-        "data__reward": "small_rewards:coarse", "loss__task_coef": 1.0, "run__determinism": "fast",
+        "data__reward": "small_rewards:coarse", "loss__task_coef": 1.0, "run__determinism": "fast", "rollout__max_refills": 50,
     }  # fmt: skip
     run = killed(recipe, tmp_path, monkeypatch, f"row_journal.after_put:{count}", **more)
     code, output = run_cli("resume", str(run), "--quiet")
