@@ -105,6 +105,7 @@ _CALLED: dict[str, str] = {
     "student.dtype": "torch_dtype model_dtype precision",
     "`student.dtype` = 'bfloat16'; masters and moments stay float32": "bf16",
     "`student.dtype` = 'bfloat16'; float16 is refused for what is trained": "fp16",
+    "student.attention": "attn_implementation attn_impl model.attn flash_attn use_flash_attn",
     "student.compile": "torch_compile",
     "student.gradient_checkpointing": "activation_checkpointing enable_gradient_checkpointing use_gradient_checkpointing",
     "rows are packed without padding wherever the model's attention allows it; nothing is to be set": "use_remove_padding packing",
