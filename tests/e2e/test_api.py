@@ -123,7 +123,7 @@ if __name__ == "__main__":
 
 
 def test_a_killed_script_with_rows_and_a_reward_of_its_own_is_resumed_by_the_command(
-    tmp_path: Path, teacher_urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, teacher_urls: dict[str, str]
 ) -> None:
     script = tmp_path / "own_script.py"
     script.write_text(SCRIPT)
@@ -139,7 +139,6 @@ def test_a_killed_script_with_rows_and_a_reward_of_its_own_is_resumed_by_the_com
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done
     assert read_json(tmp_path / "run" / "recipe.json")["data"]["reward"] == "own_script:length"
-    monkeypatch.syspath_prepend(str(tmp_path))
     code, output = call_cli("resume", str(tmp_path / "run"), "--quiet")
     assert code == 0, output
     report = audit(tmp_path / "run")

@@ -1,7 +1,8 @@
 """What a Python caller hands over that a recipe file cannot hold: rows as objects, functions and classes.
 
     rows                   ──> a jsonl file in a temporary folder, which `launch` copies into the run directory
-    functions and classes  ──> "module:name", as a recipe names them, if another process can import them by it
+    functions and classes  ──> "module:name", as a recipe names them, if another process can import them by it; the folder of the
+                               module goes into `run.python_path`
 
 A run is resumed and evaluated by other processes, which know the run directory alone. Imports no torch.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import site
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -72,7 +74,11 @@ def storable(table: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], GivenRo
                     path = folder / f"{key}.jsonl"
                     write_rows(data[key], path, f"data.{key}")
                     tables["data"][key] = str(path)
-        yield _plain(tables, ""), GivenRows(folder)
+        plain, homes = _plain(tables, ""), sorted(_homes(tables))
+        if homes:
+            run = plain.setdefault("run", {})
+            run["python_path"] = [*run.get("python_path", []), *homes]
+        yield plain, GivenRows(folder)
 
 
 def name_of(thing: Any, key: str) -> str:
@@ -154,6 +160,24 @@ def _plain(value: Any, key: str) -> Any:
     if isinstance(value, Path):
         return str(value)
     return name_of(value, key) if callable(value) else value
+
+
+def _homes(value: Any) -> set[str]:
+    """The folders from which the modules of these functions and classes are imported, without those of installed packages."""
+    if isinstance(value, Mapping):
+        return set().union(*map(_homes, value.values()))
+    if isinstance(value, list | tuple):
+        return set().union(*map(_homes, value))
+    module = sys.modules.get(getattr(value, "__module__", "")) if callable(value) else None
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or module.__name__.startswith("understudy."):
+        return set()
+    spec = getattr(module, "__spec__", None)
+    name = spec.name if spec is not None else Path(file).stem  # a script has no spec
+    depth = name.count(".") + (Path(file).stem == "__init__")
+    home = Path(file).resolve().parents[depth]
+    installed = (Path(path) for path in (sys.prefix, sys.base_prefix, *site.getsitepackages()))
+    return set() if any(home.is_relative_to(place) for place in installed) else {str(home)}
 
 
 def _are_paths(value: Any) -> bool:

@@ -41,6 +41,7 @@ def test_functions_and_classes_become_names() -> None:
                 "agent": "test_given:Judge",
                 "agent_options": {"tool": {"tools": ["test_given:Judge.static"]}},
             },
+            "run": {"python_path": [str(Path(__file__).parent)]},
         }
 
 
