@@ -14,6 +14,7 @@ import numpy as np
 
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
+from understudy.types.usable_ids import UsableIds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,16 @@ class Sampling:
     """Text that ends a generation; the token that completes it is kept."""
     candidates: int = 0
     """How many of the model's own best ids to report at every new token, before any of the filters above."""
+    usable: UsableIds | None = None
+    """The only ids that are ever drawn or reported, and the only ones in the softmax; None: every row of the head."""
+    head_rows: int = 0
+    """Of the model, where `usable` is given: servers must be told one by one which ids they may not draw."""
+
+    def unusable_ids(self) -> list[int]:
+        """The ids of the head that are never drawn."""
+        if self.usable is None:
+            return []
+        return [*self.usable.holes, *range(self.usable.limit, self.head_rows)]
 
     def __post_init__(self) -> None:
         problems = [

@@ -22,6 +22,9 @@ from understudy.types.trajectory import StopReason
 
 Json = dict[str, Any]
 
+MOST_BIASED = 1024
+"""Ids that a request may name as never to be drawn; vLLM takes no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -116,7 +119,11 @@ def _id_of(entry: Mapping[str, Any]) -> int:
 
 def _no_filters(sampling: Sampling) -> Json:
     """Settings that vLLM's and SGLang's samplers share by name."""
+    unusable = sampling.unusable_ids()
+    # A request must stay small; where more ids are unusable, a row that holds one is set aside after the fact.
+    bias = {str(number): -100.0 for number in unusable} if 0 < len(unusable) <= MOST_BIASED else None
     return {
+        **({} if bias is None else {"logit_bias": bias}),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,

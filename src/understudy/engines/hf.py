@@ -254,10 +254,12 @@ class HFEngine:
                 f"request {request.key} holds token ids from {request.tokens.min()} to {request.tokens.max()}; "
                 f"the model knows 0 … {self._vocab - 1}"
             )
-        if request.sampling.candidates > self._outputs:
+        usable = request.sampling.usable
+        outputs = self._outputs if usable is None else min(usable.count, self._outputs)
+        if request.sampling.candidates > outputs:
             raise EngineError(
                 f"request {request.key} asks for {request.sampling.candidates} candidates; the model has "
-                f"{self._outputs} ids. Lower loss.topk"
+                f"{outputs} ids. Lower loss.topk"
             )
         if request.sampling.stop_strings and self._detokenize is None:
             raise EngineError(

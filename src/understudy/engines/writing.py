@@ -20,6 +20,7 @@ from understudy.engines.base import GenerateRequest, Generation
 from understudy.engines.draw_kernel import can_draw, draw_unfiltered
 from understudy.engines.sampling import SamplingBatch, draw, shape_logits
 from understudy.types.trajectory import StopReason
+from understudy.types.usable_ids import UsableIds
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -115,10 +116,12 @@ class Writing:
         self._logprobs_NB = np.zeros((self.steps_left, len(rows)), dtype=np.float32)
         self._candidates = max(setting.candidates for setting in settings)
         self._candidates_NBK = np.zeros((self.steps_left, len(rows), self._candidates), dtype=np.int32)
+        self._drawn_ids, self._unusable_BV = _usable_ids([s.usable for s in settings], vocab, device)
         self._sampling = SamplingBatch.build(
-            settings, [row.request.seed for row in rows], written, vocab, device
+            settings, [row.request.seed for row in rows], written, self._drawn_ids, device
         )
-        self._seen_BV = _seen(rows, vocab, device) if self._sampling.penalty_B1 is not None else None
+        penalised = self._sampling.penalty_B1 is not None
+        self._seen_BV = _seen(rows, self._drawn_ids, device) if penalised else None
         self.newest_B = torch.zeros(len(rows), dtype=torch.int64, device=device)
         """The tokens of the last draw."""
 
@@ -143,6 +146,10 @@ class Writing:
 
     def begin_draw(self, logits_BV: Tensor) -> Drawn:
         """The device's part: `newest_B` is what was drawn, and the host's copy of it is on its way."""
+        if self._drawn_ids < logits_BV.shape[1]:
+            logits_BV = logits_BV[:, : self._drawn_ids]
+        if self._unusable_BV is not None:
+            logits_BV = logits_BV.masked_fill(self._unusable_BV, -torch.inf)
         if can_draw(logits_BV, self._sampling):
             tokens_B, logprobs_B = draw_unfiltered(logits_BV, self._sampling, self._step)
         else:
@@ -231,6 +238,8 @@ class Writing:
         self.newest_B, self._sampling = self.newest_B[keep_B], self._sampling.select(keep_B)
         if self._seen_BV is not None:
             self._seen_BV = self._seen_BV[keep_B]
+        if self._unusable_BV is not None:
+            self._unusable_BV = self._unusable_BV[keep_B]
         return keep
 
     def joined(self, other: Writing) -> Writing:
@@ -241,9 +250,25 @@ class Writing:
         )
 
 
+def _usable_ids(
+    usable: Sequence[UsableIds | None], vocab: int, device: torch.device
+) -> tuple[int, Tensor | None]:
+    """How many ids are drawn from, and a mask [B, ids] of those a row may not have; None where all rows may have all of them."""
+    limits = [vocab if one is None else min(one.limit, vocab) for one in usable]
+    most = max(limits)
+    if min(limits) == most and not any(one is not None and one.holes for one in usable):
+        return most, None
+    mask_BV = np.zeros((len(usable), most), dtype=bool)
+    for i, (one, limit) in enumerate(zip(usable, limits, strict=True)):
+        mask_BV[i, limit:] = True
+        if one is not None:
+            mask_BV[i, [hole for hole in one.holes if hole < most]] = True
+    return most, torch.from_numpy(mask_BV).to(device)
+
+
 def _seen(rows: Sequence[Row], vocab: int, device: torch.device) -> Tensor:
     """Marks the ids in each row's prompt and generation so far."""
     seen_BV = np.zeros((len(rows), vocab), dtype=bool)
     for i, row in enumerate(rows):
-        seen_BV[i, row.ids] = True
+        seen_BV[i, row.ids[row.ids < vocab]] = True
     return torch.from_numpy(seen_BV).to(device)

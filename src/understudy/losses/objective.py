@@ -164,10 +164,11 @@ class Objective:
             raise LossInputError(
                 f"the student has {rows.shape[0]} rows, the inputs {inputs.num_tokens} tokens; they must be the same tokens."
             )
-        if inputs.max_id >= student.vocab_size:
+        usable = student.usable if isinstance(student, StudentHead) else None
+        ids = student.vocab_size if usable is None else usable.limit
+        if inputs.max_id >= ids:
             raise LossInputError(
-                f"token id {inputs.max_id} is outside the vocabulary of {student.vocab_size}; "
-                "student and teacher must share one token → id map."
+                f"token id {inputs.max_id} is outside the vocabulary of {ids} ids that student and teachers share."
             )
         if self.uses_candidates and inputs.teacher_ids_NK is None:
             raise LossInputError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from understudy.policy.head import body_of, head_facts, logits_of, output_layer,
 from understudy.policy.microbatch import Layout
 from understudy.policy.packed import packed_states, packed_states_at
 from understudy.types.loss import LossInputs, LossOutput, StudentHead
+from understudy.types.usable_ids import UsableIds
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +42,14 @@ _HEAD_CHUNK_ELEMENTS = 1 << 25
 class StudentForward(nn.Module):
     """Wraps a causal language model so that one call runs body, head and objective."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, temperature: float = 1.0, usable: UsableIds | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.facts = head_facts(model)
         self.temperature = temperature
+        self.usable = usable.within(output_layer(model).weight.shape[0]) if usable is not None else None
 
     def forward(
         self,
@@ -56,7 +61,7 @@ class StudentForward(nn.Module):
         """(loss, what the objective returned). The loss stands apart because sharding hooks itself to plain tensors. `known_NH`:
         the hidden states, where they have been computed already."""
         hidden_NH = self.hidden(micro) if known_NH is None else known_NH
-        head = student_head(self.model, self.facts, hidden_NH, temperature or self.temperature)
+        head = student_head(self.model, self.facts, hidden_NH, temperature or self.temperature, self.usable)
         result = objective(head, micro.inputs)
         return (result.loss if isinstance(result, LossOutput) else None), result
 
@@ -128,15 +133,7 @@ def sampled_logprobs(head: StudentHead, inputs: LossInputs) -> torch.Tensor:
     rows = max(1, _HEAD_CHUNK_ELEMENTS // head.vocab_size)
     pieces = []
     for start in range(0, inputs.num_tokens, rows):
-        part = StudentHead(
-            head.hidden_NH[start : start + rows],
-            head.weight_VH,
-            head.bias_V,
-            head.softcap,
-            head.logit_scale,
-            head.temperature,
-        )
-        logits_nV = logits_of(part)
+        logits_nV = logits_of(replace(head, hidden_NH=head.hidden_NH[start : start + rows]))
         token_n1 = inputs.token_ids_N[start : start + rows, None]
         pieces.append(logits_nV.gather(1, token_n1)[:, 0] - logits_nV.logsumexp(-1))
     return torch.cat(pieces) if pieces else head.hidden_NH.new_zeros(0, dtype=torch.float32)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from understudy.errors import PolicyError
 from understudy.types.loss import StudentHead
+from understudy.types.usable_ids import UsableIds
 
 _TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -37,16 +38,28 @@ def head_facts(model: PreTrainedModel) -> HeadFacts:
 
 
 def student_head(
-    model: PreTrainedModel, facts: HeadFacts, hidden_NH: torch.Tensor, temperature: float
+    model: PreTrainedModel,
+    facts: HeadFacts,
+    hidden_NH: torch.Tensor,
+    temperature: float,
+    usable: UsableIds | None = None,
 ) -> StudentHead:
+    """`usable`: the ids that the softmax runs over, where those are not all."""
     head = output_layer(model)
+    weight_VH: torch.Tensor = head.weight
+    bias_V: torch.Tensor | None = head.bias
+    if usable is not None and facts.softcap is not None:
+        # A hidden logit would not survive the cap. Cutting the matrix costs a copy of its gradient per micro-batch.
+        weight_VH, bias_V = weight_VH[: usable.limit], None if bias_V is None else bias_V[: usable.limit]
+        usable = None
     return StudentHead(
         hidden_NH=hidden_NH,
-        weight_VH=head.weight,
-        bias_V=head.bias,
+        weight_VH=weight_VH,
+        bias_V=bias_V,
         softcap=facts.softcap,
         logit_scale=facts.logit_scale,
         temperature=temperature,
+        usable=usable,
     )
 
 
@@ -55,7 +68,8 @@ def logits_of(head: StudentHead) -> torch.Tensor:
     logits_NV = nn.functional.linear(head.hidden_NH, head.weight_VH, head.bias_V).float() * head.logit_scale
     if head.softcap is not None:
         logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
-    return logits_NV / head.temperature
+    logits_NV = logits_NV / head.temperature
+    return logits_NV if head.usable is None else head.usable.hide_(logits_NV)
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:

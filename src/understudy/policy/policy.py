@@ -97,7 +97,7 @@ class Policy:
         if settings.compile:
             compile_layers(model)
         model.train()
-        self.forward = StudentForward(model, settings.loss_temperature)
+        self.forward = StudentForward(model, settings.loss_temperature, settings.usable)
         self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.ranks.shard(self.forward, self.weight_dtype)
         self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw, self._dtypes)

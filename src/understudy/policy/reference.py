@@ -13,19 +13,20 @@ from understudy.policy.load import switch_off_dropout
 from understudy.policy.plan import border_of, by_length, lanes_of, plan_step
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
+from understudy.types.usable_ids import UsableIds
 
 
 class FrozenModel:
     """Micro-batches are composed as the student's are, so equal weights give equal bits."""
 
-    def __init__(self, model: PreTrainedModel, lanes: int = 1) -> None:
+    def __init__(self, model: PreTrainedModel, lanes: int = 1, usable: UsableIds | None = None) -> None:
         switch_off_dropout(model)
         verify_head(model)
         model.requires_grad_(False)
         model.train()
         self.model = model
         self.layout = choose_layout(model)
-        self.forward = StudentForward(model)
+        self.forward = StudentForward(model, usable=usable)
         self.rotary_border = border_of(model)
         self.lanes = lanes_of(lanes, self.rotary_border)
 

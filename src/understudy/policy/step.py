@@ -11,6 +11,7 @@ from understudy.policy.optimizer import AdamWSettings
 from understudy.policy.refused import RefusedRows
 from understudy.policy.schedule import Schedule
 from understudy.types.loss_metrics import Metric
+from understudy.types.usable_ids import UsableIds
 
 BadRows = Callable[[RefusedRows], None]
 """Called with the rows that broke a step and the reason, before the error is raised: the place to save them for replay."""
@@ -31,6 +32,8 @@ class PolicySettings:
     """Trains small adapters and leaves the weights themselves frozen."""
     lanes: int = 1
     """Micro-batches at a time, on as many threads (`lanes.py`): for a small student on a CPU, on one rank."""
+    usable: UsableIds | None = None
+    """The ids that the student's softmax runs over; None: all rows of its head."""
     ema_decay: float | None = None
     """Keeps an exponential average of the weights beside them, for evaluation and export."""
 

@@ -66,6 +66,18 @@ class LoopContext:
         return row_key(self.prompt_key, self.session, index)
 
 
+def check_ids(one: Trajectory, sampling: Sampling) -> None:
+    """`DataError` for a trajectory with an id that the student or a model beside it has no token for: a prompt, a tool or a server that
+    cannot be told may bring one in. The row fails, not the run."""
+    usable = sampling.usable
+    at = None if usable is None else usable.first_unusable(one.tokens)
+    if usable is not None and at is not None:
+        raise DataError(
+            f"row {one.key}: token id {one.tokens[at]} at position {at} has no token for the student or for a model beside it (teacher, "
+            f"critic, reference); ids that all of them have are below {usable.limit}"
+        )
+
+
 class AgentLoop(Protocol):
     """One way to attempt a prompt.
 

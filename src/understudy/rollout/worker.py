@@ -29,7 +29,7 @@ from understudy.engines.visits import Leg
 from understudy.errors import DataError, UnderstudyError
 from understudy.observability.forks import only_here
 from understudy.rollout import worker_wire as wire
-from understudy.rollout.agent import LoopContext, checked_outputs
+from understudy.rollout.agent import LoopContext, check_ids, checked_outputs
 from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.worker_questions import Questions
@@ -136,6 +136,8 @@ class Worker:
         trajectories = checked_outputs(await self._loops.of(prompt).run(prompt, context), context)
         if begin.ticket is None or self._keeper is None:
             return wire.Done(session_id, [wire.pack_trajectory(one) for one in trajectories])
+        for one in trajectories:
+            check_ids(one, sampling)
         self.say(wire.Judging(session_id, len(trajectories)))
         return wire.Kept(session_id, await self._keeper.keep(prompt, trajectories, begin.ticket))
 

@@ -23,6 +23,7 @@ from understudy.engines import far
 from understudy.engines.base import Generation, Sampling
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
+from understudy.types.usable_ids import UsableIds
 
 LARGEST_MESSAGE = 1 << 30
 _LARGEST_HELLO = 4096
@@ -246,12 +247,15 @@ def unpack_prompt(fields: dict[str, Any]) -> Prompt:
 
 
 def pack_sampling(sampling: Sampling) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in Sampling.__slots__}
+    fields = {name: getattr(sampling, name) for name in Sampling.__slots__}
+    usable = sampling.usable
+    return {**fields, "usable": None if usable is None else [usable.limit, *usable.holes]}
 
 
 def unpack_sampling(fields: dict[str, Any]) -> Sampling:
     tuples = {name: tuple(fields[name]) for name in ("stop_ids", "stop_strings")}
-    return Sampling(**{**fields, **tuples})
+    usable = fields["usable"] and UsableIds(fields["usable"][0], tuple(fields["usable"][1:]))
+    return Sampling(**{**fields, **tuples, "usable": usable})
 
 
 def pack_generation(session_id: int, question: int, generation: Generation) -> Generated:

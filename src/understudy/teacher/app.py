@@ -85,7 +85,11 @@ def build_app(
 
 
 def check_limits(request: ScoreRequest, limits: Limits, vocab: int) -> None:
-    """Everything a well-formed frame can still ask wrongly."""
+    """Everything a well-formed frame can still ask wrongly. Ids are below `vocab`, or below the request's own limit."""
+    count = vocab
+    if request.usable is not None:
+        vocab = min(vocab, request.usable.limit)
+        count = min(vocab, request.usable.count)
     if not len(request):
         raise Refused(400, "empty", "a request needs at least one sequence")
     longest = int(request.token_counts_N.argmax())
@@ -103,9 +107,9 @@ def check_limits(request: ScoreRequest, limits: Limits, vocab: int) -> None:
             f"a request of {len(request.tokens_T)} tokens; at most {limits.max_request_tokens} are taken",
         )
     widest = max(request.k_N)
-    if widest > min(limits.max_k, vocab):
+    if widest > min(limits.max_k, count):
         raise Refused(
-            400, "k", f"K = {widest}; at most {limits.max_k} are given, and the vocabulary has {vocab} tokens"
+            400, "k", f"K = {widest}; at most {limits.max_k} are given, and the vocabulary has {count} tokens"
         )
     check_ids(request, vocab)
     columns = np.array(request.k_N, dtype=np.int64)

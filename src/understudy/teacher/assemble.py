@@ -31,9 +31,9 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
             f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions"
         )
     digest = weights_sha256(frozen.model)
-    scorer = _scorer(args, frozen)
+    vocabulary = vocabulary_of(args.model, args.revision)
+    scorer = _scorer(args, frozen, vocabulary)
     scorer.warm_up()
-    vocabulary = vocabulary_of(args.model)
     manifest = Manifest(
         teacher=args.name,
         backend="native",
@@ -48,9 +48,11 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
             max_length=args.max_length or frozen.max_length,
             max_request_tokens=args.max_request_tokens,
             max_request_bytes=args.max_request_bytes,
-            max_k=min(args.max_k, scorer.vocab),
+            max_k=min(args.max_k, scorer.vocab if scorer.usable is None else scorer.usable.count),
         ),
         batching=Batching(args.batching),
+        unused_ids=[] if scorer.usable is None else list(scorer.usable.holes),
+        leaves_out_ids=True,
     )
     lanes = _lanes(args, scorer)
     if lanes > 1:
@@ -68,7 +70,7 @@ def _lanes(args: argparse.Namespace, scorer: Scorer) -> int:
 
 def follow(args: argparse.Namespace) -> None:
     """Processes 1 … of a replica: hold a part of the model and score in step with process 0."""
-    scorer = _scorer(args, _loaded(args))
+    scorer = _scorer(args, _loaded(args), vocabulary_of(args.model, args.revision))
     assert isinstance(scorer, lockstep.LockstepScorer)
     scorer.follow()
 
@@ -86,7 +88,8 @@ def _loaded(args: argparse.Namespace) -> FrozenModel:
     )
 
 
-def _scorer(args: argparse.Namespace, frozen: FrozenModel) -> Scorer:
+def _scorer(args: argparse.Namespace, frozen: FrozenModel, vocabulary: Vocabulary) -> Scorer:
+    usable = vocabulary.usable(frozen.model.get_output_embeddings().weight.shape[0])
     on_cuda = torch.device(args.device).type == "cuda"
     options = ScorerOptions(
         max_batch_tokens=args.max_batch_tokens,
@@ -95,7 +98,7 @@ def _scorer(args: argparse.Namespace, frozen: FrozenModel) -> Scorer:
         compile_layers=args.compile,
     )
     if args.world_size == 1:
-        return Scorer(args.name, frozen, options)
+        return Scorer(args.name, frozen, options, usable=usable)
     place = Place(args.rank, args.world_size)
     join(place, args.rendezvous, args.device)
-    return lockstep.LockstepScorer(args.name, frozen, options, place, args.device)
+    return lockstep.LockstepScorer(args.name, frozen, options, place, args.device, usable)

@@ -25,7 +25,11 @@ APART_HALF = 0.25
 class Canary:
     def __init__(self, identity: Identity) -> None:
         manifest = identity.manifest
-        self._item = replace(probe_items(manifest.vocab_size, manifest.limits.max_length)[0], key=KEY)
+        self._item = replace(
+            probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids)[0], key=KEY
+        )
+        self._named = 0 if 0 not in manifest.unused_ids else int(self._item.tokens[0])
+        """The id that the fixed tokens ask about where rows ask about named ids."""
         self._expected_P = identity.probe_logprobs
         self._allowed = APART.get(manifest.dtype, APART_HALF)
         self._most_tokens = manifest.limits.max_request_tokens
@@ -38,7 +42,7 @@ class Canary:
         positions = self._item.positions
         own = replace(self._item, signal=last.signal, k=last.k)
         if last.signal is Signal.AT_IDS and last.ids is not None:
-            own = replace(own, ids=np.zeros((len(positions), last.ids.shape[1]), np.int32))
+            own = replace(own, ids=np.full((len(positions), last.ids.shape[1]), self._named, np.int32))
         return [*items, own]
 
     def taken_off(self, scores: Sequence[TeacherScores], teacher: str, replica: str) -> list[TeacherScores]:

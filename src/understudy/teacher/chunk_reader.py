@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 
 from understudy.teacher.head_kernel import fits, row_best, row_summary, usable
+from understudy.types.usable_ids import UsableIds
 
 
 class ChunkReader(Protocol):
+    def cut(self, logits_CV: torch.Tensor, usable: UsableIds) -> torch.Tensor:
+        """The logits of usable ids; −inf where a column of another id stays."""
+        ...
+
     def read(
         self, logits_CV: torch.Tensor, topk: int
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
@@ -30,6 +35,11 @@ class ChunkReader(Protocol):
 
 
 class WholeVocabulary:
+    def cut(self, logits_CV: torch.Tensor, usable: UsableIds) -> torch.Tensor:
+        if usable.holes:
+            logits_CV[:, list(usable.holes)] = -torch.inf
+        return logits_CV[:, : usable.limit]
+
     def read(
         self, logits_CV: torch.Tensor, topk: int
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
@@ -51,6 +61,14 @@ class VocabularyShard:
     """Columns first … first + V − 1 of the vocabulary; every process holds a part and calls in step."""
 
     first: int
+
+    def cut(self, logits_CV: torch.Tensor, usable: UsableIds) -> torch.Tensor:
+        """Every column stays: all processes must cut their chunks alike, and a part may have no usable id at all."""
+        logits_CV[:, max(usable.limit - self.first, 0) :] = -torch.inf
+        own = [one - self.first for one in usable.holes if 0 <= one - self.first < logits_CV.shape[1]]
+        if own:
+            logits_CV[:, own] = -torch.inf
+        return logits_CV
 
     def read(
         self, logits_CV: torch.Tensor, topk: int

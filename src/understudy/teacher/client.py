@@ -14,9 +14,10 @@ from understudy.teacher.channel import Channel
 from understudy.teacher.head_frame import WireHead, decode_head
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.protocol import CONTENT_TYPE, ProtocolError, decode_reply, encode_request, request_of
-from understudy.teacher.validate import Origin, check_reply
+from understudy.teacher.validate import Origin, check_candidates_usable, check_reply, check_usable
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.types.scores import ScoreItem, TeacherScores
+from understudy.types.usable_ids import UsableIds
 
 
 class ScoringClient(Protocol):
@@ -40,8 +41,18 @@ class ScoringClient(Protocol):
 class ReplicaClient:
     """A native replica."""
 
-    def __init__(self, url: str, token: str | None = None, *, teacher: str = "", replica: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        teacher: str = "",
+        replica: str = "",
+        usable: UsableIds | None = None,
+    ) -> None:
+        """`usable`: the ids that its softmax may run over; None: all that have a token for it."""
         self._channel = Channel(url, token, teacher, replica)
+        self._usable = usable
         self._manifest: Manifest | None = None
 
     async def __aenter__(self) -> Self:
@@ -59,16 +70,26 @@ class ReplicaClient:
         """One request for all the items; scores come back in their order."""
         if not items:
             return []
-        manifest = self._manifest or await self.manifest()
-        request = request_of(items)
+        if self._manifest is None:
+            await self.manifest()
+        manifest = self._manifest
+        assert manifest is not None
+        usable = self._usable.within(manifest.vocab_size) if self._usable is not None else None
+        request = request_of(items, usable if manifest.leaves_out_ids else None)
+        if usable is not None:
+            check_usable(items, usable, self._channel.who)
         body = await self._channel.ask("POST", "/v1/score", encode_request(request), CONTENT_TYPE, timeout)
         try:
             reply = decode_reply(body)
         except ProtocolError as error:
             raise TeacherReplyError(f"{self._channel.who}, row {items[0].key!r} …: {error}") from error
-        origin = Origin(self._channel.teacher or reply.teacher, self._channel.replica, manifest.vocab_size)
+        vocab = manifest.vocab_size if request.usable is None else request.usable.limit
+        origin = Origin(self._channel.teacher or reply.teacher, self._channel.replica, vocab)
         check_reply(request, reply, origin)
-        return reply.split()
+        scores = reply.split()
+        if usable is not None and not manifest.leaves_out_ids:
+            check_candidates_usable(scores, usable, self._channel.who)
+        return scores
 
     async def manifest(self) -> Manifest:
         body = await self._channel.ask("GET", "/manifest")
@@ -76,7 +97,7 @@ class ReplicaClient:
             self._manifest = msgspec.json.decode(body, type=Manifest)
         except msgspec.DecodeError as error:
             raise TeacherReplyError(f"{self._channel.who}: unreadable manifest: {error}") from error
-        return self._manifest
+        return self._manifest.cut_to(self._usable)
 
     async def vocabulary(self) -> Vocabulary:
         try:

@@ -27,11 +27,12 @@ from understudy.teacher.manifest import Batching, Limits, Manifest
 from understudy.teacher.prompt_logprobs import Candidates, from_echo, from_prompt_logprobs
 from understudy.teacher.protocol import ScoreReply, request_of
 from understudy.teacher.together import together
-from understudy.teacher.validate import Origin, check_reply
+from understudy.teacher.validate import Origin, check_candidates_usable, check_reply, check_usable
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
 
 MANY_K = (1024, 512, 256, 128, 64, 32, 20, 16, 10, 8, 5, 4, 2, 1)
-"""Candidate counts tried at start, most first."""
+"""Candidate counts tried at start, most first, where the recipe's own K is refused or not known."""
 
 
 class Route(StrEnum):
@@ -90,13 +91,17 @@ class CompletionsClient:
         vocab_fingerprint: str = "",
         routes: Sequence[Route] = tuple(Route),
         in_flight: int = 16,
+        usable: UsableIds | None = None,
+        k: int = 0,
     ) -> None:
+        """`k`: the K that will be asked for, tried first; `usable`: the ids that may be among candidates."""
         self._channel = Channel(url, token, teacher, replica)
         self._model = model
         self._vocab_size = vocab_size
         self._vocab_fingerprint = vocab_fingerprint
         self._routes = tuple(routes)
         self._slots = asyncio.Semaphore(in_flight)
+        self._usable, self._k = usable, k
         self._capabilities: Capabilities | None = None
 
     async def close(self) -> None:
@@ -120,6 +125,7 @@ class CompletionsClient:
             signals=found.signals,
             limits=Limits(max_length=served.max_model_len or Limits().max_length, max_k=found.max_k),
             batching=Batching.BY_ARRIVAL,
+            unused_ids=[] if self._usable is None else list(self._usable.holes),
         )
 
     async def _served(self) -> _Served:
@@ -162,8 +168,8 @@ class CompletionsClient:
         return Capabilities(None, 0, missing)
 
     async def _largest_k(self, route: Route, missing: dict[str, str]) -> int:
-        for k in MANY_K:
-            if k <= self._vocab_size:
+        for k in dict.fromkeys((self._k, *MANY_K)):
+            if 0 < k <= self._vocab_size:
                 try:
                     await self._ask(route, _probe(Signal.TOPK, k), None)
                 except (RequestRefused, TeacherReplyError) as error:
@@ -184,6 +190,8 @@ class CompletionsClient:
                     f"gives {', '.join(found.signals)} with k ≤ {found.max_k} through {found.route}"
                 )
         assert found.route is not None
+        if self._usable is not None:
+            check_usable(items, self._usable, self._channel.who)
         request = request_of(items)
         answers = await together(self._one(found.route, item, timeout) for item in items)
         reply = ScoreReply(
@@ -199,8 +207,12 @@ class CompletionsClient:
             logprobs=np.concatenate([answer.logprobs_PK.reshape(-1) for answer in answers]),
             hidden=np.empty(0, np.uint16),
         )
-        check_reply(request, reply, Origin(self._channel.teacher, self._channel.replica, self._vocab_size))
-        return reply.split()
+        vocab = 0 if self._usable is not None else self._vocab_size
+        check_reply(request, reply, Origin(self._channel.teacher, self._channel.replica, vocab))
+        scores = reply.split()
+        if self._usable is not None:
+            check_candidates_usable(scores, self._usable, self._channel.who)
+        return scores
 
     async def _one(self, route: Route, item: ScoreItem, timeout: float | None) -> Candidates:
         async with self._slots:

@@ -16,6 +16,7 @@ from understudy.teacher.keeper import Connect
 from understudy.teacher.launch import Endpoint
 from understudy.teacher.manifest import Manifest
 from understudy.types.scores import ScoreItem, TeacherScores
+from understudy.types.usable_ids import UsableIds
 
 
 class Backend(StrEnum):
@@ -71,16 +72,19 @@ def connect_external(
     vocab_fingerprint: str = "",
     model: str | None = None,
     backend: Backend = Backend.AUTO,
+    *,
+    usable: UsableIds | None = None,
+    k: int = 0,
 ) -> Connect:
     """For `TeacherPool(connect=…)`: external servers of any known kind. Vocabulary and model name are the recipe's.
 
-    With a `backend` named nothing is guessed: useful behind a gateway that answers every path alike.
+    `k` is the K that the recipe asks for, `usable` the ids it uses. With a `backend` named nothing is guessed: useful behind a gateway that answers every path alike.
     """
 
     def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
         # People write the base address of an OpenAI client, which ends in /v1.
         url = endpoint.url.rstrip("/").removesuffix("/v1")
-        native = ReplicaClient(url, endpoint.token, teacher=teacher, replica=replica)
+        native = ReplicaClient(url, endpoint.token, teacher=teacher, replica=replica, usable=usable)
         if backend is Backend.NATIVE:
             return native
         completions = CompletionsClient(
@@ -92,6 +96,8 @@ def connect_external(
             vocab_size=vocab_size,
             vocab_fingerprint=vocab_fingerprint,
             routes=_ROUTES[backend],
+            usable=usable,
+            k=k,
         )
         return DiscoveringClient(native, completions) if backend is Backend.AUTO else completions
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from understudy.teacher.chunk_reader import ChunkReader, WholeVocabulary
 from understudy.teacher.head_frame import WireHead
+from understudy.types.usable_ids import UsableIds
 
 WIDE_PRODUCT = torch.__version__ >= torch.torch_version.TorchVersion("2.8")
 """Whether torch can keep a half-precision product in fp32."""
@@ -116,8 +117,12 @@ def score_rows(
     topk: int = 0,
     at_ids_PK: torch.Tensor | None = None,
     chunk_bytes: int,
+    usable: UsableIds | None = None,
 ) -> HeadScores:
-    """Full-softmax logprobs at temperature 1: of the judged token, and of the K best or the named ids."""
+    """Full-softmax logprobs at temperature 1: of the judged token, and of the K best or the named ids. The softmax runs over the
+    `usable` ids, which must hold the judged and the named ones; None: over all."""
+    if usable is not None:
+        usable = usable.within(head.vocab)
     rows = rows_per_chunk(head.widest_shard or head.vocab, chunk_bytes)
     positions = hidden_PH.shape[0]
     columns = topk or (0 if at_ids_PK is None else at_ids_PK.shape[1])
@@ -128,6 +133,8 @@ def score_rows(
     for start in range(0, positions, rows):
         part = slice(start, min(start + rows, positions))
         logits_CV = head.logits(hidden_PH[part])
+        if usable is not None:
+            logits_CV = head.reader.cut(logits_CV, usable)
         total_C, best = head.reader.read(logits_CV, topk)
         torch.sub(head.reader.at(logits_CV, judged_P[part, None]).squeeze(1), total_C, out=sampled_P[part])
         if best is not None and ids_PK is not None and logprobs_PK is not None:

@@ -12,7 +12,7 @@ from understudy.teacher.channel import RequestRefused
 from understudy.teacher.client import ScoringClient
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.probe import is_uniform, probe_items
-from understudy.teacher.vocabulary import Vocabulary, differences
+from understudy.teacher.vocabulary import Vocabulary, differences, told
 from understudy.types.scores import ScoreItem, Signal
 
 TOLERANCE = {"float32": 1e-4}
@@ -32,7 +32,9 @@ class Identity:
 async def identify(client: ScoringClient, timeout: float | None = None) -> Identity:
     """Ask a replica who it is and let it score the fixed tokens. An empty (uniform) model is refused here."""
     manifest = await client.manifest()
-    scores = await client.score(probe_items(manifest.vocab_size, manifest.limits.max_length), timeout)
+    scores = await client.score(
+        probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids), timeout
+    )
     logprobs = scores[0].sampled_logprobs
     if is_uniform(logprobs, manifest.vocab_size):
         raise TeacherError(
@@ -98,26 +100,34 @@ def check_row(manifest: Manifest, item: ScoreItem) -> None:
         )
 
 
-def check_vocabulary(student: Vocabulary, teacher: Vocabulary, name: str) -> None:
-    """Token→id maps and special ids must agree; the number of padded embedding rows may differ."""
-    if student.fingerprint == teacher.fingerprint:
-        return
-    told = differences(student, teacher)
-    if told:
+def check_vocabulary(
+    student: Vocabulary,
+    teacher: Vocabulary,
+    name: str,
+    rows: tuple[int | None, int | None] = (None, None),
+) -> None:
+    """Of the ids that both have (`rows`: in their heads), each must be the same token for both. Special ids and the number of tokens
+    may differ."""
+    if differing := differences(student, teacher, rows):
         raise TeacherError(
-            f"teacher {name} and the student do not share a vocabulary: {'; '.join(told)}. "
-            "Token ids are sent as they are, so both need the same token→id map and special ids"
+            f"teacher {name} and the student do not share a vocabulary: {told(differing)}. "
+            "Token ids are sent as they are, so an id must be the same token for both"
         )
 
 
 def check_manifest_unchanged(stored: Manifest, found: Manifest) -> None:
     """On resume: the teacher is the one the run began with."""
-    if stored.identity != found.identity:
+    # The number of ids follows from weights and tokenizer, and earlier versions counted padding rows.
+    if _but_the_size(stored) != _but_the_size(found):
         raise TeacherError(
             f"teacher {stored.teacher} changed since this run began: {stored.model} ({stored.dtype}, weights "
             f"{stored.weights_sha256[:12]}) then, {found.model} ({found.dtype}, weights {found.weights_sha256[:12]}) now; "
             "resume with the same teacher, or start a new run"
         )
+
+
+def _but_the_size(manifest: Manifest) -> tuple[object, ...]:
+    return (manifest.backend, manifest.weights_sha256, manifest.vocab_fingerprint, manifest.dtype)
 
 
 def check_scores_unchanged(manifest: Manifest, stored: Sequence[float], found: Sequence[float]) -> None:

@@ -20,13 +20,16 @@ from understudy.teacher.launch import Endpoint, Launcher, ReplicaSpec, Witness
 from understudy.teacher.pool_events import EventKind, PoolEvent
 from understudy.teacher.replica import Replica
 from understudy.teacher.together import together
+from understudy.types.usable_ids import UsableIds
 
 Connect = Callable[[str, str, Endpoint], ScoringClient]
 """(teacher, replica, endpoint) → a client."""
 
 
-def connect_native(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
-    return ReplicaClient(endpoint.url, endpoint.token, teacher=teacher, replica=replica)
+def connect_native(
+    teacher: str, replica: str, endpoint: Endpoint, usable: UsableIds | None = None
+) -> ScoringClient:
+    return ReplicaClient(endpoint.url, endpoint.token, teacher=teacher, replica=replica, usable=usable)
 
 
 @dataclass(frozen=True, slots=True)

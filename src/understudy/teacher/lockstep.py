@@ -20,10 +20,10 @@ from understudy.teacher.body import Layout
 from understudy.teacher.head import Head, head_of, to_wire
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.model import FrozenModel
-from understudy.teacher.probe import probe_family
 from understudy.teacher.protocol import ScoreRequest, decode_request, encode_request
-from understudy.teacher.scorer import Begun, Scorer, ScorerOptions, plain_logprobs
+from understudy.teacher.scorer import Begun, Scorer, ScorerOptions, plain_truth
 from understudy.teacher.tensor_parallel import Place, shard_head, shard_layers
+from understudy.types.usable_ids import UsableIds
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +34,25 @@ class LockstepScorer(Scorer):
     """The part of a scorer that one process holds. Built from the whole model, which is cut here."""
 
     def __init__(
-        self, name: str, whole: FrozenModel, options: ScorerOptions, place: Place, device: str
+        self,
+        name: str,
+        whole: FrozenModel,
+        options: ScorerOptions,
+        place: Place,
+        device: str,
+        usable: UsableIds | None = None,
     ) -> None:
         self.place = place
-        self._truth = plain_truth(whole) if place.rank == 0 else np.empty(0, np.float32)
         head = head_of(whole.model)
+        own = usable.within(head.vocab) if usable is not None else None
+        # The model's own forward of the probe, before it is cut: what the parts together must give.
+        self._truth = plain_truth(whole, own) if place.rank == 0 else np.empty(0, np.float32)
         self._wire = to_wire(head) if place.rank == 0 else None
         shard_layers(whole.model, place)
         own_head = shard_head(head, place)
         _drop_whole_head(whole)
         whole.model.to(device)
-        super().__init__(name, whole.on(device), options, head=_moved(own_head, device))
+        super().__init__(name, whole.on(device), options, head=_moved(own_head, device), usable=own)
 
     @property
     def wire_head(self) -> WireHead:
@@ -76,12 +84,6 @@ class LockstepScorer(Scorer):
 
     def _expected(self) -> np.ndarray:
         return self._truth
-
-
-def plain_truth(whole: FrozenModel) -> np.ndarray:
-    """The model's own forward of the probe, before it is cut: what the parts together must give."""
-    vocab = whole.model.get_output_embeddings().weight.shape[0]
-    return np.concatenate([plain_logprobs(whole, item) for item in probe_family(vocab, whole.max_length)])
 
 
 def _drop_whole_head(whole: FrozenModel) -> None:

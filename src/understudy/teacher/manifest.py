@@ -8,6 +8,7 @@ import msgspec
 
 from understudy.teacher import protocol
 from understudy.types.scores import Signal
+from understudy.types.usable_ids import UsableIds
 
 
 class Batching(StrEnum):
@@ -37,13 +38,24 @@ class Manifest(msgspec.Struct, frozen=True):
     """Empty where a backend does not let us see its weights."""
     vocab_fingerprint: str
     vocab_size: int
-    """Rows of the head; a tokenizer may know fewer tokens."""
+    """Ids are below this: one more than the last that has a token. A head may have more rows."""
     hidden_size: int
     dtype: str
     signals: list[Signal]
     limits: Limits
     batching: Batching = Batching.BY_REQUEST
     protocol: int = protocol.VERSION
+    unused_ids: list[int] = []
+    """Ids below `vocab_size` without a token; mostly there are none."""
+    leaves_out_ids: bool = False
+    """Whether a request may name the ids it wants (`id_limit`); older servers do not know the field."""
+
+    def cut_to(self, usable: UsableIds | None) -> Manifest:
+        """As a run sees it that uses these ids only."""
+        cut = None if usable is None else usable.within(self.vocab_size)
+        if cut is None:
+            return self
+        return msgspec.structs.replace(self, vocab_size=cut.limit, unused_ids=list(cut.holes))
 
     @property
     def identity(self) -> tuple[str, str, str, int, str]:

@@ -103,18 +103,21 @@ def weights_sha256(model: Any) -> str:
     return total.hexdigest()
 
 
-def vocabulary_of(model: str) -> Vocabulary:
-    """The token→id map beside a model, from a folder or the local hub cache."""
+def vocabulary_of(model: str, revision: str | None = None) -> Vocabulary:
+    """The token→id map beside a model, from a folder or the hub. Student and teachers are read alike, from the files where there is a
+    tokenizer.json: the classes of transformers add ids of their own for some models."""
     folder = Path(model)
     if not folder.is_dir():
-        found = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        found = cached_file(
+            model, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        )
         folder = Path(found).parent if found else folder
     if (folder / "tokenizer.json").is_file():
         return Vocabulary.load(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        raise TeacherError(f"no tokenizer beside the teacher model {model}: {error}") from error
+        raise TeacherError(f"no tokenizer beside the model {model}: {error}") from error
     return Vocabulary(
         tokenizer.get_vocab(), {name: getattr(tokenizer, f"{name}_id", None) for name in SPECIAL}
     )

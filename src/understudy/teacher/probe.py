@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,16 +12,19 @@ from understudy.types.scores import ScoreItem, Signal
 PROBE_TOKENS = 12
 
 
-def probe_items(vocab: int, max_length: int) -> list[ScoreItem]:
-    """One short sequence spread over the vocabulary, the same for every replica."""
+def probe_items(vocab: int, max_length: int, unused: Sequence[int] = ()) -> list[ScoreItem]:
+    """One short sequence spread over the vocabulary, the same for every replica; ids that are `unused` are left out."""
     length = max(2, min(PROBE_TOKENS, max_length))
     tokens = ((np.arange(length, dtype=np.int64) + 1) * 7919 % max(vocab, 1)).astype(np.int32)
+    if unused:  # an id without a token gives way to the next that has one
+        known = np.setdiff1d(np.arange(vocab, dtype=np.int32), np.asarray(unused, dtype=np.int32))
+        tokens = known[np.searchsorted(known, tokens) % len(known)]
     return [judged("probe", tokens)]
 
 
-def probe_family(vocab: int, max_length: int) -> list[ScoreItem]:
+def probe_family(vocab: int, max_length: int, unused: Sequence[int] = ()) -> list[ScoreItem]:
     """Sequences that share a beginning, and one of another length: what packing and prefix sharing must get right."""
-    whole = probe_items(vocab, max_length)[0]
+    whole = probe_items(vocab, max_length, unused)[0]
     other = whole.tokens.copy()
     other[-(len(other) // 3) :] = other[: len(other) // 3]
     short = whole.tokens[: max(2, len(other) // 2)][::-1].copy()

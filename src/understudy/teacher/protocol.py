@@ -24,6 +24,7 @@ import numpy as np
 
 from understudy.errors import TeacherError
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
 
 MAGIC = b"UDST"
 VERSION = 1
@@ -44,10 +45,14 @@ class ProtocolError(TeacherError):
     """Bytes arrived that are not a frame of this protocol."""
 
 
-class _RequestHeader(msgspec.Struct, forbid_unknown_fields=True):
+class _RequestHeader(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     keys: list[str]
     signals: list[str]
     k: list[int]
+    id_limit: int = 0
+    """Ids from here on are no candidates and no part of the softmax; 0: the teacher's own choice."""
+    unused_ids: list[int] = []
+    """The same of single ids below the limit."""
 
 
 class _ReplyHeader(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,6 +79,8 @@ class ScoreRequest:
     """int32, counted within each sequence."""
     ids: np.ndarray
     """int32, flat: P_i × k_i ids of each `at_ids` sequence, one after another."""
+    usable: UsableIds | None = None
+    """The ids that the teacher's softmax runs over; None: all that have a token for the teacher."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -161,7 +168,7 @@ def digest(tokens: np.ndarray) -> int:
     )
 
 
-def request_of(items: Sequence[ScoreItem]) -> ScoreRequest:
+def request_of(items: Sequence[ScoreItem], usable: UsableIds | None = None) -> ScoreRequest:
     """Pack items into columns. Raises `TeacherError` naming the item that makes no sense."""
     for item in items:
         if item.signal is Signal.TOPK and item.k < 1:
@@ -181,6 +188,7 @@ def request_of(items: Sequence[ScoreItem]) -> ScoreRequest:
         tokens_T=_joined([item.tokens for item in items], "<i4"),
         positions_P=_joined([item.positions for item in items], "<i4"),
         ids=_joined(ids, "<i4"),
+        usable=usable,
     )
     _check_positions(request, TeacherError)
     return request
@@ -198,6 +206,8 @@ def _joined(parts: Sequence[np.ndarray], dtype: str) -> np.ndarray:
 
 def encode_request(request: ScoreRequest) -> bytes:
     header = _RequestHeader(request.keys, [signal.value for signal in request.signals], request.k_N)
+    if request.usable is not None:
+        header.id_limit, header.unused_ids = request.usable.limit, list(request.usable.holes)
     arrays = (
         request.token_counts_N.astype("<u4", copy=False),
         request.position_counts_N.astype("<u4", copy=False),
@@ -324,8 +334,11 @@ def decode_request(data: bytes | memoryview) -> ScoreRequest:
     named = sum(n * k for n, k, s in zip(counts, header.k, signals, strict=True) if s is Signal.AT_IDS)
     ids = body.take("ids", "<i4", named)
     body.end()
+    if header.id_limit < 0 or any(not 0 <= one < header.id_limit for one in header.unused_ids):
+        raise ProtocolError(f"id_limit = {header.id_limit}; expected 0 or more, and every unused id below it")
+    usable = UsableIds(header.id_limit, tuple(header.unused_ids)) if header.id_limit else None
     request = ScoreRequest(
-        header.keys, signals, header.k, token_counts_N, position_counts_N, tokens_T, positions_P, ids
+        header.keys, signals, header.k, token_counts_N, position_counts_N, tokens_T, positions_P, ids, usable
     )
     _check_positions(request, ProtocolError)
     return request

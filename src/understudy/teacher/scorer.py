@@ -28,6 +28,7 @@ from understudy.teacher.packing import as_slice, ragged_ranges
 from understudy.teacher.probe import is_uniform, judged, probe_family
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
 from understudy.types.scores import ScoreItem, Signal
+from understudy.types.usable_ids import UsableIds
 
 log = logging.getLogger(__name__)
 
@@ -94,18 +95,22 @@ class Scorer:
         options: ScorerOptions | None = None,
         *,
         head: Head | None = None,
+        usable: UsableIds | None = None,
     ) -> None:
+        """`usable`: the ids that have a token; None: all."""
         self.name = name
         self.frozen = frozen
         self.options = options or ScorerOptions()
         self.head: Head = head or head_of(frozen.model)
+        self.usable = usable.within(self.head.vocab) if usable is not None else None
         self.body = Body(
             frozen, self.options.layout, self.options.share_prefixes, self.options.max_batch_tokens
         )
 
     @property
     def vocab(self) -> int:
-        return self.head.vocab
+        """Ids are below this."""
+        return self.head.vocab if self.usable is None else self.usable.limit
 
     @property
     def hidden_size(self) -> int:
@@ -169,7 +174,8 @@ class Scorer:
             )
             judged_P = self.body.to_device(request.tokens_T[flat_P[wanted]].astype(np.int64))
             named_PK = None if named is None else self.body.to_device(named[places].astype(np.int64))
-            parts.append(self._queue_head(group, places, states_PH, judged_P, named_PK))
+            usable = request.usable or self.usable
+            parts.append(self._queue_head(group, places, states_PH, judged_P, named_PK, usable))
         return parts
 
     def _queue_head(
@@ -179,6 +185,7 @@ class Scorer:
         states_PH: torch.Tensor,
         judged_P: torch.Tensor,
         named_PK: torch.Tensor | None,
+        usable: UsableIds | None,
     ) -> _Part:
         scores = score_rows(
             self.head,
@@ -187,6 +194,7 @@ class Scorer:
             topk=group.k if group.signal is Signal.TOPK else 0,
             at_ids_PK=named_PK,
             chunk_bytes=self.options.chunk_bytes,
+            usable=usable,
         )
         hidden = states_PH.to(torch.bfloat16).view(torch.uint16) if group.signal is Signal.HIDDEN else None
         return _Part(
@@ -220,7 +228,7 @@ class Scorer:
 
         An architecture whose attention cannot be packed is found out here and scored padded from then on.
         """
-        items = probe_family(self.vocab, self.frozen.max_length)
+        items = probe_family(self.vocab, self.frozen.max_length, self.usable.holes if self.usable else ())
         theirs = self._expected()
         wanted = self.body.layout
         self.body.layout = Layout.PADDED
@@ -267,8 +275,7 @@ class Scorer:
 
     def _expected(self) -> np.ndarray:
         """What the model's own forward says of the probe."""
-        items = probe_family(self.vocab, self.frozen.max_length)
-        return np.concatenate([plain_logprobs(self.frozen, item) for item in items])
+        return plain_truth(self.frozen, self.usable)
 
     @property
     def wire_head(self) -> WireHead:
@@ -287,11 +294,20 @@ class Scorer:
             )
 
 
+def plain_truth(frozen: FrozenModel, usable: UsableIds | None) -> np.ndarray:
+    """What the model's own forward says of the probe, over the ids that have a token."""
+    vocab = frozen.model.get_output_embeddings().weight.shape[0] if usable is None else usable.limit
+    items = probe_family(vocab, frozen.max_length, () if usable is None else usable.holes)
+    return np.concatenate([plain_logprobs(frozen, item, usable) for item in items])
+
+
 @torch.inference_mode()
-def plain_logprobs(frozen: FrozenModel, item: ScoreItem) -> np.ndarray:
+def plain_logprobs(frozen: FrozenModel, item: ScoreItem, usable: UsableIds | None = None) -> np.ndarray:
     """One sequence through the model's own forward, head and all."""
     tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(frozen.device)
     logits = frozen.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+    if usable is not None:
+        usable.hide_(logits)
     return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).cpu().numpy()
 
 

@@ -8,14 +8,16 @@ Legend: N sequences, P positions of all of them, C candidates (positions × K), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from understudy.errors import TeacherReplyError
+from understudy.teacher.channel import RequestRefused
 from understudy.teacher.protocol import ScoreReply, ScoreRequest
-from understudy.types.scores import Signal
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
 
 ABOVE_ZERO = 1e-4
 """A logprob may exceed 0 by rounding, by no more."""
@@ -206,3 +208,32 @@ def _check_hidden(request: ScoreRequest, reply: ScoreReply, rows_P: np.ndarray, 
         is_hidden_P = np.array([signal is Signal.HIDDEN for signal in request.signals])[rows_P]
         place = int(np.flatnonzero(is_hidden_P)[int(broken.argmax())])
         raise wrong("a hidden state is not finite", int(rows_P[place]), int(request.positions_P[place]))
+
+
+def check_usable(items: Sequence[ScoreItem], usable: UsableIds, who: str) -> None:
+    """Raise `RequestRefused` naming the first row with an id that some model of the run has no token for."""
+    for item in items:
+        at = usable.first_unusable(item.tokens)
+        if at is not None:
+            raise RequestRefused(
+                f"{who}, row {item.key!r}: token id {item.tokens[at]} at position {at} has no token for the student or for one of the "
+                f"models beside it; usable ids are below {usable.limit}"
+            )
+        if item.signal is Signal.AT_IDS and item.ids is not None:
+            at = usable.first_unusable(item.ids.reshape(-1))
+            if at is not None:
+                raise RequestRefused(
+                    f"{who}, row {item.key!r}: id {item.ids.reshape(-1)[at]} named for 'at_ids' is not one that all models of the run have"
+                )
+
+
+def check_candidates_usable(scores: Sequence[TeacherScores], usable: UsableIds, who: str) -> None:
+    """For servers that cannot leave ids out: raise `RequestRefused` naming the first row with a candidate that is not usable."""
+    for one in scores:
+        ids = None if one.ids is None else one.ids.reshape(-1)
+        at = None if ids is None else usable.first_unusable(ids)
+        if ids is not None and at is not None:
+            raise RequestRefused(
+                f"{who}, row {one.key!r}: the teacher's candidate {ids[at]} is not an id that all models of the run have, and this server "
+                "cannot leave it out"
+            )

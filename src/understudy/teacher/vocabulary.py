@@ -1,7 +1,7 @@
-"""A tokenizer's token→id map, read from tokenizer.json, and whether two of them agree.
+"""A tokenizer's token→id map, read from its files, and whether two of them agree.
 
-Only the map and the special ids matter: token ids travel, never text. Files may differ in layout, normaliser or
-chat template, and a model may have more embedding rows than its tokenizer has tokens (padding to a round number).
+Token ids travel between models, never text. So what must agree is which token an id stands for, of the ids that both
+models have. Special ids (eos, pad, unk), chat templates and the number of embedding rows may differ.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from understudy.errors import TeacherError
+from understudy.types.usable_ids import UsableIds
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -33,18 +35,53 @@ class Vocabulary:
         total.update(json.dumps(dict(sorted(self.special.items()))).encode())
         return total.hexdigest()
 
+    def tokens(self, rows: int | None = None) -> dict[int, str]:
+        """id → token; with `rows`, only of ids that a model with this many embedding rows can produce."""
+        return {number: token for token, number in self.ids.items() if rows is None or number < rows}
+
+    def usable(self, rows: int) -> UsableIds:
+        """The ids with a token, for a model with this many embedding rows; all of them where no token is known."""
+        known = self.tokens(rows)
+        if not known:
+            return UsableIds(rows)
+        limit = max(known) + 1
+        return UsableIds(limit, tuple(number for number in range(limit) if number not in known))
+
     @classmethod
     def load(cls, folder: str | Path) -> Vocabulary:
-        """Read tokenizer.json and tokenizer_config.json without building a tokenizer."""
+        """Read tokenizer.json and the files beside it without building a tokenizer."""
         folder = Path(folder)
         try:
-            tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-        except (OSError, ValueError) as error:
+            stamps = tuple(_stamp(folder / name) for name in _FILES)
+            return _read(folder, stamps)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TeacherError(f"no readable tokenizer.json in {folder}: {error}") from error
-        ids = _model_vocabulary(tokenizer.get("model") or {})
-        for token in tokenizer.get("added_tokens") or ():
-            ids[token["content"]] = token["id"]
-        return cls(ids, _special_ids(folder, ids))
+
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
+
+
+def _stamp(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.is_file() else 0
+
+
+@lru_cache(maxsize=8)
+def _read(folder: Path, stamps: tuple[int, ...]) -> Vocabulary:
+    """`stamps`: when each file was written, so that a changed file is read again."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    config = _optional(folder / "tokenizer_config.json")
+    ids = _model_vocabulary(tokenizer.get("model") or {})
+    # Tokens added later stand in up to three places; transformers reads all of them.
+    ids.update(_optional(folder / "added_tokens.json"))
+    for number, token in (config.get("added_tokens_decoder") or {}).items():
+        ids[token["content"]] = int(number)
+    for token in tokenizer.get("added_tokens") or ():
+        ids[token["content"]] = token["id"]
+    return Vocabulary(ids, _special_ids(config, ids))
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
 
 
 def _model_vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
@@ -54,13 +91,7 @@ def _model_vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
     return {entry[0]: number for number, entry in enumerate(vocab)}  # Unigram: [[token, score], …]
 
 
-def _special_ids(folder: Path, ids: Mapping[str, int]) -> dict[str, int | None]:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    except OSError:
-        config = {}
-    except ValueError as error:
-        raise TeacherError(f"unreadable tokenizer_config.json in {folder}: {error}") from error
+def _special_ids(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int | None]:
     special: dict[str, int | None] = {}
     for name in SPECIAL:
         token = config.get(name)
@@ -69,25 +100,22 @@ def _special_ids(folder: Path, ids: Mapping[str, int]) -> dict[str, int | None]:
     return special
 
 
-def differences(student: Vocabulary, teacher: Vocabulary, show: int = 5) -> list[str]:
-    """The first differing tokens, in words; empty when the maps agree."""
-    told: list[str] = []
-    for token, number in sorted(student.ids.items(), key=lambda pair: pair[1]):
-        other = teacher.ids.get(token)
-        if other != number:
-            told.append(
-                f"{token!r} is {number} for the student and {'missing' if other is None else other} for the teacher"
-            )
-            if len(told) == show:
-                return told
-    known = student.ids
-    for token, number in sorted(teacher.ids.items(), key=lambda pair: pair[1]):
-        if token not in known:
-            told.append(f"{token!r} is missing for the student and {number} for the teacher")
-            if len(told) == show:
-                return told
-    for name in SPECIAL:
-        ours, theirs = student.special.get(name), teacher.special.get(name)
-        if ours != theirs:
-            told.append(f"{name} is {ours} for the student and {theirs} for the teacher")
-    return told[:show]
+def differences(
+    student: Vocabulary, other: Vocabulary, rows: tuple[int | None, int | None] = (None, None)
+) -> dict[int, tuple[str, str]]:
+    """Ids that both models have (`rows`: their embedding rows) and that stand for different tokens: id → (student's, other's)."""
+    theirs = other.tokens(rows[1])
+    return {
+        number: (token, theirs[number])
+        for number, token in sorted(student.tokens(rows[0]).items())
+        if number in theirs and theirs[number] != token and other.ids.get(token) != number
+    }
+
+
+def told(differing: Mapping[int, tuple[str, str]], other: str = "teacher", show: int = 3) -> str:
+    """The first differing ids, in words."""
+    first = [
+        f"id {number} is {ours!r} for the student and {theirs!r} for the {other}"
+        for number, (ours, theirs) in list(differing.items())[:show]
+    ]
+    return "; ".join(first) + (" …" if len(differing) > show else "")

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -102,8 +103,9 @@ class ScoringWorker:
                 self._finish(running.popleft())
                 continue
             batch, stopping = self._gather()
-            if (begun := self._begin(batch)) is not None:
-                running.append(begun)
+            for _, alike in groupby(batch, lambda job: job.request.usable):
+                if (begun := self._begin(list(alike))) is not None:
+                    running.append(begun)
             while len(running) > self._ahead:
                 self._finish(running.popleft())
         while running:
@@ -190,7 +192,7 @@ class ScoringWorker:
 
 
 def merged(requests: Sequence[ScoreRequest]) -> ScoreRequest:
-    """The sequences of several requests as one request."""
+    """The sequences of several requests, which name the same usable ids, as one request."""
     if len(requests) == 1:
         return requests[0]
     return ScoreRequest(
@@ -202,6 +204,7 @@ def merged(requests: Sequence[ScoreRequest]) -> ScoreRequest:
         tokens_T=np.concatenate([request.tokens_T for request in requests]),
         positions_P=np.concatenate([request.positions_P for request in requests]),
         ids=np.concatenate([request.ids for request in requests]),
+        usable=requests[0].usable,
     )
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
@@ -39,7 +38,7 @@ from understudy.rollout.loops import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards import Rewards, load_reward
 from understudy.rollout.workers import LoopWorkers
-from understudy.teacher.vocabulary import SPECIAL, Vocabulary
+from understudy.teacher.model import vocabulary_of
 from understudy.trainers.backends import open_plane
 from understudy.trainers.best import BestSoFar
 from understudy.trainers.changes import flatten
@@ -71,8 +70,11 @@ from understudy.trainers.teachers import (
     seat_here,
     start_teachers,
     teacher_lanes,
+    teacher_tokens,
 )
 from understudy.trainers.threads import lanes_of, products_of_lanes, torch_threads
+from understudy.trainers.usable import find_usable_ids, keep_usable_ids
+from understudy.types.usable_ids import UsableIds
 from understudy.weights.base import WeightPublisher
 
 
@@ -102,6 +104,8 @@ async def build(
             coming = ComingCritic(recipe, run, processes, seating, gpu_names(), stack)
         with view.work(f"loading the student {recipe.student.model}"):
             student = await asyncio.to_thread(load_student_of, recipe)
+        usable = await find_usable_ids(recipe, student, teacher_tokens(recipe), view.note)
+        keep_usable_ids(run, usable)
         rows = data if data is not None else await asyncio.to_thread(open_data, recipe)
         prompts = rows.train
         far_scoring = FarScoring() if writes_rows(recipe, processes) else None
@@ -109,7 +113,7 @@ async def build(
             recipe,
             processes,
             seating,
-            _student_facts(recipe, student, prompts),
+            _student_facts(recipe, student, prompts, usable),
             view,
             secrets.token_urlsafe(24),
             deterministic,
@@ -119,10 +123,12 @@ async def build(
         await stack.enter_async_context(open_for_requests(run, teachers))
         pools = teachers.pools
 
-        policy, engine, publisher = await _policy_and_engine(recipe, run, processes, student, stack, view)
+        policy, engine, publisher = await _policy_and_engine(
+            recipe, run, processes, student, usable, stack, view
+        )
         await publisher.publish(0)
         critic = await _critic(recipe, run, coming, view)
-        reference = await asyncio.to_thread(reference_of, recipe)
+        reference = await asyncio.to_thread(reference_of, recipe, usable)
 
         plane = await open_plane(recipe, run, deterministic, stack)
         far_rows = None
@@ -160,7 +166,7 @@ async def build(
             run=run,
             tokenizer=student.tokenizer,
             renderer=renderer,
-            sampling=sampling_of(recipe, student),
+            sampling=sampling_of(recipe, student, usable),
             engine=engine,
             engine_lane=Lane("generate", engine.generate, recipe.rollout.max_batch),
             policy=policy,
@@ -231,12 +237,13 @@ async def _policy_and_engine(
     run: RunDir,
     processes: LocalProcesses,
     student: LoadedModel,
+    usable: UsableIds | None,
     stack: AsyncExitStack,
     view: LiveView,
 ) -> tuple[Policy | LeadingPolicy, Engine, WeightPublisher]:
     """In sync mode on one rank engine and policy share their tensors. Sharded ones are gathered into the engine's own whole
     model, adapters merged into it; and where rollouts go on while the optimizer writes, the engine needs its own as well."""
-    settings, on_bad_rows = policy_settings(recipe), partial(keep_refused, run, "student")
+    settings, on_bad_rows = policy_settings(recipe, usable), partial(keep_refused, run, "student")
     shared = recipe.trainer.ranks == 1 and recipe.trainer.mode == "sync" and recipe.student.lora is None
     engine = await open_engine(
         recipe, student, processes, view, shared=shared, deterministic=is_deterministic(recipe)
@@ -261,10 +268,13 @@ def _renderer(recipe: Recipe, student: LoadedModel) -> Renderer:
     )
 
 
-def _student_facts(recipe: Recipe, student: LoadedModel, prompts: Dataset) -> StudentFacts:
+def _student_facts(
+    recipe: Recipe, student: LoadedModel, prompts: Dataset, usable: UsableIds | None
+) -> StudentFacts:
     return StudentFacts(
-        vocabulary_of(student.tokenizer),
+        vocabulary_of(recipe.student.model, recipe.student.revision),
         student.model.get_output_embeddings().weight.shape[0],
+        usable,
         student.device,
         context_of(recipe, student),
         LongestPrompt(_renderer(recipe, student), prompts),
@@ -316,10 +326,6 @@ def objective_of(recipe: Recipe) -> Objective:
     )
 
 
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    return Vocabulary(tokenizer.get_vocab(), {role: getattr(tokenizer, f"{role}_id") for role in SPECIAL})
-
-
 def load_student_of(recipe: Recipe) -> LoadedModel:
     student = recipe.student
     return load_model(
@@ -332,7 +338,7 @@ def load_student_of(recipe: Recipe) -> LoadedModel:
     )
 
 
-def policy_settings(recipe: Recipe) -> PolicySettings:
+def policy_settings(recipe: Recipe, usable: UsableIds | None = None) -> PolicySettings:
     trainer = recipe.trainer
     return PolicySettings(
         schedule=Schedule(
@@ -349,6 +355,7 @@ def policy_settings(recipe: Recipe) -> PolicySettings:
         loss_temperature=recipe.loss.student_temperature,
         lanes=lanes_of(recipe),
         lora=lora_settings(recipe),
+        usable=usable,
         ema_decay=trainer.ema_decay,
     )
 

@@ -29,6 +29,7 @@ from understudy.trainers.threads import lanes_of
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal
+from understudy.types.usable_ids import UsableIds
 
 if TYPE_CHECKING:
     from understudy.trainers.system import System
@@ -127,7 +128,7 @@ def critic_of(recipe: Recipe, on_bad_rows: BadRows | None, device: str | None = 
     return Critic(Policy(give_value_head(loaded.model), settings, on_bad_rows=on_bad_rows), config)
 
 
-def reference_of(recipe: Recipe) -> FrozenModel | None:
+def reference_of(recipe: Recipe, usable: UsableIds | None = None) -> FrozenModel | None:
     """The frozen model a recipe with `kl_coef` keeps its student near."""
     if recipe.loss.kl_coef == 0:
         return None
@@ -141,7 +142,7 @@ def reference_of(recipe: Recipe) -> FrozenModel | None:
         revision=None if own else student.revision,
         attention=(config.attention if config is not None else None) or student.attention,
     )
-    return FrozenModel(loaded.model, lanes_of(recipe))
+    return FrozenModel(loaded.model, lanes_of(recipe), usable)
 
 
 def critic_metrics(batch: Batch, result: StepResult) -> dict[str, Metric]:

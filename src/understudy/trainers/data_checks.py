@@ -153,9 +153,10 @@ def prompt_length(student: ModelFolder, recipe: Recipe, schemas: Schemas | None 
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: form
     template = environment.from_string(student.chat_template) if student.chat_template else None
-    names = {value: key for key, value in student.token_ids.items()}
+    tokens, ids = student.vocabulary.tokens(), student.special_ids
     special = {
-        role: names.get(student.special_ids[role], "") for role in ("bos_token", "eos_token", "pad_token")
+        role: "" if (number := ids[role]) is None else tokens.get(number, "")
+        for role in ("bos_token", "eos_token", "pad_token")
     }
 
     def render(row: Row) -> tuple[str, bool]:

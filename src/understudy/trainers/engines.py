@@ -38,6 +38,7 @@ from understudy.trainers.far_writing import brings_tokens_to_servers
 from understudy.trainers.hosts import hosts_of
 from understudy.trainers.loading import LoadedModel
 from understudy.trainers.student_servers import endpoints_of, vllm_python
+from understudy.types.usable_ids import UsableIds
 from understudy.weights.base import AdapterSource, WeightPublisher, WeightSource
 from understudy.weights.in_process import AdaptersOnly, CopiedWeights, SharedWeights
 
@@ -70,8 +71,10 @@ def context_of(recipe: Recipe, student: LoadedModel) -> int:
     return wanted or student.context
 
 
-def sampling_of(recipe: Recipe, student: LoadedModel) -> Sampling:
+def sampling_of(recipe: Recipe, student: LoadedModel, usable: UsableIds | None = None) -> Sampling:
     rollout, loss = recipe.rollout, recipe.loss
+    rows = student.model.get_output_embeddings().weight.shape[0]
+    cut = usable.within(rows) if usable is not None else None
     own_candidates = loss.signal == "at_ids" and loss.distill_coef > 0
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
@@ -83,6 +86,8 @@ def sampling_of(recipe: Recipe, student: LoadedModel) -> Sampling:
         repetition_penalty=rollout.repetition_penalty,
         stop_strings=tuple(rollout.stop),
         candidates=loss.topk if own_candidates else 0,
+        usable=cut,
+        head_rows=rows if cut is not None else 0,
     )
 
 

@@ -38,6 +38,7 @@ from understudy.trainers.far_writing import FarRow, RowWorkers
 from understudy.trainers.row_verdicts import IDS, scores_of
 from understudy.types.batch import BatchMeta
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,17 @@ class FarScoring:
         self._workers = workers
 
     def connect(
-        self, connect: Connect, external: wire.External | None = None, remember_bytes: int = 0
+        self,
+        connect: Connect,
+        external: wire.External | None = None,
+        remember_bytes: int = 0,
+        usable: UsableIds | None = None,
     ) -> Connect:
         """Clients that know both ways to a teacher's replicas; workers remember so much of its scores."""
 
         def both(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
             direct = connect(teacher, replica, endpoint)
-            door = wire.Door(teacher, replica, endpoint.url, endpoint.token, external)
+            door = wire.Door(teacher, replica, endpoint.url, endpoint.token, external, usable)
             # A replica of our own told its machine's address; somebody's server may be this machine's alone.
             reachable = None if external and is_loopback(endpoint.url) else door
             return FarClient(self, direct, reachable, remember_bytes)

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 from understudy.config.model_paths import nearest_folder
 from understudy.engines.rotary_border import rotary_border
 from understudy.errors import DataError
+from understudy.teacher.vocabulary import Vocabulary
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
@@ -102,35 +103,28 @@ class ModelFolder:
         """Of every tensor in the weight files, by name."""
         return {name: shape for file in self.weight_files for name, shape in _tensor_shapes(file).items()}
 
-    @cached_property
-    def _tokenizer(self) -> dict[str, Any]:
-        return dict(json.loads((self.path / "tokenizer.json").read_text()))
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary.load(self.path)
 
-    @cached_property
-    def token_ids(self) -> dict[str, int]:
+    @property
+    def token_ids(self) -> Mapping[str, int]:
         """The token→id map, added tokens included."""
-        vocab = self._tokenizer["model"].get("vocab", {})
-        if isinstance(vocab, list):  # Unigram: [[token, score], …]
-            vocab = {entry[0]: i for i, entry in enumerate(vocab)}
-        return {
-            **vocab,
-            **{token["content"]: token["id"] for token in self._tokenizer.get("added_tokens", [])},
-        }
+        return self.vocabulary.ids
+
+    @property
+    def special_ids(self) -> Mapping[str, int | None]:
+        """What starts, ends and pads a sequence, as the tokenizer's files say."""
+        return self.vocabulary.special
 
     @cached_property
-    def special_ids(self) -> dict[str, Any]:
-        """What ends, starts and pads a sequence, as the tokenizer and the generation config say."""
-        config = _optional(self.path / "tokenizer_config.json")
-        found: dict[str, Any] = {}
-        for role in ("bos_token", "eos_token", "pad_token"):
-            token = config.get(role)
-            token = token.get("content") if isinstance(token, dict) else token
-            found[role] = self.token_ids.get(token) if token is not None else None
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a turn: the generation config's, and the tokenizer's own EOS."""
         eos = _optional(self.path / "generation_config.json").get(
             "eos_token_id", self._text.get("eos_token_id")
         )
-        found["generation eos"] = sorted(eos) if isinstance(eos, list) else [eos]
-        return found
+        found = [*(eos if isinstance(eos, list) else [eos]), self.special_ids.get("eos_token")]
+        return tuple(sorted({int(one) for one in found if one is not None}))
 
     @property
     def chat_template(self) -> str | None:

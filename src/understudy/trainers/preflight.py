@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from understudy.cluster.devices import visible_gpus
-from understudy.config import Recipe, TeacherConfig
+from understudy.config import Recipe
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.losses.describe import ObjectiveDescription, describe_objective
 from understudy.observability.loggers import missing_loggers
@@ -24,7 +23,9 @@ from understudy.rollout.loops import LoopChoice
 from understudy.trainers.data_checks import check_rows, clipped, measured_once, prompt_length
 from understudy.trainers.extras import missing_extras
 from understudy.trainers.model_checks import models_load
-from understudy.trainers.model_folder import ModelFolder, is_hub_id
+from understudy.trainers.model_folder import ModelFolder
+from understudy.trainers.model_pairs import Side, pair_notes, pair_problems
+from understudy.trainers.opened_models import open_models
 from understudy.trainers.reward_check import check_reward
 from understudy.trainers.seating import seat
 from understudy.trainers.student_servers import endpoints_of, vllm_python
@@ -58,19 +59,15 @@ def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | No
             return None
 
     attempt(lambda: describe(recipe))
-    student = _open_model(recipe.student.model, "student.model", attempt)
+    models = open_models(recipe, attempt)
+    student = models.get("student")
     attempt(lambda: seat(recipe, None))
     problems += signals_fit(recipe)
-    for role, model in (("critic", recipe.critic), ("reference", recipe.reference)):
-        beside = _open_model(model.model or "", f"{role}.model", attempt) if model else None
-        if student and beside:
-            problems += teacher_fits(student, beside, role, place=role)
+    attempt(lambda: _pairs_fit(models, problems, findings))
     folders: dict[str, ModelFolder] = {}
     for name, teacher in recipe.teachers.items():
         problems += _ports(name, teacher.ports)
-        folder = _open_teacher(teacher, name, attempt)
-        if student and folder:
-            problems += teacher_fits(student, folder, name)
+        folder = models.get(f"teachers.{name}")
         if folder and teacher.placement != "external":
             folders[name] = folder
             problems += _fits_vocabulary(recipe, folder, f"teachers.{name}")
@@ -163,52 +160,17 @@ def describe(recipe: Recipe) -> ObjectiveDescription:
     )
 
 
-def teacher_fits(
-    student: ModelFolder, teacher: ModelFolder, name: str, place: str | None = None
-) -> list[str]:
-    """The token→id maps must agree, special ids too; padded vocabulary rows may differ in number. `place` is what the
-    recipe calls it, where that is not a teacher."""
-    place, other = place or f"teachers.{name}", place or "teacher"
-    ours, theirs = student.token_ids, teacher.token_ids
-    differing = sorted(
-        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
-        key=lambda token: min(ours.get(token, 1 << 60), theirs.get(token, 1 << 60)),
-    )
-    if differing:
-        shown = ", ".join(
-            f"{token!r}: student {ours.get(token)} {other} {theirs.get(token)}"
-            for token in differing[:_SHOWN]
-        )
-        return [
-            f"{place}: its tokenizer differs from the student's in {len(differing)} tokens ({shown} …); "
-            "both must share one token→id map"
-        ]
-    return [
-        f"{place}: {role} is {teacher.special_ids[role]}, the student's is {value}; special ids must be equal"
-        for role, value in student.special_ids.items()
-        if value != teacher.special_ids[role]
-    ]
-
-
-def _open_model(model: str, role: str, attempt: Callable[[Callable[[], Any]], Any]) -> ModelFolder | None:
-    if not model or is_hub_id(model):
-        return None  # fetched and checked at start
-    folder = attempt(lambda: ModelFolder.open(model, role))
-    return folder if isinstance(folder, ModelFolder) else None
-
-
-def _open_teacher(
-    teacher: TeacherConfig, name: str, attempt: Callable[[Callable[[], Any]], Any]
-) -> ModelFolder | None:
-    """An external teacher's folder need not be here; where its tokenizer is, it can be compared."""
-    if teacher.placement != "external":
-        return _open_model(teacher.model, f"teachers.{name}.model", attempt)
-    path = Path(teacher.model)
-    return (
-        ModelFolder(path)
-        if (path / "tokenizer.json").is_file() and (path / "config.json").is_file()
-        else None
-    )
+def _pairs_fit(models: Mapping[str, ModelFolder], problems: list[str], findings: Findings) -> None:
+    """Every model beside the student reads its token ids as the student does; what else differs is noted."""
+    if "student" not in models:
+        return
+    student = Side.of(models["student"], "student")
+    for place, folder in models.items():
+        if place != "student":
+            other = Side.of(folder, place)
+            found = pair_problems(student, other)
+            problems += found
+            findings.notes += [] if found else pair_notes(student, other)
 
 
 def _fits_vocabulary(recipe: Recipe, folder: ModelFolder, role: str) -> list[str]:

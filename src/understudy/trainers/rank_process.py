@@ -27,6 +27,7 @@ from understudy.trainers.build import load_student_of, objective_of, policy_sett
 from understudy.trainers.far_rows import QueueRows
 from understudy.trainers.rank_pulse import beat
 from understudy.trainers.ranks import FAILED, LOST_COMPANY, door_file, join_at, refusal_file
+from understudy.trainers.usable import kept_usable_ids
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_with_launcher(options.watch_fd, code=LOST_COMPANY)
     joined = False
     try:
-        recipe = parse_recipe(read_json(RunDir.open(options.run).recipe))
+        run = RunDir.open(options.run)
+        recipe = parse_recipe(read_json(run.recipe))
         steady_torch(recipe, share_of=options.size)
         if torch.cuda.is_available():
             torch.cuda.set_device(options.rank % torch.cuda.device_count())
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         group = join_at(options.rank, options.size, options.rendezvous, student.device)
         joined = True
         beat(options.meeting, options.rank)
-        policy = Policy(student.model, policy_settings(recipe), ranks=group)
+        policy = Policy(student.model, policy_settings(recipe, kept_usable_ids(run)), ranks=group)
         write_ready_file(options.ready_file, rank=options.rank)
 
         def refuse(number: int, reason: str) -> None:

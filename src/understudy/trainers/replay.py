@@ -19,6 +19,7 @@ from understudy.policy.policy import Policy
 from understudy.policy.refused import RefusedRows
 from understudy.trainers.build import load_student_of, objective_of, policy_settings, steady_torch
 from understudy.trainers.critic import critic_of, critic_state
+from understudy.trainers.usable import kept_usable_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def replay_run(path: Path, step: int | None = None) -> Replay:
     steady_torch(recipe)
     store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
     earlier = [saved for saved in store.steps() if saved <= refused.step]
-    policy, objective = _learner(recipe, about["role"], store.load(max(earlier)) if earlier else None)
+    policy, objective = _learner(run, recipe, about["role"], store.load(max(earlier)) if earlier else None)
     findings = replay(policy, refused, objective)
     return Replay(refused, about["role"], max(earlier, default=0), findings)
 
@@ -58,7 +59,9 @@ def _file(run: RunDir, step: int | None) -> Path:
     return files[-1]
 
 
-def _learner(recipe: Recipe, role: str, checkpoint: Checkpoint | None) -> tuple[Policy, Objective]:
+def _learner(
+    run: RunDir, recipe: Recipe, role: str, checkpoint: Checkpoint | None
+) -> tuple[Policy, Objective]:
     """Whoever refused the rows, with the weights of a checkpoint or those the run began with."""
     if role == "critic":
         critic = critic_of(recipe, None)
@@ -66,7 +69,7 @@ def _learner(recipe: Recipe, role: str, checkpoint: Checkpoint | None) -> tuple[
         if checkpoint is not None:
             critic.policy.load_state(critic_state(checkpoint.policy))
         return critic.policy, critic.objective
-    policy = Policy(load_student_of(recipe).model, policy_settings(recipe))
+    policy = Policy(load_student_of(recipe).model, policy_settings(recipe, kept_usable_ids(run)))
     if checkpoint is not None:
         policy.load_state(checkpoint.policy)
     return policy, objective_of(recipe)

@@ -20,7 +20,7 @@ import numpy as np
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.far import PATIENCE_S, Bearer, FarRequest
-from understudy.rollout.agent import LoopContext, checked_outputs
+from understudy.rollout.agent import LoopContext, check_ids, checked_outputs
 from understudy.rollout.seeds import derive_seed
 from understudy.trainers.batches import finite
 from understudy.trainers.failures import SampleFailed, own_fault, timed
@@ -70,6 +70,7 @@ async def _judged(
     key, clock = trajectory.key, asyncio.timeout(seconds)
     try:
         with system.spans.span("reward", key=key), system.timings.during(key, "reward"):
+            check_ids(trajectory, system.sampling)
             async with clock:
                 return finite(await system.rewards.judge(prompt, trajectory))
     except Exception as error:

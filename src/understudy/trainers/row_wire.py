@@ -20,6 +20,7 @@ from understudy.dataplane.lent import Written
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher.channel import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
 
 SCORE, RECALL, MIX = "score", "recall", "mix"
 """The errands."""
@@ -74,6 +75,8 @@ class External(msgspec.Struct, frozen=True):
     vocab_fingerprint: str
     model: str
     backend: str
+    k: int = 0
+    """The K of the recipe, tried first when the server is asked what it can give."""
 
 
 class Door(msgspec.Struct, frozen=True):
@@ -84,6 +87,8 @@ class Door(msgspec.Struct, frozen=True):
     url: str
     token: str | None
     external: External | None = None
+    usable: UsableIds | None = None
+    """The ids of this run."""
 
 
 class Inline(msgspec.Struct):

@@ -210,9 +210,16 @@ class RowKeeper:
 def client_of(door: wire.Door) -> ScoringClient:
     endpoint = Endpoint(door.url, door.token)
     if door.external is None:
-        return connect_native(door.teacher, door.replica, endpoint)
+        return connect_native(door.teacher, door.replica, endpoint, door.usable)
     told = door.external
-    connect = connect_external(told.vocab_size, told.vocab_fingerprint, told.model, Backend(told.backend))
+    connect = connect_external(
+        told.vocab_size,
+        told.vocab_fingerprint,
+        told.model,
+        Backend(told.backend),
+        usable=door.usable,
+        k=told.k,
+    )
     return connect(door.teacher, door.replica, endpoint)
 
 

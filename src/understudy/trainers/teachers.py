@@ -27,7 +27,7 @@ from understudy.teacher.client import ReplicaClient
 from understudy.teacher.discover import Backend, connect_external
 from understudy.teacher.head_frame import WireHead
 from understudy.teacher.integrity import check_row, check_signals, check_vocabulary
-from understudy.teacher.keeper import KeeperOptions, connect_native
+from understudy.teacher.keeper import Connect, KeeperOptions, connect_native
 from understudy.teacher.launch import Endpoint, ReplicaSpec
 from understudy.teacher.manifest import Batching, Manifest
 from understudy.teacher.mixture import needed_signals
@@ -45,6 +45,7 @@ from understudy.trainers.system import System
 from understudy.trainers.teacher_processes import LocalTeachers
 from understudy.types.loss import TeacherHead
 from understudy.types.scores import ScoreItem, Signal
+from understudy.types.usable_ids import UsableIds
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,9 @@ class StudentFacts:
 
     vocabulary: Vocabulary
     head_rows: int
-    """Ids the student's head knows; some may belong to no token, and a teacher's candidates may name them all the same."""
+    """Of the student; some may belong to no token."""
+    usable: UsableIds | None
+    """The ids of this run: those that the student and all models beside it have a token for."""
     device: torch.device
     context: int
     """The longest a rollout may be."""
@@ -164,11 +167,12 @@ async def start_teachers(
     seats, teachers = Seats(seating, gpu_names()), Teachers({})
     for name, teacher in recipe.teachers.items():
         if teacher.placement == "external":
-            teachers.tokens[name] = _token(name, teacher)
+            teachers.tokens[name] = token_of(name, teacher)
         else:
             teachers.launchers[name] = LocalTeachers(processes, name, teacher, batching, token, seats)
         restarts = recipe.cluster.restarts.teacher
-        teachers.pools[name] = _pool(name, teacher, teachers, student, view, far, restarts)
+        k = recipe.loss.topk if recipe.loss.signal == "topk" else 0
+        teachers.pools[name] = _pool(name, teacher, teachers, student, view, far, restarts, k)
     replicas = sum(len(teacher.urls) or teacher.replicas for teacher in recipe.teachers.values())
     view.phase(f"starting {len(teachers.pools)} teacher(s), {replicas} replica(s)")
     try:
@@ -190,6 +194,7 @@ def _pool(
     view: LiveView,
     far: FarScoring | None,
     restarts: int,
+    k: int,
 ) -> TeacherPool:
     def tell(event: PoolEvent) -> None:
         log_event(event)
@@ -206,17 +211,32 @@ def _pool(
     if teacher.placement != "external":
         specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
         launcher = teachers.launchers[name]
-        native = connect_native if far is None else far.connect(connect_native, None, teacher.cache_bytes)
+        native: Connect = partial(connect_native, usable=student.usable)
+        if far is not None:
+            native = far.connect(native, None, teacher.cache_bytes, student.usable)
         return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell, cache=cache)
-    told = External(student.head_rows, student.vocabulary.fingerprint, teacher.model, teacher.backend)
-    connect = connect_external(told.vocab_size, told.vocab_fingerprint, told.model, Backend(told.backend))
+    ids = student.head_rows if student.usable is None else min(student.usable.limit, student.head_rows)
+    told = External(ids, student.vocabulary.fingerprint, teacher.model, teacher.backend, k)
+    connect = external_of(told, student.usable)
     if far is not None:
-        connect = far.connect(connect, told, teacher.cache_bytes)
+        connect = far.connect(connect, told, teacher.cache_bytes, student.usable)
     specs = [ReplicaSpec(str(i), Endpoint(url, teachers.tokens[name])) for i, url in enumerate(teacher.urls)]
     return TeacherPool(name, specs, options=options, connect=connect, on_event=tell, cache=cache)
 
 
-def _token(name: str, teacher: TeacherConfig) -> str | None:
+def external_of(told: External, usable: UsableIds | None) -> Connect:
+    return connect_external(
+        told.vocab_size, told.vocab_fingerprint, told.model, Backend(told.backend), usable=usable, k=told.k
+    )
+
+
+def teacher_tokens(recipe: Recipe) -> dict[str, str | None]:
+    """The bearer token of each external teacher's servers."""
+    external = {name: one for name, one in recipe.teachers.items() if one.placement == "external"}
+    return {name: token_of(name, one) for name, one in external.items()}
+
+
+def token_of(name: str, teacher: TeacherConfig) -> str | None:
     token = os.environ.get(teacher.token_env) if teacher.token_env else None
     if teacher.token_env and not token:
         raise ConfigError(
@@ -245,7 +265,8 @@ async def _start(
         )
     if manifest.backend != "native":
         logger.warning(
-            "teacher %s is served by %s: it shows neither its token→id map nor its weights, so these were not compared; "
+            "teacher %s is served by %s: it shows neither its token→id map nor its weights, so these were not compared (only the files of "
+            "its model, where they can be read here); "
             "its signals (%s), largest K (%d), context (%d) and scores of the fixed tokens were",
             name,
             manifest.backend,
@@ -259,7 +280,8 @@ async def _start(
     endpoint = launcher.endpoints["0"] if launcher else Endpoint(teacher.urls[0], teachers.tokens[name])
     async with ReplicaClient(endpoint.url, endpoint.token, teacher=name) as client:
         if manifest.vocab_fingerprint != student.vocabulary.fingerprint:
-            check_vocabulary(student.vocabulary, await client.vocabulary(), name)
+            rows = (student.head_rows, manifest.vocab_size)
+            check_vocabulary(student.vocabulary, await client.vocabulary(), name, rows)
         if loss.signal == "hidden":
             teachers.heads[name] = _head(await client.head(), loss.teacher_temperature, student.device)
 

@@ -38,6 +38,7 @@ from understudy.types.loss_metrics import (
     metric_results,
     metrics_to_host,
 )
+from understudy.types.usable_ids import UsableIds
 
 __all__ = [
     "LossInputs",
@@ -94,6 +95,8 @@ class StudentHead:
     """Constant the model multiplies its logits with (Cohere, Granite)."""
     temperature: float = 1.0
     """Student-loss temperature; declared apart from the rollout's."""
+    usable: UsableIds | None = None
+    """Ids that the softmax runs over; None: every row of the head. Not with a soft cap: there the weight itself is cut."""
 
     def __post_init__(self) -> None:
         _check_head("student", self.hidden_NH, self.weight_VH, self.bias_V, self.softcap, self.temperature)

@@ -24,6 +24,7 @@ from understudy.teacher.route import TeacherRouter
 from understudy.teacher.score import score
 from understudy.teacher.vocabulary import Vocabulary, differences
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
 
 MANIFEST = Manifest(
     teacher="math",
@@ -113,21 +114,30 @@ def vocabulary(folder: Path, tokens: dict[str, int], **special: str) -> Vocabula
     return Vocabulary.load(folder)
 
 
-def test_vocabularies_are_compared_by_map_and_special_ids(tmp_path: Path) -> None:
+def test_vocabularies_are_compared_by_the_ids_that_both_have(tmp_path: Path) -> None:
     tokens = {"<s>": 0, "</s>": 1, "a": 2, "b": 3}
     student = vocabulary(tmp_path / "s", tokens, bos_token="<s>", eos_token="</s>")
     same = vocabulary(tmp_path / "same", dict(reversed(tokens.items())), bos_token="<s>", eos_token="</s>")
     assert student.fingerprint == same.fingerprint
     check_vocabulary(student, same, "math")
     moved = vocabulary(tmp_path / "moved", {**tokens, "a": 3, "b": 2}, bos_token="<s>", eos_token="</s>")
-    with pytest.raises(TeacherError, match="'a' is 2 for the student and 3 for the teacher; 'b' is 3"):
+    with pytest.raises(TeacherError, match="id 2 is 'a' for the student and 'b' for the teacher; id 3 is"):
         check_vocabulary(student, moved, "math")
     fewer = vocabulary(tmp_path / "fewer", {"<s>": 0, "</s>": 1, "a": 2}, bos_token="<s>", eos_token="</s>")
-    assert differences(student, fewer) == ["'b' is 3 for the student and missing for the teacher"]
-    assert differences(fewer, student) == ["'b' is missing for the student and 3 for the teacher"]
-    eos = vocabulary(tmp_path / "eos", tokens, bos_token="<s>", eos_token="b")
-    with pytest.raises(TeacherError, match="eos_token is 1 for the student and 3 for the teacher"):
-        check_vocabulary(student, eos, "math")
+    assert not differences(student, fewer) and not differences(fewer, student)
+    assert differences(student, moved, (3, 4)) == {2: ("a", "b")}, "beyond a model's rows nothing can differ"
+    other_eos = vocabulary(tmp_path / "eos", tokens, bos_token="<s>", eos_token="b", unk_token="a")
+    check_vocabulary(student, other_eos, "math")
+
+
+def test_tokens_added_beside_the_tokenizer_count(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, {"a": 0, "b": 1}, {})
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {"3": {"content": "<later>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = Vocabulary.load(tmp_path)
+    assert found.tokens() == {0: "a", 1: "b", 3: "<later>"}
+    assert found.usable(8) == UsableIds(4, (2,)) and found.usable(3) == UsableIds(2)
 
 
 def test_unigram_vocabularies_and_added_tokens_are_read(tmp_path: Path) -> None:

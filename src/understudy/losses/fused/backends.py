@@ -17,6 +17,7 @@ from understudy.losses.fused.rows import Rows
 from understudy.losses.fused.torch_rows import TorchCandidateRows, TorchFullRows
 from understudy.losses.fused.transform import LogitTransform
 from understudy.types.loss import LossInputs, StudentHead
+from understudy.types.usable_ids import UsableIds
 
 if TYPE_CHECKING:
     from understudy.losses.objective import Objective
@@ -97,7 +98,7 @@ class TorchReader:
         objective = self.objective
         transform = LogitTransform.of(self.student)
         if objective.uses_full_vocabulary:
-            teacher_CV, teacher_transform = teacher_logits(inputs, raw_CV.shape[1])
+            teacher_CV, teacher_transform = teacher_logits(inputs, raw_CV.shape[1], self.student.usable)
             return TorchFullRows(
                 raw_CV,
                 transform,
@@ -140,7 +141,7 @@ class TritonReader:
         objective = self.objective
         transform = LogitTransform.of(self.student)
         if objective.uses_full_vocabulary:
-            teacher_CV, teacher_transform = teacher_logits(inputs, raw_CV.shape[1])
+            teacher_CV, teacher_transform = teacher_logits(inputs, raw_CV.shape[1], self.student.usable)
             return triton_rows.TritonFullRows(
                 raw_CV,
                 transform,
@@ -182,12 +183,14 @@ class TritonReader:
         triton_rows.scale_unless_one_(gradient, factor)
 
 
-def teacher_logits(inputs: LossInputs, vocab: int) -> tuple[Tensor, LogitTransform]:
-    """Raw teacher logits of a chunk over the first `vocab` ids, and what to do to them."""
+def teacher_logits(inputs: LossInputs, vocab: int, usable: UsableIds | None) -> tuple[Tensor, LogitTransform]:
+    """Raw teacher logits of a chunk over the first `vocab` ids, unusable ones hidden, and what to do to them."""
     hidden, head = inputs.teacher_hidden_NH, inputs.teacher_head
     assert hidden is not None and head is not None
     weight_VH = head.weight_VH[:vocab]
     hidden = hidden.to(weight_VH.dtype)
     if head.bias_V is None:
-        return torch.mm(hidden, weight_VH.t()), LogitTransform.of(head)
-    return torch.addmm(head.bias_V[:vocab], hidden, weight_VH.t()), LogitTransform.of(head)
+        raw_CV = torch.mm(hidden, weight_VH.t())
+    else:
+        raw_CV = torch.addmm(head.bias_V[:vocab], hidden, weight_VH.t())
+    return raw_CV if usable is None else usable.hide_(raw_CV), LogitTransform.of(head)

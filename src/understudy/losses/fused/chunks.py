@@ -142,6 +142,8 @@ def _run_chunks(job: _Job, wanted: Wanted) -> _Result:
     for start in range(0, count, max(rows, 1)):
         part = slice(start, min(start + rows, count))
         raw_CV = project(hidden_NH[part], weight_VH, bias_V, logits_CV[: part.stop - part.start])
+        if job.student.usable is not None:
+            job.student.usable.hide_(raw_CV)
         columns += _one_chunk(job, wanted, result, part, raw_CV, weight_VH)
     if count == 0:
         columns.append(_empty_columns(job, hidden_NH))

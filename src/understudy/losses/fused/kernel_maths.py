@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from understudy.types.usable_ids import HIDDEN_LOGIT
+
 FORWARD_KL = tl.constexpr(0)
 REVERSE_KL = tl.constexpr(1)
 MIXTURE = tl.constexpr(2)
@@ -39,9 +41,6 @@ TRANSFORM_CODES = {"identity": 0, "scaled": 1, "capped": 2}
 
 HEADROOM = tl.constexpr(30.0)
 """How far a logit may exceed the reference before a row is rescaled: e³⁰ leaves float32 and bfloat16 ample room."""
-HIDDEN_LOGIT = -1e30
-"""A logit that is no part of its row (a candidate taken out, padding): its exponential is an exact 0 in any dtype, and
-unlike −inf it can be subtracted and multiplied without turning into NaN."""
 HIDDEN = tl.constexpr(HIDDEN_LOGIT)
 TEACHER_TAIL_FLOOR = tl.constexpr(2.0**-23)
 STUDENT_LOG_TAIL_FLOOR = tl.constexpr(-60.0)
