@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import completion_servers
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from understudy.teacher.integrity import check_signals, identify
 from understudy.teacher.launch import Endpoint, ReplicaSpec
 from understudy.teacher.pool import TeacherPool
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
 
 FLAVOURS = ["vllm", "old vllm", "echo with ids", "echo as text", "no echo"]
 
@@ -159,6 +162,26 @@ def test_the_probe_finds_out_what_each_server_can_do(fakes: dict[str, tuple[Fake
     for flavour, (route, max_k, signals) in expected.items():
         found = using(completions(fakes[flavour][1]), lambda c: c.capabilities())  # type: ignore[attr-defined]
         assert (found.route, found.max_k, found.signals) == (route, max_k, signals), flavour  # type: ignore[attr-defined]
+
+
+def test_the_probe_asks_for_the_recipes_own_k(
+    fakes: dict[str, tuple[FakeCompletions, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion_servers, "MAX_LOGPROBS", 13)
+    asked = {0: 10, 12: 12, 14: 10}
+    for k, most in asked.items():
+        found = using(completions(fakes["vllm"][1], k=k), lambda c: c.capabilities())
+        assert found.max_k == most, k  # type: ignore[attr-defined]
+
+
+def test_a_candidate_that_is_not_usable_is_that_rows_refusal(
+    fakes: dict[str, tuple[FakeCompletions, str]],
+) -> None:
+    """Such a server cannot leave ids out; the row is named, so that it alone is set aside."""
+    items = [replace(one, tokens=one.tokens % 8) for one in random_items(2, 0, Signal.TOPK, 5)]
+    client = completions(fakes["vllm"][1], usable=UsableIds(8))
+    with pytest.raises(RequestRefused, match=r"row 'row-0-0': the teacher's candidate \d+ is not an id"):
+        using(client, lambda c: c.score(items))
 
 
 def test_it_says_exactly_what_is_missing(fakes: dict[str, tuple[FakeCompletions, str]]) -> None:

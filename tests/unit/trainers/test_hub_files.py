@@ -1,0 +1,104 @@
+"""Hub ids are looked at before anything is loaded: small files only, from a hub that answers or from the local cache."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from understudy.assets import quickstart_model
+
+STUDENT = quickstart_model("student")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ASK = """
+import sys, time
+from understudy.errors import DataError
+from understudy.trainers.hub_files import hub_folder
+try:
+    found = hub_folder(sys.argv[1], "student.model")
+    print("found", found and (found.vocab_size, len(found.token_ids), bool(found.ends)))
+except DataError as error:
+    print("refused", error)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of a hub as file downloads need: one model."""
+
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        self.asked.append(self.path)
+        parts = self.path.strip("/").split("/")
+        if parts[:3] != ["maker", "tiny", "resolve"]:
+            self.send_response(200 if self.path == "/" else 404)
+            if self.path != "/":
+                self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        file = STUDENT / parts[-1]
+        content = file.read_bytes() if file.is_file() else b""
+        self.send_response(200 if file.is_file() else 404)
+        if not file.is_file():
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, list[str]]]:
+    Hub.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", Hub.asked
+    server.shutdown()
+
+
+def ask(model: str, home: Path, endpoint: str, **more: str) -> str:
+    env = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **more}
+    env.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in more else None
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, model], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_files_come_from_the_hub_then_from_its_cache(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    url, asked = hub
+    rows = json.loads((STUDENT / "config.json").read_text())["vocab_size"]
+    assert ask("maker/tiny", tmp_path, url).startswith(f"found ({rows}, ")
+    assert not any("safetensors" in path for path in asked), "no weights"
+    before = len(asked)
+    assert ask("maker/tiny", tmp_path, url, HF_HUB_OFFLINE="1").startswith(f"found ({rows}, ")
+    assert len(asked) == before, "offline means offline"
+    assert "the hub has no such model" in ask("maker/other", tmp_path, url)
+
+
+def test_a_name_that_is_nothing_is_told_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    said = ask("nothere", tmp_path, "http://127.0.0.1:9")
+    assert "no such folder here" in said and "cannot be asked" in said
+    assert ask("maker/tiny", tmp_path, "http://127.0.0.1:9") == "found None", "left to the loader"
+    assert time.monotonic() - began < 20, "no retries"
