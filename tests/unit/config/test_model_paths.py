@@ -56,13 +56,24 @@ def test_check_reports_a_missing_folder_with_the_nearest(
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen/Qwen3-0.6B", "gpt2", "HuggingFaceTB/SmolLM2-135M", "openai-community/gpt2", "meta-llama/Llama-3.2-1B"]
+    "name", ["Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M", "openai-community/gpt2", "meta-llama/Llama-3.2-1B"]
 )  # fmt: skip
 def test_hub_ids_are_left_alone(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "qwen" / "Qwen3-0.6B").mkdir(parents=True)
     path = written(folder, name)
     assert load_recipe(path).student.model == name
     assert main(["check", str(path), "loss.topk=8"]) == 0, capsys.readouterr().err
+
+
+def test_a_plain_name_is_told_where_the_hub_cannot_be_asked(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a mistyped folder far more often than a model such as gpt2, which a hub that answers would know."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    path = written(folder, "nothere")
+    assert load_recipe(path).student.model == "nothere"
+    assert main(["check", str(path), "loss.topk=8"]) == 2
+    assert "student.model = 'nothere': no such folder here" in capsys.readouterr().err
 
 
 def test_what_an_external_server_serves_is_no_folder(folder: Path) -> None:
