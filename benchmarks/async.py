@@ -77,7 +77,7 @@ def recipe(folder: Path, staleness: float | None, seed: int, arguments: argparse
         "data": {
             "train": str(ASSETS / "data" / "train.jsonl"),
             "eval": str(ASSETS / "data" / "valid.jsonl"),
-            "reward": "understudy.rollout.reward:exact_match",
+            "reward": "understudy.rollout.rewards.builtin:exact_match",
         },
         "trainer": {
             "steps": arguments.steps, "batch_size": arguments.batch_size, "learning_rate": 1e-3, "schedule": "linear",

@@ -80,7 +80,7 @@ async def embedded(folder: Path, rows: int, clients: int) -> dict[str, float]:
 
 
 async def queued(folder: Path, rows: int, clients: int, link: Any) -> dict[str, float]:
-    module: Any = import_module("understudy.dataplane.transfer_queue")
+    module: Any = import_module("understudy.dataplane.transfer_queue.plane")
     plane = module.TransferQueueDataPlane.open_on(link, folder, **ROOM)
     readers = [module.QueueReader(link.address) for _ in range(clients)]
     try:
@@ -101,7 +101,7 @@ def queue(units: int) -> Iterator[Any]:
         return
     ray: Any = import_module("understudy.cluster.ray_cluster")
     cluster = ray.RayCluster(ray.RaySettings(cpus=units + 1))
-    link: Any = import_module("understudy.dataplane.transfer_queue_link").QueueLink.start(units)
+    link: Any = import_module("understudy.dataplane.transfer_queue.link").QueueLink.start(units)
     try:
         yield link
     finally:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 from hashlib import blake2b
 
-from understudy.rollout.agent import LoopContext
-from understudy.rollout.transcript import Transcript
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.transcript import Transcript
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 

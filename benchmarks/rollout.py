@@ -44,13 +44,13 @@ from rollout_models import CONTEXT, SHAPES, TINY, build_model, write_model
 from rollout_results import Results
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.dialects import DIALECTS, Ask
-from understudy.engines.gpu_handover import GpuHandover
-from understudy.engines.hf import HFEngine
-from understudy.engines.schedule import Batching
-from understudy.engines.vllm import VLLMEngine, VLLMSettings, start_vllm
-from understudy.rollout.agent import LoopContext
-from understudy.rollout.single_turn import SingleTurn
+from understudy.engines.local.engine import HFEngine
+from understudy.engines.local.scheduler import Batching
+from understudy.engines.servers.dialects import DIALECTS, Ask
+from understudy.engines.servers.gpu_handover import GpuHandover
+from understudy.engines.servers.vllm import VLLMEngine, VLLMSettings, start_vllm
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.types.prompt import Prompt
 
 GOALS = {"hf": 5.0, "vllm": 0.95, "publish": 0.5}

@@ -40,9 +40,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from understudy.teacher import head_kernel
-from understudy.teacher.client import ReplicaClient
-from understudy.teacher.head import Head, score_rows
+from understudy.teacher.clients.native import ReplicaClient
+from understudy.teacher.scoring import head_kernel
+from understudy.teacher.scoring.head import Head, score_rows
 from understudy.types.scores import ScoreItem, Signal
 
 TOKEN = "benchmark"
@@ -131,7 +131,7 @@ def replica(folder: Path, options: Sequence[str], threads: int = 1) -> Iterator[
         command = [
             sys.executable,
             "-m",
-            "understudy.teacher.server",
+            "understudy.teacher.replica.server",
             "--model",
             str(folder),
             "--name",

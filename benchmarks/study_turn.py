@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from understudy.rollout.reward import gsm8k
+from understudy.rollout.rewards.builtin import gsm8k
 
 TURN = "UNDERSTUDY_STUDY_TURN"
 _LOOK_SECONDS = 0.1

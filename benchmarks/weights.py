@@ -32,9 +32,9 @@ import torch
 from safetensors import safe_open
 
 from hardware import cpu_name
-from understudy.engines.host_wire import GroupOrder, StreamOrder
-from understudy.engines.hosted_weights import Snapshots
-from understudy.engines.weight_broadcast import MeetingPlace, PackedWeights, Receiver, send
+from understudy.engines.hosted.messages import GroupOrder, StreamOrder
+from understudy.weights.broadcast import MeetingPlace, PackedWeights, Receiver, send
+from understudy.weights.snapshots import Snapshots
 
 ROUNDS = 7
 _CHUNK = 1 << 20

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from understudy.dataplane.bridge import ColumnDict, bridged, serving
 from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
 from understudy.losses.advantages import grpo
 from understudy.types.batch import BatchMeta
 

@@ -23,10 +23,10 @@ from supervise import encode
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from understudy.policy.supervised import Schedule, train
-from understudy.trainers.evaluate import evaluate_model
+from understudy.trainers.evaluation.evaluate import evaluate_model
 
 HERE = Path(__file__).resolve().parent
-REWARD = "understudy.rollout.reward:exact_match"
+REWARD = "understudy.rollout.rewards.builtin:exact_match"
 
 SCHEDULES: dict[str, Schedule] = {
     "teacher": Schedule(steps=500, rows={"plain": 48, "mistaken": 8}, seed=2),

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from understudy.engines.base import Sampling
+from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import load_dataset
-from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
-from understudy.rollout.rewards import Rewards, load_reward
-from understudy.trainers.evaluate import eval_prompts, measures
-from understudy.trainers.examiner import Examiner
-from understudy.trainers.loading import copy_weights, load_model
+from understudy.rollout.rewards.rewards import Rewards, load_reward
+from understudy.trainers.evaluation.evaluate import eval_prompts, measures
+from understudy.trainers.evaluation.examiner import Examiner
+from understudy.trainers.models import copy_weights, load_model
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
-GSM8K = "understudy.rollout.reward:gsm8k"
+GSM8K = "understudy.rollout.rewards.builtin:gsm8k"
 MAX_BATCH = 256
 _ROWS_AT_ONCE = 32
 """Rows whose logits over the whole vocabulary are held at a time."""

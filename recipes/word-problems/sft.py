@@ -19,7 +19,7 @@ from grading import Grader, read_prompts
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from understudy.policy.state import storable
+from understudy.policy.checkpoints.state import storable
 from understudy.policy.supervised import Schedule, encode_chats, train
 
 HERE = Path(__file__).resolve().parent

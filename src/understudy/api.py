@@ -1,6 +1,6 @@
 """The same runs from Python: `understudy.distill(…)`, `understudy.train(recipe)`, `understudy.resume(run_dir)`.
 
-All of them work in a notebook too (`trainers/own_thread.py`).
+All of them work in a notebook too (`run/own_thread.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from understudy.config.recipe import apply_overrides, resolve_paths
 from understudy.errors import ConfigError
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import RunDir, read_json
+from understudy.run.entry import run_to_its_end
 from understudy.trainers.early import begun_early
-from understudy.trainers.ending import run_to_its_end
 
 Model = str | Path
 """A hub id or a folder."""
@@ -69,8 +69,8 @@ class Run:
     ) -> dict[str, float]:
         """Measure the latest student, or the best, as `understudy eval` does: by the run's own `data.eval` and `data.reward`, or these."""
         from understudy.observability.live import LiveView  # noqa: PLC0415
-        from understudy.trainers.evaluate import evaluate_model  # noqa: PLC0415 - imports torch
-        from understudy.trainers.given import storable  # noqa: PLC0415 - trainers import this module
+        from understudy.run.given import storable  # noqa: PLC0415 - trainers import this module
+        from understudy.trainers.evaluation.evaluate import evaluate_model  # noqa: PLC0415 - imports torch
 
         given = {key: value for key, value in (("eval", data), ("reward", reward)) if value is not None}
         with storable({"data": given}) as (tables, _), LiveView(0, enabled=progress) as view:
@@ -92,22 +92,22 @@ class Run:
     ) -> Path:
         """Write the trained student as a Hugging Face folder: the latest, or the best by held-out accuracy; `averaged` its running
         average; `adapter` its LoRA adapter alone, in peft's layout."""
-        from understudy.trainers.export import export_run  # noqa: PLC0415 - imports torch
+        from understudy.run.export import export_run  # noqa: PLC0415 - imports torch
 
         return export_run(self.dir, Path(out), best=best, averaged=averaged, adapter=adapter)
 
 
 def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
     """Run a recipe to its end: a `Recipe`, the path of a TOML file, or plain tables, which may hold rows and functions."""
-    from understudy.trainers.given import GivenRows, storable  # noqa: PLC0415 - trainers import this module
-    from understudy.trainers.preflight import preflight  # noqa: PLC0415
+    from understudy.planning.preflight import preflight  # noqa: PLC0415
+    from understudy.run.given import GivenRows, storable  # noqa: PLC0415 - trainers import this module
 
     def run(checked: Recipe, rows: GivenRows | None = None) -> Run:
         problems = preflight(checked, progress=progress)
         if problems:
             raise ConfigError([rows.reworded(problem) for problem in problems] if rows else problems)
         with begun_early(checked):
-            from understudy.trainers.launch import launch  # noqa: PLC0415 - imports torch
+            from understudy.run.launch import launch  # noqa: PLC0415 - imports torch
 
             return run_to_its_end(launch(checked, progress=progress, rows=rows))
 
@@ -158,14 +158,14 @@ def distill(
 
 def resume(run_dir: str | Path, *, progress: bool = True, **overrides: Any) -> Run:
     """Continue a run from its last checkpoint, as `understudy resume` does; `trainer__steps=400` changes what may change."""
-    from understudy.trainers.changes import changed_recipe  # noqa: PLC0415 - trainers import this module
+    from understudy.run.changed_recipe import changed_recipe  # noqa: PLC0415 - trainers import this module
 
     if not isinstance(run_dir, str | Path):
         raise ConfigError(f"run_dir is a {type(run_dir).__name__}; expected the path of a run directory")
     changes = _dotted(overrides)
     recipe, _ = changed_recipe(RunDir.open(run_dir), changes)
     with begun_early(recipe):
-        from understudy.trainers.launch import resume as continued  # noqa: PLC0415 - imports torch
+        from understudy.run.launch import resume as continued  # noqa: PLC0415 - imports torch
 
         return run_to_its_end(continued(Path(run_dir), changes, progress=progress))
 

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 REGISTERS = """
-from understudy.engines import slots
-from understudy.policy import attention
-from understudy.teacher import varlen
+from understudy.engines.local import slots
+from understudy.policy.forward import attention
+from understudy.teacher.scoring import varlen
 from transformers import AttentionInterface
 
 varlen.register()

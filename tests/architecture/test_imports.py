@@ -33,8 +33,8 @@ ALLOWED["cli"] = set(ALLOWED) | {"trainers"}
 ONLY_IN_ADAPTERS = {"ray": "cluster/ray", "transfer_queue": "dataplane/transfer_queue"}
 NEVER = {"vllm", "sglang"}
 CONCRETE_ENGINES = {
-    "understudy.engines.hf",
-    "understudy.engines.vllm",
+    "understudy.engines.local.engine",
+    "understudy.engines.servers.vllm",
     "understudy.engines.openai",
     "understudy.engines.sglang",
 }
@@ -104,7 +104,7 @@ def test_no_room_called_utils() -> None:
         "understudy.config",
         "understudy.cli.main",
         "understudy.losses.describe",
-        "understudy.trainers.preflight",
+        "understudy.planning.preflight",
     ],
 )
 def test_light_modules_do_not_import_torch(module: str) -> None:

@@ -49,7 +49,7 @@ def recipe(teacher_urls: dict[str, str], tmp_path: Path) -> Callable[..., dict[s
             "rollout": {"max_new_tokens": 8, "max_batch": 8},
             "data": {
                 "train": str(ASSETS / "data" / "train.jsonl"),
-                "reward": "understudy.rollout.reward:exact_match",
+                "reward": "understudy.rollout.rewards.builtin:exact_match",
             },
             "trainer": {"steps": 4, "batch_size": 16, "learning_rate": 1e-3, "checkpoint_every": 2},
             "run": {"dir": str(tmp_path / name), "threads": 1},

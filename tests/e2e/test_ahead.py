@@ -9,7 +9,7 @@ import pytest
 
 import understudy
 from understudy.observability.metrics import without_clock
-from understudy.trainers import produce
+from understudy.trainers.produce import produce
 
 Make = Callable[..., dict[str, Any]]
 

@@ -101,7 +101,9 @@ def test_rows_and_rewards_as_objects_outlive_the_call(distill: Callable[..., und
     moved = understudy.Run.open(run.dir.rename(run.dir.with_name("moved")))
     assert moved.steps == 3 and moved.metrics == more.metrics
     assert moved.evaluate(progress=False)["accuracy"] == 0.5
-    own = moved.evaluate(rows("add", 8), "understudy.rollout.reward:exact_match", progress=False, samples=4)
+    own = moved.evaluate(
+        rows("add", 8), "understudy.rollout.rewards.builtin:exact_match", progress=False, samples=4
+    )
     assert 0 <= own["accuracy"] <= 1 and own["failed"] == 0
     again = understudy.resume(moved.dir, progress=False, trainer__steps=4)
     assert again.steps == 4 and read_json(moved.dir / "recipe.json")["run"]["dir"] == str(moved.dir)
@@ -177,7 +179,7 @@ class Blocked:
     """Ends no rollout once three steps are taken."""
 
     async def run(self, prompt: Any, context: Any) -> Any:
-        from understudy.rollout.single_turn import SingleTurn
+        from understudy.rollout.agents.single_turn import SingleTurn
 
         if prompt.epoch > 0:
             time.sleep(60)  # the event loop hears nothing

@@ -145,7 +145,9 @@ def test_a_loss_that_makes_no_sense(told: Callable[..., str]) -> None:
 
 
 def test_a_reward_that_is_not_there(told: Callable[..., str]) -> None:
-    assert "did you mean 'exact_match'?" in told(data__reward="understudy.rollout.reward:exact_macth")
+    assert "did you mean 'exact_match'?" in told(
+        data__reward="understudy.rollout.rewards.builtin:exact_macth"
+    )
 
 
 def test_several_problems_are_told_together(told: Callable[..., str], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import understudy
 from understudy.cli.main import main
 from understudy.dataplane.ledger import audit
-from understudy.rollout.single_turn import SingleTurn
+from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.rollout.tools.sandbox import namespace_problem
 
 Make = Callable[..., dict[str, Any]]

@@ -18,8 +18,8 @@ import understudy
 from understudy.dataplane.ledger import audit
 from understudy.errors import LossInputError, PolicyError
 from understudy.observability.metrics import read_metrics, without_clock
-from understudy.trainers.launch import resume
-from understudy.trainers.replay import replay_run
+from understudy.run.launch import resume
+from understudy.run.replay import replay_run
 
 Make = Callable[..., dict[str, Any]]
 PPO = {"task_coef": 1.0, "distill_coef": 0.0, "advantage": "gae", "lam": 0.95}
@@ -88,7 +88,7 @@ def undisturbed(shelf: Path) -> Path:
 
 def processes_of_critics() -> list[int]:
     children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if "understudy.trainers.critic_process" in child.cmdline()]
+    return [child.pid for child in children if "understudy.assembly.processes.critic" in child.cmdline()]
 
 
 def test_its_own_process_changes_no_bit(tmp_path: Path, shelf: Path) -> None:

@@ -13,7 +13,7 @@ import understudy
 from understudy.dataplane.ledger import audit
 from understudy.errors import DataError
 from understudy.observability.metrics import without_clock
-from understudy.trainers.launch import resume
+from understudy.run.launch import resume
 
 Make = Callable[..., dict[str, Any]]
 ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()[:24]]
@@ -74,7 +74,7 @@ def test_cut_prompts_keep_their_end_in_workers_too(recipe: Make, tmp_path: Path)
 
 
 OWN = """
-from understudy.rollout.single_turn import SingleTurn
+from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.rollout.tools.base import ToolOutcome
 from understudy.rollout.tools.library import build_tool
 from understudy.rollout.tools.sandbox import Isolation, Sandbox

@@ -13,7 +13,7 @@ from small_runs import run_cli, write_toml
 
 from understudy.dataplane.ledger import audit
 from understudy.observability.rundir import read_json
-from understudy.policy.checkpoint import CheckpointStore, verify
+from understudy.policy.checkpoints.checkpoint import CheckpointStore, verify
 
 Make = Callable[..., dict[str, Any]]
 

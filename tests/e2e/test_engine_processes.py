@@ -16,7 +16,7 @@ from small_runs import start_cli, write_toml
 import understudy
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import read_metrics, without_clock
-from understudy.trainers.launch import resume
+from understudy.run.launch import resume
 
 Make = Callable[..., dict[str, Any]]
 SMALL = {"trainer__steps": 3, "trainer__checkpoint_every": 3, "rollout__n": 2}
@@ -34,7 +34,7 @@ def engines_of(launcher: int) -> list[int]:
     return [
         child.pid
         for child in psutil.Process(launcher).children()
-        if "understudy.engines.host" in child.cmdline()
+        if "understudy.engines.hosted.process" in child.cmdline()
     ]
 
 

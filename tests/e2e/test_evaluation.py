@@ -12,7 +12,7 @@ from small_runs import call_cli, run_cli, write_toml
 import understudy
 from understudy.cli.main import main
 from understudy.observability.metrics import read_metrics, without_clock
-from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
 
 Make = Callable[..., dict[str, Any]]
 
@@ -85,7 +85,7 @@ def test_best_is_what_the_commands_give(place: Path, recipe: Make, tmp_path: Pat
 def test_a_folder_without_a_best_says_so(place: Path, recipe: Make, tmp_path: Path) -> None:
     run = evaluated(place, recipe)
     code, output = call_cli("eval", str(recipe()["student"]["model"]), "--best", "--data", str(place / "eval.jsonl"),
-                            "--reward", "understudy.rollout.reward:exact_match")  # fmt: skip
+                            "--reward", "understudy.rollout.rewards.builtin:exact_match")  # fmt: skip
     assert code == 2 and "--best chooses among the checkpoints of a run" in output
     assert run.exists()
 

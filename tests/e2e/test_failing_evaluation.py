@@ -13,7 +13,7 @@ import understudy
 from understudy.dataplane.ledger import audit
 from understudy.errors import EngineError
 from understudy.observability.metrics import read_metrics
-from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
 
 Make = Callable[..., dict[str, Any]]
 

@@ -42,7 +42,7 @@ def until_training(process: subprocess.Popen[str], run: Path) -> list[psutil.Pro
         time.sleep(0.1)
     family = psutil.Process(process.pid)
     children = family.children(recursive=True)
-    servers = [child for child in children if "understudy.teacher.server" in child.cmdline()]
+    servers = [child for child in children if "understudy.teacher.replica.server" in child.cmdline()]
     assert len(servers) == 2, "one process per teacher"
     return [family, *children]
 

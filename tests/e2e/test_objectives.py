@@ -18,7 +18,7 @@ from understudy.config import parse_recipe
 from understudy.dataplane.ledger import audit
 from understudy.errors import ConfigError, DataError, UnderstudyError
 from understudy.observability.metrics import without_clock
-from understudy.trainers.launch import resume
+from understudy.run.launch import resume
 
 Make = Callable[..., dict[str, Any]]
 REWARDS = "small_rewards:varied"
@@ -167,7 +167,7 @@ def test_nothing_but_equal_rewards_says_so(recipe: Make) -> None:
         recipe,
         rollout__filter_groups=True,
         rollout__max_refills=1,
-        data__reward="understudy.rollout.reward:exact_match",
+        data__reward="understudy.rollout.rewards.builtin:exact_match",
     )
     table["rollout"]["max_new_tokens"] = 1
     with pytest.raises(DataError, match="nothing to learn from"):

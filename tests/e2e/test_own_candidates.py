@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import understudy
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.engines.base import Sampling
-from understudy.trainers.produce import CANDIDATES, _stored, rollout_columns
+from understudy.trainers.produce.produce import CANDIDATES, _stored, rollout_columns
 from understudy.trainers.system import PARTITION
 from understudy.types.trajectory import StopReason, Trajectory
 

@@ -12,13 +12,13 @@ import small_rewards
 import torch
 
 import understudy
+from understudy.assembly.build import load_student_of, objective_of, policy_settings
 from understudy.cli.main import main
 from understudy.config import parse_recipe
 from understudy.errors import UnderstudyError
 from understudy.policy.bad_rows import replay
 from understudy.policy.policy import Policy
-from understudy.trainers.build import load_student_of, objective_of, policy_settings
-from understudy.trainers.replay import replay_run
+from understudy.run.replay import replay_run
 from understudy.types.jagged import Jagged
 
 Make = Callable[..., dict[str, Any]]

@@ -12,7 +12,7 @@ import understudy
 from understudy.dataplane.ledger import audit
 from understudy.errors import ConfigError
 from understudy.observability.metrics import without_clock
-from understudy.trainers.launch import resume
+from understudy.run.launch import resume
 
 Make = Callable[..., dict[str, Any]]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import understudy
-from understudy.trainers.phase_times import MeasuredRun, combined, measure
+from understudy.planning.simulation.phase_times import MeasuredRun, combined, measure
 
 Make = Callable[..., dict[str, Any]]
 STEPS = 16

@@ -31,7 +31,7 @@ def test_a_teacher_over_its_limit_ends_the_run_and_a_resume_loses_no_row(tmp_pat
         assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
         time.sleep(0.01)
     family = psutil.Process(process.pid).children(recursive=True)
-    (teacher,) = [one for one in family if "understudy.teacher.server" in one.cmdline()]
+    (teacher,) = [one for one in family if "understudy.teacher.replica.server" in one.cmdline()]
     teacher.kill()
     lost = time.monotonic()
     output, _ = process.communicate(timeout=60)

@@ -12,12 +12,12 @@ import pytest
 from small_runs import ASSETS, TOKEN_VARIABLE, start_cli, write_toml
 
 import understudy
+from understudy.assembly.teacher_admin import ask_run
 from understudy.cli.main import main
 from understudy.errors import CheckpointError, TeacherError, UnderstudyError
 from understudy.observability.rundir import RunDir
-from understudy.policy.checkpoint import CheckpointStore
-from understudy.trainers.resume import verify_teachers
-from understudy.trainers.teacher_admin import ask_run
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
+from understudy.trainers.checkpoints import verify_teachers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract" / "teacher"))
 from completion_servers import FakeCompletions, running

@@ -14,14 +14,14 @@ import torch
 from small_runs import ASSETS
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from understudy.assembly.build import build
 from understudy.cluster.local import LocalProcesses
 from understudy.config import parse_recipe
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.vllm import VLLMEngine
+from understudy.engines.servers.vllm import VLLMEngine
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
-from understudy.trainers.build import build
-from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.stopping import Interrupts
 from understudy.trainers.student_servers import PYTHON_VARIABLE
 from understudy.trainers.sync import take_step
 from understudy.trainers.system import System
@@ -104,7 +104,7 @@ async def _writes_with_the_trained_weights(system: System, version: int) -> None
 
 
 def test_the_environment_is_asked_for_before_anything_starts(recipe: Callable[..., dict[str, Any]]) -> None:
-    from understudy.trainers.preflight import preflight
+    from understudy.planning.preflight import preflight
 
     parsed = parse_recipe(recipe(rollout__engine="vllm", rollout__vllm_python=str(ASSETS)[:5] + "/no/python"))
     assert any("is not an interpreter" in problem for problem in preflight(parsed))

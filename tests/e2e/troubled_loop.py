@@ -3,8 +3,8 @@
 import asyncio
 
 from understudy.errors import EngineError
-from understudy.rollout.agent import LoopContext
-from understudy.rollout.single_turn import SingleTurn
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 

@@ -19,14 +19,18 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import understudy
-from understudy.engines import decode_attention, fused_decode, fused_norm, hf, slots
+from understudy.assembly import build as building
 from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.engines.local import engine as hf
+from understudy.engines.local import slots
+from understudy.engines.local.kernels import attention as decode_attention
+from understudy.engines.local.kernels import fused as fused_decode
+from understudy.engines.local.kernels import rms_norm as fused_norm
 from understudy.policy.critic import give_value_head
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings, StepResult
-from understudy.trainers import build as building
-from understudy.trainers import launch
+from understudy.run import launch
 from understudy.trainers.system import System
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged

@@ -31,7 +31,7 @@ class Teachers:
         """Returns at once; in bfloat16 on a GPU, as most teachers are."""
         if device in self._processes:
             return
-        command = [sys.executable, "-m", "understudy.teacher.server", "--model", str(self._model)]
+        command = [sys.executable, "-m", "understudy.teacher.replica.server", "--model", str(self._model)]
         command += [
             "--dtype",
             "bfloat16" if device == "cuda" else "float32",

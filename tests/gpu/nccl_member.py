@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from understudy.engines.host_wire import GroupOrder, StreamOrder
-from understudy.engines.weight_broadcast import (
+from understudy.engines.hosted.messages import GroupOrder, StreamOrder
+from understudy.weights.broadcast import (
     MeetingPlace,
     PackedWeights,
     Receiver,
@@ -132,7 +132,7 @@ def train(rank: int, size: int, folder: Path) -> Any:
     from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
     from understudy.policy.policy import Policy
-    from understudy.policy.shard import join, leave
+    from understudy.policy.ranks.shard import join, leave
 
     ranks = join(rank, size, f"file://{folder}/rendezvous", "cuda") if size > 1 else None
     policy = Policy(qwen3().cuda(), settings(), ranks=ranks)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from understudy.engines.decode_attention import slot_attention, slot_attention_plain
-from understudy.engines.fused_decode import place_heads, silu_times
-from understudy.engines.fused_norm import rms_norm
-from understudy.engines.key_values import KeyValues
+from understudy.engines.local.kernels.attention import slot_attention, slot_attention_plain
+from understudy.engines.local.kernels.fused import place_heads, silu_times
+from understudy.engines.local.kernels.rms_norm import rms_norm
+from understudy.engines.local.kv_pool import KeyValues
 
 pytestmark = [
     pytest.mark.gpu,

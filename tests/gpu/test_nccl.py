@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from understudy.teacher.client import ReplicaClient
-from understudy.teacher.model import load_frozen
+from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.protocol import request_of
-from understudy.teacher.scorer import Scorer
+from understudy.teacher.scoring.model import load_frozen
+from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 pytestmark = [
@@ -94,7 +94,7 @@ def test_a_teacher_in_two_parts_scores_as_one(world: Any, tmp_path: Path) -> Non
         Scorer("t", load_frozen(str(model), dtype="float32", device="cuda")).score(request_of(items)).split()
     )
     ready = tmp_path / "ready-0"
-    common = [sys.executable, "-m", "understudy.teacher.server", "--model", str(model), "--name", "t"]
+    common = [sys.executable, "-m", "understudy.teacher.replica.server", "--model", str(model), "--name", "t"]
     common += ["--dtype", "float32", "--device", "cuda:0", "--token-env", "NCCL_TEST_TOKEN"]
     common += ["--world-size", "2", "--rendezvous", f"file://{tmp_path}/meet"]
     processes = []

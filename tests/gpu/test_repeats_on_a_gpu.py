@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from understudy.engines.grouped_attention import NO_GROUPS, grouped_attention, in_groups, takes_groups
-from understudy.engines.repeatable import keep_to_repeatable
+from understudy.nn.determinism import keep_to_repeatable
+from understudy.nn.grouped_attention import NO_GROUPS, grouped_attention, in_groups, takes_groups
 
 pytestmark = [
     pytest.mark.gpu,

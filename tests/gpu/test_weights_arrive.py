@@ -17,9 +17,9 @@ from device_world import World
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.hf import HFEngine, sharing_copy
-from understudy.engines.schedule import Batching
-from understudy.weights.in_process import SharedWeights
+from understudy.engines.local.engine import HFEngine, sharing_copy
+from understudy.engines.local.scheduler import Batching
+from understudy.weights.publish import SharedWeights
 
 DEVICES = [
     "cpu",

@@ -32,10 +32,11 @@ from device_runs import (
 from device_world import TOKEN_VARIABLE, Teachers, World
 from torch.nn.functional import cosine_similarity
 
-from understudy.engines import fused_decode, fused_norm
+from understudy.engines.local.kernels import fused as fused_decode
+from understudy.engines.local.kernels import rms_norm as fused_norm
 from understudy.errors import EngineError, PolicyError
 from understudy.policy.microbatch import Layout
-from understudy.trainers.loading import LoadedModel
+from understudy.trainers.models import LoadedModel
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SLOW_HOST = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=GPU)]

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
-from understudy.dataplane.transfer_queue_link import QueueAddress, QueueLink
+from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
 from understudy.errors import DataPlaneError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(60)]

@@ -18,7 +18,7 @@ from ray_runs import QUEUE, STORE, figures, lines, ranks_recipe
 from test_ray_far_tokens import assert_whole, through_the_trainer
 
 import understudy
-from understudy.trainers import build, teachers
+from understudy.assembly import build, teachers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from small_runs import ASSETS, start_cli, write_toml

@@ -12,8 +12,8 @@ import pytest
 from ray_runs import QUEUE, STORE, figures, lines, ranks_recipe
 
 import understudy
+from understudy.assembly import build, teachers
 from understudy.dataplane.ledger import audit
-from understudy.trainers import build, teachers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from small_runs import start_cli, write_toml

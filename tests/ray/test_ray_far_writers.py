@@ -152,7 +152,7 @@ def test_a_killed_trainer_finds_the_rows_its_workers_wrote(cluster: Any, tmp_pat
         trainer={"mode": "fully_async", "max_staleness": 1, "checkpoint_every": 3},
         run={"determinism": "fast"},
     )
-    table["data"]["reward"] = "understudy.rollout.reward:exact_match"
+    table["data"]["reward"] = "understudy.rollout.rewards.builtin:exact_match"
     process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
     metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:

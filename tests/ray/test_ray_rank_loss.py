@@ -96,7 +96,7 @@ def test_a_ray_of_the_runs_own_lasts_while_the_run_goes_back(tmp_path: Path, mon
         assert process.poll() is None and time.monotonic() < deadline, "the run did not get going"
         time.sleep(0.05)
     family = psutil.Process(process.pid).children(recursive=True)
-    (rank,) = [one for one in family if "understudy.trainers.rank_process" in one.cmdline()]
+    (rank,) = [one for one in family if "understudy.assembly.processes.rank" in one.cmdline()]
     raylets = [one.pid for one in family if one.name() == "raylet"]
     rank.kill()
     while "going back to step" not in log.read_text():

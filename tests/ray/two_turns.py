@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from understudy.rollout.agent import LoopContext
-from understudy.rollout.transcript import Transcript
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.transcript import Transcript
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 

@@ -44,7 +44,7 @@ def program() -> int:
     """The command `understudy`: `main`, after which the process ends, whatever still hangs in a thread."""
     outlive_the_terminal()
     code = main()
-    from understudy.trainers.ending import leave_soon
+    from understudy.run.entry import leave_soon
 
     leave_soon(code, whatever_runs=code == INTERRUPTED)
     return code
@@ -131,7 +131,7 @@ def _parser(words: Sequence[str] = ()) -> Parser:
     shared = Parser(add_help=False)
     shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name in [named] if named in _COMMANDS else _COMMANDS:
-        module = importlib.import_module(f"understudy.cli.{_COMMANDS[name]}")
+        module = importlib.import_module(f"understudy.cli.commands.{_COMMANDS[name]}")
         summary = (module.__doc__ or "").strip().splitlines()[0]
         command = commands.add_parser(
             name,

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         """Words that belong to no argument: a misspelt flag, or a key of a recipe written as a flag (`--learning_rate 1e-5`)."""
         from understudy.config import Recipe
         from understudy.config.base import nearest
-        from understudy.config.unknown_keys import unknown_key
+        from understudy.config.messages.unknown_keys import unknown_key
 
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         hints = []

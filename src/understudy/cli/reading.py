@@ -8,7 +8,7 @@ from pathlib import Path
 from understudy.config import Recipe
 from understudy.config.recipe import NOT_GIVEN, examine, read_tables
 from understudy.errors import ConfigError
-from understudy.trainers.preflight import Findings, preflight
+from understudy.planning.preflight import Findings, preflight
 
 
 def checked_recipe(

@@ -1,7 +1,7 @@
 """Processes on the machines of a Ray cluster, with the interface of `LocalProcesses`.
 
     trainer's machine                                    another machine
-    RayProcesses.start("teacher-math-0", …) ──actor──>  Supervisor ──pipe──> python -m understudy.teacher.server …
+    RayProcesses.start("teacher-math-0", …) ──actor──>  Supervisor ──pipe──> python -m understudy.teacher.replica.server …
       .ready["url"]  <──────────────────────────────────── its address, with the run's token
       logs/teacher-math-0.log  <─────────────────────────── what it says, as it says it
 

@@ -17,19 +17,19 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from understudy.config.async_checks import async_problems
 from understudy.config.base import Section, nearest, unwrap
-from understudy.config.capacity import capacity_problems
-from understudy.config.cluster_checks import cluster_problems
+from understudy.config.checks.capacity import capacity_problems
+from understudy.config.checks.cluster import cluster_problems
+from understudy.config.checks.fully_async import async_problems
+from understudy.config.checks.idle_keys import idle_problems
+from understudy.config.checks.objective import objective_problems
 from understudy.config.critic import CriticConfig, ReferenceConfig
 from understudy.config.data import DataConfig
-from understudy.config.explain import Finding, explain
-from understudy.config.idle_keys import idle_problems
-from understudy.config.keys import Kind, walk
 from understudy.config.loss import LossConfig
+from understudy.config.messages.explain import Finding, explain
+from understudy.config.messages.keys import Kind, walk
 from understudy.config.model_paths import resolved_model
 from understudy.config.models import StudentConfig, TeacherConfig
-from understudy.config.objective_checks import objective_problems
 from understudy.config.rollout import RolloutConfig
 from understudy.config.trainer import ClusterConfig, DataPlaneConfig, RunConfig, TrainerConfig
 from understudy.errors import ConfigError

@@ -284,7 +284,7 @@ class DataPlane(Protocol):
         ...
 
     async def rewind(self, step: int, *, keep_rows: bool) -> None:
-        """Go back to the checkpoint of `step`: see `journal_rewind.py` for what that means and why it is safe."""
+        """Go back to the checkpoint of `step`: see `rewind.py` for what that means and why it is safe."""
         ...
 
     async def sync(self) -> None:

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from understudy.dataplane.base import Columns, Lease
-from understudy.dataplane.bridge import serving
-from understudy.dataplane.lent import Written
+from understudy.dataplane.transfer_queue.bridge import serving
+from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 from understudy.types.jagged import Jagged
 
 if TYPE_CHECKING:
-    from understudy.dataplane.transfer_queue import TransferQueueDataPlane
-    from understudy.dataplane.transfer_queue_writer import RowWriter
+    from understudy.dataplane.transfer_queue.plane import TransferQueueDataPlane
+    from understudy.dataplane.transfer_queue.writer import RowWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from understudy.dataplane import journal_rewind
-from understudy.dataplane.admission import Admission
 from understudy.dataplane.base import (
     Columns,
     Count,
@@ -37,21 +35,23 @@ from understudy.dataplane.base import (
     RowStatus,
     Where,
 )
-from understudy.dataplane.claims import Claims
 from understudy.dataplane.columns import gather
 from understudy.dataplane.dead_letters import GROUP_LOST, DeadLetters, detail
-from understudy.dataplane.folder import FolderLock
 from understudy.dataplane.groups import GroupFilter
-from understudy.dataplane.intake import Intake
-from understudy.dataplane.journal import Journal
-from understudy.dataplane.journal_schema import read_meta, write_meta
+from understudy.dataplane.journal import rewind as journal_rewind
+from understudy.dataplane.journal.folder_lock import FolderLock
+from understudy.dataplane.journal.journal import Journal
+from understudy.dataplane.journal.schema import read_meta, write_meta
+from understudy.dataplane.journal.spill import SpillFiles
 from understudy.dataplane.leases import Leases
-from understudy.dataplane.loading import Loaded, load
-from understudy.dataplane.partition import Partition
-from understudy.dataplane.rows import Row
-from understudy.dataplane.spill import SpillFiles
-from understudy.dataplane.store import Store
-from understudy.dataplane.view import ClaimRequest, ViewSpec
+from understudy.dataplane.memory.admission import Admission
+from understudy.dataplane.memory.claim_view import ClaimRequest, ViewSpec
+from understudy.dataplane.memory.claims import Claims
+from understudy.dataplane.memory.intake import Intake
+from understudy.dataplane.memory.loading import Loaded, load
+from understudy.dataplane.memory.partition import Partition
+from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.store import Store
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 from understudy.types.jagged import Jagged

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from understudy.dataplane.base import Lease
-from understudy.dataplane.rows import Row
+from understudy.dataplane.memory.rows import Row
 from understudy.errors import LeaseLost
 
 

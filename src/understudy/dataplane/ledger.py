@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from understudy.dataplane.journal_schema import FILE_NAME, FORMAT, read_meta
+from understudy.dataplane.journal.schema import FILE_NAME, FORMAT, read_meta
 from understudy.errors import DataPlaneError
 
 FOLDER_NAME = "dataplane"

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from understudy.engines.base import GenerateRequest, Generation
-from understudy.engines.far import CallGivenUp
-from understudy.engines.host_wire import ComposeOrder, FrameError
+from understudy.engines.hosted.messages import ComposeOrder, FrameError
+from understudy.engines.remote_tokens import CallGivenUp
 
 Write = Callable[[int, Sequence[GenerateRequest]], Awaitable[list[Generation]]]
 

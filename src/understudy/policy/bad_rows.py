@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from understudy.errors import PolicyError
 from understudy.policy.assemble import Assembler
-from understudy.policy.forward import Objective, StudentForward, attention_for
+from understudy.policy.forward.forward import Objective, StudentForward, attention_for
 from understudy.policy.microbatch import Layout
-from understudy.policy.optimizer import MasterAdamW
+from understudy.policy.optim.adamw import MasterAdamW
 from understudy.policy.plan import Plan
+from understudy.policy.ranks.shard import Ranks
 from understudy.policy.refused import COLUMNS, RefusedRows, refused_rows
-from understudy.policy.shard import Ranks
 from understudy.types.loss import LossOutput, TeacherHead
 
 

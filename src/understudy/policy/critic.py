@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from understudy.policy.head import output_layer
+from understudy.policy.forward.head import output_layer
 from understudy.types.loss import LossInputs, StudentHead
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from understudy.engines.pretrained import AUTO, CannotLoadError, load_causal_lm
 from understudy.errors import DataError, PolicyError
+from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

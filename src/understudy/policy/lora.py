@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from understudy.engines.adapters import base_mark, merged, packed_adapter, packed_mark
 from understudy.errors import PolicyError
+from understudy.weights.adapters import base_mark, merged, packed_adapter, packed_mark
 
 _ADAPTER = "default"
 _BASE = ".base_layer"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from understudy.policy.lanes import spread
+from understudy.policy.cpu.lanes import spread
 
 
 class Layout(StrEnum):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from understudy.engines.rotary_border import rotary_border
-from understudy.policy.lanes import Lanes
+from understudy.nn.rotary_border import rotary_border
+from understudy.policy.cpu.lanes import Lanes
 from understudy.policy.microbatch import Layout, plan_microbatches
-from understudy.policy.shard import deal_rows
+from understudy.policy.ranks.shard import deal_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Plan:
 
 
 def border_of(model: PreTrainedModel) -> int | None:
-    """The length on whose two sides rows may not share a pass (`engines/rotary_border.py`)."""
+    """The length on whose two sides rows may not share a pass (`nn/rotary_border.py`)."""
     return rotary_border(model.config.get_text_config().to_dict())
 
 

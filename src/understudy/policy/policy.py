@@ -26,17 +26,22 @@ from transformers import PreTrainedModel
 from understudy.errors import CheckpointError, PolicyError
 from understudy.policy.assemble import Assembler
 from understudy.policy.bad_rows import refusal
-from understudy.policy.compiled import compile_layers
-from understudy.policy.ema import WeightAverage
-from understudy.policy.forward import (
+from understudy.policy.checkpoints.state import (
+    PolicyState,
+    random_state,
+    restore_random_state,
+    unique_tensors,
+)
+from understudy.policy.cpu.head_start import HeadStart, HeadStarts
+from understudy.policy.forward.compiled import compile_layers
+from understudy.policy.forward.forward import (
     Objective,
     StudentForward,
     attention_for,
     choose_layout,
     sampled_logprobs,
 )
-from understudy.policy.head import output_layer, verify_head
-from understudy.policy.head_start import HeadStart, HeadStarts
+from understudy.policy.forward.head import output_layer, verify_head
 from understudy.policy.load import context_length, switch_off_dropout
 from understudy.policy.lora import (
     adapter_tensors,
@@ -45,11 +50,11 @@ from understudy.policy.lora import (
     mark_of_base,
     merged_weights,
 )
-from understudy.policy.optimizer import MasterAdamW, assign
+from understudy.policy.optim.adamw import MasterAdamW, assign
+from understudy.policy.optim.ema import WeightAverage
 from understudy.policy.plan import Plan, border_of, by_length, lanes_of, plan_step
+from understudy.policy.ranks.shard import Alone, Ranks, whole
 from understudy.policy.rows import hold_rows, row_sums, trainable_rows
-from understudy.policy.shard import Alone, Ranks, whole
-from understudy.policy.state import PolicyState, random_state, restore_random_state, unique_tensors
 from understudy.policy.step import BadRows, PolicySettings, StepResult
 from understudy.types.batch import Batch
 from understudy.types.far_batch import AnyBatch

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from understudy.errors import PolicyError
 from understudy.policy.assemble import Assembler
-from understudy.policy.forward import StudentForward, attention_for, choose_layout, sampled_logprobs
-from understudy.policy.head import verify_head
+from understudy.policy.forward.forward import StudentForward, attention_for, choose_layout, sampled_logprobs
+from understudy.policy.forward.head import verify_head
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.plan import border_of, by_length, lanes_of, plan_step
 from understudy.types.batch import Batch

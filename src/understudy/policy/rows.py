@@ -7,7 +7,7 @@ import torch
 from understudy.errors import PolicyError, RowsUnreachable, UnderstudyError
 from understudy.policy.assemble import Assembler
 from understudy.policy.plan import Plan
-from understudy.policy.shard import Ranks
+from understudy.policy.ranks.shard import Ranks
 from understudy.types.batch import Batch
 from understudy.types.far_batch import FarBatch
 from understudy.types.loss import LossOutput

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from understudy.policy.lora import LoraSettings
 from understudy.policy.microbatch import Layout
-from understudy.policy.optimizer import AdamWSettings
+from understudy.policy.optim.adamw import AdamWSettings
+from understudy.policy.optim.schedule import Schedule
 from understudy.policy.refused import RefusedRows
-from understudy.policy.schedule import Schedule
 from understudy.types.loss_metrics import Metric
 from understudy.types.usable_ids import UsableIds
 

@@ -18,7 +18,7 @@ _found: set[str] = set()
 
 def look_in(folders: Sequence[str]) -> None:
     """Modules are also looked up in these folders, which come last: they cannot hide an installed module. The folders of an earlier
-    call are left, and modules from there forgotten: two recipes may each have a `reward.py`."""
+    call are left, and modules from there forgotten: two recipes may each have a `builtin.py`."""
     if list(folders) == _added:
         return
     for folder in _added:

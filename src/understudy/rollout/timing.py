@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from understudy.engines.base import Generation, Sampling
-from understudy.rollout.agent import AgentLoop, LoopContext
+from understudy.rollout.agents.agent import AgentLoop, LoopContext
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from understudy.teacher.head_kernel import fits, row_best, row_summary, usable
+from understudy.teacher.scoring.head_kernel import fits, row_best, row_summary, usable
 from understudy.types.usable_ids import UsableIds
 
 

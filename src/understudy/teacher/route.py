@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from understudy.errors import TeacherError
 
 if TYPE_CHECKING:
-    from understudy.teacher.pool import TeacherPool
+    from understudy.teacher.pool.pool import TeacherPool
 
 Mixture = Mapping[str, float]
 """Teacher name → weight, for a row that wants several opinions; weights sum to 1."""

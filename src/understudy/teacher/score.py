@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from understudy.teacher.mixture import Ask, mix, opinions_of
+from understudy.teacher.pool.together import together
 from understudy.teacher.route import Mixture, TeacherRouter
-from understudy.teacher.together import together
 from understudy.types.scores import ScoreItem, TeacherScores
 
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from understudy.config import Recipe
 
-_MATH = "understudy.rollout.math_reward:math_verify"
+_MATH = "understudy.rollout.rewards.math_reward:math_verify"
 
 
 def missing_extras(recipe: Recipe) -> list[str]:

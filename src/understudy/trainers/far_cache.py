@@ -14,9 +14,9 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from understudy.teacher.cache import ScoreCache, question_digest
 from understudy.teacher.manifest import Batching, Manifest
-from understudy.trainers.far_scoring import FarScoreItem, FarScores, FarScoring, Memory
+from understudy.teacher.pool.cache import ScoreCache, question_digest
+from understudy.trainers.remote_rows.scoring import FarScoreItem, FarScores, FarScoring, Memory
 from understudy.types.scores import ScoreItem, TeacherScores
 
 _NO_KEY = b""

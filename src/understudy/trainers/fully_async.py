@@ -39,13 +39,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from understudy.config.capacity import capacity_notes, max_prompts
+from understudy.assembly.teachers import teacher_metrics
+from understudy.config.checks.capacity import capacity_notes, max_prompts
 from understudy.dataplane.base import Count, Lease, Order, split_key
 from understudy.errors import DataError, PolicyError
 from understudy.observability.faults import point
+from understudy.planning.windows import Windows
 from understudy.policy.step import StepResult
-from understudy.trainers.admission import AdmissionController
-from understudy.trainers.filters import (
+from understudy.trainers.call_batching import Arrivals, Gather
+from understudy.trainers.checkpoints import checkpoint_due, save_checkpoint
+from understudy.trainers.held_out import evaluate_first, evaluated
+from understudy.trainers.learn.refused_steps import keep_weights
+from understudy.trainers.learn.update import batch_of, claim_batch, step_metrics, training_fields, update
+from understudy.trainers.metrics import usage_metrics
+from understudy.trainers.pacing.admission import AdmissionController
+from understudy.trainers.pacing.idle_meter import BusyMeter, metered
+from understudy.trainers.pacing.lending import Lender, lender_of
+from understudy.trainers.pacing.publish_gate import Turnstile
+from understudy.trainers.pacing.slots import Slots
+from understudy.trainers.pacing.staleness import RowAges
+from understudy.trainers.pacing.window_cursor import WindowCursor
+from understudy.trainers.produce.dynamic_sampling import (
     install_filters,
     nothing_to_learn,
     prompts_held,
@@ -53,27 +67,13 @@ from understudy.trainers.filters import (
     removal_metrics,
     without_rows,
 )
-from understudy.trainers.gather import Arrivals, Gather
-from understudy.trainers.held_out import evaluate_first, evaluated
-from understudy.trainers.interrupts import Abandoned, Interrupts
-from understudy.trainers.lending import Lender, lender_of
-from understudy.trainers.meters import BusyMeter, metered
-from understudy.trainers.produce import produce_step
+from understudy.trainers.produce.produce import produce_step
 from understudy.trainers.production import Production
-from understudy.trainers.refused import keep_weights
-from understudy.trainers.resume import checkpoint_due, save_checkpoint
 from understudy.trainers.rollout_dump import with_rollout_dump
-from understudy.trainers.slots import Slots
-from understudy.trainers.staleness import RowAges
+from understudy.trainers.stopping import Abandoned, Interrupts
 from understudy.trainers.sync import publish
 from understudy.trainers.system import PARTITION, System
-from understudy.trainers.teachers import teacher_metrics
-from understudy.trainers.turnstile import Turnstile
-from understudy.trainers.update import batch_of, claim_batch, step_metrics, training_fields, update
-from understudy.trainers.usage import usage_metrics
 from understudy.trainers.wait_graph import PRODUCER
-from understudy.trainers.window_cursor import WindowCursor
-from understudy.trainers.windows import Windows
 from understudy.types.far_batch import AnyBatch
 from understudy.types.prompt import Prompt
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from understudy.errors import RankLost
-from understudy.trainers.evaluate import evaluate
-from understudy.trainers.interrupts import Abandoned, Interrupts
-from understudy.trainers.resume import finish_saving, save_checkpoint
+from understudy.trainers.checkpoints import finish_saving, save_checkpoint
+from understudy.trainers.evaluation.evaluate import evaluate
+from understudy.trainers.stopping import Abandoned, Interrupts
 from understudy.trainers.system import System
 
 logger = logging.getLogger(__name__)

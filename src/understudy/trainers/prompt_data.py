@@ -9,11 +9,11 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from understudy.config import Recipe
 from understudy.errors import DataError
+from understudy.planning.overlong import Overlong, prompt_limit, settle_overlong
 from understudy.policy.load import context_of_config, load_tokenizer
+from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, load_dataset
-from understudy.rollout.loops import LoopChoice
 from understudy.rollout.render import Renderer
-from understudy.trainers.overlong import Overlong, prompt_limit, settle_overlong
 
 _NO_LIMIT = 1 << 30
 _AT_A_TIME = 256

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from understudy.dataplane.base import Lease
-from understudy.dataplane.bridge import ColumnDict, bridged, serving
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
 from understudy.observability.rundir import write_atomically
-from understudy.trainers.batches import SCORED
+from understudy.trainers.row_columns import SCORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from understudy.observability.metrics import MetricsWriter
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
 from understudy.rollout.timing import BatchTimings
-from understudy.trainers.gather import Lane
+from understudy.trainers.call_batching import Lane
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from understudy.dataplane.base import DataPlane
     from understudy.engines.base import Engine, Sampling
     from understudy.losses.objective import Objective
-    from understudy.policy.background import BackgroundSaver
-    from understudy.policy.checkpoint import CheckpointStore
-    from understudy.policy.follow import LeadingPolicy
+    from understudy.policy.checkpoints.background import BackgroundSaver
+    from understudy.policy.checkpoints.checkpoint import CheckpointStore
     from understudy.policy.policy import Policy
+    from understudy.policy.ranks.follow import LeadingPolicy
     from understudy.policy.reference import FrozenModel
+    from understudy.rollout.agents.registry import Loops
     from understudy.rollout.cursor import PromptCursor
-    from understudy.rollout.loops import Loops
     from understudy.rollout.render import Renderer
-    from understudy.rollout.rewards import Rewards
-    from understudy.teacher.pool import TeacherPool
+    from understudy.rollout.rewards.rewards import Rewards
+    from understudy.teacher.pool.pool import TeacherPool
     from understudy.teacher.route import TeacherRouter
-    from understudy.trainers.best import BestSoFar
-    from understudy.trainers.critic import ValueModel
-    from understudy.trainers.far_rows import LeadingRows
-    from understudy.trainers.far_scoring import FarScoring
-    from understudy.trainers.far_writing import RowWorkers
-    from understudy.trainers.turnstile import Turnstile
-    from understudy.trainers.window_cursor import WindowCursor
+    from understudy.trainers.critic.local import ValueModel
+    from understudy.trainers.evaluation.best_checkpoint import BestSoFar
+    from understudy.trainers.pacing.publish_gate import Turnstile
+    from understudy.trainers.pacing.window_cursor import WindowCursor
+    from understudy.trainers.remote_rows.batches import LeadingRows
+    from understudy.trainers.remote_rows.rollouts import RowWorkers
+    from understudy.trainers.remote_rows.scoring import FarScoring
     from understudy.types.loss import TeacherHead
     from understudy.types.prompt import Prompt
     from understudy.weights.base import WeightPublisher
@@ -59,7 +59,7 @@ class Tally:
 
 @dataclass
 class MicroBatches:
-    """What this launch found out about the size of its micro-batches (`memory.py`)."""
+    """What this launch found out about the size of its micro-batches (`out_of_memory.py`)."""
 
     most_tokens: int | None = None
     """What the GPU's memory allows, where that is less than the recipe asks for."""

@@ -27,7 +27,7 @@ class BatchMeta(msgspec.Struct, frozen=True):
     """One small dict per key, or nothing at all."""
     extra: Mapping[str, Any] = {}
     marks: Mapping[str, tuple[str, ...]] = {}
-    """By column, one per key: which write of it is meant, where a queue may hold several (`dataplane/marks.py`)."""
+    """By column, one per key: which write of it is meant, where a queue may hold several (`dataplane/transfer_queue/write_ids.py`)."""
 
     def __post_init__(self) -> None:
         if len(self.keys) > 1 and len(set(self.keys)) != len(self.keys):

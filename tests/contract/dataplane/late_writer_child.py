@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from understudy.dataplane.transfer_queue_link import QueueAddress
-from understudy.dataplane.transfer_queue_writer import RowWriter
+from understudy.dataplane.transfer_queue.link import QueueAddress
+from understudy.dataplane.transfer_queue.writer import RowWriter
 
 
 async def main() -> None:

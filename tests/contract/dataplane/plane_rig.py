@@ -66,7 +66,7 @@ def start_queue() -> Iterator[None]:
     connecting = import_module("understudy.cluster.ray_cluster")
     cluster = connecting.RayCluster(connecting.RaySettings(cpus=3))
     try:
-        _links.append(import_module("understudy.dataplane.transfer_queue_link").QueueLink.start(units=2))
+        _links.append(import_module("understudy.dataplane.transfer_queue.link").QueueLink.start(units=2))
         yield
     finally:
         for one in _links:
@@ -76,7 +76,7 @@ def start_queue() -> Iterator[None]:
 
 
 def _open_on_queue(path: Path, **settings: Any) -> DataPlane:
-    plane = import_module("understudy.dataplane.transfer_queue").TransferQueueDataPlane
+    plane = import_module("understudy.dataplane.transfer_queue.plane").TransferQueueDataPlane
     opened: DataPlane = plane.open_on(_links[0], path, **settings)
     return opened
 

@@ -4,8 +4,8 @@ import asyncio
 import json
 import sys
 
-from understudy.dataplane.transfer_queue import QueueReader
-from understudy.dataplane.transfer_queue_link import QueueAddress
+from understudy.dataplane.transfer_queue.link import QueueAddress
+from understudy.dataplane.transfer_queue.plane import QueueReader
 from understudy.types.batch import BatchMeta
 
 

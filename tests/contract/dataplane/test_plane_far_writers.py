@@ -17,8 +17,8 @@ from plane_rig import ROOMY
 
 from understudy.dataplane.base import Order
 from understudy.dataplane.ledger import audit
-from understudy.dataplane.marks import row_of
-from understudy.dataplane.transfer_queue_meta import named_by
+from understudy.dataplane.transfer_queue.meta import named_by
+from understudy.dataplane.transfer_queue.write_ids import row_of
 from understudy.errors import DataPlaneError, LeaseLost, RowsUnreachable
 from understudy.types.batch import BatchMeta
 
@@ -37,7 +37,7 @@ class Site:
     """A plane, and a writer as a worker has it."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        from understudy.dataplane.transfer_queue_writer import RowWriter
+        from understudy.dataplane.transfer_queue.writer import RowWriter
 
         self.plane: Any = plane_rig.IMPLEMENTATIONS["transfer_queue"](folder, **{**ROOMY, **settings})
         link = self.plane.shelf.link
@@ -183,7 +183,7 @@ def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp
         lease = await plane.claim("train", 1)
         meta = await plane.hand_over(lease.meta, ("tokens", "reward"))
         assert plane.shelf.bytes_put == 0
-        reader = import_module("understudy.dataplane.transfer_queue").QueueReader(
+        reader = import_module("understudy.dataplane.transfer_queue.plane").QueueReader(
             link.address, prefix=link.partition_id("")
         )
         copies = [

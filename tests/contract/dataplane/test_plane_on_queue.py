@@ -15,7 +15,7 @@ import torch
 from plane_rig import ROOMY, keys
 
 from understudy.dataplane.base import Order
-from understudy.dataplane.bridge import bridged, serving
+from understudy.dataplane.transfer_queue.bridge import bridged, serving
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
 
@@ -150,8 +150,8 @@ def test_transfer_queues_own_calls_and_metas_work_on_our_rows(tmp_path: Path) ->
 
 
 def test_a_lost_queue_costs_no_row_and_a_refused_upload_is_never_read(tmp_path: Path) -> None:
-    from understudy.dataplane.transfer_queue_link import QueueAddress, QueueLink
-    from understudy.dataplane.transfer_queue_shelf import Shelf
+    from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
+    from understudy.dataplane.transfer_queue.uploads import Shelf
 
     async def body(plane: Any) -> None:
         await plane.put("train", {"a_0_0": row(1)})

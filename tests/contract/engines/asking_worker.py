@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 
 from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
-from understudy.engines.far import FarRequest, Grant
-from understudy.engines.visits import Leg, Visits
+from understudy.engines.remote_tokens import FarRequest, Grant
+from understudy.engines.servers.worker_client import Leg, Visits
 from understudy.errors import EngineError
-from understudy.rollout import worker_wire as wire
-from understudy.rollout.worker_hands import WorkerHand
-from understudy.rollout.worker_questions import Questions
+from understudy.rollout.workers import messages as wire
+from understudy.rollout.workers.generations import Questions
+from understudy.rollout.workers.remote_tokens import WorkerHand
 
 _from_run = msgspec.msgpack.Decoder(wire.ToWorker)
 _from_worker = msgspec.msgpack.Decoder(wire.ToRun)

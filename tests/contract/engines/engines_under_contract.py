@@ -12,12 +12,12 @@ from wire_servers import WireServer, listening
 
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import Engine
-from understudy.engines.dialects import DIALECTS
-from understudy.engines.hf import HFEngine
-from understudy.engines.remote import RemoteEngine
+from understudy.engines.local.engine import HFEngine
+from understudy.engines.local.scheduler import Batching
 from understudy.engines.replicas import Endpoint
-from understudy.engines.schedule import Batching
-from understudy.engines.vllm import VLLMEngine, VLLMSettings, start_vllm
+from understudy.engines.servers.dialects import DIALECTS
+from understudy.engines.servers.engine import RemoteEngine
+from understudy.engines.servers.vllm import VLLMEngine, VLLMSettings, start_vllm
 
 VOCAB, CONTEXT, EOS = 64, 256, 2
 Opened = Callable[[Any, Path], AbstractAsyncContextManager[Engine]]

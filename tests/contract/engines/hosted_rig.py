@@ -7,10 +7,10 @@ from typing import Any
 
 from engines_under_contract import CONTEXT
 
+from understudy.assembly.engine_processes import HostSettings, start_hosts
 from understudy.cluster.local import LocalProcesses
-from understudy.engines.hosted import HostedEngine
-from understudy.engines.schedule import Batching
-from understudy.trainers.hosts import HostSettings, start_hosts
+from understudy.engines.hosted.engine import HostedEngine
+from understudy.engines.local.scheduler import Batching
 
 
 class FarProcesses(LocalProcesses):

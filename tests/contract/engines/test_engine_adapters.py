@@ -16,11 +16,11 @@ import torch
 from hosted_rig import FarProcesses, hosted
 
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.hosted import HostedEngine
+from understudy.engines.hosted.engine import HostedEngine
 from understudy.errors import EngineError
 from understudy.policy.lora import LoraSettings
 from understudy.policy.policy import Policy
-from understudy.weights.in_process import AdaptersOnly, CopiedWeights
+from understudy.weights.publish import AdaptersOnly, CopiedWeights
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "policy"))
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch

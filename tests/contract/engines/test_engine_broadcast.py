@@ -14,8 +14,8 @@ from engines_under_contract import hf_composed, make_model
 from hosted_rig import FarProcesses, hosted
 from test_engine_contract_hosted import assert_same_bits, mixed_batch
 
-from understudy.engines.hosted import HostedEngine
-from understudy.engines.weight_broadcast import PackedWeights
+from understudy.engines.hosted.engine import HostedEngine
+from understudy.weights.broadcast import PackedWeights
 
 BATCHES = [mixed_batch(seed) for seed in range(6)]
 

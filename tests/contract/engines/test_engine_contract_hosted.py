@@ -27,10 +27,10 @@ from engines_under_contract import CONTEXT, VOCAB, hf_composed, make_model
 from hosted_rig import hosted
 
 from understudy.cluster.local import LocalProcesses
-from understudy.engines import host
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.host_wire import MAGIC, PREFIX, encode_call
-from understudy.engines.hosted import HostedEngine
+from understudy.engines.hosted import process as host
+from understudy.engines.hosted.engine import HostedEngine
+from understudy.engines.hosted.messages import MAGIC, PREFIX, encode_call
 from understudy.engines.restarts import Restarts
 from understudy.errors import EngineError
 from understudy.observability.owned_folder import OwnedFolder
@@ -310,7 +310,9 @@ def test_it_ends_with_its_launcher_and_takes_the_snapshots_along_where_the_train
     read, write = os.pipe()
     words = ["--model", str(tmp_path / "student"), "--max-length", "32", "--threads", "1"]
     words += ["--weights", str(weights), "--ready-file", str(ready), "--watch-fd", str(read)]
-    process = subprocess.Popen([sys.executable, "-m", "understudy.engines.host", *words], pass_fds=[read])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "understudy.engines.hosted.process", *words], pass_fds=[read]
+    )
     try:
         os.close(read)
         while not ready.exists():

@@ -21,7 +21,7 @@ from engine_contract import (
 from engines_under_contract import VLLM_PYTHON, make_model, real_vllm
 
 from understudy.engines.base import Engine, Sampling
-from understudy.engines.vllm import VLLMEngine
+from understudy.engines.servers.vllm import VLLMEngine
 
 
 @pytest.mark.vllm

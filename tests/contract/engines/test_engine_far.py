@@ -24,12 +24,12 @@ from hosted_rig import hosted
 from test_engine_contract_hosted import assert_same_bits, mixed_batch
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.deposits import Deposits
-from understudy.engines.far import BearerGone, Brought, CallGivenUp, FarRequest, Grant, NotBrought
-from understudy.engines.host_wire import encode_call
-from understudy.engines.hosted import HostedEngine
+from understudy.engines.hosted.engine import HostedEngine
+from understudy.engines.hosted.messages import encode_call
+from understudy.engines.hosted.worker_client import Deposits
+from understudy.engines.remote_tokens import BearerGone, Brought, CallGivenUp, FarRequest, Grant, NotBrought
 from understudy.errors import EngineError
-from understudy.rollout.worker_wire import brought_of
+from understudy.rollout.workers.messages import brought_of
 from understudy.types.trajectory import StopReason
 
 
@@ -213,7 +213,7 @@ def test_a_holder_that_cannot_reach_a_living_host_is_named(
     far: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, engine, hosts, _ = far
-    monkeypatch.setattr("understudy.engines.hosted._NOT_BROUGHT_PAUSE_S", 0.01)
+    monkeypatch.setattr("understudy.engines.hosted.engine._NOT_BROUGHT_PAUSE_S", 0.01)
 
     def elsewhere(grant: Grant) -> Grant:
         return Grant(grant.call, "http://127.0.0.1:9", None, grant.key, grant.session, grant.seed)

@@ -24,13 +24,14 @@ from engines_under_contract import CONTEXT, ENGINES, make_model
 from starlette.applications import Starlette
 from wire_servers import WireServer, listening
 
-from understudy.engines import remote_far, visits
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.dialects import DIALECTS
-from understudy.engines.far import BearerGone
-from understudy.engines.remote import RemoteEngine
+from understudy.engines.remote_tokens import BearerGone
 from understudy.engines.replicas import Endpoint
-from understudy.engines.vllm_door import VLLMDoor
+from understudy.engines.servers import remote_calls as remote_far
+from understudy.engines.servers import worker_client as visits
+from understudy.engines.servers.dialects import DIALECTS
+from understudy.engines.servers.engine import RemoteEngine
+from understudy.engines.servers.vllm_proxy import VLLMDoor
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 

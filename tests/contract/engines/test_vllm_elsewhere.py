@@ -18,8 +18,8 @@ import torch
 
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.hf import HFEngine
-from understudy.engines.vllm import VLLMSettings, start_vllm
+from understudy.engines.local.engine import HFEngine
+from understudy.engines.servers.vllm import VLLMSettings, start_vllm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "engines"))
 from engine_models import make_model

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.hf import HFEngine
-from understudy.engines.schedule import Batching
+from understudy.engines.local.engine import HFEngine
+from understudy.engines.local.scheduler import Batching
 from understudy.types.trajectory import StopReason
 
 

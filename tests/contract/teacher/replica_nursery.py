@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM  # noqa: F401  (imported before the fork, so that children need not)
 
-from understudy.teacher import app, scorer, server
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, encode_reply
+from understudy.teacher.replica import app, server
+from understudy.teacher.scoring import scorer
 
 torch.set_num_threads(1)
 

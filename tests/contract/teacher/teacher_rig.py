@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from understudy.teacher.launch import Endpoint
+from understudy.teacher.pool.launch import Endpoint
 from understudy.types.scores import ScoreItem, Signal
 
 transformers_logging.disable_progress_bar()
@@ -122,7 +122,15 @@ def spawn_replica(
     env.pop("UNDERSTUDY_TOKEN", None)
     if token is not None:
         env["UNDERSTUDY_TOKEN"] = token
-    command = [sys.executable, "-m", "understudy.teacher.server", "--model", str(model), "--name", name]
+    command = [
+        sys.executable,
+        "-m",
+        "understudy.teacher.replica.server",
+        "--model",
+        str(model),
+        "--name",
+        name,
+    ]
     command += [
         "--threads",
         "1",

@@ -14,13 +14,13 @@ from teacher_rig import TOKEN, VOCAB, random_items
 from transformers import AutoModelForCausalLM
 
 from understudy.errors import TeacherError, TeacherReplyError
-from understudy.teacher.channel import RequestRefused
-from understudy.teacher.client import ReplicaClient, ScoringClient
-from understudy.teacher.completions import CompletionsClient, Route
-from understudy.teacher.discover import Backend, connect_external
-from understudy.teacher.integrity import check_signals, identify
-from understudy.teacher.launch import Endpoint, ReplicaSpec
-from understudy.teacher.pool import TeacherPool
+from understudy.teacher.clients.completions import CompletionsClient, Route
+from understudy.teacher.clients.discover import Backend, connect_external
+from understudy.teacher.clients.http import RequestRefused
+from understudy.teacher.clients.native import ReplicaClient, ScoringClient
+from understudy.teacher.pool.integrity import check_signals, identify
+from understudy.teacher.pool.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool.pool import TeacherPool
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 

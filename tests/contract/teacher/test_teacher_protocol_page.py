@@ -10,8 +10,8 @@ import pytest
 import second_client
 from teacher_rig import TOKEN, random_items
 
-from understudy.teacher.channel import REFUSALS
-from understudy.teacher.client import ReplicaClient
+from understudy.teacher.clients.http import REFUSALS
+from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.protocol import encode_request, request_of
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 

@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from teacher_rig import TOKEN, VOCAB, Nursery, await_ready, random_items, spawn_replica
 
-from understudy.teacher.channel import RequestRefused
-from understudy.teacher.client import ReplicaClient
-from understudy.teacher.head import from_wire
-from understudy.teacher.model import load_frozen
+from understudy.teacher.clients.http import RequestRefused
+from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.protocol import CONTENT_TYPE, encode_request, request_of
-from understudy.teacher.scorer import Scorer
-from understudy.teacher.server import main
+from understudy.teacher.replica.server import main
+from understudy.teacher.scoring.head import from_wire
+from understudy.teacher.scoring.model import load_frozen
+from understudy.teacher.scoring.scorer import Scorer
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 

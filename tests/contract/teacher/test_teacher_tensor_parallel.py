@@ -9,12 +9,12 @@ import pytest
 from teacher_rig import TOKEN, Child, Nursery, random_items, write_model
 
 from understudy.errors import TeacherError
-from understudy.teacher.client import ReplicaClient
-from understudy.teacher.model import load_frozen, weights_sha256
+from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.protocol import request_of
-from understudy.teacher.scorer import Scorer
-from understudy.teacher.server import main
-from understudy.teacher.tensor_parallel import Place, shard_layers
+from understudy.teacher.replica.server import main
+from understudy.teacher.replica.tensor_parallel import Place, shard_layers
+from understudy.teacher.scoring.model import load_frozen, weights_sha256
+from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 

@@ -20,9 +20,9 @@ from test_teacher_backends import assert_plain, completions, using
 
 import understudy
 from understudy.errors import UnderstudyError
-from understudy.teacher.client import ScoringClient
-from understudy.teacher.completions import Capabilities, Route
-from understudy.teacher.integrity import identify
+from understudy.teacher.clients.completions import Capabilities, Route
+from understudy.teacher.clients.native import ScoringClient
+from understudy.teacher.pool.integrity import identify
 from understudy.types.scores import ScoreItem, Signal
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -7,8 +7,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from understudy.policy.checkpoint import CheckpointStore
-from understudy.policy.state import PolicyState
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
+from understudy.policy.checkpoints.state import PolicyState
 
 ELEMENTS = 40_000
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from saving_child import save_for_ever, state_of
 
-from understudy.policy.checkpoint import Checkpoint, CheckpointStore
+from understudy.policy.checkpoints.checkpoint import Checkpoint, CheckpointStore
 
 FORKS = multiprocessing.get_context("forkserver")
 # One fork server serves the whole test process, so every test module that uses it preloads the same list.

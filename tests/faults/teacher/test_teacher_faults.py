@@ -19,14 +19,14 @@ from replica_nursery import LIES
 from teacher_rig import Nursery, NurseryLauncher, random_items
 
 from understudy.errors import TeacherReplyError
-from understudy.teacher.health import Failure, HealthRules, State
-from understudy.teacher.keeper import KeeperOptions
-from understudy.teacher.launch import ReplicaSpec
-from understudy.teacher.model import load_frozen
-from understudy.teacher.pool import PoolOptions, TeacherPool
-from understudy.teacher.pool_events import EventKind, PoolEvent
+from understudy.teacher.pool.events import EventKind, PoolEvent
+from understudy.teacher.pool.health import Failure, HealthRules, State
+from understudy.teacher.pool.keeper import KeeperOptions
+from understudy.teacher.pool.launch import ReplicaSpec
+from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.protocol import request_of
-from understudy.teacher.scorer import Scorer
+from understudy.teacher.scoring.model import load_frozen
+from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 DEADLINE = 2.0

@@ -189,13 +189,13 @@ def test_rewards_that_ship_look_at_every_row(check: Check) -> None:
         {"messages": CHAT, "answer": "64"},
         {"messages": CHAT, "reward_model": {"ground_truth": "#### 7"}},
     ]
-    assert check(rows, "data.reward=understudy.rollout.reward:gsm8k")[0] == 0
+    assert check(rows, "data.reward=understudy.rollout.rewards.builtin:gsm8k")[0] == 0
     for reward in ("reward:gsm8k", "reward:exact_match", "math_reward:math_verify"):
         code, said = check([*rows, {"messages": CHAT}], f"data.reward=understudy.rollout.{reward}")
         assert code == 2, reward
         assert "line 3: the row has nothing in column 'answer' (or reward_model.ground_truth)" in said, reward
     said = check(
-        [*rows, {"messages": CHAT, "answer": "many"}], "data.reward=understudy.rollout.reward:gsm8k"
+        [*rows, {"messages": CHAT, "answer": "many"}], "data.reward=understudy.rollout.rewards.builtin:gsm8k"
     )[1]
     assert "rows.jsonl, line 3: column 'answer' holds 'many'" in said
 
@@ -207,7 +207,7 @@ def test_a_reward_that_fails_on_some_rows_is_noted(check: Check, tmp_path: Path)
     assert code == 0 and "line 2 (1 of 2 rows tried; each would be a dead letter)" in said
     code, said = check(
         [{"messages": CHAT, "answer": "1"}, {"messages": CHAT}],
-        "data.reward=understudy.rollout.reward:exact_match",
+        "data.reward=understudy.rollout.rewards.builtin:exact_match",
         "trainer.max_dead_letters=0.5",
     )
     assert code == 0 and "(1 of 2 rows; each would be a dead letter)" in said

@@ -7,9 +7,9 @@ import pytest
 
 from understudy.cli.main import main
 from understudy.config import parse_recipe
-from understudy.config.capacity import capacity_notes, max_prompts
+from understudy.config.checks.capacity import capacity_notes, max_prompts
 from understudy.errors import ConfigError
-from understudy.trainers.windows import Windows
+from understudy.planning.windows import Windows
 
 ASYNC = {"mode": "fully_async", "batch_size": 8}
 

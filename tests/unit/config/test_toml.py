@@ -6,7 +6,7 @@ import pytest
 
 from understudy.cli.main import main
 from understudy.config import Recipe, parse_recipe
-from understudy.config.keys import fields
+from understudy.config.messages.keys import fields
 from understudy.config.recipe import load_recipe
 from understudy.config.toml import as_tables, recipe_as_toml
 

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from understudy.config import Recipe, parse_recipe
-from understudy.config.keys import fields, kind_of, walk
+from understudy.config.messages.keys import fields, kind_of, walk
+from understudy.config.messages.synonyms import FAMILIES, KEYS, VALUES
 from understudy.config.recipe import apply_overrides
-from understudy.config.synonyms import FAMILIES, KEYS, VALUES
 from understudy.errors import ConfigError
 
 SECTIONS = "|".join(Recipe.model_fields)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from understudy.dataplane.bridge import ColumnDict, bridged, serving
 from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta
 from understudy.types.jagged import Jagged

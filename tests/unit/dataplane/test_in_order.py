@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from understudy.dataplane.in_order import InOrder
+from understudy.dataplane.memory.in_order import InOrder
 
 
 @pytest.mark.parametrize("disorder", [0.0, 0.1, 1.0])

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from understudy.dataplane import journal as journal_module
 from understudy.dataplane.base import GroupPolicy, Order, RowStatus
 from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.dataplane.journal import journal as journal_module
 from understudy.dataplane.ledger import audit
 from understudy.errors import DataPlaneError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from understudy.dataplane.frame import SpillRef
-from understudy.dataplane.lent import LentSegments, SegmentWriter, Written
-from understudy.dataplane.spill import SpillFiles
+from understudy.dataplane.journal.spill import SpillFiles
+from understudy.dataplane.transfer_queue.segments import LentSegments, SegmentWriter, Written
 
 
 def on_disk(folder: Path) -> list[int]:

@@ -2,8 +2,8 @@
 
 import doctest
 
-from understudy.dataplane import marks
-from understudy.dataplane.marks import Marking, by_name, queue_key, row_of
+from understudy.dataplane.transfer_queue import write_ids as marks
+from understudy.dataplane.transfer_queue.write_ids import Marking, by_name, queue_key, row_of
 
 
 def test_examples() -> None:

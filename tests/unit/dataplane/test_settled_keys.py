@@ -3,7 +3,7 @@
 import random
 import sys
 
-from understudy.dataplane.settled import SettledKeys
+from understudy.dataplane.memory.settled import SettledKeys
 
 
 def test_it_behaves_as_a_set_across_merges() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from understudy.dataplane.frame import SpillRef
-from understudy.dataplane.spill import SpillFiles
+from understudy.dataplane.journal.spill import SpillFiles
 from understudy.errors import DataPlaneError
 
 

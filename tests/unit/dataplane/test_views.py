@@ -9,8 +9,8 @@ import pytest
 
 from understudy.dataplane.base import Count, GroupPolicy, Order, RowStatus
 from understudy.dataplane.embedded import EmbeddedDataPlane
-from understudy.dataplane.partition import Partition
-from understudy.dataplane.view import View, ViewSpec
+from understudy.dataplane.memory.claim_view import View, ViewSpec
+from understudy.dataplane.memory.partition import Partition
 
 HOME = "train"
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.hf import HFEngine
+from understudy.engines.local.engine import HFEngine
 
 VOCAB, EOS = 42, 2
 SHAPE = {

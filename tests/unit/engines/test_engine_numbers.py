@@ -7,7 +7,7 @@ import torch
 from engine_models import engine_over, make_model, make_requests
 
 from understudy.engines.base import Sampling
-from understudy.engines.hf import Layout
+from understudy.engines.local.engine import Layout
 from understudy.errors import EngineError
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from engine_models import make_model
 
-from understudy.engines import decode_loop, fused_decode
 from understudy.engines.base import Sampling
-from understudy.engines.draw_kernel import draw_unfiltered
-from understudy.engines.fused_decode import fuse_decoding, silu_times
-from understudy.engines.key_values import KeptAs
-from understudy.engines.sampling import SamplingBatch, draw, shape_logits
-from understudy.engines.slots import SlotPool
+from understudy.engines.local.kernels import decode_step as decode_loop
+from understudy.engines.local.kernels import fused as fused_decode
+from understudy.engines.local.kernels.draw import draw_unfiltered
+from understudy.engines.local.kernels.fused import fuse_decoding, silu_times
+from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.sampling import SamplingBatch, draw, shape_logits
+from understudy.engines.local.slots import SlotPool
 
 interpreted = pytest.mark.skipif(
     fused_decode.triton is None or os.environ.get("TRITON_INTERPRET") != "1",

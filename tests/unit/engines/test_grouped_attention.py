@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from understudy.engines import grouped_attention as module
-from understudy.engines.grouped_attention import NO_GROUPS, grouped_attention, in_groups, takes_groups
+from understudy.nn import grouped_attention as module
+from understudy.nn.grouped_attention import NO_GROUPS, grouped_attention, in_groups, takes_groups
 
 SCALE = 0.4
 

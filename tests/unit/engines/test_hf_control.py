@@ -12,8 +12,8 @@ from engine_models import EOS, engine_over, make_model, make_requests
 from reference_sampling import generate_plainly
 
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.hf import HFEngine
-from understudy.engines.schedule import Batching
+from understudy.engines.local.engine import HFEngine
+from understudy.engines.local.scheduler import Batching
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 

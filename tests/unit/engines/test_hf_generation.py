@@ -11,7 +11,7 @@ from engine_models import EOS, VOCAB, engine_over, make_model, make_requests
 from reference_sampling import generate_plainly
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.hf import HFEngine
+from understudy.engines.local.engine import HFEngine
 from understudy.engines.uniforms import uniforms_of
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason

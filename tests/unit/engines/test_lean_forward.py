@@ -12,9 +12,9 @@ from engine_models import SHAPE, VOCAB, make_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from understudy.engines import kv
-from understudy.engines.lean_forward import LeanForward, lean_forward
-from understudy.engines.prefix_tree import prefix_tree
+from understudy.engines.local import kv_padded as kv
+from understudy.nn.cpu_forward import LeanForward, lean_forward
+from understudy.nn.prefix_tree import prefix_tree
 
 LONGEST = 40
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from understudy.engines.prefix_tree import prefix_tree
+from understudy.nn.prefix_tree import prefix_tree
 
 ROWS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=12)
 

@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.dialects import DIALECTS
-from understudy.engines.remote import RemoteEngine
 from understudy.engines.replicas import FIRST_REST_S, REST_AFTER, Endpoint, Replicas
+from understudy.engines.servers.dialects import DIALECTS
+from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from understudy.engines.repeatable import WORKSPACE, keep_to_repeatable
+from understudy.nn.determinism import WORKSPACE, keep_to_repeatable
 
 VARIABLE, FIXED = WORKSPACE
 

@@ -10,10 +10,10 @@ import torch
 from test_remote import Server, whole
 
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.dialects import DIALECTS
-from understudy.engines.gpu_handover import GpuHandover
-from understudy.engines.remote import RemoteEngine
 from understudy.engines.replicas import Replica
+from understudy.engines.servers.dialects import DIALECTS
+from understudy.engines.servers.engine import RemoteEngine
+from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.errors import EngineError
 
 WEIGHTS = [("w", torch.zeros(2))]

@@ -4,7 +4,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from understudy.engines.side_by_side import Together, as_one, lay_side_by_side
+from understudy.engines.local.kernels.merged_linear import Together, as_one, lay_side_by_side
 
 
 def three(bias: bool) -> list[nn.Linear]:

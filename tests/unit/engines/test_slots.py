@@ -12,14 +12,15 @@ import pytest
 import torch
 from engine_models import EOS, engine_over, make_model, make_requests
 
-from understudy.engines import decode_attention, slots
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.decode_attention import kernel_fits, slot_attention, slot_attention_plain
-from understudy.engines.fused_norm import rms_norm
-from understudy.engines.hf import Layout
-from understudy.engines.key_values import KeptAs, KeyValues, narrowed
-from understudy.engines.schedule import Batching
-from understudy.engines.slots import MODEL_TYPES, SlotPool, nothing_collected
+from understudy.engines.local import slots
+from understudy.engines.local.engine import Layout
+from understudy.engines.local.kernels import attention as decode_attention
+from understudy.engines.local.kernels.attention import kernel_fits, slot_attention, slot_attention_plain
+from understudy.engines.local.kernels.rms_norm import rms_norm
+from understudy.engines.local.kv_pool import KeptAs, KeyValues, narrowed
+from understudy.engines.local.scheduler import Batching
+from understudy.engines.local.slots import MODEL_TYPES, SlotPool, nothing_collected
 from understudy.errors import EngineError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

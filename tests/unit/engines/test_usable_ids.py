@@ -10,9 +10,9 @@ import torch
 from engine_models import EOS, VOCAB, engine_over, make_model, make_requests
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.dialects import DIALECTS, Ask
-from understudy.engines.hf import Layout
-from understudy.rollout.worker_wire import pack_sampling, unpack_sampling
+from understudy.engines.local.engine import Layout
+from understudy.engines.servers.dialects import DIALECTS, Ask
+from understudy.rollout.workers.messages import pack_sampling, unpack_sampling
 from understudy.types.usable_ids import UsableIds
 
 LIMIT = 30

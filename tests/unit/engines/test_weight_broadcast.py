@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from understudy.engines.host_wire import GroupOrder, StreamOrder
-from understudy.engines.weight_broadcast import (
+from understudy.engines.hosted.messages import GroupOrder, StreamOrder
+from understudy.weights.broadcast import (
     MeetingPlace,
     PackedWeights,
     Receiver,

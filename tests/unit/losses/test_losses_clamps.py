@@ -11,13 +11,13 @@ import pytest
 import torch
 from losses_cases import assert_close, gradients, make_case
 
+from understudy.assembly.build import objective_of
 from understudy.config import parse_recipe
 from understudy.errors import LossInputError
 from understudy.losses.describe import ESTIMATOR_ALIASES, describe_objective
 from understudy.losses.objective import Objective
 from understudy.losses.reduce import token_weights
-from understudy.trainers.build import objective_of
-from understudy.trainers.preflight import describe
+from understudy.planning.preflight import describe
 from understudy.types.loss import LossInputs, StudentHead, StudentLogits, metric_results
 
 FIGURES = json.loads((Path(__file__).parents[2] / "golden" / "verl_clamps.json").read_text())

@@ -11,7 +11,7 @@ from families import FAMILIES, VOCAB, make
 from plain_figures import plain_logprobs, rows_of
 
 from understudy.errors import TeacherError
-from understudy.teacher.tensor_parallel import Place, shard_layers
+from understudy.teacher.replica.tensor_parallel import Place, shard_layers
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 torch.set_num_threads(1)

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.hf import HFEngine
-from understudy.policy.head import logits_of
+from understudy.engines.local.engine import HFEngine
+from understudy.policy.forward.head import logits_of
 from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings
-from understudy.teacher.body import Layout
-from understudy.teacher.model import FrozenModel
 from understudy.teacher.protocol import request_of
-from understudy.teacher.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.model import FrozenModel
+from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead

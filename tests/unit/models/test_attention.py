@@ -10,20 +10,20 @@ from families import make
 from plain_figures import generated, gradient_error, rows_of, score_error
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from understudy.assembly.engine_processes import HostSettings
 from understudy.config import parse_recipe
-from understudy.engines.hf import HFEngine
-from understudy.engines.hf import Layout as EngineLayout
-from understudy.engines.host import parse_args as engine_words
-from understudy.engines.schedule import Batching
+from understudy.engines.hosted.process import parse_args as engine_words
+from understudy.engines.local.engine import HFEngine
+from understudy.engines.local.engine import Layout as EngineLayout
+from understudy.engines.local.scheduler import Batching
 from understudy.errors import ConfigError, EngineError, PolicyError, TeacherError
-from understudy.policy.forward import choose_layout
+from understudy.policy.forward.forward import choose_layout
 from understudy.policy.load import load_student
 from understudy.policy.microbatch import Layout
-from understudy.teacher import varlen
-from understudy.teacher.model import FrozenModel, load_frozen
-from understudy.teacher.scorer import Scorer
-from understudy.trainers.critic import critic_of, reference_of
-from understudy.trainers.hosts import HostSettings
+from understudy.teacher.scoring import varlen
+from understudy.teacher.scoring.model import FrozenModel, load_frozen
+from understudy.teacher.scoring.scorer import Scorer
+from understudy.trainers.critic.local import critic_of, reference_of
 
 ASSETS = Path(__file__).parents[3] / "src" / "understudy" / "assets" / "quickstart"
 STUDENT = ASSETS / "models" / "student"
@@ -116,7 +116,7 @@ def test_the_keys_are_checked_and_reach_every_process() -> None:
 
 def test_critic_and_reference_follow_the_student_unless_told() -> None:
     gae = {"advantage": "gae", "task_coef": 1.0, "kl_coef": 0.1}
-    told: dict[str, Any] = {"data": {"reward": "understudy.rollout.reward:exact_match"}, "loss": gae}
+    told: dict[str, Any] = {"data": {"reward": "understudy.rollout.rewards.builtin:exact_match"}, "loss": gae}
     recipe = recipe_of(student={"attention": "eager"}, reference={"attention": "sdpa"}, **told)
     critic, reference = critic_of(recipe, None), reference_of(recipe)
     assert critic is not None and reference is not None

@@ -12,11 +12,11 @@ from plain_figures import generation_error, gradient_error, plain_logprobs, rows
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from understudy.config import Recipe, parse_recipe
-from understudy.engines.host import load_engine, parse_args
+from understudy.engines.hosted.process import load_engine, parse_args
 from understudy.errors import ConfigError, EngineError, PolicyError, TeacherError
+from understudy.planning.preflight import preflight
 from understudy.policy.load import load_student
-from understudy.teacher.model import load_frozen
-from understudy.trainers.preflight import preflight
+from understudy.teacher.scoring.model import load_frozen
 
 VOCAB, CONTEXT = 44, 128
 ROWS = Path(__file__).parent / "three_rows.jsonl"

@@ -9,13 +9,13 @@ import torch
 from plain_figures import generation_error, gradient_error, plain_logprobs, rows_of, score_error
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from understudy.engines.hf import HFEngine
-from understudy.engines.rotary_border import rotary_border
+from understudy.engines.local.engine import HFEngine
 from understudy.errors import EngineError
+from understudy.nn.rotary_border import rotary_border
 from understudy.policy.policy import Policy
 from understudy.policy.reference import FrozenModel as FrozenPolicy
 from understudy.policy.step import PolicySettings
-from understudy.teacher.body import Layout
+from understudy.teacher.scoring.body import Layout
 
 VOCAB, BORDER = 40, 24
 LENGTHS = (5, 60, BORDER, 40, BORDER + 1, 13, BORDER - 1)

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from understudy.engines.hosted_weights import Snapshots
 from understudy.observability.owned_folder import OwnedFolder, remove_abandoned, remove_if_abandoned
+from understudy.weights.snapshots import Snapshots
 
 OWNER = """
 import sys, time, torch
 from pathlib import Path
-from understudy.engines.hosted_weights import Snapshots
+from understudy.weights.snapshots import Snapshots
 snapshots = Snapshots(1, Path(sys.argv[1]))
 snapshots.write(7, [("w", torch.zeros(3))])
 print(snapshots.folder, flush=True)

@@ -15,16 +15,16 @@ import psutil
 import torch
 from small_student import batch_of, cross_entropy, poisoned, qwen3, settings, token_mean, varied_batch
 
-from understudy.engines.adapters import AdaptedModel
 from understudy.errors import LossInputError, PolicyError, RowsUnreachable, UnderstudyError
-from understudy.policy.checkpoint import CheckpointStore
-from understudy.policy.follow import LeadingPolicy, follow
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.policy.lora import LoraSettings
-from understudy.policy.optimizer import AdamWSettings
+from understudy.policy.optim.adamw import AdamWSettings
 from understudy.policy.policy import Policy
-from understudy.policy.shard import join, leave
+from understudy.policy.ranks.follow import LeadingPolicy, follow
+from understudy.policy.ranks.shard import join, leave
 from understudy.types.batch import Batch, BatchMeta
 from understudy.types.far_batch import FarBatch
+from understudy.weights.adapters import AdaptedModel
 
 
 def run_rank(rank: int, size: int, folder: str, job: str, options: dict[str, Any], pipe: Connection) -> None:

@@ -15,11 +15,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from understudy.policy.forward import Objective
-from understudy.policy.head import logits_of
+from understudy.policy.forward.forward import Objective
+from understudy.policy.forward.head import logits_of
 from understudy.policy.load import switch_off_dropout
-from understudy.policy.optimizer import AdamWSettings
-from understudy.policy.schedule import Schedule, ScheduleKind
+from understudy.policy.optim.adamw import AdamWSettings
+from understudy.policy.optim.schedule import Schedule, ScheduleKind
 from understudy.policy.step import PolicySettings
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged

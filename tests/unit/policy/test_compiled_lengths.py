@@ -8,11 +8,11 @@ import torch
 from small_student import VOCAB, qwen3
 from transformers import AttentionInterface
 
-from understudy.engines import grouped_attention
-from understudy.policy import compiled
-from understudy.policy.attention import VARLEN, varlen_attention
+from understudy.nn import grouped_attention
+from understudy.policy.forward import compiled
+from understudy.policy.forward.attention import VARLEN, varlen_attention
+from understudy.policy.forward.packed import lay_out
 from understudy.policy.load import switch_off_dropout
-from understudy.policy.packed import lay_out
 
 
 @torch.library.custom_op("understudy_test::attention", mutates_args=())

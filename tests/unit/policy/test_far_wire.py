@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from understudy.policy.wire import far_columns, far_from, pack, unpack
+from understudy.policy.ranks.wire import far_columns, far_from, pack, unpack
 from understudy.types.batch import BatchMeta
 from understudy.types.far_batch import FarBatch
 

@@ -10,7 +10,8 @@ from small_student import llama, qwen3, windowed
 from test_policy_packed import related_rows, trained
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from understudy.policy import lean_body, lean_layers, packed
+from understudy.policy.cpu import lean_body, lean_layers
+from understudy.policy.forward import packed
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.lora import LoraSettings, add_lora
 

@@ -7,8 +7,8 @@ import torch
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import CheckpointError
-from understudy.policy.adamw_8bit import BLOCK, AdamW8bit, _book, fresh_state
-from understudy.policy.optimizer import AdamWSettings
+from understudy.policy.optim.adamw import AdamWSettings
+from understudy.policy.optim.adamw_8bit import BLOCK, AdamW8bit, _book, fresh_state
 from understudy.policy.policy import Policy
 
 

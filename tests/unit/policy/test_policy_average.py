@@ -11,8 +11,8 @@ import torch
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import CheckpointError, PolicyError
-from understudy.policy.background import BackgroundSaver
-from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.checkpoints.background import BackgroundSaver
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.policy.policy import Policy
 
 

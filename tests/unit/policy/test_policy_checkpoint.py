@@ -15,10 +15,10 @@ import torch
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import CheckpointError
-from understudy.policy.checkpoint import CheckpointStore, verify
+from understudy.policy.checkpoints.checkpoint import CheckpointStore, verify
+from understudy.policy.checkpoints.state import PolicyState
+from understudy.policy.optim.schedule import Schedule, ScheduleKind
 from understudy.policy.policy import Policy
-from understudy.policy.schedule import Schedule, ScheduleKind
-from understudy.policy.state import PolicyState
 
 COSINE = Schedule(ScheduleKind.COSINE, peak=1e-2, total_steps=6, warmup_steps=2)
 
@@ -201,7 +201,7 @@ def test_too_little_space_is_refused_before_anything_is_written(
     store = CheckpointStore(tmp_path)
     store.save(1, small_state(1))
     nearly_full = type("Usage", (), {"free": 1000})()
-    monkeypatch.setattr("understudy.policy.checkpoint.shutil.disk_usage", lambda _: nearly_full)
+    monkeypatch.setattr("understudy.policy.checkpoints.checkpoint.shutil.disk_usage", lambda _: nearly_full)
     with pytest.raises(CheckpointError, match=r"needs 0\.001 GB and .* has 0\.000 GB free"):
         store.save(2, small_state(2))
     assert store.load().step == 1
@@ -211,8 +211,8 @@ DISK_FULL = """
 import resource, signal, sys
 import torch
 from understudy.errors import CheckpointError
-from understudy.policy.checkpoint import CheckpointStore
-from understudy.policy.state import PolicyState
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
+from understudy.policy.checkpoints.state import PolicyState
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = CheckpointStore(sys.argv[1])
 store.save(1, PolicyState({"weight": torch.ones(64)}, {}, {"step": 1}))

@@ -8,16 +8,16 @@ import torch
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 from transformers import Qwen3Config
 
-from understudy.engines.grouped_attention import (
+from understudy.nn.grouped_attention import (
     HOPPER,
     NO_GROUPS,
     grouped_attention,
     in_groups,
     takes_groups,
 )
-from understudy.policy.attention import _flash, rows_side_by_side
+from understudy.policy.forward.attention import _flash, rows_side_by_side
 from understudy.policy.microbatch import Layout
-from understudy.policy.optimizer import AdamWSettings
+from understudy.policy.optim.adamw import AdamWSettings
 from understudy.policy.policy import Policy
 
 pytestmark = [

@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from understudy.errors import CheckpointError, PolicyError
-from understudy.policy.checkpoint import CheckpointStore
-from understudy.policy.export import export, model_card
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
+from understudy.policy.checkpoints.export import export, model_card
 from understudy.policy.load import context_length, load_student, resolve_dtype
 from understudy.policy.policy import Policy
 

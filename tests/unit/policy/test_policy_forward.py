@@ -23,8 +23,8 @@ from torch import nn
 
 from understudy.errors import LossInputError, PolicyError
 from understudy.policy.assemble import Assembler
-from understudy.policy.forward import StudentForward, attention_for, choose_layout, keeps_rows_apart
-from understudy.policy.head import logits_of, verify_head
+from understudy.policy.forward.forward import StudentForward, attention_for, choose_layout, keeps_rows_apart
+from understudy.policy.forward.head import logits_of, verify_head
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy

@@ -11,9 +11,9 @@ from small_student import batch_of, cross_entropy, poisoned, qwen3, settings, to
 from test_policy_head_start import CASES, weights_of
 
 from understudy.errors import PolicyError
-from understudy.policy import lanes
-from understudy.policy.forward import sampled_logprobs
-from understudy.policy.lanes import Lanes, balanced
+from understudy.policy.cpu import lanes
+from understudy.policy.cpu.lanes import Lanes, balanced
+from understudy.policy.forward.forward import sampled_logprobs
 from understudy.policy.microbatch import Layout, plan_microbatches
 from understudy.policy.policy import Policy
 from understudy.policy.reference import FrozenModel

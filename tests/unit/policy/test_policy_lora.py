@@ -9,7 +9,7 @@ import torch
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import PolicyError
-from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.policy.lora import LoraSettings, add_lora, merged_weights
 from understudy.policy.policy import Policy
 
@@ -80,7 +80,7 @@ def test_export_merges_the_adapters(tmp_path: Path) -> None:
     from test_policy_export import save_base
     from transformers import AutoModelForCausalLM
 
-    from understudy.policy.export import export
+    from understudy.policy.checkpoints.export import export
     from understudy.policy.load import load_student
 
     base = save_base(tmp_path / "base")
@@ -99,7 +99,7 @@ def test_an_exported_adapter_on_its_base_is_the_merged_export(tmp_path: Path, av
     from test_policy_export import save_base
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from understudy.policy.export import export
+    from understudy.policy.checkpoints.export import export
     from understudy.policy.load import load_student
 
     base = save_base(tmp_path / "base")
@@ -134,7 +134,7 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     from test_policy_export import save_base
 
     from understudy.errors import CheckpointError
-    from understudy.policy.export import export
+    from understudy.policy.checkpoints.export import export
 
     saved = CheckpointStore(tmp_path / "checkpoints").save(1, Policy(qwen3(), settings()).state())
     with pytest.raises(CheckpointError, match="no adapter: the run trained whole weights"):

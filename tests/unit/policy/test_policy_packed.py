@@ -8,10 +8,10 @@ import pytest
 import torch
 from small_student import VOCAB, cross_entropy, llama, plain_loss, qwen3, token_mean, windowed
 
-from understudy.engines import grouped_attention
-from understudy.policy import attention, packed
+from understudy.nn import grouped_attention
 from understudy.policy.assemble import Assembler
-from understudy.policy.forward import StudentForward, attention_for
+from understudy.policy.forward import attention, packed
+from understudy.policy.forward.forward import StudentForward, attention_for
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.microbatch import Layout
 from understudy.types.batch import Batch

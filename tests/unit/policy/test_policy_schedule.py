@@ -5,7 +5,7 @@ import math
 import pytest
 
 from understudy.policy.microbatch import Layout, plan_microbatches
-from understudy.policy.schedule import Schedule, ScheduleKind
+from understudy.policy.optim.schedule import Schedule, ScheduleKind
 
 
 def test_schedule_values() -> None:

@@ -13,12 +13,12 @@ from rank_child import break_a_step, run_rank, train
 from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.errors import PolicyError
-from understudy.policy.checkpoint import CheckpointStore
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.policy.microbatch import Layout
 from understudy.policy.plan import plan_step
 from understudy.policy.policy import Policy
-from understudy.policy.shard import deal_rows, join
-from understudy.policy.wire import batch_columns, batch_from, pack, unpack
+from understudy.policy.ranks.shard import deal_rows, join
+from understudy.policy.ranks.wire import batch_columns, batch_from, pack, unpack
 from understudy.types.jagged import Jagged
 
 FORKS = multiprocessing.get_context("forkserver")

@@ -19,12 +19,12 @@ from small_student import (
 )
 
 from understudy.errors import CheckpointError, PolicyError
-from understudy.policy import compiled
+from understudy.policy.forward import compiled
 from understudy.policy.load import switch_off_dropout
 from understudy.policy.microbatch import Layout
-from understudy.policy.optimizer import AdamWSettings
+from understudy.policy.optim.adamw import AdamWSettings
+from understudy.policy.optim.schedule import Schedule, ScheduleKind
 from understudy.policy.policy import Policy
-from understudy.policy.schedule import Schedule, ScheduleKind
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead

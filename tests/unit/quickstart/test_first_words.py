@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from understudy.cli import quickstart
+from understudy.cli.commands import quickstart
 from understudy.config.recipe import load_recipe
 
 RECIPE = Path(quickstart.__file__).parents[1] / "assets/quickstart/recipe.toml"
@@ -22,7 +22,7 @@ def test_first_words_come_before_heavy_imports() -> None:
         "def seen(*a, **k):\n"
         "    print(sorted({n.partition('.')[0] for n in sys.modules} & set(sys.argv[1].split())))\n"
         "    raise SystemExit\n"
-        "import understudy.cli.quickstart as q\n"
+        "import understudy.cli.commands.quickstart as q\n"
         "q.print = seen\n"
         "command.main(['quickstart'])\n"
     )

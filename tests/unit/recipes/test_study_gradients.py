@@ -16,15 +16,15 @@ from torch.nn.functional import cosine_similarity
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.hf import HFEngine
+from understudy.engines.local.engine import HFEngine
 from understudy.losses.objective import Backend, Objective
 from understudy.losses.reduce import token_weights
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings
-from understudy.teacher.model import load_frozen
 from understudy.teacher.protocol import request_of
-from understudy.teacher.scorer import Scorer
+from understudy.teacher.scoring.model import load_frozen
+from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.scores import ScoreItem, Signal

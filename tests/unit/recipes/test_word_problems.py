@@ -13,7 +13,7 @@ import pytest
 from word_problems import KINDS, LEVELS, SIZES, Problem, make_splits, problems, write_splits
 
 from understudy.rollout.dataset import load_dataset
-from understudy.rollout.reward import gsm8k
+from understudy.rollout.rewards.builtin import gsm8k
 
 EQUATION = re.compile(r"^(?P<label>[^:]+): (?P<left>\d+) (?P<sign>[-+*/]) (?P<right>\d+) = (?P<result>\d+)$")
 SIGNS: dict[str, Callable[[int, int], int]] = {

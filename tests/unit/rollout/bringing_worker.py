@@ -6,11 +6,11 @@ import os
 import numpy as np
 
 from understudy.engines.base import Generation, Sampling
-from understudy.engines.far import CallGivenUp, Grant, NotBrought
-from understudy.engines.visits import Leg
-from understudy.rollout import worker
+from understudy.engines.remote_tokens import CallGivenUp, Grant, NotBrought
+from understudy.engines.servers.worker_client import Leg
 from understudy.rollout.render import Renderer
-from understudy.rollout.worker_wire import Setup
+from understudy.rollout.workers import process as worker
+from understudy.rollout.workers.messages import Setup
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 

@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.hf import HFEngine
-from understudy.rollout.agent import AgentLoop, LoopContext
+from understudy.engines.local.engine import HFEngine
+from understudy.rollout.agents.agent import AgentLoop, LoopContext
 from understudy.rollout.render import Renderer
 from understudy.rollout.seeds import derive_seed
 from understudy.types.prompt import Prompt

@@ -17,12 +17,12 @@ from chat_tokenizers import chat_tokenizer
 from recording_engine import CONTEXT
 
 from understudy.engines.base import Generation, Sampling
-from understudy.engines.far import Bearer, BearerGone, Grant, NotBrought, told_of
+from understudy.engines.remote_tokens import Bearer, BearerGone, Grant, NotBrought, told_of
 from understudy.errors import DataError, EngineError
-from understudy.rollout.agent import LoopContext
+from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.render import Renderer
-from understudy.rollout.worker_line import PipeLine
-from understudy.rollout.workers import LoopWorkers
+from understudy.rollout.workers.connections import PipeLine
+from understudy.rollout.workers.pool import LoopWorkers
 from understudy.types.prompt import Prompt
 
 TOKENIZER = chat_tokenizer("chatml")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from understudy.rollout.toolcalls import BadCall, ToolCall, parse_hermes
+from understudy.rollout.agents.toolcalls import BadCall, ToolCall, parse_hermes
 from understudy.rollout.tools.calculator import calculator
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes" / "calculator"))

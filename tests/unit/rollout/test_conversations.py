@@ -9,8 +9,8 @@ from chat_tokenizers import FAMILIES, chat_tokenizer
 from recording_engine import attempt
 
 from understudy.engines.base import Sampling
-from understudy.rollout.agent import LoopContext
-from understudy.rollout.conversations import Conversations, NoRoom
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.conversations import Conversations, NoRoom
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 

@@ -16,14 +16,14 @@ from recording_engine import CONTEXT, RecordingEngine
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.errors import ClusterError, DataError, EngineError
-from understudy.rollout import workers as workers_module
-from understudy.rollout.agent import LoopContext
-from understudy.rollout.loops import LoopChoice
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.seeds import derive_seed
 from understudy.rollout.timing import BatchTimings
-from understudy.rollout.worker_line import PipeLine
-from understudy.rollout.workers import LoopWorkers
+from understudy.rollout.workers import pool as workers_module
+from understudy.rollout.workers.connections import PipeLine
+from understudy.rollout.workers.pool import LoopWorkers
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 

@@ -9,11 +9,11 @@ from recording_engine import CONTEXT, attempt
 
 from understudy.engines.base import Sampling
 from understudy.errors import ConfigError, DataError
-from understudy.rollout.agent import LoopContext
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.registry import LoopChoice, build_loop
+from understudy.rollout.agents.transcript import Transcript
 from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import load_dataset
-from understudy.rollout.loops import LoopChoice, build_loop
-from understudy.rollout.transcript import Transcript
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 

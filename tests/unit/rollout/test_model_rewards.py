@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from understudy.errors import ConfigError, DataError, EngineError
-from understudy.rollout import judge as judge_module
-from understudy.rollout.judge import Judge
-from understudy.rollout.math_reward import MathVerify
+from understudy.rollout.rewards import judge as judge_module
+from understudy.rollout.rewards.judge import Judge
+from understudy.rollout.rewards.math_reward import MathVerify
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"

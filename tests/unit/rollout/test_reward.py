@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from understudy.errors import DataError
-from understudy.rollout.reward import exact_match, gsm8k
-from understudy.rollout.rewards import load_reward
+from understudy.rollout.rewards.builtin import exact_match, gsm8k
+from understudy.rollout.rewards.rewards import load_reward
 
 WORKED = "He sold 48/2 = <<48/2=24>>24 clips.\nSo #### 24 is half, and altogether 24+48.\n#### 1,072"
 
@@ -77,5 +77,5 @@ def test_no_writing_makes_a_reward_raise(text: str) -> None:
 
 
 def test_recipes_find_them_by_name() -> None:
-    assert load_reward("understudy.rollout.reward:gsm8k").function is gsm8k
-    assert not load_reward("understudy.rollout.reward:exact_match").wants_trajectory
+    assert load_reward("understudy.rollout.rewards.builtin:gsm8k").function is gsm8k
+    assert not load_reward("understudy.rollout.rewards.builtin:exact_match").wants_trajectory

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from understudy.rollout.reward_threads import DaemonThreads
+from understudy.rollout.rewards.reward_threads import DaemonThreads
 
 
 def test_jobs_run_side_by_side_and_threads_are_used_again() -> None:
@@ -42,7 +42,7 @@ def test_errors_and_context_come_through() -> None:
 def test_a_job_that_hangs_holds_up_neither_others_nor_the_end_of_the_process() -> None:
     program = (
         "import time\n"
-        "from understudy.rollout.reward_threads import DaemonThreads\n"
+        "from understudy.rollout.rewards.reward_threads import DaemonThreads\n"
         "pool = DaemonThreads(most=2)\n"
         "pool.submit(time.sleep, 3600)\n"
         "assert [pool.submit(abs, -i).result(10) for i in range(5)] == [0, 1, 2, 3, 4]\n"

@@ -11,7 +11,7 @@ from chat_tokenizers import chat_tokenizer
 
 from understudy.errors import ConfigError, DataError
 from understudy.rollout.render import Renderer
-from understudy.rollout.rewards import Reward, Rewards, last_turn, load_reward
+from understudy.rollout.rewards.rewards import Reward, Rewards, last_turn, load_reward
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 
@@ -94,7 +94,7 @@ def test_a_reward_that_raises_names_itself_and_the_row() -> None:
 
 
 def test_loading_by_name() -> None:
-    assert load_reward("understudy.rollout.reward:exact_match", 0.5).weight == 0.5
+    assert load_reward("understudy.rollout.rewards.builtin:exact_match", 0.5).weight == 0.5
     for name, says in (
         ("nonsense", "package.module:object"),
         ("no.such.module:f", "cannot be imported"),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from understudy.engines.base import Generation, Sampling
 from understudy.errors import ConfigError, DataError
-from understudy.rollout.agent import LoopContext
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.tool_loop import ToolLoop
 from understudy.rollout.render import Renderer
-from understudy.rollout.tool_loop import ToolLoop
 from understudy.rollout.tools.base import ToolOutcome, ToolResult
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from understudy.errors import ConfigError
-from understudy.rollout.toolcalls import FORMATS, BadCall, ToolCall, parser_of
+from understudy.rollout.agents.toolcalls import FORMATS, BadCall, ToolCall, parser_of
 
 CALL = ToolCall("calculator", {"expression": "1+1"})
 AS_JSON = '{"name": "calculator", "arguments": {"expression": "1+1"}}'
@@ -104,6 +104,6 @@ def test_no_text_makes_a_parser_raise(format: str, text: str) -> None:
 
 
 def test_formats_by_name() -> None:
-    assert parser_of("understudy.rollout.toolcalls:parse_json") is FORMATS["json"]
+    assert parser_of("understudy.rollout.agents.toolcalls:parse_json") is FORMATS["json"]
     with pytest.raises(ConfigError, match="hermes, llama3, json"):
         parser_of("xml")

@@ -11,10 +11,10 @@ from chat_tokenizers import chat_tokenizer
 
 from understudy.engines.base import Generation, Sampling
 from understudy.errors import EngineError
-from understudy.rollout.agent import LoopContext
-from understudy.rollout.loops import build_loop
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.registry import build_loop
+from understudy.rollout.agents.verifiers_env import write_rows
 from understudy.rollout.render import Renderer
-from understudy.rollout.verifiers_env import write_rows
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 

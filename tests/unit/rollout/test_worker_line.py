@@ -2,8 +2,8 @@
 
 import asyncio
 
-from understudy.rollout import worker_wire as wire
-from understudy.rollout.worker_line import SwitchBoard
+from understudy.rollout.workers import messages as wire
+from understudy.rollout.workers.connections import SwitchBoard
 
 
 def test_a_worker_that_is_known_to_be_gone_is_hung_up_on() -> None:

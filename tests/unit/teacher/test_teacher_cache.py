@@ -10,9 +10,9 @@ from teacher_rig import random_items
 from test_teacher_pool import MANIFEST, OPTIONS, Rig, Scripted, answer, failing, running, settle
 
 from understudy.errors import TeacherReplyError
-from understudy.teacher.cache import ScoreCache, item_digest
 from understudy.teacher.manifest import Batching
-from understudy.teacher.pool_events import EventKind
+from understudy.teacher.pool.cache import ScoreCache, item_digest
+from understudy.teacher.pool.events import EventKind
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 BY_ARRIVAL = msgspec.structs.replace(MANIFEST, batching=Batching.BY_ARRIVAL)

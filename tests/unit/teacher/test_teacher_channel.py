@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from understudy.errors import TeacherUnavailable
-from understudy.teacher.channel import Channel
+from understudy.teacher.clients.http import Channel
 
 
 class Searches:

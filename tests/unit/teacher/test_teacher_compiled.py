@@ -10,11 +10,11 @@ import torch
 from teacher_rig import VOCAB, write_model
 from transformers import AttentionInterface
 
-from understudy.teacher import body, varlen
-from understudy.teacher.model import load_frozen
-from understudy.teacher.probe import judged
 from understudy.teacher.protocol import request_of
-from understudy.teacher.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring import body, varlen
+from understudy.teacher.scoring.model import load_frozen
+from understudy.teacher.scoring.probe import judged
+from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 
 
 @torch.library.custom_op("understudy_test::in_groups", mutates_args=())

@@ -2,8 +2,8 @@
 
 import pytest
 
-from understudy.teacher.balance import DEBT_HALF_LIFE, Load, least_loaded
-from understudy.teacher.health import Failure, HealthRules, ReplicaLife, State
+from understudy.teacher.pool.balance import DEBT_HALF_LIFE, Load, least_loaded
+from understudy.teacher.pool.health import Failure, HealthRules, ReplicaLife, State
 
 RULES = HealthRules(
     eject_after=3, eject_after_bad_replies=2, backoff_first=1.0, backoff_most=8.0, forgive_after=60.0

@@ -14,14 +14,14 @@ import pytest
 from teacher_rig import random_items
 
 from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
-from understudy.teacher import canary
-from understudy.teacher.channel import ReplicaTimeout, RequestRefused, ServerFailed
-from understudy.teacher.health import HealthRules, State
-from understudy.teacher.keeper import KeeperOptions
-from understudy.teacher.launch import Endpoint, ReplicaSpec
+from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.teacher.manifest import Limits, Manifest
-from understudy.teacher.pool import PoolOptions, TeacherPool
-from understudy.teacher.pool_events import EventKind, PoolEvent
+from understudy.teacher.pool import canary
+from understudy.teacher.pool.events import EventKind, PoolEvent
+from understudy.teacher.pool.health import HealthRules, State
+from understudy.teacher.pool.keeper import KeeperOptions
+from understudy.teacher.pool.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool.pool import PoolOptions, TeacherPool
 from understudy.teacher.protocol import request_of
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 

@@ -12,14 +12,14 @@ import pytest
 from teacher_rig import random_items, write_tokenizer
 
 from understudy.errors import TeacherError
-from understudy.teacher.integrity import (
+from understudy.teacher.manifest import Limits, Manifest
+from understudy.teacher.pool.integrity import (
     Identity,
     check_manifest_unchanged,
     check_same,
     check_signals,
     check_vocabulary,
 )
-from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.score import score
 from understudy.teacher.vocabulary import Vocabulary, differences

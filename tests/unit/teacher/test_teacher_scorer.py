@@ -23,17 +23,23 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from understudy.engines import grouped_attention
 from understudy.errors import TeacherError
-from understudy.teacher import packing
-from understudy.teacher.body import Layout
-from understudy.teacher.head import Head, from_wire, head_of, score_rows, to_wire
+from understudy.nn import grouped_attention
 from understudy.teacher.head_frame import decode_head, encode_head
-from understudy.teacher.model import load_frozen, weights_sha256
-from understudy.teacher.packing import pack, padded_plan
 from understudy.teacher.protocol import request_of
-from understudy.teacher.scorer import Scorer, ScorerOptions
-from understudy.teacher.sharing import Family, common_prefix, families, saved_tokens, split_to_budget
+from understudy.teacher.scoring import packing
+from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.head import Head, from_wire, head_of, score_rows, to_wire
+from understudy.teacher.scoring.model import load_frozen, weights_sha256
+from understudy.teacher.scoring.packing import pack, padded_plan
+from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.scoring.shared_prefixes import (
+    Family,
+    common_prefix,
+    families,
+    saved_tokens,
+    split_to_budget,
+)
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 
@@ -299,7 +305,7 @@ def test_the_head_never_holds_more_than_a_chunk(qwen3: Path, monkeypatch: pytest
 def test_the_kernels_equal_their_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
     pytest.importorskip("triton")
-    from understudy.teacher import head_kernel
+    from understudy.teacher.scoring import head_kernel
 
     shapes = [(2577, 5), (6144, 12)]
     head_kernel.agree("cpu", shapes)  # raises where they differ, as it does below

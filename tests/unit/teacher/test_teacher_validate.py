@@ -8,10 +8,10 @@ import pytest
 from teacher_rig import VOCAB, random_items
 
 from understudy.errors import TeacherReplyError
-from understudy.teacher.model import load_frozen
+from understudy.teacher.clients.validate import Origin, check_reply
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
-from understudy.teacher.scorer import Scorer
-from understudy.teacher.validate import Origin, check_reply
+from understudy.teacher.scoring.model import load_frozen
+from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.scores import Signal
 
 K = 5

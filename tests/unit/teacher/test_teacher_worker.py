@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from teacher_rig import random_items
 
-from understudy.teacher.body import Layout
 from understudy.teacher.manifest import Batching
-from understudy.teacher.model import load_frozen
 from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
-from understudy.teacher.scorer import Begun, Scorer, ScorerOptions
-from understudy.teacher.worker import ScoringWorker, divided, merged
+from understudy.teacher.replica.scoring_queue import ScoringWorker, divided, merged
+from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.model import load_frozen
+from understudy.teacher.scoring.scorer import Begun, Scorer, ScorerOptions
 from understudy.types.scores import Signal
 
 

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 
 from understudy.dataplane.frame import FIRST_ARRAY, SpillRef, decode
-from understudy.dataplane.intake import framed
-from understudy.dataplane.lent import SegmentWriter, Written
-from understudy.dataplane.marks import Marking
+from understudy.dataplane.memory.intake import framed
+from understudy.dataplane.transfer_queue.segments import SegmentWriter, Written
+from understudy.dataplane.transfer_queue.write_ids import Marking
 from understudy.errors import RowsUnreachable
-from understudy.rollout.workers import Answer, WorkersLost
-from understudy.teacher.cache import content_digest
-from understudy.teacher.launch import Endpoint
-from understudy.trainers import row_wire as wire
-from understudy.trainers.far_scoring import FarScoreItem, FarScoring
-from understudy.trainers.far_writing import FarRow, RowWorkers
-from understudy.trainers.row_verdicts import Verdicts
+from understudy.rollout.workers.pool import Answer, WorkersLost
+from understudy.teacher.pool.cache import content_digest
+from understudy.teacher.pool.launch import Endpoint
+from understudy.trainers.remote_rows import messages as wire
+from understudy.trainers.remote_rows.rollouts import FarRow, RowWorkers
+from understudy.trainers.remote_rows.scoring import FarScoreItem, FarScoring
+from understudy.trainers.remote_rows.worker_scores import Verdicts
 from understudy.types.jagged import Jagged
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 

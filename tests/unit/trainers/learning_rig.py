@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from understudy.assembly.build import objective_of, policy_settings
 from understudy.config import Recipe, parse_recipe
 from understudy.observability.live import LiveView
 from understudy.policy.critic import give_value_head
 from understudy.policy.policy import Policy
 from understudy.policy.reference import FrozenModel
-from understudy.trainers.build import objective_of, policy_settings
-from understudy.trainers.critic import Critic
+from understudy.trainers.critic.local import Critic
 from understudy.trainers.system import MicroBatches, Tally
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged

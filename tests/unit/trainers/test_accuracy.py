@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from understudy.trainers.accuracy import mean_by_source, pass_at, sampled_measures
-from understudy.trainers.best import BestSoFar
+from understudy.trainers.evaluation.accuracy import mean_by_source, pass_at, sampled_measures
+from understudy.trainers.evaluation.best_checkpoint import BestSoFar
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from understudy.config import parse_recipe
-from understudy.engines.dialects import DIALECTS
-from understudy.engines.remote import RemoteEngine
 from understudy.engines.replicas import Endpoint
-from understudy.trainers.far_writing import brings_tokens
+from understudy.engines.servers.dialects import DIALECTS
+from understudy.engines.servers.engine import RemoteEngine
+from understudy.trainers.remote_rows.rollouts import brings_tokens
 
 
 @pytest.mark.parametrize(

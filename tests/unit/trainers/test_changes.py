@@ -9,12 +9,12 @@ import pytest
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir
-from understudy.trainers.changes import ACCEPTED, ONLY_MORE, REFUSED, changed_recipe, flatten
+from understudy.run.changed_recipe import ACCEPTED, ONLY_MORE, REFUSED, changed_recipe, flatten
 
 TABLE: dict[str, Any] = {
     "student": {"model": "student"},
     "teachers": {"add": {"model": "teacher", "key": "add"}, "sort": {"model": "teacher", "key": "sort"}},
-    "data": {"train": "train.jsonl", "reward": "understudy.rollout.reward:exact_match"},
+    "data": {"train": "train.jsonl", "reward": "understudy.rollout.rewards.builtin:exact_match"},
 }
 
 

@@ -10,9 +10,9 @@ import pytest
 from test_far_critic import asked_and_disturbed, child  # noqa: F401  (a fixture)
 
 from understudy.errors import CriticLost, GivenUp
-from understudy.trainers.far_critic import CriticWatch
-from understudy.trainers.interrupts import Interrupts
-from understudy.trainers.restarts import with_restarts
+from understudy.run.restarts import with_restarts
+from understudy.trainers.critic.remote import CriticWatch
+from understudy.trainers.stopping import Interrupts
 
 
 def test_one_that_stands_still_is_given_up_long_before_it_counts_as_lost(child: Any) -> None:  # noqa: F811

@@ -10,9 +10,9 @@ from understudy.cli.main import main
 from understudy.cluster.ray_layout import Bundle, Home, NodeFacts
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
-from understudy.trainers.plan import plan_processes
-from understudy.trainers.ray_seating import beside_the_trainer, ray_layout
-from understudy.trainers.seating import CRITIC, STUDENT, critic_device, critic_sits_apart, seat
+from understudy.planning.processes import plan_processes
+from understudy.planning.ray_seating import beside_the_trainer, ray_layout
+from understudy.planning.seating import CRITIC, STUDENT, critic_device, critic_sits_apart, seat
 
 QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 NODES = [NodeFacts("a", Bundle(8), Bundle(8), True), NodeFacts("b", Bundle(8), Bundle(8))]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from learning_rig import batch_of, recipe_of, system_of
 
+from understudy.assembly.processes.critic import CriticCommands
 from understudy.errors import CheckpointError, LossInputError, PolicyError, RankLost
-from understudy.policy.wire import batch_columns, jagged_columns, jagged_from, pack, unpack
-from understudy.trainers.critic import Critic
-from understudy.trainers.critic_process import CriticCommands
-from understudy.trainers.critic_wire import (
+from understudy.policy.ranks.wire import batch_columns, jagged_columns, jagged_from, pack, unpack
+from understudy.trainers.critic.local import Critic
+from understudy.trainers.critic.messages import (
     for_critic,
     parts,
     refusal_from,
@@ -22,7 +22,7 @@ from understudy.trainers.critic_wire import (
     told_of_refusal,
     told_of_result,
 )
-from understudy.trainers.prepare import with_advantages
+from understudy.trainers.learn.prepare import with_advantages
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from understudy.errors import ClusterError
-from understudy.trainers.ending import run_to_its_end
+from understudy.run.entry import run_to_its_end
 
 
 def test_an_error_does_not_wait_for_a_thread() -> None:
@@ -49,10 +49,10 @@ def test_what_ends_with_the_loop_has_threads_and_is_waited_for() -> None:
 
 COMMAND = """
 import asyncio, sys, time
-from understudy.cli import check
+from understudy.cli.commands import check
 from understudy.cli.main import program
 from understudy.errors import ClusterError
-from understudy.trainers.ending import run_to_its_end
+from understudy.run.entry import run_to_its_end
 
 async def work():
     asyncio.create_task(asyncio.to_thread(time.sleep, 600))
@@ -77,9 +77,9 @@ def test_a_command_ends_while_somebodys_thread_hangs(how: str, code: int, said: 
 
 AGAIN = """
 import asyncio, sys, time
-from understudy.cli import check
+from understudy.cli.commands import check
 from understudy.cli.main import main
-from understudy.trainers.ending import run_to_its_end
+from understudy.run.entry import run_to_its_end
 
 async def work():
     asyncio.create_task(asyncio.to_thread(time.sleep, 1))

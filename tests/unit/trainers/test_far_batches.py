@@ -9,7 +9,7 @@ import torch
 from learning_rig import batch_of, recipe_of, system_of
 
 from understudy.errors import RowsUnreachable
-from understudy.trainers.update import learn
+from understudy.trainers.learn.update import learn
 from understudy.types.batch import Batch, BatchMeta
 from understudy.types.far_batch import STREAMS, FarBatch
 

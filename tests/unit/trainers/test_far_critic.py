@@ -17,11 +17,11 @@ from learning_rig import batch_of
 
 from understudy.cluster.local import Child
 from understudy.config import CriticConfig
-from understudy.engines.hosted_channel import HostChannel
+from understudy.engines.hosted.client import HostChannel
 from understudy.engines.replicas import Endpoint
 from understudy.errors import CriticLost
-from understudy.trainers.far_critic import CriticWatch, FarCritic
-from understudy.trainers.vitals import waits
+from understudy.run.vitals import waits
+from understudy.trainers.critic.remote import CriticWatch, FarCritic
 
 # A server that is alive and never answers a command: it stands for a critic in the midst of a long update.
 SERVER = """

@@ -11,10 +11,10 @@ from far_rig import Site
 
 from understudy.errors import TeacherError
 from understudy.teacher.mixture import mix, opinions_of
-from understudy.trainers import row_wire as wire
-from understudy.trainers.batches import score_columns
-from understudy.trainers.far_mixture import score_far_mixture
-from understudy.trainers.far_scoring import FarScores
+from understudy.trainers.remote_rows import messages as wire
+from understudy.trainers.remote_rows.mixture import score_far_mixture
+from understudy.trainers.remote_rows.scoring import FarScores
+from understudy.trainers.row_columns import score_columns
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 SHARES = {

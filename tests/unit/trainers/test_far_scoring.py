@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from understudy.dataplane.frame import SpillRef
-from understudy.dataplane.lent import Written
+from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import ClusterError, TeacherError, TeacherReplyError
-from understudy.rollout.workers import Answer, WorkersLost
-from understudy.teacher.channel import ReplicaTimeout, ServerFailed
-from understudy.teacher.launch import Endpoint
-from understudy.trainers import row_wire as wire
-from understudy.trainers.far_scoring import FarScoreItem, FarScores, FarScoring, is_loopback
-from understudy.trainers.far_writing import FarRow, RowWorkers
+from understudy.rollout.workers.pool import Answer, WorkersLost
+from understudy.teacher.clients.http import ReplicaTimeout, ServerFailed
+from understudy.teacher.pool.launch import Endpoint
+from understudy.trainers.remote_rows import messages as wire
+from understudy.trainers.remote_rows.rollouts import FarRow, RowWorkers
+from understudy.trainers.remote_rows.scoring import FarScoreItem, FarScores, FarScoring, is_loopback
 from understudy.types.jagged import Jagged
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 

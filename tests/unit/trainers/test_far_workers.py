@@ -13,18 +13,18 @@ import numpy as np
 import psutil
 import pytest
 
+from understudy.assembly import agent_loops as loops
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import Generation, Sampling
-from understudy.engines.hf import HFEngine
-from understudy.engines.hosted import HostedEngine
+from understudy.engines.hosted.engine import HostedEngine
+from understudy.engines.local.engine import HFEngine
 from understudy.errors import ClusterError
-from understudy.rollout import worker_wire as wire
-from understudy.rollout.agent import LoopContext
-from understudy.rollout.loops import LoopChoice
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.render import Renderer
-from understudy.rollout.workers import LoopWorkers
-from understudy.trainers import loops
-from understudy.trainers.far_writing import brings_tokens
+from understudy.rollout.workers import messages as wire
+from understudy.rollout.workers.pool import LoopWorkers
+from understudy.trainers.remote_rows.rollouts import brings_tokens
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason
 

@@ -11,8 +11,8 @@ from learning_rig import assert_same_weights, batch_of, recipe_of, system_of
 from rich.console import Console
 
 from understudy.observability.live import LiveView
-from understudy.trainers.update import learn
-from understudy.trainers.usage import usage_metrics
+from understudy.trainers.learn.update import learn
+from understudy.trainers.metrics import usage_metrics
 from understudy.types.loss import LossInputs, LossOutput, StudentHead
 
 FULL = "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 139.80 GiB."

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from understudy.engines.far import BearerGone
+from understudy.engines.remote_tokens import BearerGone
 from understudy.errors import EngineError, TeacherError, TeacherUnavailable
-from understudy.trainers.gather import Arrivals, Cohort, Lane, Sharing
+from understudy.trainers.call_batching import Arrivals, Cohort, Lane, Sharing
 
 
 async def run_cohort(seed: int, turns: dict[str, int], limit: int = 3) -> list[tuple[str, ...]]:

@@ -13,8 +13,8 @@ import pytest
 
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.rundir import RunDir, write_atomically
-from understudy.rollout.reward import exact_match
-from understudy.trainers.given import name_of, storable
+from understudy.rollout.rewards.builtin import exact_match
+from understudy.run.given import name_of, storable
 
 
 class Judge:
@@ -36,7 +36,7 @@ def test_functions_and_classes_become_names() -> None:
     }
     with storable(table) as (plain, _):
         assert plain == {
-            "data": {"train": "rows.jsonl", "reward": "understudy.rollout.reward:exact_match"},
+            "data": {"train": "rows.jsonl", "reward": "understudy.rollout.rewards.builtin:exact_match"},
             "rollout": {
                 "agent": "test_given:Judge",
                 "agent_options": {"tool": {"tools": ["test_given:Judge.static"]}},
@@ -68,7 +68,7 @@ def test_a_function_inside_a_function_is_refused() -> None:
 
 
 SCRIPT = """
-from understudy.trainers.given import name_of
+from understudy.run.given import name_of
 def reward(row, text):
     return 1.0
 def main():

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 
-from understudy.trainers.interrupts import Interrupts
+from understudy.trainers.stopping import Interrupts
 
 
 def test_a_hangup_asks_to_stop_and_a_second_one_changes_nothing() -> None:

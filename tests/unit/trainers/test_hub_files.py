@@ -20,7 +20,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK = """
 import sys, time
 from understudy.errors import DataError
-from understudy.trainers.hub_files import hub_folder
+from understudy.planning.models.hub_files import hub_folder
 try:
     found = hub_folder(sys.argv[1], "student.model")
     print("found", found and (found.vocab_size, len(found.token_ids), bool(found.ends)))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import understudy
+from understudy.assembly.ranks import obituary
 from understudy.cluster.local import Child
 from understudy.errors import UnderstudyError
-from understudy.trainers.ranks import obituary
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from torch import nn
 
 from understudy.losses.reduce import token_weights
 from understudy.policy.critic import give_value_head
-from understudy.trainers.minibatches import split_rows
-from understudy.trainers.update import learn, step_metrics, with_advantages
+from understudy.trainers.learn.minibatches import split_rows
+from understudy.trainers.learn.update import learn, step_metrics, with_advantages
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 

@@ -7,10 +7,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.hf import HFEngine
-from understudy.engines.schedule import Batching
-from understudy.trainers.gather import Lane
-from understudy.trainers.lending import Lender, LendingDecision, rest_of
+from understudy.engines.local.engine import HFEngine
+from understudy.engines.local.scheduler import Batching
+from understudy.trainers.call_batching import Lane
+from understudy.trainers.pacing.lending import Lender, LendingDecision, rest_of
 from understudy.types.trajectory import StopReason
 
 NEW = 90

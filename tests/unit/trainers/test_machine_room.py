@@ -8,8 +8,8 @@ import pytest
 from understudy.cli.main import main
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
-from understudy.trainers.ray_seating import beside_the_trainer
-from understudy.trainers.seating import STUDENT, seat
+from understudy.planning.ray_seating import beside_the_trainer
+from understudy.planning.seating import STUDENT, seat
 
 QUICKSTART = Path(__file__).parents[3] / "src/understudy/assets/quickstart/recipe.toml"
 
@@ -137,7 +137,7 @@ def test_plan_and_train_refuse_and_write_nothing(
 def test_gpus_that_torch_cannot_use_are_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from understudy.trainers.teachers import seat_here
+    from understudy.assembly.teachers import seat_here
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from understudy.policy.step import StepResult
-from understudy.trainers.minibatches import combine, split_rows
+from understudy.trainers.learn.minibatches import combine, split_rows
 from understudy.types.loss_metrics import MetricSum, MetricTotal
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from learning_rig import batch_of, model, recipe_of
 
+from understudy.assembly.build import objective_of, policy_settings
 from understudy.policy.policy import Policy
 from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import load_dataset
-from understudy.trainers.build import objective_of, policy_settings
-from understudy.trainers.next_prompts import with_next_prompts
+from understudy.trainers.learn.update import learn
+from understudy.trainers.produce.render_ahead import with_next_prompts
 from understudy.trainers.system import Tally
-from understudy.trainers.update import learn
 
 
 class Rendering:

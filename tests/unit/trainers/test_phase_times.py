@@ -9,7 +9,7 @@ import pytest
 from understudy.cli.main import main
 from understudy.config import load_recipe
 from understudy.errors import ConfigError
-from understudy.trainers.phase_times import combined, measure
+from understudy.planning.simulation.phase_times import combined, measure
 
 QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 STEPS, ROWS, LENGTH, PROMPT = 10, 32, 6, 14

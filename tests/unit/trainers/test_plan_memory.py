@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from understudy.cli.main import main
 from understudy.config import Recipe, parse_recipe
-from understudy.policy.ema import WeightAverage
+from understudy.planning.models.folder import ModelFolder
+from understudy.planning.processes import plan_processes, student_bytes
+from understudy.planning.seating import seat
 from understudy.policy.lora import LoraSettings, add_lora
-from understudy.policy.optimizer import AdamWSettings, MasterAdamW
-from understudy.trainers.model_folder import ModelFolder
-from understudy.trainers.plan import plan_processes, student_bytes
-from understudy.trainers.seating import seat
+from understudy.policy.optim.adamw import AdamWSettings, MasterAdamW
+from understudy.policy.optim.ema import WeightAverage
 
 ASSETS = Path(__file__).parents[3] / "src/understudy/assets/quickstart"
 STUDENT = ASSETS / "models/student"

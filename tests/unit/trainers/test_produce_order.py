@@ -18,11 +18,11 @@ from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.errors import TeacherError
 from understudy.observability.spans import Spans
-from understudy.rollout.single_turn import SingleTurn
+from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.rollout.timing import BatchTimings
-from understudy.trainers.batches import SCORED
-from understudy.trainers.gather import Lane
-from understudy.trainers.produce import produce_step
+from understudy.trainers.call_batching import Lane
+from understudy.trainers.produce.produce import produce_step
+from understudy.trainers.row_columns import SCORED
 from understudy.trainers.system import PARTITION, Tally
 from understudy.types.prompt import Prompt
 from understudy.types.scores import ScoreItem, Signal, TeacherScores

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from understudy.assembly.prompt_facts import LongestPrompt, longest_prompt
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.render import Renderer
-from understudy.trainers.prompt_facts import LongestPrompt, longest_prompt
 
 STUDENT = Path(str(resources.files("understudy.assets") / "quickstart" / "models" / "student"))
 TEMPLATE = (

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from understudy.assembly.ranks import Followers, refusal_file, start_ranks
 from understudy.cluster.local import LocalProcesses
 from understudy.errors import ChildDied, RankLost
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
-from understudy.trainers.ranks import Followers, refusal_file, start_ranks
 
 
 async def fail_to_start(folder: Path) -> tuple[str, Followers]:

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from understudy.trainers import rank_pulse
-from understudy.trainers.rank_pulse import Pulse
+from understudy.assembly import rank_heartbeat as rank_pulse
+from understudy.assembly.rank_heartbeat import Pulse
 
 RANK = """
 import sys, time
 from pathlib import Path
-from understudy.trainers import rank_pulse
+from understudy.assembly import rank_heartbeat as rank_pulse
 rank_pulse._BEAT_S = 0.1
 rank_pulse.beat(Path(sys.argv[1]), 1)
 time.sleep(60)

@@ -10,9 +10,9 @@ from understudy.cli.main import main
 from understudy.cluster.ray_layout import Bundle, Home, NodeFacts, Spread
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
+from understudy.planning.ray_seating import beside_the_trainer, gpus_outside_ray, ray_layout
+from understudy.planning.seating import ROLLOUT, seat
 from understudy.trainers.extras import missing_extras
-from understudy.trainers.ray_seating import beside_the_trainer, gpus_outside_ray, ray_layout
-from understudy.trainers.seating import ROLLOUT, seat
 
 NODES = [NodeFacts("a", Bundle(8), Bundle(8), True), NodeFacts("b", Bundle(8), Bundle(8))]
 QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
@@ -118,7 +118,10 @@ def test_keys_that_contradict_each_other_are_refused(sections: dict[str, Any], w
         ({"dataplane": {"backend": "transfer_queue"}}, ["ray", "ray"]),
         ({"cluster": {}, "student": {"model": "org/student", "lora": {"rank": 4}}}, ["lora"]),
         (
-            {"cluster": {}, "data": {"train": "x", "reward": "understudy.rollout.math_reward:math_verify"}},
+            {
+                "cluster": {},
+                "data": {"train": "x", "reward": "understudy.rollout.rewards.math_reward:math_verify"},
+            },
             ["math"],
         ),
         ({"cluster": {}}, []),

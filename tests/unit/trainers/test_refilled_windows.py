@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from understudy.planning.windows import Windows
 from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import load_dataset
-from understudy.trainers.slots import Slots
-from understudy.trainers.window_cursor import WindowCursor
-from understudy.trainers.windows import Windows
+from understudy.trainers.pacing.slots import Slots
+from understudy.trainers.pacing.window_cursor import WindowCursor
 
 WINDOWS = st.builds(
     Windows,

@@ -7,9 +7,9 @@ import pytest
 from learning_rig import recipe_of
 
 from understudy.errors import ConfigError, PolicyError, RankLost
-from understudy.trainers.interrupts import Interrupts
-from understudy.trainers.launch import _first_cause
-from understudy.trainers.restarts import with_restarts
+from understudy.run.launch import _first_cause
+from understudy.run.restarts import with_restarts
+from understudy.trainers.stopping import Interrupts
 
 
 class Runs:

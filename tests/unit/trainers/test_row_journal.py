@@ -14,7 +14,7 @@ import pytest
 from understudy.dataplane.base import GroupPolicy, Retain
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.errors import DataPlaneError
-from understudy.trainers.row_journal import RowJournal, Written, after_turns
+from understudy.trainers.produce.row_journal import RowJournal, Written, after_turns
 from understudy.trainers.system import PARTITION
 
 

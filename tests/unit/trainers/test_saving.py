@@ -11,10 +11,10 @@ import torch
 
 from understudy.observability.metrics import MetricsWriter
 from understudy.observability.spans import Spans
-from understudy.policy.background import BackgroundSaver
-from understudy.policy.checkpoint import CheckpointStore
-from understudy.policy.state import PolicyState
-from understudy.trainers.resume import save_checkpoint
+from understudy.policy.checkpoints.background import BackgroundSaver
+from understudy.policy.checkpoints.checkpoint import CheckpointStore
+from understudy.policy.checkpoints.state import PolicyState
+from understudy.trainers.checkpoints import save_checkpoint
 from understudy.trainers.system import Tally
 
 

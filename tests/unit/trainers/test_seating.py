@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from understudy.assembly.teacher_processes import LocalTeachers
 from understudy.cli.main import main
 from understudy.cluster.local import Child, LocalProcesses
 from understudy.config import Recipe, load_recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
-from understudy.trainers.plan import plan_processes
-from understudy.trainers.seating import ROLLOUT, STUDENT, Seats, seat, with_rollout_devices
-from understudy.trainers.teacher_processes import LocalTeachers
+from understudy.planning.processes import plan_processes
+from understudy.planning.seating import ROLLOUT, STUDENT, Seats, seat, with_rollout_devices
 
 
 def recipe(teachers: dict[str, Any] | None = None, **sections: Any) -> Recipe:

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from understudy.errors import ConfigError
-from understudy.trainers.phase_times import lengths_like
-from understudy.trainers.recommend import Devices, recommend
-from understudy.trainers.simulate import simulate
-from understudy.trainers.simulation_inputs import (
+from understudy.planning.simulation.inputs import (
     Batching,
     Costs,
     Split,
@@ -20,7 +17,10 @@ from understudy.trainers.simulation_inputs import (
     quantile_lengths,
     sync_windows,
 )
-from understudy.trainers.windows import Windows
+from understudy.planning.simulation.phase_times import lengths_like
+from understudy.planning.simulation.recommend import Devices, recommend
+from understudy.planning.simulation.simulate import simulate
+from understudy.planning.windows import Windows
 
 CONSTANT = Work((100,), max_batch=32)
 COSTS = Costs(StepTime.affine(0.01, 0.001), score_row=0.02, update_fixed=0.3, update_token=0.001, publish=0.1)
@@ -226,5 +226,5 @@ def test_decode_time_goes_on_along_its_last_line() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, understudy.trainers.phase_times, understudy.trainers.recommend; sys.exit('torch' in sys.modules)"
+    code = "import sys, understudy.planning.simulation.phase_times, understudy.planning.simulation.recommend; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from understudy.observability.spans import Spans
-from understudy.trainers import interrupts, sync
-from understudy.trainers.interrupts import Abandoned, Interrupts
+from understudy.trainers import stopping as interrupts
+from understudy.trainers import sync
+from understudy.trainers.stopping import Abandoned, Interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +111,7 @@ def test_work_of_whoever_is_cancelled_is_over_when_they_are() -> None:
 
 DEAF = """
 import asyncio, os, signal, sys, threading, time
-from understudy.trainers import interrupts
+from understudy.trainers import stopping as interrupts
 interrupts.DEAF_S = 0.5
 
 async def main():

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from understudy.assets import quickstart_model
-from understudy.config import Recipe, parse_recipe
-from understudy.engines.base import Engine, GenerateRequest, Sampling
-from understudy.engines.hf import HFEngine
-from understudy.engines.remote import RemoteEngine
-from understudy.errors import ConfigError
-from understudy.trainers.engines import (
+from understudy.assembly.engines import (
     FixedWeights,
     context_of,
     open_engine,
@@ -22,9 +16,15 @@ from understudy.trainers.engines import (
     sampling_of,
     vllm_settings,
 )
-from understudy.trainers.loading import LoadedModel, load_model
+from understudy.assets import quickstart_model
+from understudy.config import Recipe, parse_recipe
+from understudy.engines.base import Engine, GenerateRequest, Sampling
+from understudy.engines.local.engine import HFEngine
+from understudy.engines.servers.engine import RemoteEngine
+from understudy.errors import ConfigError
+from understudy.trainers.models import LoadedModel, load_model
 from understudy.weights.base import ModelWeights
-from understudy.weights.in_process import CopiedWeights, SharedWeights
+from understudy.weights.publish import CopiedWeights, SharedWeights
 
 
 class Silent:

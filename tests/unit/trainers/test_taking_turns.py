@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from understudy.config import Recipe, parse_recipe
-from understudy.trainers.seating import seat
-from understudy.trainers.taking_turns import advice
+from understudy.planning.seating import seat
+from understudy.planning.shared_gpu import advice
 
 
 def recipe(device: str = "auto", student: str = "auto") -> Recipe:

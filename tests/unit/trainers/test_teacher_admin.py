@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from understudy.assembly.teacher_admin import ask_run, open_for_requests
+from understudy.assembly.teachers import Teachers
 from understudy.errors import TeacherError
 from understudy.observability.rundir import RunDir
-from understudy.teacher.launch import Endpoint, ReplicaSpec
-from understudy.teacher.pool import TeacherPool
-from understudy.trainers.teacher_admin import ask_run, open_for_requests
-from understudy.trainers.teachers import Teachers
+from understudy.teacher.pool.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool.pool import TeacherPool
 
 
 @pytest.mark.parametrize("url", ["http://localhost:99999", "http://[half", "localhost", "http://127.0.0.1:1"])

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from understudy.assembly import cpu_threads as threads
+from understudy.assembly.cpu_threads import lanes_of, products_of_lanes, torch_threads
 from understudy.config import Recipe
-from understudy.trainers import threads
-from understudy.trainers.threads import lanes_of, products_of_lanes, torch_threads
 
 STUDENT = Path(str(resources.files("understudy.assets") / "quickstart")) / "models" / "student"
 

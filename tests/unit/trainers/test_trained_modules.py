@@ -9,25 +9,26 @@ from typing import Any
 import pytest
 import torch
 
+from understudy.assembly.engines import open_engine, publisher_of
 from understudy.assets import quickstart_model
 from understudy.config import Recipe, parse_recipe
-from understudy.engines import decode_attention, hf
 from understudy.engines.base import Sampling
-from understudy.engines.fused_decode import fuse_decoding
-from understudy.engines.fused_norm import fuse_norms
-from understudy.engines.hf import HFEngine, sharing_copy
-from understudy.engines.slots import SlotPool
+from understudy.engines.local import engine as hf
+from understudy.engines.local.engine import HFEngine, sharing_copy
+from understudy.engines.local.kernels import attention as decode_attention
+from understudy.engines.local.kernels.fused import fuse_decoding
+from understudy.engines.local.kernels.rms_norm import fuse_norms
+from understudy.engines.local.slots import SlotPool
 from understudy.errors import EngineError
-from understudy.policy.attention import VARLEN
-from understudy.policy.forward import attention_for
+from understudy.policy.forward.attention import VARLEN
+from understudy.policy.forward.forward import attention_for
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings
-from understudy.trainers.engines import open_engine, publisher_of
-from understudy.trainers.gather import Lane
-from understudy.trainers.lending import lender_of
-from understudy.trainers.loading import LoadedModel, load_model
-from understudy.weights.in_process import CopiedWeights, SharedWeights
+from understudy.trainers.call_batching import Lane
+from understudy.trainers.models import LoadedModel, load_model
+from understudy.trainers.pacing.lending import lender_of
+from understudy.weights.publish import CopiedWeights, SharedWeights
 
 
 class Silent:

@@ -4,7 +4,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from understudy.trainers.usage import model_flops
+from understudy.trainers.metrics import model_flops
 
 
 def small(tied: bool) -> Qwen3ForCausalLM:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from understudy.trainers.admission import AdmissionController
-from understudy.trainers.meters import BusyMeter
-from understudy.trainers.slots import Slots
-from understudy.trainers.turnstile import Turnstile
-from understudy.trainers.windows import Windows
+from understudy.planning.windows import Windows
+from understudy.trainers.pacing.admission import AdmissionController
+from understudy.trainers.pacing.idle_meter import BusyMeter
+from understudy.trainers.pacing.publish_gate import Turnstile
+from understudy.trainers.pacing.slots import Slots
 
 WINDOWS = st.builds(
     Windows,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from understudy.errors import EngineError
 from understudy.weights.base import ModelWeights, WeightPublisher
-from understudy.weights.in_process import CopiedWeights, SharedWeights
+from understudy.weights.publish import CopiedWeights, SharedWeights
 
 
 def model(value: float = 1.0) -> nn.Module:

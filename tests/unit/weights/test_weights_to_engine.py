@@ -11,17 +11,17 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.hf import HFEngine
-from understudy.policy.forward import sampled_logprobs
-from understudy.policy.optimizer import AdamWSettings
+from understudy.engines.local.engine import HFEngine
+from understudy.policy.forward.forward import sampled_logprobs
+from understudy.policy.optim.adamw import AdamWSettings
+from understudy.policy.optim.schedule import Schedule
 from understudy.policy.policy import Policy
-from understudy.policy.schedule import Schedule
 from understudy.policy.step import PolicySettings
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead
 from understudy.weights.base import WeightPublisher
-from understudy.weights.in_process import CopiedWeights, SharedWeights
+from understudy.weights.publish import CopiedWeights, SharedWeights
 
 PROMPT = [3, 7, 1]
 

@@ -1,0 +1,93 @@
+"""Agent loops as a recipe asks for them: in this process, in worker processes, or in workers on other machines."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from understudy.cluster.local import LocalProcesses
+from understudy.config import Recipe
+from understudy.rollout.agents.registry import LoopChoice, Loops
+from understudy.rollout.render import Renderer
+from understudy.rollout.workers.connections import WORKER_MODULE, OpenLine, PipeLine, SwitchBoard
+from understudy.rollout.workers.pool import LoopWorkers, Tickets
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Workers that keep what they make: the module they are, where they may keep it, and what they need to know."""
+
+    module: str
+    tickets: Tickets
+    extra: bytes
+
+
+async def open_loops(
+    recipe: Recipe,
+    renderer: Renderer,
+    tokenizer_folder: Path,
+    processes: LocalProcesses,
+    stack: AsyncExitStack,
+    keeping: Keeping | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> Loops:
+    """Ready to run, and closed by `stack`. Workers read the tokenizer from `tokenizer_folder`, in the run directory, so that all
+    use the very one this run uses. With `keeping` they can keep what they make. `notify` is told when one is started again."""
+    rollout = recipe.rollout
+    if rollout.workers == 0:
+        here = LoopChoice(rollout.agent, rollout.agent_options)
+        stack.push_async_callback(here.close)
+        return here
+    renderer.tokenizer.save_pretrained(tokenizer_folder)
+    workers = LoopWorkers(
+        rollout.workers,
+        tokenizer=tokenizer_folder,
+        agent=rollout.agent,
+        context=renderer.context,
+        reserve=rollout.max_new_tokens,
+        options=rollout.agent_options,
+        template_options=rollout.template_options,
+        max_prompt=recipe.data.max_prompt_tokens,
+        truncate=recipe.data.overlong == "truncate_left",
+        open_line=await _lines(processes, stack, WORKER_MODULE if keeping is None else keeping.module),
+        tickets=None if keeping is None else keeping.tickets,
+        extra=b"" if keeping is None else keeping.extra,
+        restarts=recipe.cluster.restarts.workers,
+        notify=notify,
+    )
+    stack.push_async_callback(workers.close)
+    await workers.start()
+    return workers
+
+
+async def _lines(processes: LocalProcesses, stack: AsyncExitStack, module: str = WORKER_MODULE) -> OpenLine:
+    """Workers are started here, or wherever the launcher has a place for them (`cluster.roles.workers`)."""
+    if not processes.is_elsewhere(_name(0)):
+        return PipeLine.open
+    token = secrets.token_urlsafe(24)
+
+    async def launch(number: int, address: str) -> int:
+        await processes.stop(_name(number))
+        arguments = ["--call", address, "--number", str(number)]
+        # The token goes through the environment: command lines are readable by every user of the machine.
+        child = await processes.start(_name(number), module, arguments, {"UNDERSTUDY_TOKEN": token})
+        return int(child.ready["pid"])
+
+    async def dismiss(number: int) -> None:
+        await processes.stop(_name(number))
+
+    def lives(number: int) -> bool:
+        child = processes.children.get(_name(number))
+        return child is not None and child.alive
+
+    board = SwitchBoard(launch, dismiss, lives, token)
+    await board.listen(processes.address)
+    stack.push_async_callback(board.close)
+    return board.open
+
+
+def _name(number: int) -> str:
+    return f"rollout-worker-{number}"

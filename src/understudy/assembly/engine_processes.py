@@ -1,0 +1,173 @@
+"""Engine processes put on their feet: processes from `cluster`, the client from `engines`. Only here do the two meet."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from understudy.assembly.cpu_threads import torch_threads
+from understudy.config import Recipe
+from understudy.engines.hosted.engine import HostedEngine
+from understudy.engines.hosted.weights import WeightDelivery
+from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.scheduler import Batching
+from understudy.engines.replicas import Endpoint
+from understudy.engines.restarts import Restarts
+from understudy.engines.servers.vllm import Child, HostLauncher
+from understudy.nn.pretrained import AUTO
+from understudy.trainers.models import LoadedModel
+from understudy.trainers.remote_rows.rollouts import writes_rows
+from understudy.weights.snapshots import Snapshots
+
+HOST_MODULE = "understudy.engines.hosted.process"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What every engine process is started with."""
+
+    model: str
+    """The student's folder; weights published later replace what is in it."""
+    dtype: str
+    device: str
+    threads: int
+    max_batch: int
+    max_length: int
+    pad_id: int
+    batching: Batching
+    """Composed: a batch goes whole to one process, and every bit equals the in-process engine's with as many threads.
+    Continuous: requests are merged as they arrive and spread by outstanding tokens."""
+    deterministic: bool
+    kept_as: KeptAs = KeptAs.MODEL
+    """How keys and values are kept."""
+    trust_remote_code: bool = False
+    revision: str | None = None
+    attention: str = AUTO
+    """Which of transformers' implementations, as in training."""
+    address: str = "127.0.0.1"
+    """Where it listens on this machine: at an address that others reach where workers elsewhere bring it tokens. On another machine it
+    listens at that one's own."""
+
+    def arguments(self, weights: str) -> list[str]:
+        words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
+        words += ["--threads", str(self.threads), "--max-batch", str(self.max_batch)]
+        words += ["--max-length", str(self.max_length), "--pad-id", str(self.pad_id)]
+        words += ["--kv-cache", self.kept_as.value]
+        words += ["--batching", self.batching.value, "--bind", f"{self.address}:0"]
+        words += ["--deterministic"] if self.deterministic else []
+        words += ["--trust-remote-code"] if self.trust_remote_code else []
+        words += ["--attention", self.attention] if self.attention != AUTO else []
+        return words + (["--revision", self.revision] if self.revision else [])
+
+
+class Hosts:
+    """Starts and restarts engine processes, here or wherever the launcher has a place (an `engines.hosted.HostKeeper`)."""
+
+    def __init__(
+        self, launcher: HostLauncher, arguments: Sequence[str], env: Sequence[Mapping[str, str]]
+    ) -> None:
+        self._launcher, self._arguments = launcher, arguments
+        # The token goes through the environment: command lines are readable by every user of the machine.
+        self._token = secrets.token_urlsafe(24)
+        self._env = [{**one, "UNDERSTUDY_TOKEN": self._token} for one in env]
+        self._children: dict[str, Child] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return [f"replica-{i}" for i in range(len(self._env))]
+
+    async def restart(self, name: str) -> Endpoint:
+        await self.stop(name)
+        env, process = self._env[self.names.index(name)], process_name(name)
+        child = await self._launcher.start(process, HOST_MODULE, list(self._arguments), env)
+        self._children[name] = child
+        shares = self._launcher.shares_memory(process)
+        return Endpoint(child.ready["url"], key=self._token, shares_memory=shares, gpu=child.ready.get("gpu"))
+
+    async def stop(self, name: str) -> None:
+        await self._launcher.stop(process_name(name))
+
+    def alive(self, name: str) -> bool:
+        return name in self._children and self._children[name].alive
+
+
+def process_name(host: str) -> str:
+    """replica-0 of the rollout engine is the process rollout-0, with its log under that name."""
+    return f"rollout-{host.rpartition('-')[2]}"
+
+
+async def start_hosts(
+    launcher: HostLauncher,
+    settings: HostSettings,
+    env: Sequence[Mapping[str, str]],
+    *,
+    weight_bytes: int,
+    restarts: Restarts | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> HostedEngine:
+    """One engine process per entry of `env` (its environment), all started at once, and the engine that speaks to them.
+
+    `weight_bytes` is what one set of weights takes: weights are published through shared memory where two of them fit.
+    """
+    snapshots = await asyncio.to_thread(Snapshots, weight_bytes)
+    threads = {"OMP_NUM_THREADS": str(settings.threads)}
+    arguments = settings.arguments(str(snapshots.folder))
+    keeper = Hosts(launcher, arguments, [{**threads, **one} for one in env])
+    starting = [asyncio.ensure_future(keeper.restart(name)) for name in keeper.names]
+    try:
+        endpoints = await asyncio.gather(*starting)
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        await asyncio.gather(*(keeper.stop(name) for name in keeper.names))
+        snapshots.close()
+        raise
+    delivery = WeightDelivery(snapshots, launcher.address)
+    return HostedEngine(
+        endpoints, keeper, delivery, batching=settings.batching, restarts=restarts, notify=notify
+    )
+
+
+async def hosts_of(
+    recipe: Recipe,
+    student: LoadedModel,
+    launcher: HostLauncher,
+    *,
+    max_length: int,
+    deterministic: bool,
+    notify: Callable[[str], None] | None = None,
+) -> HostedEngine:
+    """The engine processes a recipe asks for (`rollout.processes`), on the student's device unless `rollout.devices` says else."""
+    rollout = recipe.rollout
+    beside = not launcher.is_elsewhere(process_name("replica-0"))
+    settings = HostSettings(
+        model=recipe.student.model,
+        dtype=recipe.student.dtype,
+        device="cuda" if rollout.devices else str(student.device),
+        threads=torch_threads(recipe) or torch.get_num_threads(),
+        max_batch=rollout.max_batch,
+        max_length=max_length,
+        pad_id=student.pad_id,
+        batching=Batching.COMPOSED if deterministic else Batching.CONTINUOUS,
+        deterministic=deterministic,
+        kept_as=KeptAs(rollout.kv_cache),
+        trust_remote_code=recipe.student.trust_remote_code,
+        revision=recipe.student.revision,
+        attention=recipe.student.attention,
+        address=launcher.address if writes_rows(recipe, launcher) and beside else "127.0.0.1",
+    )
+    env: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": one} for one in rollout.devices]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters())
+    return await start_hosts(
+        launcher,
+        settings,
+        env or [{}] * rollout.processes,
+        weight_bytes=size,
+        restarts=Restarts(most=recipe.cluster.restarts.rollout),
+        notify=notify,
+    )

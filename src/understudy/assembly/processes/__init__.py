@@ -1,0 +1,1 @@
+"""Entry points of the processes a run starts for ranks and the critic."""

@@ -1,0 +1,182 @@
+"""The critic in a process of its own: `python -m understudy.assembly.processes.critic --run RUN --device cpu …`.
+
+    bind the port ─> read the run's recipe ─> load ─> serve ─> write the ready file
+
+It holds the very `Critic` that the trainer's process would, under the same threads and the same rules for determinism, and carries
+out one command after another (`critic/messages.py`) on a thread of its own, so that it can say that it lives while it computes. It ends on
+SIGTERM, and at once when the pipe given by `--watch-fd` closes: whoever launched it is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from understudy.assembly.build import steady_torch
+from understudy.assembly.cpu_threads import products_of_lanes
+from understudy.config import Recipe, parse_recipe
+from understudy.errors import ConfigError, UnderstudyError
+from understudy.observability.faults import point
+from understudy.observability.rundir import RunDir, read_json
+from understudy.policy.ranks.rank_thread import RankThread
+from understudy.policy.ranks.wire import batch_from, jagged_columns, jagged_from, pack, unpack
+from understudy.policy.refused import RefusedRows
+from understudy.serving.bind import bind_socket, url_of
+from understudy.serving.child import end_with_launcher, write_ready_file
+from understudy.serving.http import Gate, answering, as_json, read_body
+from understudy.serving.server import serve
+from understudy.trainers.critic.local import Critic, critic_of
+from understudy.trainers.critic.messages import (
+    PATH,
+    sizes,
+    state_from,
+    state_tensors,
+    told_of_refusal,
+    told_of_result,
+)
+
+log = logging.getLogger("understudy.assembly.processes.critic")
+_LARGEST_COMMAND = 1 << 35
+"""A batch, or a part of a state: one tensor at least, however large."""
+Told = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+class CriticCommands:
+    """What the trainer may ask of a critic, one at a time."""
+
+    def __init__(self, critic: Critic) -> None:
+        self._critic = critic
+        critic.policy.on_bad_rows = self._remember
+        self._refused: RefusedRows | None = None
+        self._leaving: dict[str, torch.Tensor] = {}
+        """The state that is being sent."""
+        self._coming: dict[str, torch.Tensor] = {}
+        """The state that is being received."""
+
+    def carry_out(self, message: bytes) -> bytes:
+        head, tensors = unpack(message)
+        self._refused = None
+        point("critic.after_command")
+        try:
+            answer, found = self._obey(head, tensors)
+        except (UnderstudyError, torch.OutOfMemoryError) as error:
+            log.warning("%s: %s", head["do"], error)
+            answer, found = self._refusal(error), {}
+        return pack({**answer, "step": self._critic.policy.step}, found)
+
+    def _obey(self, head: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Told:
+        critic = self._critic
+        match head["do"]:
+            case "values":
+                values = critic.values(batch_from(head["batch"], tensors), head["max_tokens"])
+                return {}, jagged_columns("values", values)
+            case "update":
+                weights = jagged_from("weights", tensors)
+                assert weights is not None
+                result = critic.update(
+                    batch_from(head["batch"], tensors), weights, head["max_tokens"], head["ends_step"]
+                )
+                return {"result": told_of_result(result)}, {}
+            case "skip_step":
+                critic.skip_step()
+            case "state":
+                state = critic.state()
+                self._leaving = state_tensors(state)
+                return {"progress": dict(state.progress), "bytes": sizes(self._leaving)}, {}
+            case "part":
+                return {}, {name: self._leaving.pop(name) for name in head["names"]}
+            case "take":
+                self._coming |= tensors
+            case "load_state":
+                coming, self._coming = self._coming, {}
+                critic.load_state(state_from(coming, head["progress"]))
+            case other:
+                raise ConfigError(f"a critic knows no command {other!r}")
+        return {}, {}
+
+    def _refusal(self, error: UnderstudyError | torch.OutOfMemoryError) -> dict[str, Any]:
+        answer: dict[str, Any] = {"refused": told_of_refusal(error), "untouched": self._critic.untouched}
+        if self._refused is not None:
+            answer["rows"] = {"keys": list(self._refused.rows.keys), "reason": self._refused.reason}
+        if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return answer
+
+    def _remember(self, refused: RefusedRows) -> None:
+        """The trainer has the rows; it is told which."""
+        self._refused = refused
+
+
+def app_of(commands: CriticCommands, token: str | None) -> ASGIApp:
+    thread = RankThread()
+
+    async def command(http: Request) -> Response:
+        message = await read_body(http, _LARGEST_COMMAND)
+        answer = await asyncio.wrap_future(thread.submit(lambda: commands.carry_out(message)))
+        return Response(answer, media_type="application/octet-stream")
+
+    async def health(_: Request) -> Response:
+        return as_json({"status": "ok"})
+
+    routes = [Route(PATH, answering(command), methods=["POST"]), Route("/health", answering(health))]
+    return Gate(Starlette(routes=routes), token)
+
+
+async def run(args: argparse.Namespace, recipe: Recipe, sock: socket.socket, token: str | None) -> None:
+    critic = critic_of(recipe, None, args.device)
+    if critic is None:
+        raise ConfigError(f"loss.advantage = {recipe.loss.advantage!r} has no critic; it is for 'gae'")
+
+    def ready() -> None:
+        write_ready_file(args.ready_file, url=url_of(sock))
+        log.info("the critic answers at %s (%s)", url_of(sock), args.device)
+
+    # Whoever ends a critic wants nothing more from it: a command under way is not waited for.
+    await serve(app_of(CriticCommands(critic), token), sock, ready, keep_alive=3600, hurried=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _options(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if args.watch_fd is not None:
+        end_with_launcher(args.watch_fd)
+    try:
+        token = os.environ.get("UNDERSTUDY_TOKEN") or None
+        recipe = parse_recipe(read_json(RunDir.open(args.run).recipe))
+        steady_torch(recipe)
+        with products_of_lanes(recipe), bind_socket(args.bind, token) as sock:
+            asyncio.run(run(args, recipe, sock, token))
+    except UnderstudyError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m understudy.assembly.processes.critic", description=__doc__
+    )
+    parser.add_argument("--run", type=Path, required=True, help="the run directory")
+    parser.add_argument("--device", required=True, help="cpu, cuda, cuda:1, …")
+    parser.add_argument("--bind", default="127.0.0.1:0", help="HOST:PORT, beyond loopback only with a token")
+    parser.add_argument("--ready-file", type=Path, required=True)
+    parser.add_argument("--watch-fd", type=int)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

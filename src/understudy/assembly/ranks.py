@@ -1,0 +1,300 @@
+"""One student trained by several ranks, from the recipe alone (`trainer.ranks`): on this machine, or over those of a cluster.
+
+    trainer process                       child processes (rank_process.py), started and watched like teachers
+    ┌──────────────────────────┐   gloo   ┌──────────────────────┐  ┌──────────────────────┐
+    │ rank 0: LeadingPolicy    │<── or ──>│ rank 1: follow()     │  │ rank 2: follow()     │  …
+    │ engine: a whole model    │   nccl   └──────────────────────┘  └──────────────────────┘
+    └──────────────────────────┘
+
+A rank that dies is told by its own last words within seconds: `Followers` sees its process end, whatever the group is
+waiting for; one that lives and does nothing is lost after a minute (rank_pulse.py). What becomes of the run then is decided
+in `restarts.py`. A rank that only refuses a command leaves a note in the meeting folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+
+from understudy.assembly.rank_heartbeat import Pulse
+from understudy.cluster.local import Child, LocalProcesses
+from understudy.config import Recipe
+from understudy.errors import ConfigError, GivenUp, RankLost
+from understudy.observability.live import LiveView
+from understudy.observability.rundir import RunDir
+from understudy.policy.policy import Policy
+from understudy.policy.ranks.follow import LeadingPolicy
+from understudy.policy.ranks.rank_thread import RankThread
+from understudy.policy.ranks.shard import Group, join, leave
+from understudy.policy.step import BadRows, PolicySettings
+from understudy.trainers.models import LoadedModel
+
+FAILED, LOST_COMPANY = 1, 4
+"""Exit codes of a rank: by its own fault, or because another rank or the trainer went away."""
+_LOOK_SECONDS = 0.5
+_DOOR_SECONDS = 0.05
+_LEAVE_SECONDS = 10.0
+_LAST_WORDS_BYTES = 8192
+SUPERVISOR_GONE = "(its supervisor is gone"
+"""How the log of a process elsewhere ends when its machine does."""
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def join_at(rank: int, size: int, rendezvous: str, device: torch.device) -> Group:
+    """Joins the ranks. On one machine they meet on its loopback; gloo would otherwise look for an address by the host's name,
+    which may have none. On several, by the interface that reaches the others."""
+    if rendezvous.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    else:
+        interface = interface_towards(rendezvous)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return join(rank, size, rendezvous, device.type)
+
+
+def interface_towards(rendezvous: str) -> str | None:
+    """The network interface this machine would use to reach `tcp://HOST:PORT`."""
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        own = probe.getsockname()[0]
+    found = [name for name, all_ in psutil.net_if_addrs().items() if any(one.address == own for one in all_)]
+    return found[0] if found else None
+
+
+def refusal_file(meeting: Path, number: int, rank: int) -> Path:
+    """Where rank `rank` says that it could not carry out command `number`."""
+    return meeting / f"refused-{number}-{rank}"
+
+
+def door_file(meeting: Path, rank: int) -> Path:
+    """Left by rank `rank` when it is about to join."""
+    return meeting / f"here-{rank}"
+
+
+class Followers:
+    """Ranks 1 … size−1, and the leader's `Lookout` on them."""
+
+    def __init__(self, processes: LocalProcesses, run: RunDir, size: int) -> None:
+        self._processes = processes
+        self._run = run
+        self._size = size
+        self._children: dict[int, Child] = {}
+        self._said_before: dict[int, int] = {}
+        self._sent_home = False
+        self._loss: RankLost | None = None
+        self._patience = _LEAVE_SECONDS
+        self.here = [rank for rank in range(size) if not rank or not processes.is_elsewhere(f"rank-{rank}")]
+        """Ranks of the trainer's own machine."""
+        apart = len(self.here) < size
+        # Ranks of other machines see the run directory, and nothing else of this one.
+        self.meeting = Path(tempfile.mkdtemp(prefix="understudy-ranks-", dir=run.path if apart else None))
+        self.rendezvous = (
+            f"tcp://{processes.address}:{_free_port(processes.address)}"
+            if apart
+            else f"file://{self.meeting / 'rendezvous'}"
+        )
+        self._pulse = Pulse(self.meeting)
+        self._on_giving_up: Callable[[], None] | None = None
+        """Set once somebody has asked to stop."""
+
+    async def start(self, rank: int) -> None:
+        name = f"rank-{rank}"
+        log = self._run.logs / f"{name}.log"
+        self._said_before[rank] = log.stat().st_size if log.exists() else 0
+        arguments = ["--run", str(self._run.path), "--rank", str(rank), "--size", str(self._size)]
+        arguments += ["--meeting", str(self.meeting), "--rendezvous", self.rendezvous]
+        self._children[rank] = await self._processes.start(
+            name, "understudy.assembly.processes.rank", arguments
+        )
+
+    async def at_the_door(self) -> None:
+        """Returns once all of them are about to join; whoever starts them is told of one that does not come."""
+        while not all(door_file(self.meeting, rank).exists() for rank in range(1, self._size)):
+            await asyncio.sleep(_DOOR_SECONDS)
+
+    def lost(self) -> RankLost | None:
+        """The error of the first rank that ended by its own fault; of one that lost company only if there is no other.
+
+        Once known it stays: whoever waits for a rank asks at its own times, perhaps after the others went home because of it.
+        """
+        if self._sent_home or self._loss is not None:
+            return self._loss
+        gone = {rank: child for rank, child in self._children.items() if not child.alive}
+        ordered = sorted(gone, key=lambda rank: (gone[rank].process.returncode == LOST_COMPANY, rank))
+        self._loss = self._obituary(ordered[0]) if ordered else self._silence()
+        return self._loss
+
+    def refused(self, number: int) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for rank in self._children:
+            with suppress(OSError):
+                found[rank] = refusal_file(self.meeting, number, rank).read_text()
+        return found
+
+    async def watch(self) -> None:
+        """Returns never; raises once a rank is lost, also while nobody waits for it."""
+        while (gone := self.lost()) is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+        raise gone
+
+    def send_home(self) -> None:
+        """From now on a rank that ends is no loss."""
+        self._sent_home = True
+
+    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+        self._pulse.silence_s, self._on_giving_up = patience_s, on_giving_up
+
+    def end_at_once(self) -> None:
+        """Nobody waits for them from now on, nor for a call they have part in."""
+        self._patience = 0.0
+        self._loss = self._loss or RankLost("the ranks were ended with the run")
+
+    async def close(self) -> None:
+        """After a stop command they end by themselves; whoever does not is ended."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience
+        while any(child.alive for child in self._children.values()) and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*(self._processes.stop(child.name) for child in self._children.values()))
+        shutil.rmtree(self.meeting, ignore_errors=True)
+
+    def _silence(self) -> RankLost | None:
+        for rank, child in self._children.items():
+            if self._pulse.silent(rank):
+                told = (
+                    f"rank {rank} of {self._size} lives and has done nothing for {self._pulse.silence_s:.0f} s (somebody stopped it, or its "
+                    f"machine stands still); log: {child.log}"
+                )
+                if self._on_giving_up is None:
+                    return RankLost(told)
+                self._on_giving_up()
+                return GivenUp(told)
+        return None
+
+    def _obituary(self, rank: int) -> RankLost:
+        who = f"rank {rank} of {self._size}"
+        return RankLost(
+            obituary(who, self._children[rank], self._said_before[rank], elsewhere=rank not in self.here)
+        )
+
+
+def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> str:
+    """How a process ended, in its own words where it left any after the first `said_before` bytes of its log."""
+    code = child.process.returncode or 0
+    lines: list[str] = []
+    with suppress(OSError), child.log.open("rb") as handle:  # its log may be gone, or never have come
+        handle.seek(max(said_before, child.log.stat().st_size - _LAST_WORDS_BYTES))
+        lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
+    words = lines[-1].strip() if lines else "it said nothing"
+    if code < 0 and elsewhere and words.startswith(SUPERVISOR_GONE):
+        return f"{who} went with its machine {words}; log: {child.log}"
+    if code < 0:
+        return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by somebody); log: {child.log}"
+    return f"{words} ({who} ended with code {code}; log: {child.log})"
+
+
+async def start_ranks(
+    recipe: Recipe,
+    run: RunDir,
+    processes: LocalProcesses,
+    student: LoadedModel,
+    settings: PolicySettings,
+    on_bad_rows: BadRows,
+    stack: AsyncExitStack,
+    view: LiveView,
+) -> LeadingPolicy:
+    """Rank 0 here and the others as children, joined and sharded; everything is undone by `stack`.
+
+    The task that calls this is cancelled when a rank is lost later on, and the stack raises what the rank said.
+    """
+    size = recipe.trainer.ranks
+    followers, thread = Followers(processes, run, size), RankThread()
+    _one_device_each(len(followers.here), student.device)
+
+    def lead() -> tuple[Group, Policy]:
+        group = join_at(0, size, followers.rendezvous, student.device)
+        return group, Policy(student.model, settings, on_bad_rows=on_bad_rows, ranks=group)
+
+    async def join() -> tuple[Group, Policy]:
+        # Not sooner: who waits in the group's own rendezvous for a rank that does not come cannot be called back, and torch counts the
+        # groups of a process, so that no later one of this process would meet its ranks.
+        await followers.at_the_door()
+        return await asyncio.wrap_future(thread.submit(lead))
+
+    stack.callback(thread.close)
+    stack.push_async_callback(_leave, thread)
+    stack.push_async_callback(followers.close)
+    with view.work(f"starting {size - 1} more rank(s)"):
+        async with asyncio.TaskGroup() as tasks:
+            for rank in range(1, size):
+                tasks.create_task(followers.start(rank))
+            mine = tasks.create_task(join())
+    group, policy = mine.result()
+    leading = LeadingPolicy(policy, group, thread, followers)
+    stack.push_async_exit(partial(_go_home, leading, followers, thread))
+    watchers = await stack.enter_async_context(asyncio.TaskGroup())
+    watcher = watchers.create_task(followers.watch())
+    stack.callback(watcher.cancel)
+    return leading
+
+
+async def _go_home(
+    leading: LeadingPolicy,
+    followers: Followers,
+    thread: RankThread,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """After a run that went well the ranks leave together. Otherwise one may be waiting for something that never comes,
+    and would not hear a command: they are ended as they are."""
+    followers.send_home()
+    if error is None:
+        await asyncio.to_thread(leading.close)
+        await _leave(thread)
+    else:
+        followers.end_at_once()
+
+
+async def forget_group() -> bool:
+    """Whether this process may join ranks again: not while a call to the lost ones still waits for them."""
+    with suppress(Exception):
+        async with asyncio.timeout(_LEAVE_SECONDS):
+            await asyncio.to_thread(leave)
+    return not torch.distributed.is_initialized()
+
+
+async def _leave(thread: RankThread) -> None:
+    with suppress(Exception):
+        async with asyncio.timeout(_LEAVE_SECONDS):
+            await asyncio.wrap_future(thread.submit(leave))
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _one_device_each(size: int, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"trainer.ranks = {size} needs {size} GPUs, this machine shows {torch.cuda.device_count()}; "
+            "lower trainer.ranks, or set student.device = 'cpu'"
+        )

@@ -1,0 +1,132 @@
+"""Replicas of one teacher as processes of this machine (a `teacher.launch.Launcher`).
+
+    replica 0 ─┬─ rank 0   answers HTTP        CUDA_VISIBLE_DEVICES = the replica's GPUs, device cuda:0
+               └─ rank 1   holds a part        the same GPUs, device cuda:1
+
+Where each replica sits was decided before (`seating.py`); here the decision becomes environment and arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from understudy.cluster.local import LocalProcesses
+from understudy.config import TeacherConfig
+from understudy.planning.seating import Seats, teacher_role
+from understudy.teacher.pool.launch import Endpoint
+from understudy.teacher.pool.together import together
+from understudy.trainers.models import resolve_device
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class LocalTeachers:
+    """Starts and restarts the replicas of one teacher."""
+
+    def __init__(
+        self,
+        processes: LocalProcesses,
+        name: str,
+        teacher: TeacherConfig,
+        batching: str,
+        token: str,
+        seats: Seats,
+    ) -> None:
+        self._processes = processes
+        self._name = name
+        self._teacher = teacher
+        self._batching = batching
+        self._token = token
+        self._seats = seats
+        self._meetings: dict[str, Path] = {}
+        self.endpoints: dict[str, Endpoint] = {}
+
+    async def start(self, replica: str) -> Endpoint:
+        await self.stop(replica)
+        gpus = self._seats.take(teacher_role(self._name), int(replica))
+        ranks = range(self._teacher.tensor_parallel)
+        meeting = None
+        if len(ranks) > 1:
+            meeting = self._meetings[replica] = Path(tempfile.mkdtemp(prefix="understudy-teacher-"))
+        started = await together(
+            self._processes.start(
+                self._process(replica, rank),
+                "understudy.teacher.replica.server",
+                self._arguments(replica, rank, gpus, meeting),
+                self._environment(gpus),
+            )
+            for rank in ranks
+        )
+        self.endpoints[replica] = Endpoint(started[0].ready["url"], self._token)
+        return self.endpoints[replica]
+
+    async def stop(self, replica: str) -> None:
+        ranks = range(self._teacher.tensor_parallel)
+        await asyncio.gather(*(self._processes.stop(self._process(replica, rank)) for rank in ranks))
+        meeting = self._meetings.pop(replica, None)
+        if meeting is not None:
+            shutil.rmtree(meeting, ignore_errors=True)
+
+    def alive(self, replica: str) -> bool:
+        """All of its processes: one that lost a rank would wait for it for ever."""
+        children = [
+            self._processes.children.get(self._process(replica, rank))
+            for rank in range(self._teacher.tensor_parallel)
+        ]
+        return all(child is not None and child.alive for child in children)
+
+    def last_words(self, replica: str) -> str:
+        """Of the rank that answers; the others end with it."""
+        return self._processes.last_words(self._process(replica, 0))
+
+    def forget(self, replica: str) -> None:
+        """The replica has left for good: its seat is free."""
+        self._seats.leave(teacher_role(self._name), int(replica))
+        self.endpoints.pop(replica, None)
+
+    def _process(self, replica: str, rank: int) -> str:
+        return f"teacher-{self._name}-{replica}" + (f"-rank{rank}" if rank else "")
+
+    def _environment(self, gpus: list[str]) -> dict[str, str]:
+        # The token goes through the environment: command lines are readable by every user of the machine.
+        env = {"UNDERSTUDY_TOKEN": self._token, "OMP_NUM_THREADS": str(self._teacher.threads)}
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if self._teacher.tensor_parallel > 1:
+            # Ranks of one machine meet on its loopback; gloo would look for an address by the host's name.
+            env["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+        return env
+
+    def _arguments(self, replica: str, rank: int, gpus: list[str], meeting: Path | None) -> list[str]:
+        teacher = self._teacher
+        number = int(replica)
+        port = teacher.ports[number] if number < len(teacher.ports) else 0
+        device = f"cuda:{rank}" if gpus else str(resolve_device(teacher.device))
+        arguments = [
+            "--model", teacher.model,
+            "--name", self._name,
+            "--bind", f"127.0.0.1:{port}",
+            "--dtype", teacher.dtype,
+            "--device", device,
+            "--threads", str(teacher.threads),
+            "--batching", self._batching,
+            "--max-batch-tokens", str(teacher.max_batch_tokens),
+        ]  # fmt: skip
+        if teacher.compile:
+            arguments.append("--compile")
+        if teacher.context_length is not None:
+            arguments += ["--max-length", str(teacher.context_length)]
+        if teacher.revision is not None:
+            arguments += ["--revision", teacher.revision]
+        if teacher.trust_remote_code:
+            arguments.append("--trust-remote-code")
+        if teacher.attention != "auto":
+            arguments += ["--attention", teacher.attention]
+        if meeting is not None:
+            arguments += ["--world-size", str(teacher.tensor_parallel), "--rank", str(rank)]
+            arguments += ["--rendezvous", f"file://{meeting / 'meet'}"]
+        return arguments

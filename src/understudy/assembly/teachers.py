@@ -1,0 +1,359 @@
+"""Teachers put on their feet: processes from `cluster`, pools and routing from `teacher`. Only here do the two meet.
+
+recipe ─> seats ─> replicas start ─> each proves itself ─> fit for this recipe? ─> router, lanes
+                                     (manifest, scores)     signals, K, context, vocabulary
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from understudy.assembly.teacher_processes import LocalTeachers
+from understudy.cluster.devices import visible_gpus
+from understudy.cluster.local import LocalProcesses
+from understudy.config import Recipe, TeacherConfig
+from understudy.errors import ClusterError, ConfigError, TeacherError
+from understudy.observability.live import LiveView
+from understudy.planning.ray_seating import beside_the_trainer, gpus_outside_ray
+from understudy.planning.seating import Seating, Seats, seat
+from understudy.teacher.clients.discover import Backend, connect_external
+from understudy.teacher.clients.native import ReplicaClient
+from understudy.teacher.head_frame import WireHead
+from understudy.teacher.manifest import Batching, Manifest
+from understudy.teacher.mixture import needed_signals
+from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
+from understudy.teacher.pool.integrity import check_row, check_signals, check_vocabulary
+from understudy.teacher.pool.keeper import Connect, KeeperOptions, connect_native
+from understudy.teacher.pool.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.route import TeacherRouter
+from understudy.teacher.vocabulary import Vocabulary
+from understudy.trainers.call_batching import Lane, Sharing
+from understudy.trainers.far_cache import FarScoreCache
+from understudy.trainers.remote_rows.messages import External
+from understudy.trainers.remote_rows.scoring import FarScoring
+from understudy.trainers.system import System
+from understudy.types.loss import TeacherHead
+from understudy.types.scores import ScoreItem, Signal
+from understudy.types.usable_ids import UsableIds
+
+logger = logging.getLogger(__name__)
+
+_TOLD = (
+    EventKind.PAUSED,
+    EventKind.RESUMED,
+    EventKind.EJECTED,
+    EventKind.RESTARTED,
+    EventKind.READMITTED,
+    EventKind.ADDED,
+    EventKind.REMOVED,
+)
+_SCORE_TOGETHER = 16
+"""Sequences that end together and share a request otherwise: enough that requests cost little, few enough that their answers come soon."""
+_TOGETHER_TOKENS = 16_384
+"""Of such a request: a replica's own batch has as many."""
+_SCORE_CHUNK = 64
+"""Sequences of one scoring request under full determinism: a constant, so that scores do not depend on replica counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StudentFacts:
+    """What a teacher must fit."""
+
+    vocabulary: Vocabulary
+    head_rows: int
+    """Of the student; some may belong to no token."""
+    usable: UsableIds | None
+    """The ids of this run: those that the student and all models beside it have a token for."""
+    device: torch.device
+    context: int
+    """The longest a rollout may be."""
+    longest_prompt: Callable[[], Awaitable[int]]
+    """Tokens; only asked where a teacher may not hold the longest rollout."""
+    mixed: Collection[str] = ()
+    """Teachers that rows name in a mixture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teachers:
+    pools: dict[str, TeacherPool]
+    heads: dict[str, TeacherHead] = field(default_factory=dict)
+    """By teacher, where rows carry hidden states; a head travels once."""
+    launchers: dict[str, LocalTeachers] = field(default_factory=dict)
+    """By teacher; external ones have none."""
+    tokens: dict[str, str | None] = field(default_factory=dict)
+    """By external teacher: the bearer token of its servers."""
+
+    async def close(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+
+    async def add(self, teacher: str, url: str | None = None) -> str:
+        """One more replica while the run goes on: a process of our own, or the server at `url`. Returns its name."""
+        pool = self._pool(teacher)
+        name = str(max((int(replica) for replica in pool.replicas), default=-1) + 1)
+        if url is None and teacher not in self.launchers:
+            raise TeacherError(f"teacher {teacher} is external: say where its new replica answers (--url)")
+        if url is not None and teacher in self.launchers:
+            raise TeacherError(f"teacher {teacher} runs processes of this machine; leave the address out")
+        endpoint = None if url is None else Endpoint(url, self.tokens.get(teacher))
+        try:
+            await pool.add(ReplicaSpec(name, endpoint))
+        except BaseException:
+            if teacher in self.launchers:
+                self.launchers[teacher].forget(name)
+            raise
+        return name
+
+    async def remove(self, teacher: str, replica: str) -> None:
+        """One replica fewer; what it is working on is finished, or scored elsewhere."""
+        await self._pool(teacher).remove(replica)
+        if teacher in self.launchers:
+            self.launchers[teacher].forget(replica)
+
+    def _pool(self, teacher: str) -> TeacherPool:
+        if teacher not in self.pools:
+            raise TeacherError(
+                f"no teacher {teacher!r} in this run; teachers are {', '.join(self.pools) or 'none'}"
+            )
+        return self.pools[teacher]
+
+
+def gpu_names() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each GPU that torch can use here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = visible_gpus()
+    return names[:count] if len(names) >= count else [str(index) for index in range(count)]
+
+
+def seat_here(recipe: Recipe) -> Seating:
+    """Who sits where on this very machine; `ClusterError` when it is too small."""
+    here, usable, seen = recipe, gpu_names(), visible_gpus()
+    if recipe.cluster.backend == "ray":
+        here, usable = beside_the_trainer(recipe), usable[: gpus_outside_ray(recipe)]
+    try:
+        return seat(here, len(usable), os.cpu_count(), usable)
+    except ClusterError as error:
+        if usable or not seen:
+            raise
+        raise ClusterError(
+            f"{error}\n(there are {len(seen)} GPUs, and torch {torch.__version__} can use none of them: install one that is built for "
+            "CUDA and fits the driver)"
+        ) from None
+
+
+async def start_teachers(
+    recipe: Recipe,
+    processes: LocalProcesses,
+    seating: Seating,
+    student: StudentFacts,
+    view: LiveView,
+    token: str,
+    deterministic: bool,
+    far: FarScoring | None = None,
+) -> Teachers:
+    """Every teacher's pool, started at once and checked against the student; nothing is left running when one fails. With
+    `far`, rows are judged through workers that have them."""
+    batching = Batching.BY_REQUEST if deterministic else Batching.BY_ARRIVAL
+    seats, teachers = Seats(seating, gpu_names()), Teachers({})
+    for name, teacher in recipe.teachers.items():
+        if teacher.placement == "external":
+            teachers.tokens[name] = token_of(name, teacher)
+        else:
+            teachers.launchers[name] = LocalTeachers(processes, name, teacher, batching, token, seats)
+        restarts = recipe.cluster.restarts.teacher
+        k = recipe.loss.topk if recipe.loss.signal == "topk" else 0
+        teachers.pools[name] = _pool(name, teacher, teachers, student, view, far, restarts, k)
+    replicas = sum(len(teacher.urls) or teacher.replicas for teacher in recipe.teachers.values())
+    view.phase(f"starting {len(teachers.pools)} teacher(s), {replicas} replica(s)")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for name in teachers.pools:
+                tasks.create_task(_start(teachers, name, recipe, student, deterministic))
+    except BaseException:
+        await teachers.close()
+        raise
+    view.phase("")
+    return teachers
+
+
+def _pool(
+    name: str,
+    teacher: TeacherConfig,
+    teachers: Teachers,
+    student: StudentFacts,
+    view: LiveView,
+    far: FarScoring | None,
+    restarts: int,
+    k: int,
+) -> TeacherPool:
+    def tell(event: PoolEvent) -> None:
+        log_event(event)
+        if event.kind in _TOLD:
+            view.note(f"teacher {event.teacher}: {event.message}")
+
+    options = PoolOptions(
+        deadline_base=teacher.deadline_seconds,
+        hedge_after=teacher.hedge_after_seconds,
+        cache_bytes=teacher.cache_bytes,
+        keeper=KeeperOptions(max_restarts=restarts),
+    )
+    cache = FarScoreCache(far, name, teacher.cache_bytes) if far is not None and teacher.cache_bytes else None
+    if teacher.placement != "external":
+        specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
+        launcher = teachers.launchers[name]
+        native: Connect = partial(connect_native, usable=student.usable)
+        if far is not None:
+            native = far.connect(native, None, teacher.cache_bytes, student.usable)
+        return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell, cache=cache)
+    ids = student.head_rows if student.usable is None else min(student.usable.limit, student.head_rows)
+    told = External(ids, student.vocabulary.fingerprint, teacher.model, teacher.backend, k)
+    connect = external_of(told, student.usable)
+    if far is not None:
+        connect = far.connect(connect, told, teacher.cache_bytes, student.usable)
+    specs = [ReplicaSpec(str(i), Endpoint(url, teachers.tokens[name])) for i, url in enumerate(teacher.urls)]
+    return TeacherPool(name, specs, options=options, connect=connect, on_event=tell, cache=cache)
+
+
+def external_of(told: External, usable: UsableIds | None) -> Connect:
+    return connect_external(
+        told.vocab_size, told.vocab_fingerprint, told.model, Backend(told.backend), usable=usable, k=told.k
+    )
+
+
+def teacher_tokens(recipe: Recipe) -> dict[str, str | None]:
+    """The bearer token of each external teacher's servers."""
+    external = {name: one for name, one in recipe.teachers.items() if one.placement == "external"}
+    return {name: token_of(name, one) for name, one in external.items()}
+
+
+def token_of(name: str, teacher: TeacherConfig) -> str | None:
+    token = os.environ.get(teacher.token_env) if teacher.token_env else None
+    if teacher.token_env and not token:
+        raise ConfigError(
+            f"teachers.{name}.token_env = {teacher.token_env!r}: that environment variable is empty; export the token"
+        )
+    return token
+
+
+async def _start(
+    teachers: Teachers, name: str, recipe: Recipe, student: StudentFacts, deterministic: bool
+) -> None:
+    """Up, and fit for this recipe: it can give the signal, holds a whole rollout, and shares the student's vocabulary."""
+    pool, loss = teachers.pools[name], recipe.loss
+    await pool.start()
+    manifest = pool.manifest
+    signals = [Signal(loss.signal)]
+    if name in student.mixed:
+        signals = list(dict.fromkeys([*signals, *needed_signals(Signal(loss.signal))]))
+    k = loss.topk if loss.signal in ("topk", "at_ids") else 0
+    check_signals(manifest, signals, k, await _length(recipe, student, manifest))
+    if deterministic and manifest.batching is Batching.BY_ARRIVAL:
+        logger.warning(
+            "teacher %s batches by arrival: its scores, and so this run, may differ in the last bits from time to time; "
+            "serve it with --batching by_request for determinism = 'full'",
+            name,
+        )
+    if manifest.backend != "native":
+        logger.warning(
+            "teacher %s is served by %s: it shows neither its token→id map nor its weights, so these were not compared (only the files of "
+            "its model, where they can be read here); "
+            "its signals (%s), largest K (%d), context (%d) and scores of the fixed tokens were",
+            name,
+            manifest.backend,
+            ", ".join(manifest.signals),
+            manifest.limits.max_k,
+            manifest.limits.max_length,
+        )
+        return
+    teacher = recipe.teachers[name]
+    launcher = teachers.launchers.get(name)
+    endpoint = launcher.endpoints["0"] if launcher else Endpoint(teacher.urls[0], teachers.tokens[name])
+    async with ReplicaClient(endpoint.url, endpoint.token, teacher=name) as client:
+        if manifest.vocab_fingerprint != student.vocabulary.fingerprint:
+            rows = (student.head_rows, manifest.vocab_size)
+            check_vocabulary(student.vocabulary, await client.vocabulary(), name, rows)
+        if loss.signal == "hidden":
+            teachers.heads[name] = _head(await client.head(), loss.teacher_temperature, student.device)
+
+
+async def _length(recipe: Recipe, student: StudentFacts, manifest: Manifest) -> int:
+    """prompt + response + 1. Prompts are only measured where this teacher may not hold the longest rollout and one more."""
+    holds_all = manifest.limits.max_length > student.context
+    return (0 if holds_all else await student.longest_prompt()) + recipe.rollout.max_new_tokens + 1
+
+
+def _head(wire: WireHead, temperature: float, device: torch.device) -> TeacherHead:
+    """The teacher's projection, beside the student; bfloat16 arrives as its bits, because numpy has no bfloat16."""
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        found = torch.from_numpy(np.array(array))
+        return (found.view(torch.bfloat16) if found.dtype == torch.uint16 else found).to(device)
+
+    return TeacherHead(
+        weight_VH=tensor(wire.weight_VH),
+        bias_V=None if wire.bias_V is None else tensor(wire.bias_V),
+        softcap=wire.softcap,
+        logit_scale=wire.scale,
+        temperature=temperature,
+    )
+
+
+def router_of(recipe: Recipe, pools: Mapping[str, TeacherPool]) -> TeacherRouter | None:
+    if not pools:
+        return None
+    keys = {teacher.key: name for name, teacher in recipe.teachers.items() if teacher.key is not None}
+    return TeacherRouter(pools, keys if len(pools) > 1 else None, default=recipe.data.default_teacher)
+
+
+def teacher_lanes(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict[str, Lane]:
+    """Full determinism sends chunks composed by key; otherwise samples go as they come, few to a request, and the replica batches."""
+    limit = _SCORE_CHUNK if deterministic else _SCORE_TOGETHER
+    return {
+        name: Lane(
+            f"score/{name}",
+            pool.score,
+            limit,
+            Sharing(partial(_width, pool), _tokens, _TOGETHER_TOKENS),
+            check=partial(_check_row, pool),
+        )
+        for name, pool in pools.items()
+    }
+
+
+def _width(pool: TeacherPool) -> int:
+    return pool.width
+
+
+def _check_row(pool: TeacherPool, item: ScoreItem) -> None:
+    check_row(pool.manifest, item)
+
+
+def _tokens(item: ScoreItem) -> int:
+    return len(item.tokens)
+
+
+def manifests_of(pools: Mapping[str, TeacherPool]) -> dict[str, dict[str, Any]]:
+    """What each teacher said it is, and what it gave the fixed tokens, for checkpoints."""
+    return {
+        name: {**msgspec.to_builtins(pool.manifest), "fixed_scores": pool.fixed_scores}
+        for name, pool in pools.items()
+    }
+
+
+def teacher_metrics(system: System) -> dict[str, float]:
+    """Per teacher: latency, queue, retries, ejections; per replica: its share of the tokens, and the same."""
+    return {
+        f"perf/{name}": value
+        for pool in system.pools.values()
+        for name, value in pool.metrics().flat().items()
+    }

@@ -1,0 +1,115 @@
+"""The token ids that a run uses, found once at its start and handed to engine, teachers, policy and reference.
+
+    tokenizer files of the student, of teachers, critic, reference ─┐
+    /v1/vocabulary of external teachers of our own kind ────────────┴─> UsableIds ─> Sampling, PolicySettings, teacher clients
+
+`usable_ids.json` in the run directory keeps them for ranks and for a replay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from transformers.utils import cached_file
+
+from understudy.config import Recipe, TeacherConfig
+from understudy.errors import ConfigError, TeacherError
+from understudy.observability.rundir import RunDir, read_json, write_atomically
+from understudy.planning.models.folder import ModelFolder
+from understudy.planning.models.pairs import Side, pair_notes, pair_problems, usable_ids
+from understudy.teacher.clients.native import ReplicaClient
+from understudy.teacher.scoring.model import vocabulary_of
+from understudy.trainers.models import LoadedModel
+from understudy.types.usable_ids import UsableIds
+
+_ASK_SECONDS = 20.0
+
+
+async def find_usable_ids(
+    recipe: Recipe, student: LoadedModel, tokens: Mapping[str, str | None], note: Callable[[str], None]
+) -> UsableIds | None:
+    """The ids that the student and all models beside it have a token for; None where nothing is known of the student's. `ConfigError`
+    where two models read one id as two tokens. `tokens`: the bearer token of each external teacher."""
+    own = Side(
+        "student",
+        vocabulary_of(recipe.student.model, recipe.student.revision),
+        student.model.get_output_embeddings().weight.shape[0],
+        student.stop_ids,
+        _template(student),
+    )
+    others = await asyncio.gather(
+        *(_teacher(name, one, tokens.get(name)) for name, one in recipe.teachers.items()),
+        *(
+            asyncio.to_thread(_beside, role, model.model, None)
+            for role, model in (("critic", recipe.critic), ("reference", recipe.reference))
+            if model is not None and model.model
+        ),
+    )
+    known = [side for side in others if side is not None]
+    if problems := [problem for side in known for problem in pair_problems(own, side)]:
+        raise ConfigError(problems)
+    for side in known:
+        for words in pair_notes(own, side):
+            note(words)
+    return usable_ids(own, known) if own.tokens else None
+
+
+def _template(student: LoadedModel) -> str | None:
+    template = student.tokenizer.chat_template
+    return template if isinstance(template, str) else None
+
+
+async def _teacher(name: str, teacher: TeacherConfig, token: str | None) -> Side | None:
+    """What can be known of a teacher before it runs: an external one of our own kind tells its vocabulary, for others there may be files."""
+    place = f"teachers.{name}"
+    if teacher.placement == "external" and teacher.backend in ("auto", "native"):
+        url = teacher.urls[0].rstrip("/").removesuffix("/v1")
+        try:
+            async with asyncio.timeout(_ASK_SECONDS), ReplicaClient(url, token, teacher=name) as client:
+                manifest = await client.manifest()
+                return Side(place, await client.vocabulary(), manifest.vocab_size)
+        except (TeacherError, TimeoutError):
+            pass  # a server of another kind; one that cannot be reached is told when the pool starts
+    return await asyncio.to_thread(_beside, place, teacher.model, teacher.revision)
+
+
+def _beside(place: str, model: str, revision: str | None) -> Side | None:
+    """A model's side from its files; None where there are none here (an external server's model may be anywhere)."""
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            found = cached_file(
+                model, "config.json", revision=revision, _raise_exceptions_for_missing_entries=False
+            )
+        except (OSError, ValueError):
+            return None
+        if found is None:
+            return None
+        folder = Path(found).parent
+    try:
+        return Side.of(ModelFolder(folder), place)
+    except TeacherError:
+        pass
+    try:  # no tokenizer.json: transformers builds the map
+        return Side(place, vocabulary_of(model, revision), ModelFolder(folder).vocab_size)
+    except (TeacherError, OSError, ValueError, KeyError):
+        return None
+
+
+def keep_usable_ids(run: RunDir, usable: UsableIds | None) -> None:
+    path = run.path / "usable_ids.json"
+    if usable is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_atomically(path, json.dumps({"limit": usable.limit, "holes": list(usable.holes)}) + "\n")
+
+
+def kept_usable_ids(run: RunDir) -> UsableIds | None:
+    path = run.path / "usable_ids.json"
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    return UsableIds(int(found["limit"]), tuple(int(one) for one in found["holes"]))

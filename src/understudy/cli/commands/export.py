@@ -1,0 +1,46 @@
+"""Write a run's trained student as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from understudy.observability.live import LiveView
+
+EXAMPLE = "understudy export runs/RUN my-student"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("out", type=Path, help="the folder to write; it must not exist or be empty")
+    parser.add_argument("--best", action="store_true", help="the checkpoint of the best held-out accuracy")
+    parser.add_argument(
+        "--averaged", action="store_true", help="the running average of the weights (trainer.ema_decay)"
+    )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="the LoRA adapter alone, in peft's layout, instead of merged weights",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from understudy.run.export import export_run
+
+    with LiveView(0) as view, view.work(f"writing {options.out}"):
+        out = export_run(
+            options.run, options.out, best=options.best, averaged=options.averaged, adapter=options.adapter
+        )
+    loader = (
+        "PeftModel.from_pretrained(base_model, "
+        if options.adapter
+        else "AutoModelForCausalLM.from_pretrained("
+    )
+    Console().print(
+        f"wrote {out}; load it with {loader}{str(out)!r})",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

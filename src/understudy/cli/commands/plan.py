@@ -1,0 +1,115 @@
+"""Show the resolved recipe, the processes and memory a run would use, and who sits where."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from understudy.cli.commands import plan_simulation
+from understudy.cli.reading import checked_recipe
+from understudy.cluster.devices import visible_gpus
+from understudy.config import Recipe
+from understudy.config.toml import as_tables, recipe_as_toml
+from understudy.errors import ClusterError, ConfigError
+from understudy.observability.redact import redact
+from understudy.planning.preflight import Findings
+from understudy.planning.processes import plan_processes
+from understudy.planning.ray_seating import ray_layout
+from understudy.planning.seating import Seating, seat
+
+EXAMPLE = "understudy plan recipe.toml --gpus 4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="a TOML recipe")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="for example trainer.steps=10"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        help="plan for a machine with this many GPUs, and CPUs enough, instead of this one",
+    )
+    parser.add_argument(
+        "--toml",
+        action="store_true",
+        help="only print the recipe with every key, as TOML to save and run",
+    )
+    plan_simulation.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    if "=" in (options.simulate or "") and not Path(options.simulate).exists():
+        options.overrides, options.simulate = (
+            [*options.overrides, options.simulate],
+            "",
+        )  # a word, not its run
+    plan_simulation.check_flags(options)
+    findings = Findings()
+    recipe = checked_recipe(options.recipe, options.overrides, findings=findings)
+    if options.toml:
+        sys.stdout.write(recipe_as_toml(redact(as_tables(recipe))))
+        return
+    recipe = recipe.with_steps(findings.train_rows or 1)
+    console = Console(markup=False)
+    if options.simulate is not None:
+        plan_simulation.show(recipe, options, console)
+        return
+    console.print_json(json.dumps(redact(recipe.model_dump())))
+    table = Table(title="processes", title_justify="left")
+    for column in ("name", "what it does", "device", "parameters", "memory"):
+        right = column in ("parameters", "memory")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column == "name")
+    seating = _seating(recipe, options.gpus)
+    for process in plan_processes(recipe, seating):
+        parameters = "unknown" if process.parameters is None else f"{process.parameters / 1e6:,.1f} M"
+        memory = "unknown" if process.bytes is None else f"{process.bytes / 2**30:,.2f} GiB"
+        if process.host_bytes:
+            memory += f" + {process.host_bytes / 2**30:,.2f} GiB of the host"
+        table.add_row(process.name, process.job, process.device, parameters, memory)
+    console.print(table)
+    if seating.placement.pools:
+        console.print(seating.placement.drawing(), highlight=False, markup=False, soft_wrap=True)
+    if shared := seating.shared():
+        console.print(shared, highlight=False, markup=False, soft_wrap=True)
+    if recipe.cluster.backend == "ray":
+        for wish in ray_layout(recipe, ()).groups.values():
+            console.print(f"on Ray, {wish}", highlight=False, markup=False, soft_wrap=True)
+        if recipe.dataplane.backend == "transfer_queue":
+            units = recipe.dataplane.storage_units
+            console.print(
+                f"on Ray, TransferQueue: {1 + units} × (1 CPU), its controller and storage units, round the machines"
+            )
+    rows = recipe.trainer.batch_size * recipe.rollout.n
+    console.print(
+        f"{recipe.trainer.steps} steps × {rows} rollouts of at most {recipe.rollout.max_new_tokens} new tokens; "
+        f"a checkpoint every {recipe.trainer.checkpoint_every} steps",
+        highlight=False,
+    )
+
+
+def _seating(recipe: Recipe, gpus: int | None) -> Seating:
+    """On this machine or on the one that was described; a Ray cluster's machines are only known to it."""
+    if recipe.cluster.backend != "local":
+        if gpus is not None:
+            raise ConfigError(
+                "--gpus describes one machine (cluster.backend = 'local'); on Ray pools say what there is"
+            )
+        return seat(recipe, None)
+    if gpus is not None:
+        if gpus < 0:
+            raise ConfigError(f"--gpus {gpus}: expected 0 or more")
+        return seat(recipe, gpus)
+    gpus_here = visible_gpus()
+    try:
+        return seat(recipe, len(gpus_here), os.cpu_count(), gpus_here)
+    except ClusterError as error:
+        raise ClusterError(
+            f"{error}\n(for another machine, say what it has: understudy plan … --gpus N)"
+        ) from None

@@ -1,0 +1,42 @@
+"""Continue a run that was stopped or killed, from its last checkpoint; `key=value` changes what may change."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from understudy.cli.outcome import finish
+from understudy.observability.rundir import RunDir
+from understudy.run.entry import run_to_its_end
+from understudy.trainers.early import begun_early
+
+EXAMPLE = "understudy resume runs/RUN"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="for example trainer.steps=400 trainer.ranks=2",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress display")
+
+
+def run(options: argparse.Namespace) -> int:
+    from understudy.run.changed_recipe import changed_recipe
+
+    recipe, changes = changed_recipe(RunDir.open(options.run), options.overrides)
+    console = Console(stderr=True)
+    for change in changes:
+        console.print(f"changed {change}", highlight=False, markup=False, soft_wrap=True)
+    if options.overrides and not changes:
+        console.print("nothing changes: the run has these values already", highlight=False)
+    with begun_early(recipe):
+        from understudy.run.launch import resume
+
+        return finish(run_to_its_end(resume(options.run, options.overrides, progress=not options.quiet)))

@@ -1,0 +1,1 @@
+"""Problems of a recipe in plain words: keys by path, synonyms, explanations."""

@@ -1,0 +1,227 @@
+"""One transaction: what it writes, and the writing of it. Used by one thread at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from understudy.dataplane.frame import SpillRef
+from understudy.dataplane.journal import schema
+from understudy.dataplane.journal.spill import SpillFiles
+from understudy.dataplane.memory.rows import Row
+from understudy.errors import DataPlaneError
+from understudy.observability.faults import point
+
+FAULT_VARIABLE = "UNDERSTUDY_FAULT"
+_PAGE = 4096
+_PAGES_PER_COMMIT = 5
+
+
+class Changes:
+    """What one transaction will write. Filled on the event loop; no longer touched once handed over.
+
+    `await` it (see `Journal.durable`) until it is committed. Whoever does gives up one turn of the event loop, in which a
+    small batch is committed; a future is made only where that was not enough.
+    """
+
+    __slots__ = (
+        "awaited",
+        "dirty",
+        "error",
+        "facts",
+        "grouped_lines",
+        "lines",
+        "over",
+        "packs",
+        "packs_gone",
+        "rows_gone",
+        "segment",
+        "size",
+        "spills",
+        "spills_gone",
+        "then",
+        "trained",
+        "waiters",
+    )
+
+    def __init__(self) -> None:
+        self.dirty: dict[int, Row] = {}
+        """Rows whose line changed; written as they are when the batch is handed over."""
+        self.lines: list[Any] = []
+        """One after another, as SQLite takes them."""
+        self.grouped_lines: list[Any] = []
+        """Of rows that belong to a group, with its name and policy."""
+        self.packs: list[Any] = []
+        """Id and body of each, one after another."""
+        self.spills: list[tuple[int, SpillRef, bytes]] = []
+        """(pack, place, frame)."""
+        self.facts: defaultdict[tuple[str, str, int, str | None], list[str]] = defaultdict(list)
+        """Lines of the ledger: (kind, partition, step, detail) → the keys it became true of."""
+        self.trained: dict[int, list[int]] = {}
+        """Step → ids of rows acked in it."""
+        self.packs_gone: list[int] = []
+        """Ids of rows that keep their line and lose their columns."""
+        self.rows_gone: list[int] = []
+        self.spills_gone = False
+        self.size = 0
+        """About how many bytes the commit writes, spill frames aside."""
+        self.segment = 0
+        """The spill segment current when this was handed over; earlier ones hold committed frames only."""
+        self.awaited = False
+        self.over = False
+        """Committed, or failed with `error`."""
+        self.error: BaseException | None = None
+        self.waiters: list[asyncio.Future[None]] = []
+        self.then: list[Callable[[], None]] = []
+        """Run on the event loop after the commit."""
+
+    def empty(self) -> bool:
+        return not (self.dirty or self.facts or self.packs or self.awaited)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield  # the hand-over stands in the loop's line before us
+        if not self.over:
+            waiter = asyncio.get_running_loop().create_future()
+            self.waiters.append(waiter)
+            yield from waiter
+        if self.error is not None:
+            raise self.error
+
+    def end(self, error: BaseException | None) -> None:
+        """Committed, or not: go on, whoever waits."""
+        self.over, self.error = True, error
+        if error is None:
+            for action in self.then:
+                action()
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def seal(self, segment: int) -> None:
+        """Handed over: fix the lines as they are now."""
+        for row in self.dirty.values():
+            group = row.group
+            if group is None:
+                self.lines += row.line()
+            else:
+                self.grouped_lines += (*row.line(), group.name, group.policy.value)
+        self.segment = segment
+        self.size = 150 * len(self.dirty) + sum(map(len, self.packs[1::2]))
+        for keys in self.facts.values():
+            self.size += 30 * len(keys)
+
+
+def _as_json(keys: list[str]) -> str:
+    return msgspec.json.encode(keys).decode()
+
+
+def _no_point(name: str) -> None:
+    """No fault is asked for in this process."""
+
+
+class Writer:
+    def __init__(self, folder: Path, spill: SpillFiles) -> None:
+        self.file = folder / schema.FILE_NAME
+        self.spill = spill
+        self.connection = schema.connect(self.file)
+        self._cursor = self.connection.cursor()
+        """Of all commits: making one for every statement costs as much as many a statement."""
+        self.failure: DataPlaneError | None = None
+        self.log_bytes = 0
+        """About how much the write-ahead log holds."""
+        self._point = point if FAULT_VARIABLE in os.environ else _no_point
+        """Looked up once: a commit passes three, and the environment is slow to ask."""
+
+    def commit(self, batch: Changes) -> None:
+        if self.failure is not None:
+            raise self.failure
+        cursor = self._cursor
+        try:
+            if batch.spills:
+                point("journal.before_spill")
+                for _, ref, frame in batch.spills:
+                    self.spill.write(ref, frame)
+            self._point("journal.before_begin")
+            cursor.execute("BEGIN IMMEDIATE")
+            self._write(cursor, batch)
+            self._point("journal.before_commit")
+            cursor.execute("COMMIT")
+            self._point("journal.after_commit")
+        except BaseException as error:
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
+            self.failure = DataPlaneError(
+                f"the journal {self.file} cannot be written: {error}; "
+                "what was acknowledged is safe: free space or mend the disk, then resume"
+            )
+            raise self.failure from error
+        self.log_bytes += _PAGES_PER_COMMIT * _PAGE + 2 * batch.size
+        if batch.spills_gone:
+            self.sweep(batch.segment)
+
+    @staticmethod
+    def _write(cursor: sqlite3.Cursor, batch: Changes) -> None:
+        """Rows before the marks on them, everything before the deletions: one row may have all of them in one batch."""
+        insert_many = schema.insert_many
+        if batch.lines:
+            insert_many(cursor, schema.INSERT_ROWS, 8, batch.lines)
+        if batch.grouped_lines:
+            insert_many(cursor, schema.INSERT_GROUPED_ROWS, 10, batch.grouped_lines)
+        if batch.packs:
+            insert_many(cursor, schema.INSERT_PACKS, 2, batch.packs)
+        if batch.spills:
+            spills = [value for pack, ref, _ in batch.spills for value in (pack, ref.segment)]
+            insert_many(cursor, schema.INSERT_SPILLS, 2, spills)
+        bare: list[Any] = []
+        detailed: list[Any] = []
+        for (kind, home, step, told), keys in batch.facts.items():
+            names = _as_json(keys)
+            if told is None:
+                bare += (kind, 1, home, step, names)
+            else:
+                detailed += (kind, 1, home, step, names, told)
+        if bare:
+            insert_many(cursor, schema.INSERT_EVENTS, 5, bare)
+        if detailed:
+            insert_many(cursor, schema.INSERT_EVENTS_WITH_DETAIL, 6, detailed)
+        for step, ids in batch.trained.items():
+            for first, last in schema.runs(ids):
+                cursor.execute("UPDATE rows SET trained=? WHERE id BETWEEN ? AND ?", (step, first, last))
+        if batch.packs_gone:
+            schema.delete_packs(cursor, batch.packs_gone)
+        if batch.rows_gone:
+            schema.delete_rows(cursor, batch.rows_gone)
+
+    def sweep(self, below: int) -> None:
+        """Delete spill segments nobody refers to."""
+        point("journal.before_sweep")
+        found = self.connection.execute("SELECT DISTINCT segment FROM spills").fetchall()
+        self.spill.keep_only((segment for (segment,) in found), below)
+
+    def checkpoint(self) -> None:
+        """Move the log into the tables; it is then written from its start again."""
+        point("journal.before_checkpoint")
+        self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        self.log_bytes = 0
+
+    def flush(self) -> None:
+        """To the disk, against a power cut: the log holds every commit since the last checkpoint, itself flushed."""
+        self.spill.sync()
+        for path in (self.file.with_name(self.file.name + "-wal"), self.file.parent):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def close(self) -> None:
+        if self.failure is None:
+            self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        self.connection.close()

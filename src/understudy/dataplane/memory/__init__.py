@@ -1,0 +1,1 @@
+"""Rows in memory: what can be claimed, leases, limits."""

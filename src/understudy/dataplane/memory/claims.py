@@ -1,0 +1,227 @@
+"""Claims and waits: who is served when something changes. Nothing polls.
+
+A change marks its partition; at the end of the loop iteration the partition's waiting claims are tried in order of
+arrival and its watches looked at, once, however many rows changed. One timer stands at the earliest end of a lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from understudy.dataplane.base import Count, Depth, Lease, RowStatus
+from understudy.dataplane.memory.claim_view import ClaimRequest, View, ViewSpec
+from understudy.dataplane.memory.partition import Partition, Watch
+from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.store import Store
+from understudy.errors import DataPlaneError
+from understudy.types.batch import BatchMeta
+
+_SHORTEST_TIMER = 0.01
+
+
+class Claims:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_end = 0.0
+        store.on_change = self._changed
+
+    def claim_now(
+        self, home: Partition, view: View, n: int, at_least: int, count: Count, seconds: float | None
+    ) -> Lease | None:
+        """The lease if there is enough for it and nobody stands in line; otherwise `wait_in_line`."""
+        store = self._store
+        if n > store.admission.max_rows and n > len(home.rows):
+            raise DataPlaneError(
+                f"a claim of {n} rows from a plane of max_rows={store.admission.max_rows} would wait forever; "
+                "raise max_rows to at least one batch"
+            )
+        store.expire()
+        return None if view.line else self._try(home, view, n, at_least, count, seconds)
+
+    async def put_on_record(self, lease: Lease) -> None:
+        """Of a lease for making rows: the attempt is committed before the work starts."""
+        try:
+            await self._store.journal.durable()
+        except asyncio.CancelledError:
+            self.give_back(lease)
+            raise
+
+    async def wait_in_line(
+        self, home: Partition, view: View, request: ClaimRequest, timeout: float | None
+    ) -> Lease:
+        answer = request.answer = asyncio.get_running_loop().create_future()
+        view.line.append(request)
+        home.claims_waiting += 1
+        self._store.admission.waiting_claims += 1
+        self._store.admission.serve()
+        try:
+            async with asyncio.timeout(timeout):
+                return await answer
+        except BaseException as error:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self.give_back(answer.result())
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(_missing(home, view, request, timeout)) from None
+            raise
+        finally:
+            self._store.admission.waiting_claims -= 1
+            home.claims_waiting -= 1
+            if request in view.line:
+                view.line.remove(request)
+            self._changed(home)
+
+    def give_back(self, lease: Lease) -> None:
+        held = self._store.leases.check(lease)
+        for row in list(held.rows.values()):
+            self._store.give_back(row)
+
+    def _try(
+        self, home: Partition, view: View, n: int, at_least: int, count: Count, seconds: float | None
+    ) -> Lease | None:
+        rows = view.take(n, at_least, count)
+        if rows is None:
+            return None
+        held = self._store.grant(home, view, rows, seconds)
+        if self._timer is None or held.expires < self._timer_end:
+            self._set_timer(held.expires)
+        return Lease(_meta(home.name, rows), held.id, self._store.leases.epoch, held.expires)
+
+    def _set_timer(self, end: float) -> None:
+        if end == math.inf or (self._timer is not None and self._timer_end <= end):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        delay = max(_SHORTEST_TIMER, end - self._store.leases.clock())
+        self._timer_end = end
+        self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._store.expire()
+        end = self._store.leases.next_end()
+        if end is not None:
+            self._set_timer(end)
+
+    async def wait(
+        self, home: Partition, until: Callable[[Depth], bool], ready: ViewSpec, timeout: float | None
+    ) -> Depth:
+        self._store.expire()
+        seen = self.depth(home, ready)
+        if until(seen):
+            return seen
+
+        def look() -> bool:
+            nonlocal seen
+            seen = self.depth(home, ready)
+            return until(seen)
+
+        watch = Watch(look, asyncio.get_running_loop().create_future())
+        home.watches.append(watch)
+        self._store.admission.waiting_claims += 1
+        self._store.admission.serve()
+        try:
+            async with asyncio.timeout(timeout):
+                await watch.answer
+        except TimeoutError:
+            raise TimeoutError(f"after {timeout} s partition {home.name!r} is at {seen}") from None
+        finally:
+            self._store.admission.waiting_claims -= 1
+            if watch in home.watches:
+                home.watches.remove(watch)
+        return seen
+
+    def depth(self, home: Partition, ready: ViewSpec) -> Depth:
+        """Counts of the partition (of one step, if `ready` names one), and how many rows are ready."""
+        counts = home.count(ready.step)
+        return Depth(
+            pending=counts[RowStatus.PENDING],
+            running=counts[RowStatus.RUNNING],
+            finished=counts[RowStatus.FINISHED],
+            failed=counts[RowStatus.FAILED],
+            leased=home.leased,
+            ready=home.view(ready).ready_rows,
+            resident_bytes=self._store.admission.resident,
+            waiting_producers=self._store.admission.waiting,
+        )
+
+    def _changed(self, home: Partition) -> None:
+        if not home.serve_scheduled and (home.claims_waiting or home.watches):
+            home.serve_scheduled = True
+            asyncio.get_running_loop().call_soon(self._serve, home)
+
+    def _serve(self, home: Partition) -> None:
+        home.serve_scheduled = False
+        for view in list(home.views.values()):
+            while view.line:
+                request = view.line[0]
+                answer = request.answer
+                if answer is not None and not answer.done():
+                    try:
+                        lease = self._try(
+                            home, view, request.n, request.at_least, request.count, request.lease_seconds
+                        )
+                    except DataPlaneError as error:
+                        answer.set_exception(error)
+                    else:
+                        if lease is None:
+                            break
+                        answer.set_result(lease)
+                view.line.popleft()
+        for watch in list(home.watches):
+            if watch.answer.done():
+                continue
+            try:
+                if watch.look():
+                    watch.answer.set_result(None)
+            except Exception as error:
+                watch.answer.set_exception(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody will be served any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for home in self._store.partitions.values():
+            for view in home.views.values():
+                for request in view.line:
+                    if request.answer is not None and not request.answer.done():
+                        request.answer.set_exception(error)
+                view.line.clear()
+            for watch in home.watches:
+                if not watch.answer.done():
+                    watch.answer.set_exception(error)
+            home.watches.clear()
+
+
+def _missing(home: Partition, view: View, request: ClaimRequest, timeout: float | None) -> str:
+    spec = view.spec
+    counts = ", ".join(f"{count} {status.value}" for status, count in home.count(spec.step).items() if count)
+    wanted = f" with columns {', '.join(spec.fields)}" if spec.fields else ""
+    return (
+        f"after {timeout} s {view.ready(request.count)} of {request.at_least} {request.count.value} are "
+        f"{spec.status.value}{wanted} in partition {home.name!r}; it holds {counts or 'nothing'}, {home.leased} leased"
+    )
+
+
+def _meta(partition: str, rows: list[Row]) -> BatchMeta:
+    """The names of claimed rows: the columns all of them have, and their tags."""
+    first = rows[0]
+    fields = tuple(first.columns)
+    if len(rows) == 1:
+        extra = {"attempts": {first.key: first.attempts}} if first.attempts else {}
+        return BatchMeta(partition, (first.key,), fields, (dict(first.tags),), extra)
+    shared = first.columns.keys()
+    for row in rows:
+        if row.columns.keys() != shared:
+            shared = shared & row.columns.keys()  # type: ignore[assignment]
+    fields = tuple(name for name in fields if name in shared)
+    return BatchMeta(
+        partition=partition,
+        keys=tuple([row.key for row in rows]),
+        fields=fields,
+        tags=tuple([dict(row.tags) for row in rows]),
+        extra={"attempts": {row.key: row.attempts for row in rows}} if first.attempts else {},
+    )

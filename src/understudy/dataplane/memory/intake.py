@@ -1,0 +1,201 @@
+"""Issuing and writing rows: who may, when there is room, and what becomes of the row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from understudy.dataplane.base import Columns, GroupPolicy, Lease, RowStatus
+from understudy.dataplane.frame import encode, is_plain
+from understudy.dataplane.memory.partition import Partition
+from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.store import Store
+from understudy.errors import LeaseLost
+from understudy.types.batch import BatchMeta
+
+Tags = Mapping[str, Mapping[str, Any]]
+Frames = dict[str, dict[str, bytes]]
+"""By key and column."""
+_NO_TAGS: Tags = {}
+
+
+class Intake:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def issue(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        step: int,
+        group: GroupPolicy | None,
+        tags: Tags | None,
+        reserved: bool = False,
+    ) -> tuple[str, ...]:
+        store = self._store
+        given = checked_tags(tags)
+        new = _unknown(store.partition(partition), keys)
+        if not new:
+            return ()
+        if reserved:
+            store.admission.take(len(new))
+        else:
+            await store.admission.admit(len(new), 0)
+        home = store.partition(partition)
+        still = _unknown(home, new)  # someone may have issued them while this call waited
+        store.admission.leave(len(new) - len(still))
+        store.touched(home, [store.issue(home, key, step, given.get(key), group) for key in still])
+        await store.journal.durable()
+        return tuple(still)
+
+    async def put(
+        self,
+        partition: str,
+        rows: Mapping[str, Columns],
+        tags: Tags | None,
+        lease: Lease | None,
+        status: RowStatus,
+    ) -> BatchMeta:
+        store = self._store
+        store.check()
+        frames = framed(rows)
+        given = checked_tags(tags) if tags else _NO_TAGS
+        home = store.partitions[partition]
+        room = self._look(home, frames, lease)
+        if room and not store.admission.enter_now(room, _size_of_new(home, frames)):
+            home, room = await self._admit(partition, frames, lease)
+        self._write(home, frames, given, status, room)
+        await store.journal.durable()
+        return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
+
+    async def _admit(self, partition: str, frames: Frames, lease: Lease | None) -> tuple[Partition, int]:
+        """Refuse whoever may not write; the room taken for the rows that are new, after waiting for it if need be."""
+        store = self._store
+        home = store.partition(partition)
+        room = self._look(home, frames, lease)
+        if not room or store.admission.enter_now(room, _size_of_new(home, frames)):
+            return home, room
+        await store.admission.admit(room, _size_of_new(home, frames))
+        home = store.partition(partition)
+        try:
+            self._look(home, frames, lease)
+        except LeaseLost:
+            store.admission.leave(room)
+            store.admission.serve()
+            raise
+        return home, room
+
+    def _write(self, home: Partition, frames: Frames, tags: Tags, status: RowStatus, room: int) -> None:
+        """Into memory and the open journal batch, all at once; `room` was taken for rows that are new."""
+        store = self._store
+        written = []
+        for key, columns in frames.items():
+            row = home.rows.get(key)
+            if row is None and room and type(columns) is dict and key.endswith("_0"):
+                room -= 1
+                row = store.arrive(home, key, columns, status)
+                if tags and key in tags:
+                    store.tag(row, tags[key])
+                written.append(row)
+                continue
+            if row is None:
+                row = self._unannounced(home, key, status)
+                if room:
+                    room -= 1
+                else:
+                    store.admission.enter()
+            if tags and key in tags:
+                store.tag(row, tags[key])
+            store.write(home, row, columns, status)
+            if row.lease is not None and row.lease.produces and status is not RowStatus.RUNNING:
+                store.drop_lease(home, row)
+            written.append(row)
+        if room:
+            store.admission.leave(room)
+        store.touched(home, written)
+        if home.filter is not None:
+            store.filter_complete(home, written)
+
+    def _look(self, home: Partition, keys: Iterable[str], lease: Lease | None) -> int:
+        """Refuse late and foreign writers; how many of the rows need room."""
+        store = self._store
+        store.expire()
+        if lease is not None:
+            store.leases.check(lease, keys)
+        new = 0
+        for key in keys:
+            row = home.rows.get(key)
+            if row is None:
+                if store.is_settled(home, key):
+                    raise LeaseLost(
+                        f"row {key} of {home.name!r} was trained, dead-lettered or evicted already; drop this work"
+                    )
+                if key.endswith("_0") or store.sibling(home, key) is None:
+                    new += 1
+            elif lease is None and row.lease is not None and row.lease.produces:
+                raise LeaseLost(
+                    f"row {key} of {home.name!r} is being made under lease {row.lease.id}; write with that lease"
+                )
+        return new
+
+    def _unannounced(self, home: Partition, key: str, status: RowStatus) -> Row:
+        """A row issued by its arrival: with its session if that is in flight, else for the next step."""
+        sibling = None if key.endswith("_0") else self._store.sibling(home, key)
+        if sibling is None:
+            return self._store.issue(home, key, self._store.last_step + 1, None, None, status)
+        policy = None if sibling.group is None else sibling.group.policy
+        return self._store.issue(home, key, sibling.step, None, policy, status)
+
+    async def put_tags(self, partition: str, tags: Tags) -> None:
+        store = self._store
+        given = checked_tags(tags)
+        home = store.partition(partition)
+        rows = [store.row(home, key) for key in given]
+        for row in rows:
+            store.tag(row, given[row.key])
+        store.touched(home, rows)
+        store.filter_complete(home, rows)
+        await store.journal.durable()
+
+
+def _unknown(home: Partition, keys: Sequence[str]) -> list[str]:
+    return [key for key in dict.fromkeys(keys) if key not in home.rows and key not in home.settled]
+
+
+def _size_of_new(home: Partition, frames: Frames) -> int:
+    size = 0
+    for key, columns in frames.items():
+        if key not in home.rows:
+            for frame in columns.values():
+                size += len(frame)
+    return size
+
+
+def framed(rows: Mapping[str, Columns]) -> Frames:
+    frames: Frames = {}
+    for key, columns in rows.items():
+        cells = frames[key] = {}
+        for name, cell in columns.items():
+            cells[name] = encode(name, cell)
+    return frames
+
+
+def checked_tags(tags: Tags | None) -> Tags:
+    """Tags are written as JSON: find out now whether they can be, not in a commit that carries other rows too."""
+    for key, told in (tags or {}).items():
+        if not is_plain(told):
+            encode(f"tags of {key}", dict(told))
+    return tags or {}
+
+
+def shared_columns(rows: Collection[Columns]) -> tuple[str, ...]:
+    """The columns written to every row, in the order of the first."""
+    if len(rows) == 1:
+        (only,) = rows
+        return tuple(only)
+    first, *others = rows or [{}]
+    shared = tuple(first)
+    for columns in others:
+        if first.keys() != columns.keys():
+            shared = tuple(name for name in shared if name in columns)
+    return shared

@@ -1,0 +1,143 @@
+"""One partition in memory: its rows, its groups, and the views its claims are served from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from understudy.dataplane.base import GroupPolicy, RowStatus
+from understudy.dataplane.groups import GroupFilter
+from understudy.dataplane.memory.claim_view import View, ViewSpec
+from understudy.dataplane.memory.rows import Group, Row, Unit
+from understudy.dataplane.memory.settled import SettledKeys
+
+MOST_VIEWS = 8
+_NEWS = 64
+"""Changed rows a view may have on its list beyond those there are."""
+_NONE = dict.fromkeys(RowStatus, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A `wait` in progress: looked at again whenever the partition changes."""
+
+    look: Callable[[], bool]
+    answer: asyncio.Future[None]
+
+
+class Partitions(dict[str, "Partition"]):
+    """By name; one that is asked for is there."""
+
+    def __missing__(self, name: str) -> Partition:
+        found = self[name] = Partition(name)
+        return found
+
+
+@dataclass(slots=True)
+class Partition:
+    name: str
+    rows: dict[str, Row] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    views: dict[ViewSpec, View] = field(default_factory=dict)
+    """Least recently used first."""
+    latest: View | None = None
+    claims_waiting: int = 0
+    watches: list[Watch] = field(default_factory=list)
+    settled: SettledKeys = field(default_factory=SettledKeys)
+    counts: dict[int, dict[RowStatus, int]] = field(default_factory=dict)
+    """Rows by the step they were issued for, and by status."""
+    leased: int = 0
+    removed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Rows dead-lettered or evicted since somebody last asked, by which of the two and kind of reason."""
+    filter: GroupFilter | None = None
+    serve_scheduled: bool = False
+
+    def view(self, spec: ViewSpec) -> View:
+        """The view of this spec; one that was dropped or never asked for is built by looking at every row."""
+        if self.latest is not None and self.latest.spec is spec:
+            return self.latest
+        found = self.views.pop(spec, None)
+        if found is None:
+            singles: list[Unit] = [row for row in self.rows.values() if row.group is None]
+            found = View(spec, [*singles, *self.groups.values()])
+            self._make_room()
+        self.views[spec] = self.latest = found
+        return found
+
+    def _make_room(self) -> None:
+        """Drop the view used longest ago: claims by step or tag name ever new ones, and every row change touches all."""
+        if len(self.views) >= MOST_VIEWS:
+            oldest = next((spec for spec, view in self.views.items() if not view.line), None)
+            if oldest is not None:
+                del self.views[oldest]
+
+    def add(self, row: Row) -> None:
+        """Call `touch` when the row is filled."""
+        self.rows[row.key] = row
+        of_step = self.counts.get(row.step)
+        if of_step is None:
+            of_step = self.counts[row.step] = _NONE.copy()
+        of_step[row.status] += 1
+
+    def count(self, step: int | None) -> dict[RowStatus, int]:
+        """Rows by status, of one step or of all."""
+        if step is not None:
+            return self.counts.get(step, _NONE)
+        return {status: sum(of_step[status] for of_step in self.counts.values()) for status in RowStatus}
+
+    def join(self, row: Row, name: str, policy: GroupPolicy) -> None:
+        group = self.groups.get(name)
+        if group is None:
+            group = self.groups[name] = Group(name, policy)
+        row.group = group
+        group.rows[row.key] = row
+
+    def set_status(self, row: Row, status: RowStatus) -> None:
+        of_step = self.counts[row.step]
+        of_step[row.status] -= 1
+        of_step[status] += 1
+        row.status = status
+
+    def remove(self, rows: Iterable[Row], listed: Collection[Row]) -> None:
+        """These rows are settled, their leases were dropped before; `listed` of them views may know."""
+        for row in rows:
+            key = row.key
+            del self.rows[key]
+            of_step = self.counts[row.step]
+            of_step[row.status] -= 1
+            if of_step[row.status] == 0 and not any(of_step.values()):
+                del self.counts[row.step]
+            self.settled.add(key)
+            group = row.group
+            if group is not None:
+                del group.rows[key]
+                if not group.rows:
+                    self.groups.pop(group.name, None)
+        if listed:
+            self.touch(listed)
+
+    def touch(self, rows: Collection[Row], but: View | None = None) -> None:
+        """Something about these rows changed; `but`, one of the views, knows already."""
+        if len(self.views) <= (but is not None):
+            return
+        if len(rows) == 1:
+            (row,) = rows
+            units: dict[Unit, None] = {row if row.group is None else row.group: None}
+        else:
+            units = {row if row.group is None else row.group: None for row in rows}
+        unasked: ViewSpec | None = None
+        for view in self.views.values():
+            if view is not but:
+                view.changed.update(units)
+                if len(view.changed) > len(self.rows) + _NEWS and not view.line:
+                    unasked = view.spec
+        if unasked is not None:
+            self._forget(unasked)
+
+    def _forget(self, spec: ViewSpec) -> None:
+        """Drop a view that has more to look at than a new one would."""
+        view = self.views.pop(spec)
+        if self.latest is view:
+            self.latest = None

@@ -1,0 +1,309 @@
+"""The state of an embedded plane and the changes that can be made to it, each in memory and in the open journal batch.
+
+Nothing here waits. Callers (embedded.py, claims.py) decide who may do what, and await the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from understudy.dataplane.base import GroupPolicy, Retain, RowStatus, split_key
+from understudy.dataplane.dead_letters import DeadLetters, detail, kind_of_reason
+from understudy.dataplane.frame import SpillRef, pack
+from understudy.dataplane.journal.journal import Journal
+from understudy.dataplane.journal.schema import PACK_SHIFT
+from understudy.dataplane.journal.spill import SpillFiles
+from understudy.dataplane.leases import HeldLease, Leases
+from understudy.dataplane.memory.admission import Admission
+from understudy.dataplane.memory.claim_view import View
+from understudy.dataplane.memory.loading import Loaded
+from understudy.dataplane.memory.partition import Partition, Partitions
+from understudy.dataplane.memory.rows import Row
+from understudy.errors import DataPlaneError, LeaseLost
+
+
+class Store:
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        spill: SpillFiles,
+        admission: Admission,
+        leases: Leases,
+        dead_letters: DeadLetters,
+        spill_bytes: int,
+        retain: Retain,
+    ) -> None:
+        self.journal = journal
+        self.spill = spill
+        self.admission = admission
+        self.leases = leases
+        self.dead_letters = dead_letters
+        self.partitions = Partitions()
+        self.last_step = 0
+        self.on_change: Callable[[Partition], None] = lambda partition: None
+        self.refusal: DataPlaneError | None = None
+        """Why the plane takes no work, if it does not."""
+        self._spill_bytes = spill_bytes
+        self._retain = retain
+        self._spilling: dict[SpillRef, bytes] = {}
+        """Frames on their way to disk: readable here until their commit."""
+        self._next_id = 1
+        self._next_arrival = 1
+
+    def check(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def install(self, state: Loaded) -> None:
+        """Become what the journal says; filters set by the program stay."""
+        filters = {name: partition.filter for name, partition in self.partitions.items()}
+        self.partitions = state.partitions
+        for name, group_filter in filters.items():
+            self.partition(name).filter = group_filter
+        self.last_step = state.last_step
+        self._next_id = max(self._next_id, state.next_id)
+        self._next_arrival = max(self._next_arrival, state.next_arrival)
+        self.leases.void_all(state.epoch)
+        self.dead_letters.rewrite(state.dead)
+
+    def partition(self, name: str) -> Partition:
+        return self.partitions[name]
+
+    def row(self, home: Partition, key: str) -> Row:
+        row = home.rows.get(key)
+        if row is None:
+            where = f"row {key} is not in flight in partition {home.name!r}"
+            if self.is_settled(home, key):
+                raise LeaseLost(f"{where}: it was settled already (trained, dead-lettered or evicted)")
+            raise DataPlaneError(f"{where}: it was never issued")
+        return row
+
+    def issue(
+        self,
+        home: Partition,
+        key: str,
+        step: int,
+        tags: Mapping[str, Any] | None,
+        group: GroupPolicy | None,
+        status: RowStatus = RowStatus.PENDING,
+    ) -> Row:
+        """A new row, admitted before; call `touched` when it is filled."""
+        row = Row(self._next_id, home.name, key, step, dict(tags) if tags else {}, status)
+        self._next_id += 1
+        home.add(row)
+        if group is not None:
+            home.join(row, row.sort[0], group)
+        changes = self.journal.changes
+        changes.dirty[row.id] = row
+        changes.facts["issued", home.name, step, None].append(key)
+        return row
+
+    def arrive(self, home: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> Row:
+        """A row issued by its arrival, for the step after the last one acked: `issue` and `write` in one."""
+        row_id = self._next_id
+        self._next_id = row_id + 1
+        step = self.last_step + 1
+        arrival = 0
+        if status is RowStatus.FINISHED:
+            arrival = self._next_arrival
+            self._next_arrival = arrival + 1
+        pack_id = row_id << PACK_SHIFT
+        columns, resident = self._keep(pack_id, frames)
+        row = Row(row_id, home.name, key, step, {}, status, columns, arrival, 1, resident)
+        home.add(row)
+        changes = self.journal.changes
+        changes.dirty[row_id] = row
+        changes.packs += (pack_id, pack(columns))
+        changes.facts["issued", home.name, step, None].append(key)
+        return row
+
+    def is_settled(self, home: Partition, key: str) -> bool:
+        """Whether a row that is not in flight was settled. A further output counts as settled with the first of its session: it is
+        too late, and must not be issued by its arrival as a row of its own."""
+        if key in home.settled:
+            return True
+        if key.endswith("_0"):
+            return False
+        prompt, session, index = split_key(key)
+        return index > 0 and f"{prompt}_{session}_0" in home.settled
+
+    def sibling(self, home: Partition, key: str) -> Row | None:
+        """The first output of the same session: further outputs belong to its step and its group."""
+        prompt, session, index = split_key(key)
+        return home.rows.get(f"{prompt}_{session}_0") if index > 0 else None
+
+    def touched(self, home: Partition, rows: list[Row]) -> None:
+        """These rows changed: let claims see them."""
+        home.touch(rows)
+        if home.claims_waiting or home.watches:
+            self.on_change(home)
+
+    def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
+        row.tags.update(tags)
+        self.journal.changes.dirty[row.id] = row
+
+    def write(self, home: Partition, row: Row, frames: dict[str, bytes], status: RowStatus) -> None:
+        """More columns for a row."""
+        changes = self.journal.changes
+        columns = row.columns
+        if columns:
+            for name in frames:
+                before = columns.get(name)
+                if isinstance(before, bytes):
+                    row.resident -= len(before)
+                    self.admission.leave(0, len(before))
+        pack_id = (row.id << PACK_SHIFT) + row.packs
+        row.packs += 1
+        cells, resident = self._keep(pack_id, frames)
+        row.resident += resident
+        columns.update(cells)
+        changes.packs += (pack_id, pack(cells))
+        if row.status is not status:
+            home.set_status(row, status)
+            changes.dirty[row.id] = row
+        if row.arrival == 0 and status is RowStatus.FINISHED:
+            row.arrival = self._next_arrival
+            self._next_arrival += 1
+            changes.dirty[row.id] = row
+
+    def _keep(self, pack_id: int, frames: dict[str, bytes]) -> tuple[dict[str, bytes | SpillRef], int]:
+        """These frames, with references instead of those that are large or for which memory has no room; and how many bytes
+        of them are in memory."""
+        size = 0
+        for frame in frames.values():
+            size += len(frame)
+        if size < self._spill_bytes and self.admission.hold(size):
+            return frames, size  # type: ignore[return-value]  # made for this call, and of bytes alone
+        changes = self.journal.changes
+        cells: dict[str, bytes | SpillRef] = {}
+        resident = 0
+        for name, frame in frames.items():
+            if len(frame) < self._spill_bytes and self.admission.hold(len(frame)):
+                resident += len(frame)
+                cells[name] = frame
+            else:
+                ref = cells[name] = self.spill.reserve(frame)
+                self._spilling[ref] = frame
+                changes.spills.append((pack_id, ref, frame))
+                changes.then.append(partial(self._on_disk, ref))
+        return cells, resident
+
+    def _on_disk(self, ref: SpillRef) -> None:
+        del self._spilling[ref]
+
+    def drop_lease(self, home: Partition, row: Row) -> None:
+        if row.lease is not None:
+            home.leased -= 1
+            self.leases.drop(row)
+
+    def grant(self, home: Partition, view: View, rows: list[Row], seconds: float | None) -> HeldLease:
+        """A lease on rows just taken from this view, which is one of the partition's."""
+        produces = view.spec.status is not RowStatus.FINISHED
+        if produces:
+            for row in rows:
+                home.set_status(row, RowStatus.RUNNING)
+                row.attempts += 1
+                self.journal.changes.dirty[row.id] = row
+        held = self.leases.grant(rows, seconds, produces)
+        home.leased += len(rows)
+        home.touch(rows, but=view)
+        return held
+
+    def give_back(self, row: Row) -> None:
+        """Free a leased row for the next claim; one that was being made is to be made again."""
+        home = self.partitions[row.partition]
+        produces = row.lease is not None and row.lease.produces
+        self.drop_lease(home, row)
+        if produces and row.status is RowStatus.RUNNING:
+            home.set_status(row, RowStatus.PENDING)
+        home.touch((row,))
+        self.on_change(home)
+
+    def trained(self, home: Partition, rows: list[Row], step: int) -> None:
+        changes = self.journal.changes
+        keys = changes.facts["trained", home.name, step, None]
+        ids = changes.trained.setdefault(step, [])
+        for row in rows:
+            keys.append(row.key)
+            ids.append(row.id)
+        if self._retain is Retain.UNTIL_ACK:
+            changes.packs_gone += [row.id for row in rows]
+            self._note_spills(rows)
+        self._remove(home, rows)
+
+    def taken_out(self, home: Partition, rows: list[Row], kind: str, told: str) -> None:
+        """Dead or evicted, for good."""
+        changes = self.journal.changes
+        home.removed[kind, kind_of_reason(told)] += len(rows)
+        for row in rows:
+            changes.facts[kind, home.name, row.step, told].append(row.key)
+            changes.rows_gone.append(row.id)
+            if kind == "dead":
+                changes.then.append(partial(self.dead_letters.append, home.name, row.key, row.step, told))
+        self._note_spills(rows)
+        self._remove(home, rows)
+
+    def _note_spills(self, rows: list[Row]) -> None:
+        if any(isinstance(cell, SpillRef) for row in rows for cell in row.columns.values()):
+            self.journal.changes.spills_gone = True
+
+    def _remove(self, home: Partition, rows: list[Row]) -> None:
+        size = 0
+        listed: list[Row] = []
+        for row in rows:
+            lease = row.lease
+            if lease is not None:
+                home.leased -= 1
+                self.leases.drop(row)
+            if (
+                lease is None
+                or lease.produces
+                or row.status is not RowStatus.FINISHED
+                or row.group is not None
+            ):
+                listed.append(row)  # any other left the views when it was leased, and has not come back
+            row.gone = True
+            size += row.resident
+        home.remove(rows, listed)
+        self.admission.leave(len(rows), size)
+        self.admission.serve()
+        if home.claims_waiting or home.watches:
+            self.on_change(home)
+
+    def filter_complete(self, home: Partition, rows: Iterable[Row]) -> None:
+        """Look at the groups of these rows that are complete now, and evict those the filter gives a reason for."""
+        rule = home.filter
+        if rule is None:
+            return
+        for group in {row.group for row in rows if row.group is not None and row.key in home.rows}:
+            members = sorted(group.members, key=lambda member: member.sort)
+            if any(
+                member.status is not RowStatus.FINISHED or rule.tag not in member.tags for member in members
+            ):
+                continue
+            reason = rule.rule([member.tags[rule.tag] for member in members])
+            if reason is not None:
+                self.taken_out(home, members, "evicted", detail(reason))
+
+    def expire(self) -> None:
+        """Give back the rows of leases whose time is up."""
+        leases = self.leases
+        if leases.clock() < leases.first_end:
+            return
+        for held in leases.due():
+            for row in list(held.rows.values()):
+                self.give_back(row)
+
+    async def frames(self, rows: list[Row], name: str) -> list[bytes]:
+        """One column's frames; spilled ones are read off the event loop."""
+        cells = [row.columns[name] for row in rows]
+        if not any(isinstance(cell, SpillRef) for cell in cells):
+            return cells  # type: ignore[return-value]
+        here = [self._spilling.get(cell, cell) if isinstance(cell, SpillRef) else cell for cell in cells]
+        return await asyncio.to_thread(
+            lambda: [self.spill.read(cell) if isinstance(cell, SpillRef) else cell for cell in here]
+        )

@@ -1,0 +1,1 @@
+"""The data plane over TransferQueue, and functions bridged to its metas."""

@@ -1,0 +1,183 @@
+"""`@bridged`: write a function for real columns, call it with the names of rows.
+
+    @bridged("tokens", "loss_mask")
+    def count(columns: ColumnDict) -> ColumnDict:
+        return {"loss_tokens": [int(row.sum()) for row in columns["loss_mask"]]}
+
+    count({"tokens": …, "loss_mask": …})        the plain function: nothing is fetched, nothing is written
+    with serving(plane):
+        await count(lease.meta)                  the columns are fetched here, `loss_tokens` is written to the plane,
+                                                 and what comes back is the meta with one more field
+
+Only names travel between caller and callee; the bytes go straight between the plane and the place where the function runs.
+
+| argument | becomes | the answer |
+|---|---|---|
+| columns (or anything else) | itself | what the function returns |
+| `BatchMeta`, in any place: positional, by keyword, after `self` | its columns | a returned dict is written as columns; the meta with their names |
+| `Lease` | the columns of its rows | the same; the write is fenced by the lease |
+| TransferQueue's `KVBatchMeta` or columnar `BatchMeta` | its columns | a meta of its own kind (transfer_queue_meta.py) |
+
+A function with a parameter called `extra` gets a dict of what the meta carries as `extra` (TransferQueue: `extra_info`), unless the caller
+gives one. A meta of no rows becomes empty columns. What is returned and is no dict goes to the caller as it is. Bodies may be sync or
+async; sync bodies run in a thread, so they never hold up the event loop: there the call gives an awaitable. From a thread without an
+event loop, a sync function called with a meta blocks until it is done. In a process that is not the plane's: bridge_elsewhere.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from understudy.dataplane.base import Columns, Lease
+from understudy.dataplane.columns import scatter
+from understudy.dataplane.transfer_queue.meta import in_kind, is_columnar, is_keyed, named_by
+from understudy.errors import DataPlaneError
+from understudy.types.batch import BatchMeta
+from understudy.types.jagged import Jagged
+
+ColumnDict: TypeAlias = dict[str, Jagged | list[Any]]
+
+
+class ColumnPlace(Protocol):
+    """What a bridged function needs of a data plane."""
+
+    async def get(
+        self, meta: BatchMeta, fields: Sequence[str] | None = None
+    ) -> dict[str, Jagged | list[Any]]: ...
+
+    async def put(
+        self, partition: str, rows: Mapping[str, Columns], *, lease: Lease | None = None
+    ) -> BatchMeta: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    plane: ColumnPlace
+    loop: asyncio.AbstractEventLoop
+
+
+_here: ContextVar[_Here | None] = ContextVar("understudy_data_plane", default=None)
+
+
+@contextmanager
+def serving(plane: ColumnPlace) -> Iterator[None]:
+    """Bridged functions called inside (also from threads started by `asyncio.to_thread`) use this plane."""
+    token = _here.set(_Here(plane, asyncio.get_running_loop()))
+    try:
+        yield
+    finally:
+        _here.reset(token)
+
+
+def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Fetch `fields` (all the meta names, if none are given) before the call and write returned columns after it."""
+    if any(callable(field) for field in fields):
+        raise TypeError("@bridged takes the names of columns: write @bridged() or @bridged('tokens', …)")
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        is_async = inspect.iscoroutinefunction(function)
+        signature = inspect.signature(function)
+        extra = signature.parameters.get("extra")
+        takes_extra = extra is not None and extra.kind in (extra.POSITIONAL_OR_KEYWORD, extra.KEYWORD_ONLY)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            places: list[int | str] = [place for place, value in enumerate(args) if _names_rows(value)]
+            places += [name for name, value in kwargs.items() if _names_rows(value)]
+            if not places:
+                return function(*args, **kwargs)
+            if len(places) > 1:
+                raise DataPlaneError(
+                    f"{function.__name__} was called with the names of rows in {len(places)} arguments; one call works on one "
+                    "batch: fetch the others with plane.get, or join rows of one partition with BatchMeta.concat"
+                )
+            here = _here.get()
+            if here is None:
+                raise DataPlaneError(
+                    f"{function.__name__} was called with the names of rows, and no data plane is at hand: "
+                    "call it inside `with serving(plane):`, or with real columns"
+                )
+            wants_extra = takes_extra and "extra" not in signature.bind_partial(*args, **kwargs).arguments
+            invoke = _Invocation(function, args, kwargs, places[0], wants_extra)
+            work = _run(here.plane, invoke, is_async, fields)
+            if is_async or _in_event_loop():
+                return work
+            return asyncio.run_coroutine_threadsafe(work, here.loop).result()
+
+        return call
+
+    return wrap
+
+
+def _names_rows(value: Any) -> bool:
+    return isinstance(value, BatchMeta | Lease) or is_keyed(value) or is_columnar(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Invocation:
+    """One call of a bridged function, and which of its arguments names rows."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: int | str
+    """A position or a keyword."""
+    wants_extra: bool
+
+    @property
+    def batch(self) -> Any:
+        return self.args[self.place] if isinstance(self.place, int) else self.kwargs[self.place]
+
+    def with_columns(self, columns: ColumnDict, extra: Mapping[str, Any]) -> Callable[[], Any]:
+        args, kwargs = list(self.args), dict(self.kwargs)
+        if isinstance(self.place, int):
+            args[self.place] = columns
+        else:
+            kwargs[self.place] = columns
+        if self.wants_extra:
+            kwargs["extra"] = dict(extra)
+        return functools.partial(self.function, *args, **kwargs)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+async def _run(plane: ColumnPlace, invoke: _Invocation, is_async: bool, fields: tuple[str, ...]) -> Any:
+    batch = invoke.batch
+    meta, lease = (batch.meta, batch) if isinstance(batch, Lease) else (batch, None)
+    theirs = not isinstance(meta, BatchMeta)
+    if theirs:
+        meta = await named_by(plane, batch)
+    columns = await plane.get(meta, fields or None) if len(meta) else _no_rows(fields or meta.fields)
+    body = invoke.with_columns(columns, meta.extra)
+    result = await (body() if is_async else asyncio.to_thread(body))
+    if not isinstance(result, dict):
+        return result
+    cells = {name: scatter(name, column, len(meta)) for name, column in result.items()}
+    rows = {key: {name: cells[name][i] for name in cells} for i, key in enumerate(meta.keys)}
+    if cells and rows:
+        await plane.put(meta.partition, rows, lease=lease)
+    done = meta.but(fields=meta.fields + tuple(name for name in cells if name not in meta.fields))
+    return await in_kind(plane, batch, done) if theirs else done
+
+
+def _no_rows(fields: Sequence[str]) -> ColumnDict:
+    """Columns of no rows. Their dtypes are not known, and a `Jagged` can be read like a list as well."""
+    return {
+        name: Jagged(torch.empty(0, dtype=torch.float32), torch.zeros(1, dtype=torch.int64))
+        for name in fields
+    }

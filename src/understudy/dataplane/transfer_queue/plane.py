@@ -1,0 +1,240 @@
+"""The data plane of a cluster: the ledger with its journal here, the columns in TransferQueue's memory.
+
+    this process                         the cluster                          any process
+    ┌───────────────────────────┐        ┌──────────────────────────┐        ┌──────────────────────────┐
+    │ ledger: keys, statuses,   │ names  │ TransferQueue            │ bytes  │ QueueReader.get(meta)    │
+    │ leases, acks, groups      │───────>│ controller, storage units│───────>│ a rank fetches its rows  │
+    │ journal, spill files      │        └──────────────────────────┘        └──────────────────────────┘
+    └───────────────────────────┘
+
+TransferQueue alone hands rows out at most once: a consumer that dies takes them along, a full queue raises, and its
+contents die with it. So who may claim, write and ack what is decided by the same ledger as in the embedded plane, and
+every column is in the run directory before `put` returns. The queue is the way columns travel: what it holds is a copy,
+counted against `max_bytes`, and a reader finds what it lacks on disk.
+
+A process elsewhere that makes rows writes their columns itself, into the run directory and the queue
+(`transfer_queue/writer.py`), and announces them; `adopt` takes the announcement into the ledger.
+
+Waiting is by events throughout: claims wait at the ledger, never in TransferQueue, whose own `fetch` can only be asked
+again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import transfer_queue
+
+from understudy.dataplane.base import Lease, Retain, RowStatus
+from understudy.dataplane.embedded import EmbeddedDataPlane
+from understudy.dataplane.frame import SpillRef, decode
+from understudy.dataplane.journal.folder_lock import FolderLock
+from understudy.dataplane.memory.store import Store
+from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
+from understudy.dataplane.transfer_queue.segments import LentSegments, Written
+from understudy.dataplane.transfer_queue.store import INLINE_BYTES, QueueIntake, QueueStore
+from understudy.dataplane.transfer_queue.uploads import PATIENCE, Shelf
+from understudy.dataplane.transfer_queue.write_ids import row_of
+from understudy.errors import DataPlaneError
+from understudy.types.batch import BatchMeta
+from understudy.types.jagged import Jagged
+
+
+class TransferQueueDataPlane(EmbeddedDataPlane):
+    store_kind: ClassVar[type[Store]] = QueueStore
+    _store: QueueStore
+
+    def __init__(self, store: Store, lock: FolderLock) -> None:
+        super().__init__(store, lock)
+        assert isinstance(store, QueueStore)
+        self._intake: QueueIntake = QueueIntake(store)
+
+    @classmethod
+    def open_on(
+        cls,
+        link: QueueLink,
+        path: Path,
+        *,
+        max_rows: int,
+        max_bytes: int,
+        spill_bytes: int | None = None,
+        inline_bytes: int = INLINE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        retain: Retain = Retain.UNTIL_SETTLED,
+        patience: float = PATIENCE,
+    ) -> Self:
+        """Open or create the plane in folder `path`; columns travel by `link`, which the caller closes.
+
+        `max_bytes` bounds what the queue and the ledger hold together; columns beyond it, those of `spill_bytes` or
+        more, and those of an earlier life are read from the folder. Cells below `inline_bytes` stay with the ledger. A queue
+        that does not answer within `patience` seconds is lost, which costs no row.
+        """
+        plane = cls.open(
+            path, max_rows=max_rows, max_bytes=max_bytes, spill_bytes=inline_bytes, clock=clock, retain=retain
+        )
+        plane._store.inline_bytes = inline_bytes
+        plane._store.disk_bytes = math.inf if spill_bytes is None else spill_bytes
+        plane._store.shelf = Shelf(link, patience)
+        return plane
+
+    @property
+    def shelf(self) -> Shelf:
+        assert self._store.shelf is not None
+        return self._store.shelf
+
+    async def get(
+        self, meta: BatchMeta, fields: Sequence[str] | None = None
+    ) -> dict[str, Jagged | list[Any]]:
+        rows, names = self._wanted(meta, fields)
+        store = self._store
+        in_queue = [
+            name for name in names if rows and all(store.is_best_read_there(row, name) for row in rows)
+        ]
+        marks = store.marks(rows, in_queue)
+        found = await self.shelf.get(meta.partition, meta.keys, in_queue, marks) if in_queue else None
+        if not found:
+            return await super().get(meta, names)
+        rest = [name for name in names if name not in found]
+        others = await super().get(meta, rest) if rest else {}
+        return {name: found[name] if name in found else others[name] for name in names}
+
+    async def hand_over(self, meta: BatchMeta, fields: Sequence[str]) -> BatchMeta:
+        """The names of these rows for a `QueueReader` elsewhere: whatever the queue lacks of them is uploaded first."""
+        rows, _ = self._wanted(meta, fields)
+        store, home = self._store, self._home(meta.partition)
+        frames: dict[str, dict[str, bytes]] = {row.key: {} for row in rows}
+        for name in fields:
+            lacking = [row for row in rows if not store.is_shelved(row, name)]
+            for row, frame in zip(lacking, await store.frames(lacking, name), strict=True):
+                frames[row.key][name] = frame
+        frames = {key: columns for key, columns in frames.items() if columns}
+        if frames:
+            store.uploading(home, frames)
+            try:
+                arrived = await self.shelf.put(meta.partition, frames)
+            finally:
+                store.uploaded(home, frames)
+            if not arrived:
+                raise DataPlaneError(
+                    f"TransferQueue is lost ({self.shelf.lost}); read rows from the plane itself"
+                )
+            for key, columns in frames.items():
+                if key in home.rows:
+                    new = [name for name in columns if not store.is_shelved(home.rows[key], name)]
+                    store.shelve(home, home.rows[key], dict.fromkeys(new, 0))
+        marks = store.marks(rows, fields)
+        return BatchMeta(meta.partition, meta.keys, tuple(fields), meta.tags, meta.extra, marks)
+
+    # ---- rows whose columns other processes write
+
+    @property
+    def lent(self) -> LentSegments:
+        """Which segment of the run directory each of them appends to."""
+        return self._store.lent
+
+    async def adopt(
+        self,
+        partition: str,
+        rows: Mapping[str, Written],
+        tags: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        status: RowStatus = RowStatus.FINISHED,
+        lease: Lease | None = None,
+    ) -> BatchMeta:
+        """`put` for rows that a process elsewhere has written: it is the announcement that makes them count."""
+        self._store.check()
+        return await self._intake.adopt(partition, rows, tags, status, lease)
+
+    async def cells(self, written: Written) -> dict[str, Any]:
+        """Columns that a process elsewhere has written, adopted or not, from the run directory."""
+        spill = self._store.spill
+        return await asyncio.to_thread(
+            lambda: {
+                name: decode(spill.read(cell) if isinstance(cell, SpillRef) else cell)
+                for name, cell in written.cells.items()
+            }
+        )
+
+    async def clear_orphans(self) -> int:
+        """Take out of the queue what writers left there that died, or were too late; how many copies of rows that was."""
+        found = 0
+        for name, home in list(self._store.partitions.items()):
+            known = await self.shelf.keys(name)
+            gone = self._store.orphans(home, known)
+            self.shelf.clear(name, gone)
+            found += len(gone)
+        return found
+
+    async def settle(self, step: int) -> None:
+        self._store.lent.roll()
+        await super().settle(step)
+        await self.clear_orphans()
+
+    # ---- TransferQueue's own names for rows (transfer_queue_meta.py)
+
+    def partition_of(self, partition_id: str) -> str:
+        return self.shelf.link.partition_of(partition_id)
+
+    async def keys_of(self, global_indexes: Sequence[int], partition_id: str) -> tuple[str, ...]:
+        return tuple(row_of(name) for name in await self.shelf.link.keys_of(global_indexes, partition_id))
+
+    async def columnar(self, meta: BatchMeta) -> transfer_queue.BatchMeta:
+        return await self.shelf.link.columnar(meta.partition, self._queue_keys(meta))
+
+    def keyed(self, meta: BatchMeta) -> transfer_queue.KVBatchMeta:
+        """These rows for code that speaks TransferQueue: `tq.kv_batch_get_by_meta(plane.keyed(lease.meta))`."""
+        return transfer_queue.KVBatchMeta(
+            keys=self._queue_keys(meta),
+            tags=[dict(tags) for tags in meta.tags] or [{} for _ in meta.keys],
+            partition_id=self.shelf.link.partition_id(meta.partition),
+            fields=list(meta.fields),
+            extra_info=dict(meta.extra),
+        )
+
+    def _queue_keys(self, meta: BatchMeta) -> list[str]:
+        rows = self._home(meta.partition).rows
+        return [
+            self._store.queue_key(rows[key], meta.fields or tuple(rows[key].columns)) if key in rows else key
+            for key in meta.keys
+        ]
+
+    async def close(self) -> None:
+        """Lets go of the folder, and of the queue's memory."""
+        try:
+            self._store.forget_all()
+            for name in list(self._store.partitions):
+                self.shelf.clear(name, await self.shelf.keys(name))
+            await self.shelf.drain()
+        finally:
+            await super().close()
+
+
+class QueueReader:
+    """Columns of rows for a process that is not the plane's: it needs the names, the address, and no Ray."""
+
+    def __init__(self, address: QueueAddress, *, prefix: str = "") -> None:
+        self._link = QueueLink.connect(address, prefix=prefix)
+        self.bytes_got = 0
+
+    async def get(
+        self, meta: BatchMeta, fields: Sequence[str] | None = None
+    ) -> dict[str, Jagged | list[Any]]:
+        names = tuple(fields or meta.fields)
+        if not meta.keys or not names:
+            return {}
+        found = await self._link.get(meta.partition, meta.keys, names, meta.marks)
+        if found is None:
+            raise DataPlaneError(
+                f"TransferQueue lacks columns {', '.join(names)} of rows {meta.keys[0]} …: `hand_over` uploads them, and "
+                "they stay until the rows are acked"
+            )
+        self.bytes_got += sum(column.values.nbytes for column in found.values() if isinstance(column, Jagged))
+        return found
+
+    def close(self) -> None:
+        self._link.close()

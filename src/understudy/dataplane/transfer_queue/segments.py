@@ -1,0 +1,186 @@
+"""Columns written by another process of the cluster: it appends them to a spill segment of its own and tells where they lie.
+
+    worker: SegmentWriter.append ──frames──> spill/00000007.seg (in the run directory, which all machines see)
+            └──Written: small cells, references──> plane.adopt(…): ledger and journal, as if the plane had written them
+
+Which segment a writer appends to is said anew with every piece of work (`LentSegments.take`), by the plane: a writer that
+died, or was given up for dead, leaves bytes nobody refers to in a segment nobody else writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from understudy.dataplane.frame import SpillRef
+from understudy.dataplane.journal.spill import SEGMENT_BYTES, SpillFiles
+from understudy.errors import RowsUnreachable
+
+
+class Written(msgspec.Struct, frozen=True):
+    """One row's columns as their writer announces them."""
+
+    cells: dict[str, bytes | SpillRef]
+    """By column: the frame itself where it is small, or where in the run directory it lies."""
+    queued: tuple[str, ...] = ()
+    """Columns that are in the queue too."""
+    mark: str = ""
+    """Under which name they are there (`write_ids.py`)."""
+
+
+class Ticket:
+    """The right to append to a segment. The segment is kept for as long as somebody has the ticket."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class LentSegments:
+    """The plane's side: one current segment for each writer, a new one when it is full or its writer is another."""
+
+    def __init__(self, spill: SpillFiles, most_bytes: int = SEGMENT_BYTES) -> None:
+        self._spill = spill
+        self._most_bytes = most_bytes
+        self._current: dict[int, int] = {}
+        """By writer."""
+        self._tickets: Counter[int] = Counter()
+        self._bytes: dict[int, int] = {}
+        """By segment in use: how far it is known to be written."""
+
+    def take(self, writer: int) -> Ticket:
+        segment = self._current.get(writer)
+        if segment is not None and self._bytes[segment] >= self._most_bytes:
+            self._retire(writer)
+            segment = None
+        if segment is None:
+            segment = self._current[writer] = self._spill.lend()
+            self._bytes[segment] = 0
+        self._tickets[segment] += 1
+        ticket = Ticket(segment)
+        weakref.finalize(ticket, self._returned, segment).atexit = False
+        return ticket
+
+    def noted(self, written: Written) -> None:
+        """This announcement is in the ledger."""
+        for cell in written.cells.values():
+            if isinstance(cell, SpillRef) and cell.segment in self._bytes:
+                self._bytes[cell.segment] = max(self._bytes[cell.segment], cell.offset + cell.length)
+
+    def end(self, writer: int) -> None:
+        """This writer is gone."""
+        if writer in self._current:
+            self._retire(writer)
+
+    def roll(self) -> None:
+        """Everybody goes on in a new segment, so that those so far can be deleted once their rows are settled."""
+        for writer in [writer for writer, segment in self._current.items() if self._bytes[segment]]:
+            self._retire(writer)
+
+    def _retire(self, writer: int) -> None:
+        self._give_back(self._current.pop(writer))
+
+    def _returned(self, segment: int) -> None:
+        self._tickets[segment] -= 1
+        if segment not in self._current.values():
+            self._give_back(segment)
+
+    def _give_back(self, segment: int) -> None:
+        if self._tickets[segment] == 0:
+            del self._tickets[segment], self._bytes[segment]
+            self._spill.give_back(segment)
+
+
+class SegmentWriter:
+    """The other side: appends to segments it was lent. Frames that arrive together share one flush to the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[int, tuple[int, int]] = {}
+        """By segment: file and length."""
+        self._waiting: list[tuple[int, Sequence[bytes], asyncio.Future[list[SpillRef]]]] = []
+        self._flusher: asyncio.Task[None] | None = None
+
+    async def append(self, segment: int, frames: Sequence[bytes]) -> list[SpillRef]:
+        """Where these frames lie; they survive the end of this machine."""
+        answer: asyncio.Future[list[SpillRef]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((segment, frames, answer))
+        if self._flusher is None:
+            self._flusher = asyncio.get_running_loop().create_task(self._flush())
+        return await answer
+
+    async def _flush(self) -> None:
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                try:
+                    places = await asyncio.to_thread(
+                        self._write, [(segment, frames) for segment, frames, _ in batch]
+                    )
+                except Exception as error:
+                    for _, _, answer in batch:
+                        if not answer.done():
+                            answer.set_exception(error)
+                    continue
+                for (_, _, answer), refs in zip(batch, places, strict=True):
+                    if not answer.done():
+                        answer.set_result(refs)
+        finally:
+            self._flusher = None
+
+    def _write(self, batch: Sequence[tuple[int, Sequence[bytes]]]) -> list[list[SpillRef]]:
+        places = []
+        for segment, frames in batch:
+            file, length = self._file(segment)
+            refs = []
+            for frame in frames:
+                refs.append(SpillRef(segment, length, len(frame), zlib.crc32(frame)))
+                view = memoryview(frame)
+                while view:
+                    written = os.pwrite(file, view, length)
+                    view, length = view[written:], length + written
+            self._files[segment] = (file, length)
+            places.append(refs)
+        for segment in {segment for segment, _ in batch}:
+            os.fdatasync(self._files[segment][0])
+        newest = max(self._files)
+        for segment in [segment for segment in self._files if segment != newest]:
+            os.close(self._files.pop(segment)[0])
+        return places
+
+    def _file(self, segment: int) -> tuple[int, int]:
+        """Only one process ever writes a segment, so its length is where the next frame goes."""
+        if segment not in self._files:
+            path = self._folder / f"{segment:08d}.seg"
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._files[segment] = (file, os.fstat(file).st_size)
+        return self._files[segment]
+
+    async def read(self, refs: Sequence[SpillRef]) -> list[bytes]:
+        """Frames of any segment, whoever wrote it; `RowsUnreachable` where they are not there as they were written."""
+        return await asyncio.to_thread(lambda: [self._read(ref) for ref in refs])
+
+    def _read(self, ref: SpillRef) -> bytes:
+        path = self._folder / f"{ref.segment:08d}.seg"
+        try:
+            with path.open("rb") as file:
+                file.seek(ref.offset)
+                frame = file.read(ref.length)
+        except OSError as error:
+            raise RowsUnreachable(f"{path} cannot be read: {error}") from None
+        if len(frame) != ref.length or zlib.crc32(frame) != ref.crc:
+            raise RowsUnreachable(f"{path} at {ref.offset} holds other bytes than were written")
+        return frame
+
+    def close(self) -> None:
+        for file, _ in self._files.values():
+            os.close(file)
+        self._files.clear()

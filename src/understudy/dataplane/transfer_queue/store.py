@@ -1,0 +1,320 @@
+"""The ledger's rows, and which of their columns also lie in TransferQueue.
+
+A column that is large lies in the run directory (a spill file, as in the embedded plane) and, while memory allows, in
+TransferQueue; `shelved` says which do, and counts them against `max_bytes`. Small cells stay with the ledger. A column is
+read from the queue only while it is shelved, so whatever happens to the queue, or to an upload that was refused after
+all, the copy in the run directory is what counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from understudy.dataplane.base import Columns, Lease, RowStatus, split_key
+from understudy.dataplane.frame import SpillRef, pack
+from understudy.dataplane.journal.schema import PACK_SHIFT
+from understudy.dataplane.memory.intake import Frames, Intake, Tags, checked_tags, framed, shared_columns
+from understudy.dataplane.memory.loading import Loaded
+from understudy.dataplane.memory.partition import Partition
+from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.store import Store
+from understudy.dataplane.transfer_queue.segments import LentSegments, Written
+from understudy.dataplane.transfer_queue.uploads import Shelf
+from understudy.dataplane.transfer_queue.write_ids import queue_key, row_of
+from understudy.errors import DataPlaneError, LeaseLost
+from understudy.types.batch import BatchMeta
+
+INLINE_BYTES = 512
+"""Cells below this stay with the ledger, unless told otherwise."""
+Held = dict[str, dict[str, int]]
+"""By key and column to be uploaded: bytes of memory taken."""
+
+
+class QueueStore(Store):
+    """A `Store` that knows what is on the shelf; without a shelf it keeps everything itself."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.shelf: Shelf | None = None
+        self.inline_bytes = INLINE_BYTES
+        self.disk_bytes: float = math.inf
+        """Columns of this size or more are on disk alone."""
+        self._shelved: dict[int, dict[str, int]] = {}
+        """By row: columns that can be read from the queue, with the bytes they are counted for."""
+        self._marks: dict[int, dict[str, str]] = {}
+        """By row: columns that lie there under another name than the row's key."""
+        self._uploaded: dict[str, dict[str, set[str]]] = {}
+        """By partition and key: every name the queue may know of a row, whatever became of the upload."""
+        self._on_the_way: Counter[tuple[str, str, str]] = Counter()
+        """By partition, key and column: uploads that have not arrived yet."""
+        self.lent = LentSegments(self.spill)
+        """Where processes elsewhere write columns of their own."""
+
+    def is_shelved(self, row: Row, name: str) -> bool:
+        return name in self._shelved.get(row.id, ())
+
+    def is_best_read_there(self, row: Row, name: str) -> bool:
+        """On the shelf, and not here as well."""
+        return self._shelved.get(row.id, {}).get(name, 0) > 0
+
+    def marks(self, rows: Sequence[Row], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Under which names these columns lie in the queue, for those that are not under the rows' own keys."""
+        told = {name: tuple(self._marks.get(row.id, {}).get(name, "") for row in rows) for name in names}
+        return {name: marks for name, marks in told.items() if any(marks)}
+
+    def queue_key(self, row: Row, names: Iterable[str]) -> str:
+        """The one name that these columns of a row lie under."""
+        marks = {self._marks.get(row.id, {}).get(name, "") for name in names}
+        if len(marks) > 1:
+            raise DataPlaneError(
+                f"columns {', '.join(names)} of row {row.key} were written by several processes and lie under "
+                f"{len(marks)} names in the queue; name the columns of one of them, or read with `hand_over` and `QueueReader`"
+            )
+        return queue_key(row.key, marks.pop() if marks else "")
+
+    def overwriting(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
+        """These columns are about to change: whatever the queue holds in them, now or soon, is not read."""
+        for key, columns in frames.items():
+            row = home.rows.get(key)
+            if row is not None and row.id in self._shelved:
+                marks = self._marks.get(row.id, {})
+                for name in columns:
+                    marks.pop(name, None)
+                size = sum(self._shelved[row.id].pop(name, 0) for name in columns)
+                row.resident -= size
+                self.admission.leave(0, size)
+
+    def uploading(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
+        """From now on the queue may know these rows, and hold anything in these columns."""
+        for key in frames:
+            self._known(home.name, key).add(key)
+        self._on_the_way.update((home.name, key, name) for key, names in frames.items() for name in names)
+
+    def uploaded(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
+        """This upload is over, whatever came of it."""
+        for key, names in frames.items():
+            for name in names:
+                place = (home.name, key, name)
+                self._on_the_way[place] -= 1
+                if not self._on_the_way[place]:
+                    del self._on_the_way[place]
+
+    def shelve(self, home: Partition, row: Row, sizes: Mapping[str, int]) -> None:
+        """These columns arrived, and memory was taken for them; not where another upload is about to replace them."""
+        shelf = self._shelved.setdefault(row.id, {})
+        for name, size in sizes.items():
+            if (home.name, row.key, name) in self._on_the_way:
+                self.admission.leave(0, size)
+            else:
+                shelf[name] = size
+                row.resident += size
+
+    def _known(self, partition: str, key: str) -> set[str]:
+        return self._uploaded.setdefault(partition, {}).setdefault(key, set())
+
+    def write(self, home: Partition, row: Row, frames: dict[str, bytes] | Written, status: RowStatus) -> None:
+        if not isinstance(frames, Written):
+            super().write(home, row, frames, status)
+            return
+        self._adopt(home, row, frames)
+        changes = self.journal.changes
+        if row.status is not status:
+            home.set_status(row, status)
+            changes.dirty[row.id] = row
+        if row.arrival == 0 and status is RowStatus.FINISHED:
+            row.arrival = self._next_arrival
+            self._next_arrival += 1
+            changes.dirty[row.id] = row
+
+    def _adopt(self, home: Partition, row: Row, written: Written) -> None:
+        """Columns that somebody else wrote, into the run directory and perhaps the queue: only told of here."""
+        changes = self.journal.changes
+        self.overwriting(home, {row.key: written.cells})
+        pack_id = (row.id << PACK_SHIFT) + row.packs
+        row.packs += 1
+        for name, cell in written.cells.items():
+            before = row.columns.get(name)
+            if isinstance(before, bytes):
+                row.resident -= len(before)
+                self.admission.leave(0, len(before))
+            if isinstance(cell, SpillRef):
+                # Written already: the journal's thread opens the file for flushes to come, and has nothing to write.
+                changes.spills.append((pack_id, cell, b""))
+            else:
+                row.resident += len(cell)
+                self.admission.resident += len(cell)
+        row.columns.update(written.cells)
+        changes.packs += (pack_id, pack(written.cells))
+        self.lent.noted(written)
+        self._shelve_adopted(home, row, written)
+
+    def _shelve_adopted(self, home: Partition, row: Row, written: Written) -> None:
+        """Count what is in the queue of them; where memory has no room for it, it leaves the queue."""
+        if self.shelf is None or self.shelf.lost is not None or not written.queued:
+            return
+        cells = written.cells
+        sizes = {
+            name: cell.length if isinstance(cell := cells[name], SpillRef) else 0 for name in written.queued
+        }
+        if not self.admission.hold(sum(sizes.values())):
+            self.disown(home.name, {row.key: written})
+            return
+        # Nobody else ever writes under this name, so whatever else is on its way to this row does not touch it.
+        self._known(home.name, row.key).add(queue_key(row.key, written.mark))
+        self._shelved.setdefault(row.id, {}).update(sizes)
+        self._marks.setdefault(row.id, {}).update(dict.fromkeys(sizes, written.mark))
+        row.resident += sum(sizes.values())
+
+    def disown(self, partition: str, rows: Mapping[str, Written]) -> None:
+        """Nobody will read these copies."""
+        if self.shelf is not None:
+            self.shelf.clear(
+                partition, [queue_key(key, written.mark) for key, written in rows.items() if written.queued]
+            )
+
+    def orphans(self, home: Partition, names: Iterable[str]) -> list[str]:
+        """Of the names the queue has: those of rows whose session is over, or never was. Their writer died before it announced
+        them, or came too late."""
+        return [
+            name
+            for name in names
+            if (key := row_of(name)) not in home.rows
+            and "{}_{}_0".format(*split_key(key)[:2]) not in home.rows
+        ]
+
+    def forget(self, partition: str, keys: Iterable[str]) -> None:
+        """The queue need not hold these rows any more."""
+        known = self._uploaded.get(partition, {})
+        gone = [name for key in keys for name in known.pop(key, ())]
+        if self.shelf is not None:
+            self.shelf.clear(partition, gone)
+
+    def forget_all(self) -> None:
+        for partition, keys in self._uploaded.items():
+            self.forget(partition, list(keys))
+        self._shelved.clear()
+        self._marks.clear()
+
+    def _remove(self, home: Partition, rows: list[Row]) -> None:
+        super()._remove(home, rows)
+        for row in rows:
+            self._shelved.pop(row.id, None)
+            self._marks.pop(row.id, None)
+        self.forget(home.name, [row.key for row in rows])
+
+    def install(self, state: Loaded) -> None:
+        self.forget_all()
+        super().install(state)
+
+
+class QueueIntake(Intake):
+    """Rows are let in first, then uploaded, then written into the ledger if they are still wanted."""
+
+    def __init__(self, store: QueueStore) -> None:
+        super().__init__(store)
+        self._queue = store
+
+    async def put(
+        self,
+        partition: str,
+        rows: Mapping[str, Columns],
+        tags: Tags | None,
+        lease: Lease | None,
+        status: RowStatus,
+    ) -> BatchMeta:
+        store = self._queue
+        store.check()
+        frames, given = framed(rows), checked_tags(tags)
+        home, room = await self._admit(partition, frames, lease)
+        store.overwriting(home, frames)
+        epoch, held = store.leases.epoch, self._hold(frames)
+        try:
+            arrived = await self._upload(home, frames, held)
+            store.check()
+            if store.leases.epoch != epoch:
+                raise DataPlaneError("the plane was rewound while these rows were on their way")
+            self._look(home, frames, lease)
+        except BaseException:
+            if store.leases.epoch == epoch and store.refusal is None:
+                # Otherwise the plane is closed, or being rewound, and what was taken of its memory is counted anew.
+                self._undo(home, frames, held, room)
+            raise
+        store.overwriting(home, frames)  # again: somebody elsewhere may have been quicker
+        self._write(home, frames, given, status, room)
+        for key, sizes in held.items():
+            if arrived and key in home.rows:
+                store.shelve(home, home.rows[key], sizes)
+            else:
+                store.admission.leave(0, sum(sizes.values()))
+        await store.journal.durable()
+        return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
+
+    async def adopt(
+        self,
+        partition: str,
+        rows: Mapping[str, Written],
+        tags: Tags | None,
+        status: RowStatus,
+        lease: Lease | None,
+    ) -> BatchMeta:
+        """`put` of rows whose columns somebody else has written."""
+        store, given = self._queue, checked_tags(tags)
+        home = store.partition(partition)
+        try:
+            room = self._look(home, rows, lease)
+            if room:
+                await store.admission.admit(room, 0)
+                home = store.partition(partition)
+                try:
+                    self._look(home, rows, lease)
+                except BaseException:
+                    store.admission.leave(room)
+                    store.admission.serve()
+                    raise
+        except LeaseLost:
+            store.disown(partition, rows)
+            raise
+        self._write(home, rows, given, status, room)  # type: ignore[arg-type]
+        await store.journal.durable()
+        return BatchMeta(partition, tuple(rows), shared_columns([one.cells for one in rows.values()]))
+
+    def _hold(self, frames: Frames) -> Held:
+        """What to upload, and memory for it; large columns it has no room for go to disk alone.
+
+        Small cells, which the ledger keeps, go along for readers that see the queue alone.
+        """
+        shelf, admission = self._queue.shelf, self._queue.admission
+        if shelf is None or shelf.lost is not None:
+            return {}
+        held: Held = {key: {} for key in frames}
+        for key, columns in frames.items():
+            for name, frame in columns.items():
+                if len(frame) < self._queue.inline_bytes:
+                    held[key][name] = 0
+                elif len(frame) < self._queue.disk_bytes and admission.hold(len(frame)):
+                    held[key][name] = len(frame)
+        return held
+
+    async def _upload(self, home: Partition, frames: Frames, held: Held) -> bool:
+        shelf = self._queue.shelf
+        if shelf is None or not any(held.values()):
+            return False
+        self._queue.uploading(home, held)
+        try:
+            return await shelf.put(
+                home.name,
+                {key: {name: frames[key][name] for name in names} for key, names in held.items() if names},
+            )
+        finally:
+            self._queue.uploaded(home, held)
+
+    def _undo(self, home: Partition, frames: Frames, held: Held, room: int) -> None:
+        """The rows were refused after all; what arrived of them in the queue is never read."""
+        admission = self._queue.admission
+        self._queue.overwriting(home, frames)
+        admission.leave(room, sum(sum(sizes.values()) for sizes in held.values()))
+        self._queue.forget(home.name, [key for key in frames if key not in home.rows])
+        admission.serve()

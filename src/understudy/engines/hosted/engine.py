@@ -1,0 +1,358 @@
+"""The client of engine processes: an `Engine` whose tokens are written elsewhere, on this machine or another.
+
+    generate ──batch──> host chosen by hash (composed) or by outstanding tokens (continuous) ──> answers, in order
+                          │ dies
+                          └──> started again ──newest weights──> serves; what was in flight is asked again
+
+A host's life:   serving ──connection lost, or silent──> gone ──restart, newest weights, paused if we are──> serving
+                                                           └──`Restarts.most` in vain──> given up
+
+Asking again is safe: a generation is a pure function of (weights, tokens, sampling, seed). The weights may have moved on
+meanwhile, and then the tokens say so: each carries the version it was written with. Hosts are twins, so under composed
+batching it does not matter to any bit which of them wrote a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.hosted.client import HostChannel, HostLost
+from understudy.engines.hosted.messages import AbortOrder, decode_answer, encode_call
+from understudy.engines.hosted.remote_calls import composed_call
+from understudy.engines.hosted.weights import WeightDelivery
+from understudy.engines.local.scheduler import Batching
+from understudy.engines.remote_tokens import FarRequest, NotBrought
+from understudy.engines.replicas import Endpoint, Replica, Replicas
+from understudy.engines.restarts import Restarts
+from understudy.engines.traffic import Traffic
+from understudy.errors import EngineError, UnderstudyError
+from understudy.types.trajectory import StopReason
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 5.0
+_TRIES = 5
+"""Times one batch may lose its host: a batch that kills every process it meets is that batch's fault."""
+_NOT_BROUGHT_PAUSE_S = 0.5
+
+
+class HostKeeper(Protocol):
+    """Whoever owns the processes; hosts are called replica-0, replica-1, …"""
+
+    async def restart(self, name: str) -> Endpoint:
+        """Ends what is left of the process, starts it anew, and returns where it answers once it can write."""
+        ...
+
+    async def stop(self, name: str) -> None: ...
+
+    def alive(self, name: str) -> bool:
+        """Whether the process is there, as far as its launcher knows."""
+        ...
+
+
+class HostedEngine:
+    """An `Engine` over one or several engine processes that hold the same weights.
+
+    patience_s   how long a batch waits for a host that serves before the engine is given up
+    silence_s    a host that leaves /health unanswered this long is started again
+    restarts     when a host that does not stay up is given up; without any host left, whoever waits is told why
+    notify       is told in words when a host is lost and when it is back
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        keeper: HostKeeper,
+        delivery: WeightDelivery,
+        *,
+        batching: Batching = Batching.COMPOSED,
+        version: int = -1,
+        patience_s: float = 600.0,
+        silence_s: float = 60.0,
+        restarts: Restarts | None = None,
+        notify: Callable[[str], None] | None = None,
+    ) -> None:
+        self._replicas = Replicas(endpoints)
+        self._keeper, self._delivery, self._batching = keeper, delivery, batching
+        self.traffic = Traffic()
+        self._channels = {
+            host.name: HostChannel(host.name, host.endpoint, self.traffic) for host in self._replicas.all
+        }
+        self._patience_s, self._silence_s = patience_s, silence_s
+        self._restarts = restarts or Restarts()
+        self._in_vain = {host.name: 0 for host in self._replicas.all}
+        """Restarts since the host last served for a while."""
+        self._served_since = dict.fromkeys(self._in_vain, time.monotonic())
+        self._notify = notify or (lambda message: None)
+        self._version = version
+        self._changing = asyncio.Lock()
+        """Held while weights or the pause change, so that a host that comes back gets what is newest."""
+        self._news = asyncio.Condition()
+        """Told when a host is back, on abort and on close: what those who wait for a host wait for."""
+        self._calls = self._aborts = 0
+        self._aborting = asyncio.Lock()
+        self._paused = self._closed = False
+        self._reviving: dict[str, asyncio.Task[None]] = {}
+        self._pulse = asyncio.create_task(self._feel_pulse())
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def _serving(self) -> list[Replica]:
+        return [host for host in self._replicas.all if host.resting_until == 0.0]
+
+    @property
+    def outstanding_tokens(self) -> Mapping[str, int]:
+        """By host: prompt and new tokens of what it has been asked for."""
+        return {host.name: host.outstanding_tokens for host in self._replicas.all}
+
+    # --- generation -------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Of a `FarRequest` the tokens do not pass here: its generation tells lengths."""
+        if not requests:
+            return []
+        if self._batching is Batching.COMPOSED:
+            return await self._batch(requests, lambda size: self._by_hash(requests, size))
+        alone = [asyncio.ensure_future(self._alone(request)) for request in requests]
+        try:
+            return [generation for (generation,) in await asyncio.gather(*alone)]
+        finally:
+            for task in alone:  # the first failure is the batch's
+                task.cancel()
+
+    async def _alone(self, request: GenerateRequest) -> list[Generation]:
+        return await self._batch([request], lambda size: self._replicas.pick(request.session, size))
+
+    def _by_hash(self, requests: Sequence[GenerateRequest], size: int) -> Replica | None:
+        """The same batch goes to the same host, whatever the others are doing; to the next in line while that one is gone."""
+        keys = "\n".join(request.key for request in requests)
+
+        def place_in_line(host: Replica) -> bytes:
+            return blake2b(f"{host.name}\n{keys}".encode(), digest_size=8).digest()
+
+        if not self._serving:
+            return None
+        chosen = min(self._serving, key=place_in_line)
+        chosen.outstanding_tokens += size
+        chosen.sent_tokens += size
+        return chosen
+
+    async def _batch(
+        self, requests: Sequence[GenerateRequest], choose: Callable[[int], Replica | None]
+    ) -> list[Generation]:
+        """Asks until a host answers, the whole batch again each time its host was lost."""
+        size = sum(len(request.tokens) + request.sampling.max_new_tokens for request in requests)
+        aborts, problem = self._aborts, ""
+        for _ in range(_TRIES):
+            # A call sent while an abort is on its way would be taken for one that it means.
+            async with self._aborting:
+                pass
+            host = await self._host(lambda: choose(size), aborts)
+            if host is None:
+                return [_nothing_written() for _ in requests]
+            channel = self._channels[host.name]
+            self._calls += 1
+            try:
+                return await self._call(channel, host.endpoint, self._calls, requests)
+            except HostLost as error:
+                problem = str(error)
+                self._lost(host, channel, problem)
+            except NotBrought as error:
+                problem = f"{host.name} lives, and a worker could not reach it: {error}"
+                logger.warning("the batch of %s … is asked again: %s", requests[0].key, problem)
+                await asyncio.sleep(_NOT_BROUGHT_PAUSE_S)
+            finally:
+                self._replicas.withdrawn(host, size)
+        raise EngineError(
+            f"the batch of {requests[0].key} … lost its engine process, or the way to it, {_TRIES} times; the last time: {problem}"
+        )
+
+    async def _call(
+        self, channel: HostChannel, door: Endpoint, call: int, requests: Sequence[GenerateRequest]
+    ) -> list[Generation]:
+        far = [request for request in requests if isinstance(request, FarRequest)]
+        if len(far) == len(requests):
+            return await composed_call(channel, door, call, far)
+        if far:
+            raise EngineError(
+                f"{len(far)} of {len(requests)} requests of a batch are held elsewhere; expected all or none"
+            )
+        answer = await channel.ask("/v1/generate", encode_call(call, requests))
+        return decode_answer(answer, len(requests))[1]
+
+    async def _host(self, choose: Callable[[], Replica | None], aborts: int) -> Replica | None:
+        """Waits for a host that serves; None when the batch was aborted first."""
+        deadline = time.monotonic() + self._patience_s
+        async with self._news:
+            while True:
+                if self._closed:
+                    raise EngineError("the engine is closed; it takes no more requests")
+                if self._aborts != aborts:
+                    return None
+                if all(self._is_given_up(host) for host in self._replicas.all):
+                    raise EngineError(f"no engine process is left. {self._last_problems()}")
+                host = choose()
+                if host is not None:
+                    return host
+                try:
+                    await asyncio.wait_for(self._news.wait(), deadline - time.monotonic())
+                except TimeoutError:
+                    raise EngineError(
+                        f"no engine process served within {self._patience_s:g} s. {self._last_problems()}"
+                    ) from None
+
+    def _last_problems(self) -> str:
+        return "\n".join(sorted({host.last_problem for host in self._replicas.all}))
+
+    def _is_given_up(self, host: Replica) -> bool:
+        gone = host.resting_until != 0.0 and host.name not in self._reviving
+        return gone and self._in_vain[host.name] >= self._restarts.most
+
+    # --- control ----------------------------------------------------------------------------------------------
+
+    async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        async with self._changing:
+            self._version, before = version, self._version
+            serving = {self._channels[host.name]: host for host in self._serving}
+            try:
+                lost = await self._delivery.publish(version, tensors, list(serving))
+            except BaseException:
+                self._version = before
+                raise
+            for channel, problem in lost.items():
+                self._lost(serving[channel], channel, str(problem))
+
+    async def pause(self) -> None:
+        async with self._changing:
+            self._paused = True
+            await self._tell_all("/v1/pause")
+
+    async def resume(self) -> None:
+        async with self._changing:
+            self._paused = False
+            await self._tell_all("/v1/resume")
+
+    async def abort(self) -> None:
+        async with self._aborting:
+            self._aborts += 1
+            async with self._news:
+                self._news.notify_all()
+            await self._tell_all("/v1/abort", AbortOrder(self._calls))
+
+    async def _tell_all(self, path: str, order: AbortOrder | None = None) -> None:
+        """Every host that serves; one that is lost on the way is told when it is back."""
+
+        async def tell(host: Replica) -> None:
+            channel = self._channels[host.name]
+            try:
+                await channel.order(path, order)
+            except HostLost as error:
+                self._lost(host, channel, str(error))
+
+        if self._closed:
+            raise EngineError("the engine is closed")
+        await asyncio.gather(*(tell(host) for host in self._serving))
+
+    # --- life and death of hosts ------------------------------------------------------------------------------
+
+    def _lost(self, host: Replica, channel: HostChannel, problem: str) -> None:
+        """Told by whoever noticed; news of a process that has been replaced meanwhile says nothing about the new one."""
+        if self._closed or host.name in self._reviving or self._channels[host.name] is not channel:
+            return
+        host.last_problem = problem
+        self._replicas.gone(host)
+        channel.give_up(problem)
+        if time.monotonic() - self._served_since[host.name] > self._restarts.steady_s:
+            self._in_vain[host.name] = 0
+        waits = "" if self._serving else "; none serves now, so the run waits until one is back"
+        logger.warning("engine process lost: %s; it is started again%s", problem, waits)
+        self._notify(f"engine {host.name} was lost and is started again ({problem}){waits}")
+        self._reviving[host.name] = asyncio.create_task(self._revive(host))
+
+    async def _revive(self, host: Replica) -> None:
+        limits = self._restarts
+        try:
+            while self._in_vain[host.name] < limits.most:
+                self._in_vain[host.name] += 1
+                wait = limits.wait_before(self._in_vain[host.name])
+                try:
+                    await self._bring_back(host)
+                    return
+                except (UnderstudyError, OSError) as error:
+                    host.last_problem = f"{host.name} could not be started again: {error}"
+                    logger.warning("%s", host.last_problem)
+                if self._in_vain[host.name] < limits.most:
+                    await asyncio.sleep(wait)
+        finally:
+            del self._reviving[host.name]
+        logger.error("engine %s is given up after %d restarts", host.name, limits.most)
+        self._notify(f"engine {host.name} is given up after {limits.most} restarts: {host.last_problem}")
+        async with self._news:
+            self._news.notify_all()
+
+    async def _bring_back(self, host: Replica) -> None:
+        """A new process with the newest weights, and paused where we are: only then does it get requests."""
+        endpoint = await self._keeper.restart(host.name)
+        old, fresh = self._channels[host.name], HostChannel(host.name, endpoint, self.traffic)
+        host.endpoint, self._channels[host.name] = endpoint, fresh
+        await old.close()
+        async with self._changing:
+            await self._delivery.give(self._version, fresh)
+            if self._paused:
+                await fresh.order("/v1/pause")
+            self._replicas.back(host)
+        self._served_since[host.name] = time.monotonic()
+        logger.warning("engine %s is back, with weights of version %d", host.name, self._version)
+        self._notify(f"engine {host.name} is back, with weights of version {self._version}")
+        async with self._news:
+            self._news.notify_all()
+
+    async def _feel_pulse(self) -> None:
+        """Finds hosts that died idle, and those that are stopped: a connection alone would wait for them for ever."""
+
+        async def feel(host: Replica) -> None:
+            channel = self._channels[host.name]
+            if host.resting_until != 0.0:
+                return
+            if not self._keeper.alive(host.name):
+                self._lost(host, channel, f"the process of {host.name} is gone")
+            elif not await channel.alive(self._silence_s):
+                self._lost(host, channel, f"{host.name} does not answer /health")
+
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            await asyncio.gather(*(feel(host) for host in self._replicas.all))
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        tasks = [self._pulse, *self._reviving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with self._news:
+            self._news.notify_all()
+        # The processes go first: what is in flight then fails by itself.
+        await asyncio.gather(*(self._keeper.stop(host.name) for host in self._replicas.all))
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        self._delivery.close()
+
+
+def _nothing_written() -> Generation:
+    ids, logprobs = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
+    return Generation(ids, logprobs, ids, StopReason.ABORTED)

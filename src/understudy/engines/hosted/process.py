@@ -1,0 +1,152 @@
+"""The hf engine in a process of its own: `python -m understudy.engines.hosted.process --model PATH …`.
+
+    bind the port ─> load ─> serve ─> write the ready file
+
+The port is bound first, so that a port in use is said before minutes of loading; it listens only when the engine can
+write. The process ends on SIGTERM, and at once when the pipe given by `--watch-fd` closes: whoever launched it is gone, and
+nobody is left to stop it. What a trainer that is gone too left in the weights folder is removed then, because it lies in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from understudy.engines.group_backend import gpu_id
+from understudy.engines.hosted.app import HostApp
+from understudy.engines.local.engine import HFEngine
+from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.rows import Detokenize
+from understudy.engines.local.scheduler import Batching
+from understudy.errors import EngineError, UnderstudyError
+from understudy.nn.determinism import keep_to_repeatable
+from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
+from understudy.observability.owned_folder import remove_if_abandoned
+from understudy.serving.bind import bind_socket, url_of
+from understudy.serving.child import end_with_launcher, write_ready_file
+from understudy.serving.server import serve
+from understudy.weights.adapters import AdaptedModel
+
+log = logging.getLogger("understudy.engines.hosted.process")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m understudy.engines.hosted.process", description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or hub id; weights published later replace it")
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1:0",
+        help="HOST:PORT, beyond loopback only with a token; port 0 takes a free one",
+    )
+    parser.add_argument("--token-env", default="UNDERSTUDY_TOKEN", help="environment variable with the token")
+    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--max-batch", type=int, default=128, help="rows decoded together")
+    parser.add_argument("--max-length", type=int, required=True, help="prompt and new tokens of one row")
+    parser.add_argument("--kv-cache", default=KeptAs.MODEL, choices=[one.value for one in KeptAs])
+    parser.add_argument("--pad-id", type=int, default=0, help="filling that is never attended to")
+    parser.add_argument("--batching", default=Batching.COMPOSED, choices=[mode.value for mode in Batching])
+    parser.add_argument("--deterministic", action="store_true", help="only algorithms that repeat to the bit")
+    parser.add_argument("--weights", type=Path, help="the folder snapshots of new weights appear in")
+    parser.add_argument("--revision", help="of a hub id")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that comes with the model; a hub id needs --revision",
+    )
+    parser.add_argument("--attention", default=AUTO, help="auto, or one of transformers' implementations")
+    parser.add_argument("--ready-file", type=Path, help='written when able to write: {"url": …, "pid": …}')
+    parser.add_argument("--watch-fd", type=int, help="exit when this inherited pipe closes")
+    return parser.parse_args(argv)
+
+
+def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
+    """The student as the trainer loads it: safetensors only, the same attention, so that bits agree; and the same once more, for
+    adapters of it."""
+    if args.trust_remote_code and args.revision is None and not Path(args.model).is_dir():
+        raise EngineError(
+            f"--trust-remote-code for {args.model} runs code from the hub: pin it with --revision"
+        )
+    options = {"trust_remote_code": args.trust_remote_code, "revision": args.revision}
+    try:
+        model = load_causal_lm(args.model, dtype=DTYPES[args.dtype], attention=args.attention, **options)
+    except CannotLoadError as error:
+        raise EngineError(f"the model {args.model} cannot be loaded: {error}") from error
+    # The parameters keep requires_grad, as the trained ones do: without it torch picks other kernels, and other last bits.
+    engine = HFEngine(
+        model,
+        max_batch=args.max_batch,
+        device=args.device,
+        pad_id=args.pad_id,
+        max_length=args.max_length,
+        batching=Batching(args.batching),
+        detokenize=_detokenize(args.model, options),
+        kept_as=KeptAs(args.kv_cache),
+    )
+    return engine, AdaptedModel(model)
+
+
+def _detokenize(model: str, options: dict[str, Any]) -> Detokenize | None:
+    """Only stop strings need one; a folder without a tokenizer serves everything else."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, **options)
+    except (OSError, ValueError, KeyError):
+        return None
+    return lambda ids: str(tokenizer.decode(ids))
+
+
+async def run(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
+    engine, adapted = load_engine(args)
+    address = sock.getsockname()[0]
+    app = HostApp(
+        engine, token=token, weights=args.weights, address=address, device=args.device, adapted=adapted
+    )
+
+    def ready() -> None:
+        if args.ready_file is not None:
+            write_ready_file(args.ready_file, url=url_of(sock), gpu=gpu_id(args.device))
+        log.info("the engine writes at %s (%s, %s, %s)", url_of(sock), args.model, args.dtype, args.device)
+
+    # Whoever ends an engine wants nothing more from it: requests in flight are not waited for.
+    await serve(app.asgi, sock, ready, keep_alive=3600, hurried=True)
+    await engine.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    if args.watch_fd is not None:
+        tidy = None if args.weights is None else partial(remove_if_abandoned, args.weights)
+        end_with_launcher(args.watch_fd, before=tidy)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    keep_to_repeatable(args.deterministic, args.device)
+    try:
+        token = os.environ.get(args.token_env) or None
+        with bind_socket(args.bind, token) as sock:
+            asyncio.run(run(args, sock, token))
+    except UnderstudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""One call of a batch whose tokens others hold: the host is told the names, each bearer where to bring its tokens.
+
+    host <──ComposeOrder── here ──Grant──> bearers ──tokens──> host        all have their part, and the host has answered: done
+
+The call fails as soon as one of them does; what the others had begun is given up then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from understudy.engines.base import Generation
+from understudy.engines.hosted.client import HostChannel, HostLost
+from understudy.engines.hosted.messages import Composed, ComposeOrder
+from understudy.engines.remote_tokens import BearerGone, Brought, FarRequest, Grant, NotBrought, told_of
+from understudy.engines.replicas import Endpoint
+
+_SIGN_OF_LIFE_S = 10.0
+_composed = msgspec.json.Decoder(Composed)
+
+
+async def composed_call(
+    channel: HostChannel, door: Endpoint, call: int, requests: Sequence[FarRequest]
+) -> list[Generation]:
+    """Lengths, stop reasons and versions, in order. `HostLost`, `BearerGone`, or `NotBrought` where both sides live."""
+    patience = min(request.patience_s for request in requests)
+    order = ComposeOrder(call, [request.key for request in requests], patience)
+    host = asyncio.ensure_future(channel.ask("/v1/compose", msgspec.json.encode(order)))
+    bringing = [
+        asyncio.ensure_future(
+            request.bearer.bring(
+                Grant(call, door.url, door.key or None, request.key, request.session, request.seed)
+            )
+        )
+        for request in requests
+    ]
+    try:
+        await _all(host, bringing, requests, patience)
+    except NotBrought as error:
+        # A host that is going is seen by its bearers first.
+        if not await channel.alive(_SIGN_OF_LIFE_S):
+            raise HostLost(f"{channel.name}: {error}") from error
+        raise
+    finally:
+        for task in (host, *bringing):
+            task.cancel()
+        await asyncio.gather(host, *bringing, return_exceptions=True)
+    return [told_of(task.result()) for task in bringing]
+
+
+async def _all(
+    host: asyncio.Future[bytes],
+    bringing: Sequence[asyncio.Future[Brought]],
+    requests: Sequence[FarRequest],
+    patience: float,
+) -> None:
+    """Returns when everybody is done; the first failure ends it, the host's before others'."""
+    waiting: set[asyncio.Future[Any]] = {host, *bringing}
+    left: float | None = None
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        missing: set[str] = set()
+        if not done:
+            missing = {
+                request.key for request, task in zip(requests, bringing, strict=True) if not task.done()
+            }
+        elif host in done:
+            left = patience  # it has answered everybody
+            missing = set(_composed.decode(host.result()).missing)
+        if missing:
+            await _leave_out(missing, bringing, requests)
+        for task in done:
+            task.result()
+
+
+async def _leave_out(
+    missing: set[str], bringing: Sequence[asyncio.Future[Brought]], requests: Sequence[FarRequest]
+) -> None:
+    late = [
+        (request.bearer, task)
+        for request, task in zip(requests, bringing, strict=True)
+        if request.key in missing
+    ]
+    for bearer, _ in late:
+        bearer.give_up()
+    await asyncio.wait([task for _, task in late])  # until whoever waits for them knows
+    raise BearerGone(
+        f"{len(late)} of {len(requests)} requests were not brought, or did not get their answer, in time"
+    )

@@ -1,0 +1,290 @@
+"""How new weights reach engine processes: through memory where they share it, by broadcast where they do not.
+
+    this machine      one safetensors file in /dev/shm, mapped by all of them            (`hosted_weights`)
+    other machines    buckets to all of them at once, through a group of their own       (`weight_broadcast`)
+
+    publish ──> all far hosts in one group ──a member dies──> each of the others again, by itself ──> who fails now is lost
+
+So a publish ends, whoever dies in the middle of it: after two rounds, each with a deadline. A host counts as having a
+version only when it has confirmed it; one that has not is asked for nothing until it was started again and has the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from understudy.engines.group_backend import GroupBackend, Member, choose_backend, gpu_id
+from understudy.engines.hosted.client import HostChannel, HostLost
+from understudy.engines.hosted.messages import GroupOrder, StreamOrder, WeightsOrder
+from understudy.errors import EngineError
+from understudy.weights.broadcast import (
+    BUCKET_BYTES,
+    MeetingPlace,
+    PackedWeights,
+    Stage,
+    TransferBroken,
+    drop,
+    send,
+)
+from understudy.weights.snapshots import Snapshots
+
+logger = logging.getLogger(__name__)
+
+_STALL_S = 20.0
+"""How long one bucket, or a meeting, may take before the group counts as broken."""
+_CONFIRM_S = 60.0
+"""After the last bucket a host only copies in memory, between two tokens."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """A broadcast group that stands, for as long as its members are these."""
+
+    members: tuple[HostChannel, ...]
+    name: str
+    backend: GroupBackend = GroupBackend.GLOO
+    joined: Any = None
+
+
+class WeightDelivery:
+    """Keeps the newest weights, for hosts that come back. Calls must not overlap, save for `close`."""
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        address: str = "127.0.0.1",
+        *,
+        stall_s: float = _STALL_S,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`address`: where hosts on other machines reach this one."""
+        self._snapshots, self._address = snapshots, address
+        self._stall_s, self._bucket_bytes = stall_s, bucket_bytes
+        self._meeting: MeetingPlace | None = None
+        self._group: _Group | None = None
+        self._groups = 0
+        self._file: str | None = None
+        self._packed: PackedWeights | None = None
+        self._spare: list[Tensor] = []
+        """Memory of buckets that nobody sends any more."""
+        self._lent = False
+        """Whether somebody may still send from the newest buckets."""
+        self._device = torch.device("cpu")
+        """Where the weights are that are sent."""
+        self._stage: Stage | None = None
+        self._notes: set[str] = set()
+        self._nccl_failed = False
+
+    @property
+    def folder(self) -> Path:
+        return self._snapshots.folder
+
+    async def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], hosts: Sequence[HostChannel]
+    ) -> dict[HostChannel, HostLost]:
+        """Tells every host; those that were lost on the way, and why. What a host refuses is raised."""
+        named = list(tensors)
+        if not named:
+            return await self._tell(hosts, WeightsOrder(version))
+        near = [host for host in hosts if host.shares_memory]
+        far = [host for host in hosts if not host.shares_memory]
+        # Only what was written whole takes the place of the newest: a host that comes back gets that one.
+        file = await asyncio.to_thread(self._snapshots.write, version, named) if near or not far else None
+        if self._packed is not None:
+            self._spare, self._lent = [] if self._lent else self._packed.flats, False
+        self._file, before = file, self._file
+        self._device = named[0][1].device
+        self._packed = PackedWeights(named, self._bucket_bytes, self._spare) if far else None
+        at_once = await asyncio.gather(
+            self._tell(near, WeightsOrder(version, self._file)),
+            self._broadcast(version, far),
+            return_exceptions=True,
+        )
+        if self._packed is not None:
+            await asyncio.to_thread(self._packed.complete)
+        if before is not None or self._file is not None:
+            self._snapshots.forget_all_but(self._file or "")
+        lost: dict[HostChannel, HostLost] = {}
+        for outcome in at_once:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            lost |= outcome
+        return lost
+
+    async def give(self, version: int, host: HostChannel) -> None:
+        """The newest weights for one host, as version `version`; raises when it does not take them."""
+        if self._file is None and self._packed is None:
+            await host.order("/v1/weights", WeightsOrder(version))
+        elif host.shares_memory:
+            if self._file is None and self._packed is not None:
+                self._file = await asyncio.to_thread(self._snapshots.write, version, self._packed.tensors())
+            await host.order("/v1/weights", WeightsOrder(version, self._file))
+        else:
+            if self._packed is None and self._file is not None:
+                named = await asyncio.to_thread(self._snapshots.read, self._file)
+                self._packed = PackedWeights(named, self._bucket_bytes)
+            lost = await self._alone(version, host)
+            if lost is not None:
+                raise lost
+
+    # --- hosts on other machines ------------------------------------------------------------------------------
+
+    async def _broadcast(self, version: int, far: Sequence[HostChannel]) -> dict[HostChannel, HostLost]:
+        """To all at once; those who missed it because another died get it each by themselves."""
+        if not far:
+            return {}
+        if self._group is None or self._group.members != tuple(far):
+            self._group = _Group(tuple(far), self._next_name(), self._backend_for(far))
+        began, backend = time.monotonic(), self._group.backend
+        missed = await self._stream(version, self._group)
+        logger.info(
+            "weights of version %d: %d of %d engine processes elsewhere have them, after %.3f s (%s)",
+            version,
+            len(far) - len(missed),
+            len(far),
+            time.monotonic() - began,
+            backend.value,
+        )
+        if (
+            missed
+            and backend is GroupBackend.NCCL
+            and not any(isinstance(p, HostLost) for p in missed.values())
+        ):
+            self._nccl_failed = True
+            self._note(
+                f"NCCL did not carry the weights ({next(iter(missed.values()))}); gloo does from now on"
+            )
+        if missed:
+            self._group = None
+        lost = {host: problem for host, problem in missed.items() if isinstance(problem, HostLost)}
+        again = [host for host in missed if host not in lost]
+        outcomes = await asyncio.gather(*(self._alone(version, host) for host in again))
+        return lost | {host: one for host, one in zip(again, outcomes, strict=True) if one is not None}
+
+    def _backend_for(self, far: Sequence[HostChannel]) -> GroupBackend:
+        """What every member says of itself decides; a choice that might surprise is said once."""
+        members = [
+            Member("the trainer", gpu_id(self._device)),
+            *(Member(host.name, host.gpu) for host in far),
+        ]
+        choice = choose_backend(members)
+        if choice.note is not None:
+            self._note(choice.note)
+        return GroupBackend.GLOO if self._nccl_failed else choice.backend
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.add(text)
+            logger.warning("%s", text)
+
+    async def _alone(self, version: int, host: HostChannel) -> HostLost | None:
+        """A group of the trainer and one host, so that nobody else's end is in the way; by gloo, which asks the least of both."""
+        missed = await self._stream(version, _Group((host,), self._next_name()))
+        return HostLost(f"{host.name} did not get the weights: {missed[host]}") if missed else None
+
+    async def _stream(self, version: int, group: _Group) -> dict[HostChannel, EngineError]:
+        """Sends what is packed through a group; who did not confirm, and why. A host's own refusal is raised."""
+        assert self._packed is not None
+        if self._meeting is None:
+            self._meeting = MeetingPlace(self._address)
+        orders = [self._group_order(group, rank) for rank in range(len(group.members) + 1)]
+        staged = group.backend is GroupBackend.NCCL
+        stream = [
+            StreamOrder(order, self._packed.bucket_bytes, self._packed.notes, staged) for order in orders[1:]
+        ]
+        telling = [
+            asyncio.ensure_future(host.order("/v1/weights", WeightsOrder(version, stream=one)))
+            for host, one in zip(group.members, stream, strict=True)
+        ]
+        sending = asyncio.ensure_future(asyncio.to_thread(self._send, group, orders[0], self._packed))
+        try:
+            # One that fails breaks the group for all: from then on only its members' deadlines are waited for.
+            waiting: list[asyncio.Future[None]] = [sending, *telling]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            broken = any(one.done() and one.exception() for one in waiting)
+            await asyncio.wait(telling, timeout=2 * self._stall_s if broken else _CONFIRM_S)
+            answers = zip(group.members, telling, strict=True)
+            return {host: problem for host, answer in answers if (problem := _problem(answer)) is not None}
+        finally:
+            if (
+                not sending.done()
+            ):  # it ends with its deadline; the memory it reads from is its own until then
+                self._lent = True
+            sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            for answer in telling:
+                answer.cancel()
+            await asyncio.gather(*telling, return_exceptions=True)
+
+    def _send(self, group: _Group, order: GroupOrder, packed: PackedWeights) -> None:
+        assert self._meeting is not None
+        problem = ""
+        try:
+            group.joined = group.joined or self._meeting.join(order)
+            send(group.joined, packed, self._staged(group))
+        except (RuntimeError, TransferBroken) as error:
+            problem = str(error)
+        if problem:  # outside of the handler, so that nothing holds the group: its end tells the others
+            drop(group.joined, order)
+            group.joined = None
+            raise TransferBroken(problem)
+
+    def _staged(self, group: _Group) -> Stage | None:
+        if group.backend is not GroupBackend.NCCL:
+            return None
+        if self._stage is None or self._stage.device != self._device:
+            self._stage = Stage(self._device)
+        return self._stage
+
+    def _group_order(self, group: _Group, rank: int) -> GroupOrder:
+        assert self._meeting is not None
+        size = len(group.members) + 1
+        return GroupOrder(
+            self._meeting.host,
+            self._meeting.port,
+            group.name,
+            rank,
+            size,
+            self._stall_s,
+            group.backend.value,
+        )
+
+    def _next_name(self) -> str:
+        self._groups += 1
+        return f"weights-{self._groups}"
+
+    # --- hosts on this machine --------------------------------------------------------------------------------
+
+    async def _tell(self, hosts: Sequence[HostChannel], order: WeightsOrder) -> dict[HostChannel, HostLost]:
+        answers = await asyncio.gather(
+            *(host.order("/v1/weights", order) for host in hosts), return_exceptions=True
+        )
+        lost = {}
+        for host, answer in zip(hosts, answers, strict=True):
+            if isinstance(answer, HostLost):
+                lost[host] = answer
+            elif answer is not None:
+                raise answer
+        return lost
+
+    def close(self) -> None:
+        self._group = self._meeting = None
+        self._snapshots.close()
+
+
+def _problem(answer: asyncio.Future[None]) -> EngineError | None:
+    """Why a host does not have the weights; what it refuses for a reason of its own is raised."""
+    if not answer.done():
+        return TransferBroken("it did not confirm them in time")
+    problem = answer.exception()
+    if problem is None or isinstance(problem, HostLost | TransferBroken):
+        return problem
+    raise problem

@@ -1,0 +1,1 @@
+"""Decoding in this process: scheduler, key-value memory, sampling."""

@@ -1,0 +1,332 @@
+"""Generation in this process, over a transformers model: correct, deterministic, on a CPU or one GPU.
+
+The event loop stays free: all model work happens on the scheduler's thread. Weights arrive without a copy where the
+engine shares the trained model's parameters (publishing is then a change of version), by copy otherwise.
+
+On a GPU that thread has a CUDA stream of its own, so that decoding and training in one process overlap instead of queueing behind
+each other; its priority is high, because decoding is many short kernels and training few long ones. Two streams are
+ordered by nothing but events, and the only memory both touch is the weights. So the rule, kept in `_handing_over`: whoever writes
+weights first waits for what the engine's stream has queued (pausing the scheduler stops new work, not work under way), and
+the engine's stream waits for the writes before its next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.local.kernels import decode_step as decode_loop
+from understudy.engines.local.kernels.fused import fuse_decoding
+from understudy.engines.local.kernels.rms_norm import fuse_norms
+from understudy.engines.local.kv_pool import KeptAs
+from understudy.engines.local.padded import PaddedBatch
+from understudy.engines.local.rows import Detokenize, Row, RowBatch, Writing
+from understudy.engines.local.scheduler import Batching, Call, Scheduler
+from understudy.engines.local.slots import SlotBatch, SlotPool, pool_bytes, pool_fits
+from understudy.errors import EngineError
+from understudy.nn.rotary_border import crossing, rotary_border
+
+logger = logging.getLogger(__name__)
+
+_POOL_SHARE = 0.7
+"""How much of the free GPU memory keys and values may take."""
+KERNEL_DEVICES = {"cuda"}
+"""Device types where rows live in slots and decode steps run our own kernels."""
+GROWING_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types whose state is keys and values per token; others cannot be padded, merged or cut."""
+
+
+class Layout(StrEnum):
+    """Where keys and values of rows in flight live."""
+
+    PADDED = "padded"
+    """One block per batch, rows padded to one length: every model, every device."""
+    SLOTS = "slots"
+    """A pool taken once, one slot of `max_length` per row, steps as CUDA graphs: fast on a GPU."""
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def sharing_copy(model: Any) -> Any:
+    """New modules around the very tensors of `model`."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    twin = copy.deepcopy(model, memo=dict(shared))
+    if getattr(twin, "is_gradient_checkpointing", False):
+        twin.gradient_checkpointing_disable()
+    return twin
+
+
+class HFEngine:
+    """An `Engine` over a causal language model of transformers.
+
+    `model` becomes the engine's own and is put into eval mode; to generate with a model that is being trained, use
+    `share_parameters_with`. `max_length` bounds prompt plus new tokens. `detokenize` is only needed for stop strings.
+    `layout` is chosen by device and model unless it is given: slots on a GPU, for the models that can. `kept_as` says how
+    keys and values are kept in slots.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_batch: int,
+        device: torch.device | str,
+        pad_id: int,
+        max_length: int,
+        batching: Batching = Batching.COMPOSED,
+        prefill_tokens: int = 65_536,
+        detokenize: Detokenize | None = None,
+        version: int = -1,
+        layout: Layout | None = None,
+        kept_as: KeptAs = KeptAs.MODEL,
+    ) -> None:
+        self._device, self._pad_id, self._max_length = torch.device(device), pad_id, max_length
+        self._detokenize = detokenize
+        self._version = version
+        self._torn = False
+        self._layout, self._max_batch, self._kept_as = layout, max_batch, kept_as
+        self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+        self._adopt(model.to(self._device))
+        self._scheduler = Scheduler(
+            self._build,
+            max_batch=max_batch,
+            prefill_tokens=prefill_tokens,
+            batching=batching,
+            stream=self._stream,
+        )
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def share_parameters_with(self, model: Any) -> None:
+        """From now on generate with the very tensors `model` trains: publishing costs nothing but the version.
+
+        Only the modules are new, so that eval mode and kernels here leave the trained modules alone. An engine that was made over
+        these tensors (`sharing_copy`) stays as it is: a second pool of keys and values would have to fit beside the first.
+        """
+        if not self._shares(model):
+            self._adopt(sharing_copy(model))
+
+    def _shares(self, model: Any) -> bool:
+        own, theirs = (dict(one.named_parameters(remove_duplicate=False)) for one in (self._model, model))
+        apart = not {id(module) for module in self._model.modules()} & {id(one) for one in model.modules()}
+        return apart and own.keys() == theirs.keys() and all(own[name] is theirs[name] for name in own)
+
+    def _adopt(self, model: Any) -> None:
+        config = model.config.get_text_config(decoder=True)
+        other = sorted(set(getattr(config, "layer_types", None) or ()) - GROWING_LAYERS)
+        if other:
+            raise EngineError(
+                f"the hf engine cannot generate with {type(model).__name__}: it has {', '.join(other)} layers, and only "
+                f'{" and ".join(sorted(GROWING_LAYERS))} layers are supported; use another engine (rollout.engine = "vllm")'
+            )
+        border = rotary_border(config.to_dict())
+        if border is not None and self._max_length > border:
+            raise EngineError(crossing(type(model).__name__, border, self._max_length))
+        self._model = model.eval()
+        self._vocab: int = model.get_input_embeddings().weight.shape[0]
+        self._outputs: int = model.get_output_embeddings().weight.shape[0]
+        with self._handing_over():
+            self._pool = self._pool_for(model)
+
+    @contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """What this thread's stream writes inside comes after everything the engine has queued, and before what it queues next."""
+        if self._stream is None:
+            yield
+            return
+        here = torch.cuda.current_stream(self._device)
+        here.wait_stream(self._stream)
+        try:
+            yield
+        finally:
+            self._stream.wait_stream(here)
+
+    def _pool_for(self, model: Any) -> SlotPool | None:
+        """Slots where they were asked for, or where nothing speaks against them; None means padding."""
+        narrow = self._kept_as is KeptAs.FP8
+        if self._layout is Layout.PADDED or (
+            self._layout is None and self._device.type not in KERNEL_DEVICES
+        ):
+            if narrow:
+                raise EngineError(
+                    f"keys and values in fp8 need the kernels of a GPU, this engine runs on {self._device.type}; leave out "
+                    "rollout.kv_cache"
+                )
+            return None
+        problem = "" if pool_fits(model) else "its attention is not one the decode kernel knows"
+        if not problem and (attention := model.config._attn_implementation) != "sdpa":
+            problem = f"attention = {attention!r} was chosen, and slots have a decode kernel of their own"
+        if not problem and narrow and not _multiplies_fp8(self._device):
+            problem = f"fp8 needs compute capability 8.9, {torch.cuda.get_device_name(self._device)} has less"
+        if not problem and self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            needed = pool_bytes(
+                model, slots=self._max_batch, max_length=self._max_length, kept_as=self._kept_as
+            )
+            if needed > _POOL_SHARE * free:
+                problem = (
+                    f"{self._max_batch} rows of {self._max_length} tokens need {needed / 1e9:.1f} GB of keys and values, "
+                    f"more than {_POOL_SHARE:.0%} of the {free / 1e9:.1f} GB that are free"
+                )
+        if problem:
+            if narrow:
+                raise EngineError(
+                    f"{type(model).__name__} cannot keep keys and values in fp8: {problem}; leave out rollout.kv_cache"
+                )
+            if self._layout is Layout.SLOTS:
+                raise EngineError(
+                    f"{type(model).__name__} cannot be decoded over slots: {problem}; leave `layout` out"
+                )
+            logger.warning("generation uses the slower padded layout: %s", problem)
+            return None
+        if self._device.type in KERNEL_DEVICES:
+            fuse_norms(model)
+            fuse_decoding(model)
+            if decode_loop.fits(model):
+                decode_loop.join_products(model)
+        with torch.inference_mode():
+            return SlotPool(
+                model,
+                slots=self._max_batch,
+                max_length=self._max_length,
+                device=self._device,
+                kept_as=self._kept_as,
+            )
+
+    def _build(self, rows: Sequence[Row]) -> RowBatch:
+        writing = Writing(
+            rows, version=self._version, vocab=self._outputs, device=self._device, detokenize=self._detokenize
+        )
+        if self._pool is not None:
+            return SlotBatch(self._pool, self._model, writing, pad_id=self._pad_id, device=self._device)
+        return PaddedBatch(self._model, writing, pad_id=self._pad_id, device=self._device)
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        for request in requests:
+            self._check(request)
+        if self._torn:
+            raise EngineError(
+                "the last weight update failed half-way; publish a complete set of weights first"
+            )
+        if not requests:
+            return []
+        call = Call(requests)
+        self._scheduler.submit(call)
+        try:
+            written = await call.answer
+        except asyncio.CancelledError:
+            self._scheduler.cancel(call)
+            raise
+        for request, generation in zip(requests, written, strict=True):
+            if not np.isfinite(generation.logprobs).all():
+                raise EngineError(
+                    f"request {request.key} was answered with log-probabilities that are no numbers: the student's weights hold NaN or "
+                    "infinity, or a kernel made them; what was drawn under them means nothing"
+                )
+        return written
+
+    def _check(self, request: GenerateRequest) -> None:
+        length, new = len(request.tokens), request.sampling.max_new_tokens
+        if length == 0:
+            raise EngineError(f"request {request.key} has no tokens; expected at least one")
+        if length + new > self._max_length:
+            raise EngineError(
+                f"request {request.key} has {length} tokens and asks for {new} new ones, {length + new} together; "
+                f"the limit is {self._max_length}. Shorten the prompt, or lower rollout.max_new_tokens"
+            )
+        if request.tokens.min() < 0 or request.tokens.max() >= self._vocab:
+            raise EngineError(
+                f"request {request.key} holds token ids from {request.tokens.min()} to {request.tokens.max()}; "
+                f"the model knows 0 … {self._vocab - 1}"
+            )
+        usable = request.sampling.usable
+        outputs = self._outputs if usable is None else min(usable.count, self._outputs)
+        if request.sampling.candidates > outputs:
+            raise EngineError(
+                f"request {request.key} asks for {request.sampling.candidates} candidates; the model has "
+                f"{outputs} ids. Lower loss.topk"
+            )
+        if request.sampling.stop_strings and self._detokenize is None:
+            raise EngineError(
+                f"request {request.key} has stop strings, but this engine was built without `detokenize`"
+            )
+
+    async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        was_paused = await asyncio.to_thread(self._scheduler.pause)
+        try:
+            await asyncio.to_thread(self._load, tensors)
+            self._version = version
+            self._scheduler.weights_changed()
+        except BaseException as error:
+            if self._torn:  # what runs would go on under weights that are neither old nor new
+                self._scheduler.fail(EngineError(f"a weight update failed half-way: {error}"))
+            raise
+        finally:
+            if not was_paused:
+                self._scheduler.resume()
+
+    @torch.no_grad()
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        with self._handing_over():
+            self._copy_in(tensors)
+        if self._pool is not None:
+            self._pool.forget_moved_weights()
+
+    def _copy_in(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        left = {id(parameter) for parameter in own.values()}
+        complete, begun = len(left), False
+        try:
+            for name, tensor in tensors:
+                target = own.get(name)
+                begun = True
+                if target is None:
+                    raise EngineError(
+                        f"new weights hold {name}, which this model does not have; is it the same architecture?"
+                    )
+                if target.shape != tensor.shape:
+                    raise EngineError(
+                        f"new weights for {name} have shape {tuple(tensor.shape)}, expected {tuple(target.shape)}"
+                    )
+                if target.data_ptr() != tensor.data_ptr() or target.dtype != tensor.dtype:
+                    target.copy_(tensor)
+                left.discard(id(target))
+            if 0 < len(left) < complete:
+                missing = [name for name, parameter in own.items() if id(parameter) in left]
+                raise EngineError(
+                    f"new weights lack {len(missing)} of {len(own)} tensors, the first {missing[0]}; send all of them"
+                )
+        except BaseException:
+            # Not before: requests that come while weights are copied wait, and are written under the new ones.
+            self._torn = self._torn or begun
+            raise
+        self._torn = self._torn and not begun
+
+    async def pause(self) -> None:
+        await asyncio.to_thread(self._scheduler.pause)
+
+    async def resume(self) -> None:
+        self._scheduler.resume()
+
+    async def abort(self) -> None:
+        self._scheduler.abort()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._scheduler.close)
+        if self._stream is not None:  # its memory may be reused by other streams from here on
+            await asyncio.to_thread(self._stream.synchronize)

@@ -1,0 +1,1 @@
+"""Fused kernels of the decode step, each beside its plain twin."""

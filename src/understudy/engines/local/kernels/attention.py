@@ -1,0 +1,167 @@
+"""Attention of one new token per row over that row's slot of a key/value pool, for grouped-query models.
+
+Legend: B rows, S slots, Q query heads, H key/value heads (G = Q / H queries share one), C columns of room, D head size.
+
+Only a row's true length is read, and keys and values are not expanded to the query heads: at batch 256 a step is bound
+by reading them once. `slot_attention` is the Triton kernel, `slot_attention_plain` its twin in plain torch: what a CPU
+runs, and what the kernel must equal. Numbers of eight bits are read as they are and multiplied in fp16, which holds each of them
+exactly; the scales of keys go to the scores, those of values to the weights (`kv_pool.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from understudy.engines.local.kv_pool import KeyValues
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch comes without it
+    triton = None
+
+BLOCK, WARPS = 64, 4
+"""Columns read at a time, and the warps of a program."""
+NARROW_BLOCK = 32
+"""The same where numbers are of eight bits, with one warp for 128 of a head: what they are turned into has to pass between a program's
+warps, and with four the kernel takes as long as over twice the bytes (one H200: 101 us, 63 us so)."""
+
+
+def slot_attention_plain(
+    query_BQD: Tensor,
+    pool: KeyValues,
+    slots_B: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """[B, Q, D]: softmax(q·k)·v over the first `lengths` columns of each row's slot; the last `window` of them if > 0."""
+    rows, queries, size = query_BQD.shape
+    keys_BHCD, values_BHCD = pool.of_slots(slots_B)
+    heads = keys_BHCD.shape[1]
+    grouped_BHGD = query_BQD.view(rows, heads, queries // heads, size).float()
+    scores_BHGC = grouped_BHGD @ keys_BHCD.transpose(-1, -2) * scale
+    columns_C = torch.arange(keys_BHCD.shape[2], device=query_BQD.device)
+    visible_BC = columns_C < lengths_B[:, None]
+    if window > 0:
+        visible_BC &= columns_C >= lengths_B[:, None] - window
+    scores_BHGC = scores_BHGC.masked_fill(~visible_BC[:, None, None], -torch.inf)
+    # Unset columns may hold anything, and 0 · NaN is NaN.
+    values_BHCD = values_BHCD.masked_fill(~visible_BC[:, None, :, None], 0.0)
+    mixed_BHGD = scores_BHGC.softmax(-1) @ values_BHCD
+    return mixed_BHGD.reshape(rows, queries, size).to(query_BQD.dtype)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _kernel(  # type: ignore[no-untyped-def]
+        query, keys, values, key_scales, value_scales, out, slots, lengths, scale, window,
+        query_row, query_head, key_slot, key_head, key_column, scale_slot, scale_head, out_row, out_head,
+        GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr,
+    ):  # fmt: skip
+        row, head = tl.program_id(0), tl.program_id(1)
+        slot = tl.load(slots + row).to(tl.int64)
+        length = tl.load(lengths + row).to(tl.int32)
+        first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+        group = tl.arange(0, PADDED)
+        size = tl.arange(0, SIZE)
+        there = group < GROUP
+        q = tl.load(
+            query + row * query_row + (head * GROUP + group)[:, None] * query_head + size[None, :],
+            mask=there[:, None],
+            other=0.0,
+        )
+        if NARROW:
+            q = q.to(tl.float16)
+        base = slot * key_slot + head * key_head
+        scale_base = slot * scale_slot + head * scale_head
+        best = tl.full((PADDED,), float("-inf"), tl.float32)
+        total = tl.zeros((PADDED,), tl.float32)
+        mixed = tl.zeros((PADDED, SIZE), tl.float32)
+        for start in range(first // BLOCK * BLOCK, length, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            visible = (column >= first) & (column < length)
+            places = base + column[:, None].to(tl.int64) * key_column + size[None, :]
+            k = tl.load(keys + places, mask=visible[:, None], other=0.0)
+            v = tl.load(values + places, mask=visible[:, None], other=0.0)
+            if NARROW:
+                k, v = k.to(tl.float16), v.to(tl.float16)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if NARROW:
+                scores *= tl.load(key_scales + scale_base + column, mask=visible, other=0.0)[None, :]
+            scores = tl.where(visible[None, :], scores, float("-inf"))
+            higher = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp(scores - higher[:, None])
+            shrink = tl.exp(best - higher)
+            total = total * shrink + tl.sum(weights, 1)
+            if NARROW:
+                # Of the block's largest, so that small values do not vanish in fp16.
+                worth = tl.load(value_scales + scale_base + column, mask=visible, other=0.0)
+                most = tl.max(worth, 0)
+                weights *= (worth / most)[None, :]
+                fresh = tl.dot(weights.to(v.dtype), v, input_precision="ieee") * most
+            else:
+                fresh = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            mixed = mixed * shrink[:, None] + fresh
+            best = higher
+        mixed = mixed / total[:, None]
+        tl.store(
+            out + row * out_row + (head * GROUP + group)[:, None] * out_head + size[None, :],
+            mixed.to(out.dtype.element_ty),
+            mask=there[:, None],
+        )
+
+
+def slot_attention(
+    query_BQD: Tensor,
+    pool: KeyValues,
+    slots_B: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """`slot_attention_plain` as one kernel; a program per row and key/value head."""
+    rows, queries, size = query_BQD.shape
+    keys_SHCD, values_SHCD = pool.keys_SHCD, pool.values_SHCD
+    narrow = pool.key_scales_SHC is not None
+    key_scales = pool.key_scales_SHC if pool.key_scales_SHC is not None else keys_SHCD
+    value_scales = pool.value_scales_SHC if pool.value_scales_SHC is not None else values_SHCD
+    heads = keys_SHCD.shape[1]
+    group = queries // heads
+    out_BQD = torch.empty_like(query_BQD, memory_format=torch.contiguous_format)
+    _kernel[(rows, heads)](
+        query_BQD, keys_SHCD, values_SHCD, key_scales, value_scales, out_BQD, slots_B, lengths_B, scale, window,
+        query_BQD.stride(0), query_BQD.stride(1),
+        keys_SHCD.stride(0), keys_SHCD.stride(1), keys_SHCD.stride(2), key_scales.stride(0), key_scales.stride(1),
+        out_BQD.stride(0), out_BQD.stride(1),
+        GROUP=group, PADDED=max(16, 1 << (group - 1).bit_length()), SIZE=size, BLOCK=NARROW_BLOCK if narrow else BLOCK,
+        NARROW=narrow, num_warps=max(1, size // 128) if narrow else WARPS, num_stages=3,
+    )  # fmt: skip
+    return out_BQD
+
+
+def kernel_fits(queries: int, heads: int, size: int) -> bool:
+    """Whether the kernel can serve these shapes on this machine."""
+    return triton is not None and queries % heads == 0 and size in (16, 32, 64, 128, 256)
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """The attention function transformers calls; `pools` are the layers' (see `slots.SlotLayer`), where `key` and `value` are by now."""
+    places = options["slots"]
+    window = int(options.get("sliding_window") or 0)
+    function = slot_attention if query.is_cuda else slot_attention_plain
+    mixed_BQD = function(
+        query[:, :, 0],
+        options["pools"][module.layer_idx].pool,
+        places.slots_B,
+        places.ends_B,
+        options["scaling"],
+        window,
+    )
+    return mixed_BQD[:, None], None

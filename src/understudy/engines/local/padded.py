@@ -1,0 +1,124 @@
+"""Rows padded to one length: works with every model and device; what a CPU uses.
+
+Legend: B rows, T columns (left padding, prompt, what was written), V vocabulary.
+
+Prompts are padded on the left so that every row's newest token sits in the same column. Keys and values of a batch are
+one block, so joining and dropping rows copies it. On a CPU the models that `cpu_forward.py` knows go through it, all others
+through transformers' own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from understudy.engines.local import kv_padded as kv
+from understudy.engines.local.rows import Row, RowBatch, Writing
+from understudy.nn.cpu_forward import lean_forward
+from understudy.nn.prefix_tree import prefix_tree
+
+
+class PaddedBatch:
+    """A `RowBatch` over one block of keys and values."""
+
+    def __init__(self, model: Any, writing: Writing, *, pad_id: int, device: torch.device) -> None:
+        self._model, self._device, self.writing = model, device, writing
+        self._lay_out()
+        most = self._mask_BT.shape[1]
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.cache: Cache = kv.new_cache(layers, self._width, most)
+        self._go_lean()
+        ids = [row.ids for row in writing.rows]
+        self.logits_BV = self._read_plainly(ids, pad_id) if self._lean is None else self._read_lean(ids)
+
+    def _read_lean(self, ids: list[np.ndarray]) -> Tensor:
+        assert self._lean is not None
+        lengths_B = self._width - self._pad_B
+        return self._lean.prompts(prefix_tree(ids), lengths_B, self._hidden_BT, self.cache)
+
+    def _read_plainly(self, ids: list[np.ndarray], pad_id: int) -> Tensor:
+        tokens_BT = np.full((len(ids), self._width), pad_id, dtype=np.int64)
+        for i, row in enumerate(ids):
+            tokens_BT[i, self._pad_B[i] :] = row
+        positions_BT = np.maximum(np.arange(self._width) - self._pad_B[:, None], 0)
+        return self._forward(
+            torch.from_numpy(tokens_BT).to(self._device), torch.from_numpy(positions_BT).to(self._device)
+        )
+
+    def _lay_out(self) -> None:
+        """Mask and positions of the rows as they are now."""
+        lengths_B = np.array([len(row) for row in self.writing.rows])
+        self._width = int(lengths_B.max())
+        self._pad_B = self._width - lengths_B
+        # The mask has room for every token that may come; each step sees a longer slice of it.
+        mask_BT = np.arange(self._width + self.writing.steps_left) >= self._pad_B[:, None]
+        self._mask_BT = torch.from_numpy(mask_BT).to(self._device)
+        self._position_B1 = torch.from_numpy(lengths_B[:, None]).to(self._device)
+
+    def _go_lean(self) -> None:
+        self._lean = lean_forward(self._model, longest=self._mask_BT.shape[1])
+        self._hide_filling()
+
+    def _hide_filling(self) -> None:
+        """The mask as something to add to attention's scores; None where there is nothing to hide."""
+        self._hidden_BT: Tensor | None = None
+        if self._lean is not None and self._pad_B.any():
+            shown_BT = torch.zeros(self._mask_BT.shape, dtype=self._model.dtype, device=self._device)
+            self._hidden_BT = shown_BT.masked_fill_(~self._mask_BT, -torch.inf)
+
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        output = self._model(
+            input_ids=tokens_BT,
+            attention_mask=self._mask_BT[:, : self._width],
+            position_ids=positions_BT,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    @property
+    def pads(self) -> np.ndarray:
+        """How many columns of padding each row has."""
+        return self._pad_B
+
+    def draw(self) -> list[Row]:
+        return self.writing.draw(self.logits_BV)
+
+    def advance(self) -> None:
+        if self.writing.dropping_pays:
+            self.release()
+        self._width += 1
+        if self._lean is None:
+            self.logits_BV = self._forward(self.writing.newest_B[:, None], self._position_B1)
+        else:
+            self.logits_BV = self._lean.step(
+                self.writing.newest_B, self._position_B1[:, 0], self._hidden_BT, self.cache
+            )
+        self._position_B1 = self._position_B1 + 1
+
+    def release(self) -> None:
+        if self.writing.alive in (0, len(self.writing.rows)):
+            return
+        keep = self.writing.keep_alive()
+        keep_B = torch.from_numpy(keep).to(self._device)
+        skip = int(self._pad_B[keep].min())
+        self._pad_B = self._pad_B[keep] - skip
+        self._width -= skip
+        self._mask_BT, self._position_B1 = self._mask_BT[keep_B, skip:], self._position_B1[keep_B]
+        self._hide_filling()
+        self.logits_BV = self.logits_BV[keep_B]
+        kv.keep_rows(self.cache, keep_B, skip)
+
+    def join(self, other: RowBatch) -> None:
+        assert isinstance(other, PaddedBatch)
+        self.release()
+        self.writing = self.writing.joined(other.writing)
+        self._lay_out()
+        self.cache = kv.merge(self.cache, other.cache, most=self._mask_BT.shape[1])
+        self.logits_BV = torch.cat([self.logits_BV, other.logits_BV])
+        self._go_lean()

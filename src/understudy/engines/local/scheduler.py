@@ -1,0 +1,313 @@
+"""Who is being written, and who waits: the worker thread of the in-process engine.
+
+    generate ──> waiting rows ──admit──> RowBatch ──a row ends──> its call; a call's last row ──> the caller
+                                  ▲  one token per turn │
+                                  └─────────────────────┘      between turns: pause, abort, new weights, close
+
+Everything that changes what is computed happens between two turns, so a turn never sees half an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from understudy.engines.base import GenerateRequest, Generation
+from understudy.engines.local.rows import Row, RowBatch
+from understudy.errors import EngineError
+from understudy.types.trajectory import StopReason
+
+
+class Batching(StrEnum):
+    COMPOSED = "composed"
+    """A call is a batch of its own: results depend on its composition alone. What `determinism = "full"` needs."""
+    CONTINUOUS = "continuous"
+    """Calls are merged in order of arrival, and waiting rows join while others are still being written."""
+
+
+@dataclass(slots=True)
+class CallRow(Row):
+    """A row that knows which call it belongs to."""
+
+    call: Call | None = None
+
+
+class Call:
+    """One `generate` under way: answered when its last row has ended."""
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[list[Generation]] = self.loop.create_future()
+        self.rows = [CallRow(request, call=self) for request in requests]
+        self.cancelled = self.aborted = False
+        self._running = len(self.rows)
+
+    def row_ended(self) -> None:
+        """To be told once for each row."""
+        self._running -= 1
+        if self._running == 0:
+            generations = [row.generation() for row in self.rows]
+            self._tell(lambda: self.answer.set_result(generations))
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is to be computed for it."""
+        return self.cancelled or self.aborted
+
+    def fail(self, error: Exception) -> None:
+        self.cancelled = True
+        self._tell(lambda: self.answer.set_exception(error))
+
+    def _tell(self, settle: Callable[[], None]) -> None:
+        def unless_done() -> None:
+            if not self.answer.done():
+                settle()
+
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(unless_done)
+
+
+class Scheduler:
+    """Runs turns on a thread of its own, from the first `submit` until `close`."""
+
+    def __init__(
+        self,
+        build: Callable[[Sequence[Row]], RowBatch],
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        batching: Batching,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """`stream`: where the thread's GPU work goes; None leaves it on the stream everybody uses."""
+        self._stream = stream
+        self._build, self._max_batch, self._prefill_tokens = build, max_batch, prefill_tokens
+        self._batching = batching
+        self._batch: RowBatch | None = None
+        self._calls: deque[Call] = deque()
+        """Calls none of whose rows have been admitted yet."""
+        self._waiting: deque[CallRow] = deque()
+        """Rows of admitted calls that found no room yet."""
+        self._entering: Sequence[Row] = ()
+        """Rows whose ids are being run through the model: neither waiting nor in the batch, should that fail."""
+        self._changed = threading.Condition()
+        self._paused = self._refresh = self._closed = False
+        self._resting = True
+        self._thread: threading.Thread | None = None
+
+    # --- called from outside ---------------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        with self._changed:
+            if self._closed:
+                raise EngineError("the engine is closed; it takes no more requests")
+            self._calls.append(call)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="understudy-hf-engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def cancel(self, call: Call) -> None:
+        with self._changed:
+            call.cancelled = True
+            self._changed.notify_all()
+
+    def pause(self) -> bool:
+        """Returns once no token is being computed; whether it was paused before."""
+        with self._changed:
+            before, self._paused = self._paused, True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._resting)
+            return before
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def weights_changed(self) -> None:
+        """While paused: keys and values of rows in flight must be computed anew."""
+        with self._changed:
+            self._refresh = True
+
+    def abort(self) -> None:
+        """Ends every call there is now; calls that come later are not meant."""
+        with self._changed:
+            for call in self._all_calls():
+                call.aborted = True
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """While paused: every call there is fails."""
+        with self._changed:
+            calls = self._all_calls()
+            self._drop_everything()
+        for call in calls:
+            call.fail(error)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    # --- the worker thread ------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            while self._wait_for_work():
+                try:
+                    self._turn()
+                except Exception as error:
+                    self._fail_running(error)
+        self._fail_running(EngineError("the engine was closed while this generation was running"))
+
+    def _wait_for_work(self) -> bool:
+        """Rests until there is something to compute; False once closed."""
+        with self._changed:
+            while True:
+                if self._closed:
+                    return False
+                self._sweep()
+                if not self._paused and (self._batch or self._waiting or self._calls):
+                    self._resting = False
+                    return True
+                self._resting = True
+                self._changed.notify_all()
+                self._changed.wait()
+
+    def _turn(self) -> None:
+        if self._batch is not None and self._refresh:
+            rows = self._batch.writing.end()
+            self._batch.release()
+            self._batch = self._enter(rows)
+        self._refresh = False
+        self._admit()
+        if self._batch is None:
+            return
+        for row in self._batch.draw():
+            _call_of(row).row_ended()
+        if self._batch.writing.alive:
+            self._batch.advance()
+        else:
+            self._leave()
+
+    def _admit(self) -> None:
+        """Lets waiting rows in: when none are being written, when a fair share of the places is free, or when there is room for all.
+
+        Each entry costs a prompt pass over the newcomers and a copy of the cache, so rows enter in groups. The last few of a
+        batch that came one by one have nobody to wait for: for want of a share they would wait until the others have ended.
+        """
+        while True:
+            running = self._batch.writing.alive if self._batch else 0
+            free = self._max_batch - running
+            if running and free < max(1, self._max_batch // 8) and self._ready_rows() > free:
+                return
+            group = self._next_group(free, running)
+            if not group:
+                return
+            if self._batch is not None:
+                self._batch.release()
+            newcomers = self._enter(group)
+            if self._batch is None:
+                self._batch = newcomers
+            else:
+                self._batch.join(newcomers)
+
+    def _enter(self, rows: Sequence[Row]) -> RowBatch:
+        self._entering = rows
+        batch = self._build(rows)
+        self._entering = ()
+        return batch
+
+    def _next_group(self, free: int, running: int) -> list[CallRow]:
+        """Up to `free` waiting rows whose padded prompts fit the prefill budget; at least one where any waits."""
+        group: list[CallRow] = []
+        longest = 0
+        while len(group) < free:
+            if not self._waiting and not self._take_call(busy=bool(running or group)):
+                break
+            row = self._waiting[0]
+            longest = max(longest, len(row.request.tokens))
+            if group and longest * (len(group) + 1) > self._prefill_tokens:
+                break
+            group.append(self._waiting.popleft())
+        return group
+
+    def _ready_rows(self) -> int:
+        """Rows that could enter a batch that is being written."""
+        if self._batching is Batching.COMPOSED:
+            return len(self._waiting)
+        with self._changed:
+            return len(self._waiting) + sum(len(call.rows) for call in self._calls)
+
+    def _take_call(self, *, busy: bool) -> bool:
+        """Moves the next call's rows to the waiting ones, unless it must wait for those before it to end."""
+        if busy and self._batching is Batching.COMPOSED:
+            return False
+        with self._changed:
+            if not self._calls:
+                return False
+            self._waiting.extend(self._calls.popleft().rows)
+            return True
+
+    def _sweep(self) -> None:
+        """Takes out the rows of calls that are over; those of aborted calls keep what they have."""
+        over = [row for call in self._calls if call.over for row in call.rows]
+        over += [row for row in self._waiting if _call_of(row).over]
+        self._calls = deque(call for call in self._calls if not call.over)
+        self._waiting = deque(row for row in self._waiting if not _call_of(row).over)
+        if self._batch is not None:
+            ended = self._batch.writing.end(lambda row: _call_of(row).over)
+            over += [row for row in ended if isinstance(row, CallRow)]
+            if not self._batch.writing.alive:
+                self._leave()
+        for row in over:
+            row.stop_reason = StopReason.ABORTED
+            _call_of(row).row_ended()
+
+    def _all_calls(self) -> list[Call]:
+        rows = [*(self._batch.writing.rows if self._batch else ()), *self._entering, *self._waiting]
+        found = {id(call): call for call in [*map(_call_of, rows), *self._calls]}
+        return list(found.values())
+
+    def _leave(self) -> None:
+        """Nobody in the batch is being written any more."""
+        if self._batch is not None:
+            self._batch.writing.end()
+            self._batch.release()
+            self._batch = None
+
+    def _drop_everything(self) -> None:
+        self._leave()
+        self._entering = ()
+        self._waiting.clear()
+        self._calls.clear()
+
+    def _fail_running(self, error: Exception) -> None:
+        """Fails every call that has rows in the batch, and everything that waits once the engine is closed."""
+        with self._changed:
+            untouched = () if self._closed else tuple(self._calls)
+            calls = [call for call in self._all_calls() if call not in untouched]
+            self._drop_everything()
+            self._calls.extend(untouched)
+            self._resting = True
+            self._changed.notify_all()
+        for call in calls:
+            keys = ", ".join(row.request.key for row in call.rows[:3])
+            ours = isinstance(error, EngineError)
+            call.fail(error if ours else EngineError(f"generation failed ({keys} …): {error!r}"))
+
+
+def _call_of(row: Row) -> Call:
+    assert isinstance(row, CallRow) and row.call is not None
+    return row.call

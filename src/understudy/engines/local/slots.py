@@ -1,0 +1,352 @@
+"""Rows in slots of one key/value pool: the decode path for a GPU.
+
+Legend: B rows, S slots, H key/value heads, C columns of room, D head size, V vocabulary, N tokens of all prompts.
+
+A row gets a slot when it enters and gives it back when it ends; nothing is ever copied or padded, so rows join and leave
+for free. A decode step reads each row's true length (`kernels/attention.py`) and runs as a CUDA graph, recorded once per
+size of batch. The pool holds `max_length` columns for every slot: memory is taken once, when the engine is made.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+
+from understudy.engines.local.kernels import attention as decode_attention
+from understudy.engines.local.kernels import decode_step as decode_loop
+from understudy.engines.local.kv_pool import KeptAs, KeyValues, bytes_per_token
+from understudy.engines.local.padded import PaddedBatch
+from understudy.engines.local.rows import Row, RowBatch, Writing
+
+ATTENTION = "understudy_slots"
+AttentionInterface.register(ATTENTION, decode_attention.attend)
+
+RUN_AHEAD = {"cuda"}
+"""Device types that work while the host does something else."""
+FUSED = {"cuda"}
+"""Device types where a step is one loop of our own kernels (`decode_loop`)."""
+SMALLEST = 16
+"""Rows of the smallest recorded step."""
+MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+"""Models whose attention is plain (grouped, causal, maybe windowed) and goes through transformers' interface."""
+
+
+@dataclass(slots=True)
+class Places:
+    """Where the rows of a step live; the tensors keep their addresses, because a recorded graph reads them."""
+
+    slots_B: Tensor
+    lengths_B: Tensor
+    """Tokens in the slot before this step."""
+    ends_B: Tensor
+    """After it."""
+
+
+class SlotLayer(DynamicLayer):
+    """One layer's pool. `update` writes each row's newest key and value at its place; attention reads the pool itself."""
+
+    def __init__(self, pool: KeyValues) -> None:
+        super().__init__()
+        self.pool = pool
+        self.keys, self.values = pool.keys_SHCD, pool.values_SHCD
+        self.is_initialized = True
+        self.places: Places | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert self.places is not None
+        places = self.places
+        self.pool.write(places.slots_B, places.lengths_B, key_states[:, :, 0], value_states[:, :, 0])
+        return self.keys, self.values
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+
+def pool_fits(model: Any) -> bool:
+    """Whether this model's decode steps can run over slots."""
+    config = model.config.get_text_config(decoder=True)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = config.model_type in MODEL_TYPES
+    return plain and decode_attention.kernel_fits(
+        config.num_attention_heads, config.num_key_value_heads, size
+    )
+
+
+def pool_bytes(model: Any, *, slots: int, max_length: int, kept_as: KeptAs = KeptAs.MODEL) -> int:
+    """The memory a pool takes."""
+    config = model.config.get_text_config(decoder=True)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = bytes_per_token(config.num_key_value_heads, size, kept_as, model.dtype)
+    return int((slots + 1) * max_length * config.num_hidden_layers * per_token)
+
+
+class SlotPool:
+    """Keys and values of every row in flight, the free slots, and the recorded steps."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int,
+        max_length: int,
+        device: torch.device,
+        kept_as: KeptAs = KeptAs.MODEL,
+    ) -> None:
+        config = model.config.get_text_config(decoder=True)
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # One slot more than rows: a graph's unused rows write there.
+        shape = (slots + 1, config.num_key_value_heads, max_length, size)
+        self._model, self._device, self._scratch = model, device, slots
+        self.last_column = max_length - 1
+        self._layers = [
+            SlotLayer(KeyValues.empty(shape, kept_as, model.dtype, device))
+            for _ in range(config.num_hidden_layers)
+        ]
+        self._cache = Cache(layers=self._layers)
+        self._free = list(range(slots))[::-1]
+        self._most = slots
+        self._steps: dict[int, _Step] = {}
+        self._addresses = self._weight_addresses()
+        self._loop = self._fused_loop()
+        self._memory: Any = None
+        """Graphs share one memory pool: they never run at the same time."""
+
+    def take(self, count: int) -> list[int]:
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, slots: list[int]) -> None:
+        self._free.extend(slots)
+
+    def fill(self, slots: list[int], prompts: PaddedBatch) -> None:
+        """Moves the keys and values of freshly read prompts into slots."""
+        lengths = [len(row) for row in prompts.writing.rows]
+        row_N = np.repeat(np.arange(len(slots)), lengths)
+        place_N = np.concatenate([np.arange(length) for length in lengths])
+        rows_N, places_N = (torch.from_numpy(a).to(self._device) for a in (row_N, place_N))
+        columns_N = torch.from_numpy(place_N + prompts.pads[row_N]).to(self._device)
+        slots_N = torch.tensor(slots, device=self._device)[rows_N]
+        for layer, source in zip(self._layers, prompts.cache.layers, strict=True):
+            fresh = (source.keys[rows_N, :, columns_N], source.values[rows_N, :, columns_N])
+            layer.pool.write(slots_N, places_N, *fresh)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether `read` can be asked; elsewhere prompts are read by transformers, and filled in."""
+        return self._loop is not None
+
+    def read(self, slots: list[int], rows: Sequence[np.ndarray]) -> Tensor:
+        """Reads prompts straight into their slots; logits [B, V] after each."""
+        assert self._loop is not None
+        lengths = [len(row) for row in rows]
+        bounds = np.cumsum([0, *lengths])
+        tokens_T = np.concatenate(rows).astype(np.int64)
+        slots_T = np.repeat(np.asarray(slots), lengths)
+        before_T = np.arange(len(tokens_T)) - np.repeat(bounds[:-1], lengths)
+        # One trip to the device for everything that is by token, one for what is by row.
+        told_3T = torch.from_numpy(np.stack([tokens_T, slots_T, before_T])).to(self._device)
+        ends_B = torch.from_numpy(bounds[1:]).to(self._device)
+        places = Places(told_3T[1], told_3T[2], told_3T[2])
+        begins = torch.nn.functional.pad(ends_B, (1, 0)).to(torch.int32)
+        prompts = decode_loop.Prompts(told_3T[0], places, begins, max(lengths), ends_B - 1)
+        return self._loop.read(prompts, self._layers)
+
+    def step_for(self, rows: int) -> _Step:
+        """The recorded step of the smallest size that holds so many rows: powers of two, and the whole pool.
+
+        Fewer than `SMALLEST` rows take no less time than that many, and each size costs a recording.
+        """
+        size = min(max(1 << (rows - 1).bit_length(), SMALLEST), self._most)
+        if size not in self._steps:
+            self._steps[size] = _Step(self, size)
+        return self._steps[size]
+
+    def forget_moved_weights(self) -> None:
+        """Recorded steps read the weights where they lay. Whoever moves a tensor instead of writing into it (`.to`, `.data =`) would
+        have them go on with what is there now; so they are recorded again."""
+        addresses = self._weight_addresses()
+        if addresses != self._addresses:
+            self._steps.clear()
+            self._addresses = addresses
+            self._loop = self._fused_loop()
+
+    def _fused_loop(self) -> decode_loop.DecodeLoop | None:
+        """Where the engine gave this model its kernels, and the model is one whose every layer is known."""
+        fused = self._device.type in FUSED and decode_loop.fits(self._model)
+        return decode_loop.DecodeLoop(self._model) if fused else None
+
+    def _weight_addresses(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in self._model.parameters())
+
+    def forward(self, tokens_B: Tensor, places: Places) -> Tensor:
+        """Logits [B, V] after each row's newest token."""
+        for layer in self._layers:
+            layer.places = places
+        torch.add(places.lengths_B, 1, out=places.ends_B)
+        if self._loop is not None:
+            return self._loop.step(tokens_B, places, self._layers)
+        config = self._model.config.get_text_config(decoder=True)
+        before, config._attn_implementation = config._attn_implementation, ATTENTION
+        try:
+            output = self._model(
+                input_ids=tokens_B[:, None],
+                # A mask with four axes is passed on as it is; ours is in the lengths.
+                attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._device),
+                position_ids=places.lengths_B[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+                slots=places,
+                pools=self._layers,
+            )
+        finally:
+            config._attn_implementation = before
+        return output.logits[:, -1]
+
+    def scratch_places(self, size: int) -> Places:
+        slots_B = torch.full((size,), self._scratch, dtype=torch.int64, device=self._device)
+        return Places(slots_B, torch.zeros_like(slots_B), torch.zeros_like(slots_B))
+
+    def record(self, run: Any) -> Any:
+        """A CUDA graph of `run`; None on a CPU, where it is simply called.
+
+        It is recorded on the engine's own stream, whose priority its kernels then keep. Another thread may train meanwhile and
+        take memory, which a recording only forgives with `thread_local`.
+        """
+        if self._device.type != "cuda":
+            return None
+        own = torch.cuda.current_stream(self._device)
+        for _ in range(2):  # kernels are compiled and workspaces taken before anything is recorded
+            run()
+        own.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            nothing_collected(),
+            torch.cuda.graph(graph, pool=self._memory, stream=own, capture_error_mode="thread_local"),
+        ):
+            run()
+        self._memory = self._memory or graph.pool()
+        return graph
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Garbage may hold graphs of an engine that is gone. Python collects when it likes, in whichever thread it is; a graph destroyed in
+    the thread that is recording ends the recording, and with it every later use of the device's random numbers."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Step:
+    """One decode step for up to `size` rows, over tensors whose addresses never change."""
+
+    def __init__(self, pool: SlotPool, size: int) -> None:
+        self._pool, self._size = pool, size
+        self._places = pool.scratch_places(size)
+        self._tokens_B = torch.zeros_like(self._places.slots_B)
+        self._logits_BV = torch.empty(0)
+        self._graph = pool.record(self._run)
+
+    def _run(self) -> None:
+        self._logits_BV = self._pool.forward(self._tokens_B, self._places)
+
+    def place(self, slots_B: Tensor, lengths_B: Tensor) -> None:
+        """The rows changed: from now on these."""
+        empty = self._pool.scratch_places(self._size)
+        for static_B, fresh_B, rest_B in (
+            (self._places.slots_B, slots_B, empty.slots_B),
+            (self._places.lengths_B, lengths_B, empty.lengths_B),
+        ):
+            static_B.copy_(rest_B)
+            static_B[: len(fresh_B)] = fresh_B
+
+    def run(self, tokens_B: Tensor) -> Tensor:
+        """The logits after these tokens; each row is one token longer afterwards."""
+        rows = len(tokens_B)
+        self._tokens_B[:rows] = tokens_B
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+        # A row that has ended stays until dropping it pays; a full one then writes its last column over and over.
+        self._places.lengths_B[:rows] += 1
+        self._places.lengths_B[:rows].clamp_(max=self._pool.last_column)
+        return self._logits_BV[:rows]
+
+
+class SlotBatch:
+    """A `RowBatch` over a pool."""
+
+    def __init__(
+        self, pool: SlotPool, model: Any, writing: Writing, *, pad_id: int, device: torch.device
+    ) -> None:
+        self._pool, self._device, self.writing = pool, device, writing
+        self._slots = pool.take(len(writing.rows))
+        self._lengths = [len(row) for row in writing.rows]
+        if pool.reads_prompts:
+            self._logits_BV = pool.read(self._slots, [row.ids for row in writing.rows])
+        else:
+            prompts = PaddedBatch(model, writing, pad_id=pad_id, device=device)
+            pool.fill(self._slots, prompts)
+            self._logits_BV = prompts.logits_BV
+        self._step: _Step | None = None
+        self._ahead = False
+        """Whether the step after the newest draw is queued already."""
+
+    def draw(self) -> list[Row]:
+        """On a GPU the next step is queued before the host hears what was drawn: the GPU does not wait while Python finds out
+        who has ended. A row that has takes part in one step too many, into a slot that is still its own."""
+        drawn = self.writing.begin_draw(self._logits_BV)
+        if self._device.type in RUN_AHEAD and self.writing.goes_on:
+            self._run_step()
+            self._ahead = True
+        return self.writing.end_draw(drawn)
+
+    def advance(self) -> None:
+        if self.writing.dropping_pays:
+            self.release()
+        if not self._ahead:
+            self._run_step()
+        self._ahead = False
+
+    def _run_step(self) -> None:
+        if self._step is None:
+            self._step = self._pool.step_for(len(self._slots))
+            lengths = [min(length, self._pool.last_column) for length in self._lengths]
+            places = torch.tensor([self._slots, lengths], device=self._device)
+            self._step.place(places[0], places[1])
+        self._logits_BV = self._step.run(self.writing.newest_B)
+        self._lengths = [length + 1 for length in self._lengths]
+
+    def release(self) -> None:
+        if self.writing.alive == len(self.writing.rows):
+            return
+        keep = self.writing.keep_alive().tolist()
+        kept = set(keep)
+        self._pool.give_back([slot for i, slot in enumerate(self._slots) if i not in kept])
+        self._slots, self._lengths = [self._slots[i] for i in keep], [self._lengths[i] for i in keep]
+        self._logits_BV = self._logits_BV[torch.tensor(keep, dtype=torch.int64, device=self._device)]
+        self._step = None
+
+    def join(self, other: RowBatch) -> None:
+        assert isinstance(other, SlotBatch)
+        self.release()
+        self.writing = self.writing.joined(other.writing)
+        self._slots, self._lengths = self._slots + other._slots, self._lengths + other._lengths
+        self._logits_BV = torch.cat([self._logits_BV, other._logits_BV])
+        self._step = None

@@ -1,0 +1,1 @@
+"""Clients of inference servers: vLLM, SGLang and OpenAI-compatible ones."""

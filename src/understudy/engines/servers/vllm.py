@@ -1,0 +1,262 @@
+"""vLLM servers as child processes: started by a launcher that is handed in, watched, and started again when they die.
+
+One that the launcher puts on another machine is reached over the network, through a door that asks for the run's token; and so is
+one beside us that others are to reach (`VLLMSettings.address`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from understudy.engines.replicas import Endpoint, Replica
+from understudy.engines.restarts import Restarts
+from understudy.engines.servers.dialects import DIALECTS
+from understudy.engines.servers.engine import RemoteEngine
+from understudy.errors import EngineError, UnderstudyError
+
+logger = logging.getLogger(__name__)
+
+HOST_MODULE = "understudy.engines.servers.vllm_process"
+_WATCH_S = 1.0
+_SCREEN_CHARACTERS = 300
+
+
+class Child(Protocol):
+    """A process a launcher started."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    ready: dict[str, Any]
+    """What it wrote into its ready file."""
+
+
+class ChildLauncher(Protocol):
+    """Whoever owns processes. `understudy.cluster.local.LocalProcesses` is one."""
+
+    async def start(
+        self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> Child:
+        """Starts `python -m module …` with `--ready-file` and `--watch-fd` and returns when it says it is ready."""
+        ...
+
+    async def stop(self, name: str) -> None: ...
+
+
+class HostLauncher(ChildLauncher, Protocol):
+    """A launcher that may start processes on other machines too."""
+
+    @property
+    def address(self) -> str: ...
+
+    def is_elsewhere(self, name: str) -> bool: ...
+
+    def shares_memory(self, name: str) -> bool: ...
+
+    def last_words(self, name: str) -> str:
+        """The end of what a process said."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMSettings:
+    python: str
+    """The interpreter of an environment that has vLLM."""
+    model: str
+    """The student's folder; weights published later replace what is in it."""
+    max_length: int
+    max_batch: int = 256
+    dtype: str = "auto"
+    options: tuple[str, ...] = ()
+    """More words for vLLM's command line, as they are."""
+    env: tuple[Mapping[str, str], ...] = field(default=({},))
+    """Environment of each replica (CUDA_VISIBLE_DEVICES); as many replicas as entries."""
+    address: str | None = None
+    """Where a server on this machine listens, for workers elsewhere to reach it; on a Unix socket alone where not given."""
+
+    def arguments(self) -> list[str]:
+        words = ["--python", self.python, "--model", self.model, "--max-length", str(self.max_length)]
+        words += ["--max-batch", str(self.max_batch), "--dtype", self.dtype]
+        return words + [f"--option={option}" for option in self.options]
+
+
+class VLLMEngine(RemoteEngine):
+    """A `RemoteEngine` that owns its servers. Make it with `start_vllm`."""
+
+    def __init__(
+        self,
+        servers: _Servers,
+        children: Mapping[str, Child],
+        restarts: Restarts,
+        notify: Callable[[str], None],
+        **engine: Any,
+    ) -> None:
+        super().__init__(
+            DIALECTS["vllm"],
+            [servers.endpoint(name, child) for name, child in children.items()],
+            model="student",
+            max_length=servers.settings.max_length,
+            address=servers.launcher.address,
+            **engine,
+        )
+        self._servers, self._restarts, self._notify = servers, restarts, notify
+        self._children = dict(children)
+        self._given_up: dict[str, str] = {}
+        """Replicas that are not started again, with the reason."""
+        self._watchers = [asyncio.create_task(self._watch(name)) for name in self._children]
+
+    @property
+    def children(self) -> Mapping[str, Child]:
+        """The servers' processes by replica."""
+        return self._children
+
+    async def _watch(self, name: str) -> None:
+        """Starts the replica again whenever its process has died; it serves once it has the newest weights.
+
+        What counts is whether it answers: one that is started again and again without having answered a request in between is
+        given up, with its own last words.
+        """
+        replica, limits, in_vain, answered = self._replica(name), self._restarts, 0, 0
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if self._children[name].alive and not self.is_withdrawn(name):
+                continue
+            self.withdraw(name)
+            in_vain, answered = (0 if replica.answers > answered else in_vain), replica.answers
+            problem = self._servers.problem(name, self._children[name])
+            if in_vain >= limits.most:
+                self._surrender(replica, problem, in_vain)
+                return
+            in_vain += 1
+            wait = limits.wait_before(in_vain)
+            what = "started again" if self._servers.must_start(name, self._children[name]) else "asked again"
+            self._tell(f"vLLM {name} {problem}; {what} in {wait:g} s ({in_vain} of {limits.most})")
+            await asyncio.sleep(wait)
+            try:
+                await self._bring_back(name)
+            except (UnderstudyError, OSError) as error:
+                self._servers.failed(name, str(error))
+                continue
+            self._tell(f"vLLM {name} is back, with weights of version {self.version}")
+
+    async def _bring_back(self, name: str) -> None:
+        """One whose process lives and only was out of reach keeps it, unless it does not answer now either."""
+        if self._servers.must_start(name, self._children[name]):
+            await self._servers.stop(name)
+            self._children[name] = await self._servers.start(name)
+        await self.replace(name, self._servers.endpoint(name, self._children[name]))
+
+    def _surrender(self, replica: Replica, problem: str, restarts: int) -> None:
+        times = f"after {restarts} restarts without an answer (cluster.restarts.rollout)"
+        self._given_up[replica.name] = f"vLLM {replica.name} {problem}; it was given up {times}"
+        self._tell(self._given_up[replica.name])
+
+    def _tell(self, news: str) -> None:
+        """The log gets all of it, the screen one line."""
+        logger.warning("%s", news)
+        self._notify(_in_one_line(news))
+
+    def _check_hope(self) -> None:
+        if len(self._given_up) == len(self._children):
+            raise EngineError("no vLLM server is left. " + "\n".join(sorted(set(self._given_up.values()))))
+
+    def _give_up(self, replica: Replica) -> bool:
+        self.withdraw(replica.name)
+        return True
+
+    async def close(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await super().close()
+        await asyncio.gather(*(self._servers.stop(name) for name in self._children))
+
+
+class _Servers:
+    """Starts and ends servers, here or wherever the launcher has a place for them."""
+
+    def __init__(self, settings: VLLMSettings, launcher: HostLauncher) -> None:
+        self.settings, self.launcher = settings, launcher
+        self._token = secrets.token_urlsafe(24)
+        self._failures: dict[str, str] = {}
+        """Of the last start or the last word with a replica, where that failed."""
+
+    async def start(self, name: str) -> Child:
+        arguments, env = self.settings.arguments(), dict(self.settings.env[int(name.rpartition("-")[2])])
+        elsewhere = self.launcher.is_elsewhere(process_name(name))
+        if elsewhere or self.settings.address is not None:
+            # On another machine that machine's own address.
+            arguments += ["--bind", "127.0.0.1:0" if elsewhere else f"{self.settings.address}:0"]
+            # Through the environment: command lines are readable by every user of the machine.
+            env["UNDERSTUDY_TOKEN"] = self._token
+        child = await self.launcher.start(process_name(name), HOST_MODULE, arguments, env)
+        self._failures.pop(name, None)
+        return child
+
+    def failed(self, name: str, problem: str) -> None:
+        self._failures[name] = problem
+
+    def must_start(self, name: str, child: Child) -> bool:
+        return not child.alive or name in self._failures
+
+    def problem(self, name: str, child: Child) -> str:
+        """Why a replica does not serve, in its own last words where it has died."""
+        if name in self._failures:
+            return f"could not be started again: {self._failures[name]}"
+        if child.alive:
+            return "does not answer"
+        return f"died: {self.launcher.last_words(process_name(name))}"
+
+    async def stop(self, name: str) -> None:
+        await self.launcher.stop(process_name(name))
+
+    def endpoint(self, name: str, child: Child) -> Endpoint:
+        if "socket" in child.ready:
+            return Endpoint(child.ready["url"], socket=child.ready["socket"])
+        shares = self.launcher.shares_memory(process_name(name))
+        return Endpoint(child.ready["url"], key=self._token, shares_memory=shares)
+
+
+async def start_vllm(
+    settings: VLLMSettings,
+    launcher: HostLauncher,
+    *,
+    restarts: Restarts | None = None,
+    notify: Callable[[str], None] | None = None,
+    **engine: Any,
+) -> VLLMEngine:
+    """Starts one server per entry of `settings.env`; `engine` are further settings of `RemoteEngine`.
+
+    `restarts` says when a server that does not stay up is given up; `notify` is told in words when one is lost and when it is back.
+    """
+    servers = _Servers(settings, launcher)
+    names = [f"replica-{i}" for i in range(len(settings.env))]
+    try:
+        children = await asyncio.gather(*(servers.start(name) for name in names))
+    except BaseException:
+        await asyncio.gather(*(servers.stop(name) for name in names))
+        raise
+    return VLLMEngine(
+        servers,
+        dict(zip(names, children, strict=True)),
+        restarts or Restarts(first_wait_s=1.0),
+        notify or (lambda news: None),
+        **engine,
+    )
+
+
+def process_name(replica: str) -> str:
+    return f"vllm-{replica}"
+
+
+def _in_one_line(news: str) -> str:
+    """The first and the last two: there a process that ended in an error says which."""
+    lines = [line.strip() for line in news.splitlines() if line.strip()]
+    line = " … ".join(dict.fromkeys([lines[0], *lines[-2:]]))
+    half = _SCREEN_CHARACTERS // 2
+    return line if len(line) <= _SCREEN_CHARACTERS else f"{line[:half]} … {line[-half:]}"

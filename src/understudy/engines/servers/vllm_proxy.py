@@ -1,0 +1,131 @@
+"""The door of a vLLM server on another machine: its network address, who may pass, and how new weights get in.
+
+    trainer, workers ──HTTP, with the run's token──> door ──Unix socket──> vLLM
+    trainer ══buckets (weight_broadcast)══> door: a snapshot in this machine's memory ──> vLLM loads it in place
+
+vLLM itself listens on a socket that only this user can open, because its control routes ask for no key. Everything passes here
+as it is, but `POST /v1/weights`: the order of a broadcast, the same that our own engine processes take. While vLLM is paused the door
+sends requests for tokens back at once: vLLM would let them wait and have them written by other weights than they were meant for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+from safetensors.torch import save_file
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+from torch import Tensor
+
+from understudy.engines.hosted.app import read_order
+from understudy.engines.hosted.messages import BROKEN_TRANSFER, WeightsOrder
+from understudy.engines.servers.continuation import NOBODY_BEHIND, PAUSED
+from understudy.engines.servers.dialects import DIALECTS
+from understudy.errors import EngineError
+from understudy.observability.owned_folder import OwnedFolder
+from understudy.serving.connections import Connections
+from understudy.serving.http import Gate, answering, as_json, read_body, unless_gone
+from understudy.weights.broadcast import Receiver, TransferBroken
+
+MAX_BODY_BYTES = 1 << 30
+_LARGEST_ORDER = 16 << 20
+_MEMORY = Path("/dev/shm")
+_REFUSED = ((TransferBroken, BROKEN_TRANSFER, "transfer"), (EngineError, 422, "engine"))
+_METHODS = ["GET", "POST", "PUT", "DELETE"]
+_GENERATE, _PAUSE, _RESUME = "/inference/v1/generate", "/pause", "/resume"
+
+
+class VLLMDoor:
+    """Broadcasts are met at `address`; snapshots lie in `memory` only while vLLM loads them."""
+
+    def __init__(self, socket: str, *, token: str | None, address: str, memory: Path | None = None) -> None:
+        self._client = httpx.AsyncClient(
+            transport=Connections(uds=socket),
+            base_url="http://vllm",
+            timeout=None,  # whoever asks has a deadline, and hangs up
+        )
+        self._paused = False
+        self._receiver, self._receiving = Receiver(address), asyncio.Lock()
+        self._memory = memory or (_MEMORY if _MEMORY.is_dir() else None)
+        app = Starlette(
+            routes=[
+                Route("/v1/weights", answering(self.load_weights, *_REFUSED), methods=["POST"]),
+                Route("/{path:path}", answering(self.forward, *_REFUSED), methods=_METHODS),
+            ]
+        )
+        self.asgi: ASGIApp = Gate(app, token)
+
+    async def forward(self, http: Request) -> Response:
+        body = await read_body(http, MAX_BODY_BYTES)
+        path = http.url.path
+        if path == _GENERATE and self._paused:
+            return as_json({"error": "weights change; ask again when they have"}, PAUSED)
+        self._paused |= path == _PAUSE
+        kind = http.headers.get("content-type")
+        asked = self._client.request(
+            http.method,
+            httpx.URL(path=path, query=http.url.query.encode()),
+            content=body,
+            headers={} if kind is None else {"Content-Type": kind},
+        )
+        try:
+            # A client that hangs up is vLLM's sign to stop writing, so we hang up too.
+            answer = await unless_gone(http, asyncio.ensure_future(asked))
+        except httpx.HTTPError as error:
+            return _nobody_behind(error)
+        finally:
+            self._paused &= path != _RESUME
+        return Response(
+            answer.content,
+            answer.status_code,
+            media_type=answer.headers.get("content-type", "application/json"),
+        )
+
+    async def load_weights(self, http: Request) -> Response:
+        order = await read_order(http, WeightsOrder, _LARGEST_ORDER)
+        if order.file is not None:
+            raise EngineError(
+                "this server takes broadcasts; a snapshot of the trainer's machine is not seen here"
+            )
+        if order.stream is not None:
+            async with self._receiving:
+                tensors = await asyncio.to_thread(self._receiver.receive, order.stream)
+                try:
+                    await self._load(order.version, tensors)
+                except httpx.HTTPError as error:
+                    return _nobody_behind(error)
+        return as_json({"version": order.version})
+
+    async def _load(self, version: int, tensors: list[tuple[str, Tensor]]) -> None:
+        """Through a file that exists while it is read: a server that is started anew gets the weights broadcast again."""
+        dialect = DIALECTS["vllm"]
+        assert dialect.load is not None
+        folder = await asyncio.to_thread(OwnedFolder, "understudy-weights-", self._memory)
+        try:
+            file = folder.path / f"v{version}.safetensors"
+            await asyncio.to_thread(save_file, dict(tensors), file, {"format": "pt"})
+            path, body = dialect.load(str(file), version)
+            answer = await self._client.post(path, json=body)
+            told: Any = answer.json() if answer.status_code == 200 else {}
+            if not dialect.loaded(told, version):
+                raise EngineError(
+                    f"vLLM did not load weights version {version} ({answer.status_code}): {answer.text[:300]}"
+                )
+        except (OSError, ValueError) as error:
+            raise EngineError(f"weights of version {version} did not reach vLLM: {error}") from error
+        finally:
+            await asyncio.to_thread(folder.close)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _nobody_behind(error: httpx.HTTPError) -> Response:
+    """In words that are not those of a refusal: whoever asked takes the server for gone, and so it is, or will be in a moment."""
+    return as_json({"error": f"vLLM does not answer: {type(error).__name__} {error}"}, NOBODY_BEHIND)

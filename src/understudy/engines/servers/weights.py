@@ -1,0 +1,197 @@
+"""How new weights get to servers: over the GPU they share with the trainer, or as a snapshot they load in place.
+
+A snapshot is one safetensors file in a folder that servers see, in memory where nothing else is asked for. The newest is
+kept, because a server that is started anew needs it. Servers of ours on other machines get the weights broadcast, as engine
+processes do (`hosted_delivery`), and load a snapshot of their own machine (`vllm_door`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from understudy.engines.hosted.client import HostChannel
+from understudy.engines.hosted.weights import WeightDelivery as Broadcast
+from understudy.engines.replicas import Replica
+from understudy.engines.servers.continuation import RefusedError, UnreachableError
+from understudy.engines.servers.dialects import Dialect, Json
+from understudy.engines.servers.gpu_handover import GpuHandover
+from understudy.errors import EngineError
+from understudy.observability.owned_folder import OwnedFolder
+from understudy.weights.snapshots import Snapshots
+
+Post = Callable[[Replica, str, Json], Awaitable[Json]]
+
+
+class WeightDelivery:
+    """The weights of one engine's servers. Calls must not overlap; whoever calls has stopped generation.
+
+    `give_up` is asked about a server that cannot be reached: True means that somebody brings it back and catches it up.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        post: Post,
+        give_up: Callable[[Replica], bool],
+        snapshots: Path | None,
+        handover: GpuHandover | None,
+        address: str = "127.0.0.1",
+    ) -> None:
+        """`address`: where servers on other machines reach this one."""
+        self._dialect, self._post, self._snapshots, self._handover = dialect, post, snapshots, handover
+        self._give_up = give_up
+        self._folder: OwnedFolder | None = None
+        self._newest: tuple[Path, int] | None = None
+        self._live: tuple[Sequence[tuple[str, Tensor]], int] | None = None
+        """The trained tensors themselves and their version, where servers read them in place."""
+        self._address = address
+        self._broadcast: Broadcast | None = None
+        self._doors: dict[str, HostChannel] = {}
+        """By server on another machine."""
+        self._sent: int | None = None
+        """The version last broadcast."""
+
+    async def bring(
+        self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """New weights to these servers, each the fastest way it can take them. No tensors: they have them already."""
+        if not tensors:
+            return
+        far = [one for one in replicas if not one.endpoint.shares_memory]
+        replicas = [one for one in replicas if one.endpoint.shares_memory]
+        if far:
+            await self._send(far, version, tensors)
+        if replicas and self._handover is not None:
+            taken = await asyncio.gather(*(self._hand_over(one, version, tensors) for one in replicas))
+            replicas = [one for one, done in zip(replicas, taken, strict=True) if not done]
+            self._live, self._newest = (tensors, version), None
+        if replicas:
+            snapshot = await asyncio.to_thread(self._write, version, tensors)
+            self._newest = (snapshot, version)
+            await asyncio.gather(*(self._load_if_there(one, snapshot, version) for one in replicas))
+
+    async def catch_up(self, replica: Replica) -> None:
+        """A server that was started anew gets what the others have."""
+        replica.label = ""
+        if not replica.endpoint.shares_memory:
+            await self._send_again(replica)
+            return
+        if self._handover is not None:
+            self._handover.forget(replica.name)
+        if self._newest is not None:
+            await self._load(replica, *self._newest)
+        elif self._live is not None:
+            tensors, version = self._live
+            await self.bring([replica], version, tensors)
+
+    async def _send(
+        self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """To servers on other machines, all at once."""
+        if self._broadcast is None:
+            self._broadcast = Broadcast(Snapshots(0), self._address)
+        doors = {self._door(one): one for one in replicas}
+        lost = await self._broadcast.publish(version, tensors, list(doors))
+        self._sent = version
+        for door, problem in lost.items():
+            if not self._give_up(doors[door]):
+                raise UnreachableError(str(problem)) from problem
+        await asyncio.gather(*(self._renew(one, version) for door, one in doors.items() if door not in lost))
+
+    async def _send_again(self, replica: Replica) -> None:
+        """The newest weights for a server on another machine that was started anew."""
+        old = self._doors.pop(replica.name, None)
+        if old is not None:
+            await old.close()
+        if self._broadcast is not None and self._sent is not None:
+            await self._broadcast.give(self._sent, self._door(replica))
+            await self._renew(replica, self._sent)
+
+    def _door(self, replica: Replica) -> HostChannel:
+        if replica.name not in self._doors:
+            self._doors[replica.name] = HostChannel(replica.name, replica.endpoint)
+        return self._doors[replica.name]
+
+    async def _hand_over(self, replica: Replica, version: int, tensors: Sequence[tuple[str, Tensor]]) -> bool:
+        """Whether there is nothing more to do for this server now."""
+        assert self._handover is not None
+
+        async def call(method: str, arguments: list[str]) -> Json:
+            return await self._post(replica, "/collective_rpc", {"method": method, "args": arguments})
+
+        try:
+            if not await self._handover.attach(replica.name, call, tensors):
+                return False
+            # All at once: nobody generates meanwhile, so it is all the same which of them the server does first.
+            copied = self._handover.copy(replica.name, call, version)
+            for outcome in await asyncio.gather(
+                copied, self._renew(replica, version), return_exceptions=True
+            ):
+                if outcome is not None:
+                    raise outcome
+        except UnreachableError:
+            if not self._give_up(replica):
+                raise
+        return True
+
+    async def _load_if_there(self, replica: Replica, snapshot: Path, version: int) -> None:
+        try:
+            await self._load(replica, snapshot, version)
+        except UnreachableError:
+            if not self._give_up(replica):
+                raise
+
+    def _write(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> Path:
+        if self._dialect.load is None:
+            raise EngineError(
+                f"a server that speaks {self._dialect.name} cannot take new weights; use vllm or sglang to train"
+            )
+        named = {name: tensor.detach().to("cpu", copy=False).contiguous() for name, tensor in tensors}
+        if self._folder is None:
+            memory = Path("/dev/shm")
+            parent = self._snapshots or (memory if memory.is_dir() else None)
+            self._folder = OwnedFolder("understudy-weights-", parent, tidy=self._snapshots is None)
+        folder = self._folder.path / f"v{version}"
+        folder.mkdir(exist_ok=True)
+        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+        for old in self._folder.path.glob("v*"):
+            if old != folder:
+                shutil.rmtree(old)
+        return folder / "model.safetensors"
+
+    async def _load(self, replica: Replica, snapshot: Path, version: int) -> None:
+        assert self._dialect.load is not None
+        reply = await self._post(replica, *self._dialect.load(str(snapshot), version))
+        if not self._dialect.loaded(reply, version):
+            raise EngineError(f"{replica.name} did not load weights version {version}: {str(reply)[:300]}")
+        await self._renew(replica, version)
+
+    async def _renew(self, replica: Replica, version: int) -> None:
+        """The server forgets what old weights computed, and learns what to call the new ones."""
+        await asyncio.gather(self._forget(replica), self._label(replica, version))
+
+    async def _forget(self, replica: Replica) -> None:
+        if self._dialect.forget is not None:
+            await self._post(replica, *self._dialect.forget)
+
+    async def _label(self, replica: Replica, version: int) -> None:
+        if self._dialect.label is None or replica.label is None:
+            return
+        try:
+            await self._post(replica, *self._dialect.label(version))
+            replica.label = str(version)
+        except RefusedError:
+            replica.label = None  # an older server, which is not asked again
+
+    async def close(self) -> None:
+        await asyncio.gather(*(door.close() for door in self._doors.values()))
+        if self._folder is not None:
+            self._folder.close()
+        if self._broadcast is not None:
+            self._broadcast.close()

@@ -1,0 +1,1 @@
+"""Arithmetic that engines, teachers and the policy share."""

@@ -1,0 +1,191 @@
+"""What `understudy check` finds wrong in data: rows without a teacher, unknown agent loops, prompts that are too long.
+
+Every problem names the file and the row. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+from understudy.config import Recipe
+from understudy.config.base import nearest
+from understudy.errors import DataError
+from understudy.planning.models.folder import ModelFolder
+from understudy.planning.overlong import Overlong, prompt_limit, settle_overlong
+from understudy.planning.teacher_checks import Measure
+from understudy.rollout.agents.registry import LoopChoice, Schemas
+from understudy.rollout.dataset import Dataset, Row, content_of
+from understudy.types.prompt import Prompt
+
+_SHOWN = 3
+
+
+@dataclass
+class CheckedRows:
+    """One dataset after its checks."""
+
+    dataset: Dataset
+    """Without the rows that `data.overlong = "drop"` leaves out."""
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def check_rows(
+    recipe: Recipe,
+    dataset: Dataset,
+    role: str,
+    student: ModelFolder | None,
+    measure: Measure | None,
+    advance: Callable[[int], None],
+) -> CheckedRows:
+    """`role` is the recipe key that names the data; `advance` is told of every row that was looked at."""
+    checked = CheckedRows(dataset, [*_agents(recipe, dataset, role), *_routes(recipe, dataset, role)])
+    room = prompt_limit(recipe, student.context if student else None)
+    if measure is None or checked.problems:
+        return checked
+    overlong = Overlong(role, recipe.data.overlong, room)
+    for number, row in enumerate(dataset.rows):
+        advance(1)
+        try:
+            overlong.see(number, measure(row) or 0)
+        except DataError as error:
+            checked.problems.append(f"{role}: {dataset.place(number)} {error}")
+            return checked
+    try:
+        checked.dataset, checked.notes = settle_overlong(overlong, dataset, recipe)
+    except DataError as error:
+        checked.problems.append(str(error))
+    return checked
+
+
+def _agents(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
+    """Rows choose among loops that ship or that the recipe names: data must not decide which code runs."""
+    rollout = recipe.rollout
+    known = LoopChoice.known(rollout.agent, rollout.agent_options)
+    problems = []
+    for number, row in enumerate(dataset.rows):
+        name = row.get("agent") or rollout.agent
+        if name not in known:
+            guess = nearest(str(name), known)
+            hint = f"; did you mean {guess!r}?" if guess else ""
+            if ":" in str(name):
+                hint += f" (to allow it, add [rollout.agent_options.{json.dumps(name)}] to the recipe)"
+            problems.append(
+                f"{role}: {dataset.place(number)} asks for the agent loop {name!r}; rows may name {', '.join(sorted(known))}{hint}"
+            )
+        elif name == "tool" and isinstance(content_of(row), str):
+            problems.append(
+                f"{role}: {dataset.place(number)} is plain text (`prompt`), and the tool loop reads chats: tools are told to the student "
+                'by its chat template. Give the row `messages` ([{"role": "user", "content": "…"}])'
+            )
+        if len(problems) == _SHOWN:
+            break
+    return problems
+
+
+def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
+    """Every row must find its teacher. One teacher judges every row, unless its key says that these are not its rows."""
+    keys = {teacher.key for teacher in recipe.teachers.values()} - {None}
+    if not keys or recipe.data.default_teacher:
+        return []
+    sole = next(iter(recipe.teachers)) if len(recipe.teachers) == 1 else None
+    way_out = (
+        f"leave teachers.{sole}.key out (understudy.distill: give the model alone), and it judges every row"
+        if sole
+        else "set data.default_teacher to send the rest to one"
+    )
+    column, mixture = recipe.data.teacher_key, recipe.data.mixture_key
+    first: dict[str | None, int] = {}
+    for number, row in enumerate(dataset.rows):
+        value = row.get(column)
+        unclaimed = row.get(mixture) is None and not (isinstance(value, str) and value in keys)
+        if unclaimed and not (sole and not value):
+            first.setdefault(None if value is None else str(value), number)
+    problems = []
+    for value in sorted(first, key=str):
+        guess = nearest(str(value), [str(key) for key in keys])
+        hint = f"; did you mean {guess!r}?" if guess else ""
+        problems.append(
+            f"{role}: rows with {column} = {value!r} have no teacher; teachers take {sorted(map(str, keys))}{hint} "
+            f"({way_out}); the first is {dataset.place(first[value])}"
+        )
+    return problems[:_SHOWN]
+
+
+def measured_once(measure: Measure) -> Measure:
+    """Rendering and tokenizing is most of a check's time, and two checks want it."""
+    known: dict[int, tuple[Mapping[str, Any], int | None]] = {}
+
+    def remembered(row: Mapping[str, Any]) -> int | None:
+        if id(row) not in known:
+            known[id(row)] = (row, measure(row))  # the row is kept, so that its id stays its own
+        return known[id(row)][1]
+
+    return remembered
+
+
+def clipped(measure: Measure | None, recipe: Recipe, student: ModelFolder | None) -> Measure | None:
+    """The lengths of prompts as they are sent: cut ones where `data.overlong = "truncate_left"`."""
+    limit = prompt_limit(recipe, student.context if student else None)
+    if measure is None or limit is None or recipe.data.overlong != "truncate_left":
+        return measure
+    return lambda row: min(measure(row) or 0, limit)
+
+
+def prompt_length(student: ModelFolder, recipe: Recipe, schemas: Schemas | None = None) -> Measure:
+    """Tokens of a row's rendered prompt, without importing transformers (which imports torch). `schemas` tells which tools the
+    row's agent loop shows to the student."""
+    tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: form
+    template = environment.from_string(student.chat_template) if student.chat_template else None
+    tokens, ids = student.vocabulary.tokens(), student.special_ids
+    special = {
+        role: "" if (number := ids[role]) is None else tokens.get(number, "")
+        for role in ("bos_token", "eos_token", "pad_token")
+    }
+
+    def render(row: Row) -> tuple[str, bool]:
+        content = content_of(row)
+        tools = schemas(Prompt("", 0, 0, "", columns=row)) if schemas else None
+        if isinstance(content, str):
+            return content, True
+        if template is None:
+            raise jinja2.TemplateError(
+                "the tokenizer has no chat template; give `prompt` instead of `messages`, or add one"
+            )
+        given = {**special, **recipe.rollout.template_options}
+        return template.render(
+            messages=content, tools=tools or row.get("tools"), add_generation_prompt=True, **given
+        ), False
+
+    def measure(row: Row) -> int | None:
+        try:
+            text, plain = render(row)
+        except DataError:
+            raise
+        except Exception as error:  # a template is a program: it may raise anything
+            reason = (
+                str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+            )
+            raise DataError(f"cannot be rendered by the student's chat template: {reason}") from None
+        try:
+            return len(tokenizer.encode(text, add_special_tokens=plain).ids)
+        except Exception as error:  # the tokenizer's own: a text it cannot read
+            raise DataError(f"cannot be tokenized: {type(error).__name__}: {error}") from None
+
+    return measure

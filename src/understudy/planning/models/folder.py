@@ -1,0 +1,146 @@
+"""What a model folder says about itself, read without torch: sizes, context, token→id map, special ids.
+
+`understudy check` and `understudy plan` look at models through this file, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from understudy.config.model_paths import nearest_folder
+from understudy.errors import DataError
+from understudy.nn.rotary_border import rotary_border
+from understudy.teacher.vocabulary import Vocabulary
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a name that is no folder here can be a hub id (`Qwen/Qwen3-0.6B`) rather than a mistyped path."""
+    path = Path(model)
+    return (
+        bool(_HUB_ID.match(model))
+        and not path.exists()
+        and not (len(path.parts) > 1 and Path(path.parts[0]).exists())
+    )
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    path: Path
+
+    @classmethod
+    def open(cls, path: str, role: str) -> ModelFolder:
+        """`role` names the recipe key in errors, for example `student.model`."""
+        folder = cls(Path(path))
+        if not folder.path.is_dir():
+            near = nearest_folder(folder.path)
+            hint = f"did you mean {str(near)!r}? Else give" if near else "give"
+            raise DataError(
+                f"{role} = {path!r}: no such folder; {hint} a folder with config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
+            )
+        missing = [name for name in ("config.json", "tokenizer.json") if not (folder.path / name).is_file()]
+        if missing:
+            raise DataError(
+                f"{role} = {path!r}: the folder has no {' and no '.join(missing)}; save the model with save_pretrained"
+            )
+        if not folder.weight_files:
+            raise DataError(
+                f"{role} = {path!r}: no *.safetensors in the folder; save the weights as safetensors"
+            )
+        return folder
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "config.json").read_text()))
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        """Multimodal configs keep the language model's keys one level down."""
+        return dict(self.config.get("text_config") or self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._text["vocab_size"])
+
+    @property
+    def context(self) -> int | None:
+        value = self._text.get("max_position_embeddings")
+        return int(value) if value else None
+
+    @property
+    def rotary_border(self) -> int | None:
+        """The length beyond which its rotary embedding changes; None where it never does."""
+        return rotary_border(self._text)
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return sorted(self.path.glob("*.safetensors"))
+
+    @cached_property
+    def parameters(self) -> int:
+        """Counted from the headers of the weight files."""
+        return sum(math.prod(shape) for shape in self._shapes.values())
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
+        """Of low-rank adapters on the linear layers whose names end so: two thin matrices each."""
+        return sum(
+            rank * sum(shape)
+            for name, shape in self._shapes.items()
+            if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in targets
+        )
+
+    @cached_property
+    def _shapes(self) -> dict[str, list[int]]:
+        """Of every tensor in the weight files, by name."""
+        return {name: shape for file in self.weight_files for name, shape in _tensor_shapes(file).items()}
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary.load(self.path)
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """The token→id map, added tokens included."""
+        return self.vocabulary.ids
+
+    @property
+    def special_ids(self) -> Mapping[str, int | None]:
+        """What starts, ends and pads a sequence, as the tokenizer's files say."""
+        return self.vocabulary.special
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a turn: the generation config's, and the tokenizer's own EOS."""
+        eos = _optional(self.path / "generation_config.json").get(
+            "eos_token_id", self._text.get("eos_token_id")
+        )
+        found = [*(eos if isinstance(eos, list) else [eos]), self.special_ids.get("eos_token")]
+        return tuple(sorted({int(one) for one in found if one is not None}))
+
+    @property
+    def chat_template(self) -> str | None:
+        separate = self.path / "chat_template.jinja"
+        if separate.is_file():
+            return separate.read_text()
+        template = _optional(self.path / "tokenizer_config.json").get("chat_template")
+        return template if isinstance(template, str) else None
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def _tensor_shapes(path: Path) -> dict[str, list[int]]:
+    with path.open("rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header = json.loads(handle.read(length))
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}

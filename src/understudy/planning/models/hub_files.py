@@ -1,0 +1,82 @@
+"""A hub model's small files (config, tokenizer, chat template), fetched before anything is loaded. No weights, no torch.
+
+They come from the hub where it answers, else from the local hub cache; `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE` and
+tokens count as they do for transformers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import httpx
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from understudy.errors import DataError
+from understudy.planning.models.folder import ModelFolder
+
+_NEEDED = ("config.json", "tokenizer.json")
+_FURTHER = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja", "added_tokens.json")
+_PATIENCE_S = 4.0
+"""For the hub's first answer: huggingface_hub alone would try for half a minute per file where there is no network."""
+
+
+def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolder | None:
+    """The model's folder in the local hub cache, small files there; None where they cannot be had, or it has no tokenizer.json.
+
+    `DataError`: the hub has no such model, or a plain name is neither a folder nor known to a hub that cannot be asked.
+    """
+    answers = not constants.HF_HUB_OFFLINE and hub_answers(constants.ENDPOINT)
+
+    def fetched(name: str) -> Path | None:
+        try:
+            found = hf_hub_download(
+                model, name, revision=revision, local_files_only=not answers, etag_timeout=_PATIENCE_S
+            )
+        except (EntryNotFoundError, LocalEntryNotFoundError):
+            return None
+        return Path(found)
+
+    try:
+        needed = [fetched(name) for name in _NEEDED]
+        if needed[0] is not None and needed[1] is not None:
+            for name in _FURTHER:
+                fetched(name)
+            return ModelFolder(needed[0].parent)
+    except GatedRepoError:
+        raise DataError(
+            f"{role} = {model!r}: the hub asks for access to this model; accept its terms there and set HF_TOKEN"
+        ) from None
+    except RevisionNotFoundError:
+        raise DataError(f"{role} = {model!r}: the hub has no revision {revision!r} of it") from None
+    except RepositoryNotFoundError:
+        raise DataError(
+            f"{role} = {model!r}: no such folder here, and the hub has no such model (or HF_TOKEN may not see it); give a folder with "
+            "config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
+        ) from None
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError):
+        return None  # the loader will say what is wrong with it, at length
+    if "/" not in model and not answers:
+        raise DataError(
+            f"{role} = {model!r}: no such folder here, no such model in the local hub cache, and the hub ({constants.ENDPOINT}) cannot be "
+            "asked; give a folder with config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
+        )
+    return None
+
+
+@lru_cache(maxsize=4)
+def hub_answers(endpoint: str) -> bool:
+    """Whether anything answers at the hub's address; asked once."""
+    try:
+        httpx.head(endpoint, timeout=_PATIENCE_S)
+    except (httpx.HTTPError, OSError, ValueError):
+        return False
+    return True

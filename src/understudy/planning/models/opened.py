@@ -1,0 +1,55 @@
+"""The models of a recipe as far as their small files can be read before anything is loaded: folders here, hub ids by their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from understudy.config import Recipe
+from understudy.errors import DataError
+from understudy.planning.models.folder import ModelFolder, is_hub_id
+
+
+def open_models(recipe: Recipe, attempt: Callable[[Callable[[], Any]], Any]) -> dict[str, ModelFolder]:
+    """Every model of a recipe whose files can be read here, by its place in the recipe: `student`, `teachers.math`, `critic`, …"""
+    named = {"student": (recipe.student.model, recipe.student.revision)}
+    for role, beside in (("critic", recipe.critic), ("reference", recipe.reference)):
+        if beside is not None and beside.model:
+            named[role] = (beside.model, None)
+    named |= {f"teachers.{name}": (one.model, one.revision) for name, one in recipe.teachers.items()}
+    external = {f"teachers.{name}" for name, one in recipe.teachers.items() if one.placement == "external"}
+    found: dict[str, ModelFolder] = {}
+    for place, (model, revision) in named.items():
+        look = _external if place in external else _own
+        folder = attempt(partial(look, model, f"{place}.model", revision))
+        if isinstance(folder, ModelFolder):
+            found[place] = folder
+    return found
+
+
+def _own(model: str, role: str, revision: str | None) -> ModelFolder | None:
+    if not model:
+        return None
+    return _from_hub(model, role, revision) if is_hub_id(model) else ModelFolder.open(model, role)
+
+
+def _external(model: str, role: str, revision: str | None) -> ModelFolder | None:
+    """An external teacher's model need not be here, and its name may be only what its server calls it. Where its files can be had, it
+    is compared."""
+    path = Path(model)
+    if (path / "tokenizer.json").is_file() and (path / "config.json").is_file():
+        return ModelFolder(path)
+    if "/" not in model or not is_hub_id(model):
+        return None
+    try:
+        return _from_hub(model, role, revision)
+    except DataError:
+        return None
+
+
+def _from_hub(model: str, role: str, revision: str | None) -> ModelFolder | None:
+    from understudy.planning.models.hub_files import hub_folder  # noqa: PLC0415 - half a second that most checks need not spend
+
+    return hub_folder(model, role, revision)

@@ -1,0 +1,110 @@
+"""Whether the models of a run fit each other by their tokens, and which token ids they can all use.
+
+    student ─┐
+    teacher ─┼─ id → token ──> an id that two models have names two tokens: refused
+    critic  ─┤                 ids that not all of them have: never sampled, never candidates (`UsableIds`)
+    reference┘                 other eos, pad, unk, chat template: fine, told in a note where it matters
+
+Imports no torch: `understudy check` runs this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from understudy.planning.models.folder import ModelFolder
+from understudy.teacher.vocabulary import Vocabulary, differences, told
+from understudy.types.usable_ids import UsableIds
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One model of a run, as far as tokens matter."""
+
+    place: str
+    """What the recipe calls it: `student`, `teachers.math`, `critic`, `reference`."""
+    vocabulary: Vocabulary
+    rows: int | None = None
+    """Embedding rows; None where that is not known."""
+    ends: tuple[int, ...] = ()
+    """Ids that end a turn, as its generation config and its tokenizer say."""
+    template: str | None = None
+
+    @classmethod
+    def of(cls, folder: ModelFolder, place: str) -> Side:
+        return cls(place, folder.vocabulary, folder.vocab_size, folder.ends, folder.chat_template)
+
+    @property
+    def tokens(self) -> dict[int, str]:
+        return self.vocabulary.tokens(self.rows)
+
+    @property
+    def kind(self) -> str:
+        return self.place.partition(".")[0].removesuffix("s")
+
+
+def usable_ids(student: Side, others: Iterable[Side]) -> UsableIds:
+    """The ids with a token on every side. Without any knowledge of the student's tokens all of its rows are."""
+    shared = set(student.tokens)
+    if not shared:
+        return UsableIds(student.rows or 1 << 31)
+    for other in others:
+        shared = shared & other.tokens.keys()
+    limit = max(shared, default=-1) + 1
+    return UsableIds(limit, tuple(number for number in range(limit) if number not in shared))
+
+
+def pair_problems(student: Side, other: Side) -> list[str]:
+    """Why this student and this model cannot be in one run; empty where they can."""
+    differing = differences(student.vocabulary, other.vocabulary, (student.rows, other.rows))
+    if differing:
+        return [
+            f"{other.place}: its tokenizer differs from the student's in {len(differing)} of the ids that both have: "
+            f"{told(differing, other.kind)}. Token ids are sent as they are, so an id must be the same token for both: choose a "
+            f"{other.kind} of the student's family, or give both one tokenizer"
+        ]
+    if student.tokens and not student.tokens.keys() & other.tokens.keys():
+        return [f"{other.place}: its tokenizer and the student's have no id in common; choose another model"]
+    if student.ends and not set(student.ends) & other.tokens.keys():
+        return [
+            f"{other.place}: it has no token for {_named(student.ends, student.tokens)}, which ends the student's turns, so no rollout "
+            f"could end; set eos_token_id in the student's generation_config.json to an id that both have, or choose another {other.kind}"
+        ]
+    return []
+
+
+def pair_notes(student: Side, other: Side) -> list[str]:
+    """What differs between two models that fit, as far as it changes what a run does."""
+    notes = []
+    ours, theirs = student.tokens, other.tokens
+    if other.kind == "teacher" and other.ends and set(other.ends) != set(student.ends):
+        notes.append(
+            f"{other.place} ends its turns with {_named(other.ends, theirs)}; rollouts end with the student's "
+            f"{_named(student.ends, ours)} (eos_token_id in its generation_config.json)"
+        )
+    only_other = sorted(theirs.keys() - ours.keys())
+    if only_other and other.kind != "critic":
+        notes.append(
+            f"{other.place}: {_counted(only_other, theirs)} that the student lacks, never among its candidates"
+        )
+    only_student = sorted(ours.keys() - theirs.keys())
+    if only_student:
+        notes.append(
+            f"{other.place} lacks {_counted(only_student, ours)} of the student, never sampled in this run; a row whose prompt holds "
+            "one is set aside"
+        )
+    if other.kind == "teacher" and student.template and other.template and student.template != other.template:
+        notes.append(f"{other.place} has another chat template; it reads what the student's template renders")
+    return notes
+
+
+def _named(ids: Sequence[int], tokens: Mapping[int, str]) -> str:
+    return ", ".join(f"{tokens[one]!r} ({one})" if one in tokens else str(one) for one in ids)
+
+
+def _counted(ids: Sequence[int], tokens: Mapping[int, str]) -> str:
+    more = ", …" if len(ids) > _SHOWN else ""
+    return f"{len(ids)} token{'s' if len(ids) > 1 else ''} ({_named(ids[:_SHOWN], tokens)}{more})"

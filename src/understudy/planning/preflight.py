@@ -1,0 +1,199 @@
+"""Everything about a recipe that can be found wrong before a process is started or torch is imported.
+
+`preflight(recipe)` reads model folders, data files and ports and returns every problem as one line.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from understudy.cluster.devices import visible_gpus
+from understudy.config import Recipe
+from understudy.errors import ConfigError, UnderstudyError
+from understudy.losses.describe import ObjectiveDescription, describe_objective
+from understudy.observability.loggers import missing_loggers
+from understudy.observability.patience import Patience
+from understudy.observability.rundir import probe_run_dir
+from understudy.planning.data_checks import check_rows, clipped, measured_once, prompt_length
+from understudy.planning.models.config_checks import models_load
+from understudy.planning.models.folder import ModelFolder
+from understudy.planning.models.opened import open_models
+from understudy.planning.models.pairs import Side, pair_notes, pair_problems
+from understudy.planning.reward_check import check_reward
+from understudy.planning.seating import seat
+from understudy.planning.teacher_checks import contexts_fit, mixtures_fit, signals_fit
+from understudy.rollout.agents.registry import LoopChoice
+from understudy.rollout.dataset import Dataset, load_dataset
+from understudy.rollout.loading import look_in
+from understudy.trainers.extras import missing_extras
+from understudy.trainers.student_servers import endpoints_of, vllm_python
+
+_SHOWN = 3
+
+
+@dataclass
+class Findings:
+    """What a look at a recipe found besides problems."""
+
+    notes: list[str] = field(default_factory=list)
+    """Lines for the user."""
+    train_rows: int | None = None
+    """Rows of `data.train` that the run would use; None where they cannot be read."""
+
+
+def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | None = None) -> list[str]:
+    """Every problem, one line each; with `progress`, a check that takes long says how far it has come."""
+    look_in(recipe.run.python_path)
+    findings = findings or Findings()
+    patience = Patience(enabled=progress)
+    problems: list[str] = []
+
+    def attempt(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except UnderstudyError as error:
+            problems.append(str(error))
+            return None
+
+    attempt(lambda: describe(recipe))
+    models = open_models(recipe, attempt)
+    student = models.get("student")
+    attempt(lambda: seat(recipe, None))
+    problems += signals_fit(recipe)
+    attempt(lambda: _pairs_fit(models, problems, findings))
+    folders: dict[str, ModelFolder] = {}
+    for name, teacher in recipe.teachers.items():
+        problems += _ports(name, teacher.ports)
+        folder = models.get(f"teachers.{name}")
+        if folder and teacher.placement != "external":
+            folders[name] = folder
+            problems += _fits_vocabulary(recipe, folder, f"teachers.{name}")
+    if student:
+        problems += _fits_vocabulary(recipe, student, "student")
+    problems += models_load(recipe, student, folders)
+    loops = attempt(lambda: LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options))
+    schemas = loops.schemas if loops else None
+    measure = measured_once(prompt_length(student, recipe, schemas)) if student else None
+    read: dict[str, Dataset] = {}
+    for key in ("train", "eval"):
+        sources, name = getattr(recipe.data, key), f"data.{key}"
+        if not sources:
+            continue
+        with patience.work(f"reading {name}"):
+            dataset = attempt(lambda sources=sources, name=name: load_dataset(sources, name))  # type: ignore[misc]
+        if dataset is None:
+            continue
+        with patience.work(f"checking the rows of {name}", len(dataset)) as advance:
+            checked = check_rows(recipe, dataset, name, student, measure, advance)
+        problems += checked.problems
+        findings.notes += checked.notes
+        read[name] = checked.dataset
+        if key == "train":
+            findings.train_rows = len(checked.dataset)
+            problems += mixtures_fit(recipe, checked.dataset)
+            problems += contexts_fit(recipe, checked.dataset, folders, clipped(measure, recipe, student))
+    if recipe.data.reward:
+        with patience.work("asking the reward about the first rows"):
+            judged = check_reward(recipe, read)
+        problems += judged.problems
+        findings.notes += judged.notes
+    attempt(lambda: _rollouts_can_be_made(recipe, student))
+    attempt(lambda: probe_run_dir(recipe.run.dir))
+    problems += missing_loggers(recipe.run.loggers)
+    problems += missing_extras(recipe)
+    return list(dict.fromkeys(problems))
+
+
+def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:
+    """The engine has what it needs to start."""
+    rollout = recipe.rollout
+    if rollout.starts_servers:
+        vllm_python(rollout)
+    endpoints_of(rollout)
+    if student and student.context and (rollout.context_length or 0) > student.context:
+        raise ConfigError(
+            f"rollout.context_length = {rollout.context_length}; the student holds {student.context} tokens"
+        )
+    if rollout.kv_cache == "fp8" and _writes_on_a_cpu(recipe):
+        raise ConfigError(
+            f"rollout.kv_cache = 'fp8' needs a GPU to write on; student.device = {recipe.student.device!r} is a CPU here. Leave it out"
+        )
+
+
+def _writes_on_a_cpu(recipe: Recipe) -> bool:
+    """As far as that is known before a cluster is asked."""
+    elsewhere = recipe.rollout.devices or "rollout" in recipe.cluster.roles
+    device = recipe.student.device
+    return not elsewhere and (device == "cpu" or (device == "auto" and not visible_gpus()))
+
+
+def describe(recipe: Recipe) -> ObjectiveDescription:
+    """Name and formula of the objective this recipe trains, or a refusal that explains itself."""
+    loss = recipe.loss
+    return describe_objective(
+        loss.kind,
+        loss.signal,
+        loss.tail,
+        topk=loss.topk,
+        beta=loss.beta,
+        alpha=loss.alpha,
+        mixture_weight=loss.mixture_weight,
+        policy_gradient=loss.policy_gradient,
+        distill_coef=loss.distill_coef,
+        task_coef=loss.task_coef,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        tis_cap=loss.tis_cap,
+        discount=loss.discount,
+        per_token_clamp=loss.per_token_clamp,
+        loss_max_clamp=loss.loss_max_clamp,
+        log_prob_min_clamp=loss.log_prob_min_clamp,
+        clamp_at_zero=loss.clamp_at_zero,
+        student_temperature=loss.student_temperature,
+        teacher_temperature=loss.teacher_temperature,
+        kl_coef=loss.kl_coef if loss.kl_in == "loss" else 0.0,
+        kl_kind=loss.kl_kind,
+    )
+
+
+def _pairs_fit(models: Mapping[str, ModelFolder], problems: list[str], findings: Findings) -> None:
+    """Every model beside the student reads its token ids as the student does; what else differs is noted."""
+    if "student" not in models:
+        return
+    student = Side.of(models["student"], "student")
+    for place, folder in models.items():
+        if place != "student":
+            other = Side.of(folder, place)
+            found = pair_problems(student, other)
+            problems += found
+            findings.notes += [] if found else pair_notes(student, other)
+
+
+def _fits_vocabulary(recipe: Recipe, folder: ModelFolder, role: str) -> list[str]:
+    if (
+        recipe.loss.distill_coef > 0
+        and recipe.loss.signal in ("topk", "at_ids")
+        and recipe.loss.topk > folder.vocab_size
+    ):
+        return [
+            f"loss.topk = {recipe.loss.topk} is larger than the vocabulary of {role} ({folder.vocab_size}); lower loss.topk"
+        ]
+    return []
+
+
+def _ports(teacher: str, ports: list[int]) -> list[str]:
+    problems = []
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except (OSError, OverflowError) as error:
+                problems.append(
+                    f"teachers.{teacher}.ports: port {port} cannot be used ({error}); choose another, or leave `ports` out"
+                )
+    return problems

@@ -1,0 +1,222 @@
+"""Which processes a recipe starts, where each sits, and roughly what it will hold. Reads model folders; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from understudy.cluster.placement import DeviceKind
+from understudy.config import CriticConfig, Recipe, ReferenceConfig, TeacherConfig
+from understudy.planning.models.folder import ModelFolder, is_hub_id
+from understudy.planning.seating import (
+    CRITIC,
+    ROLLOUT,
+    STUDENT,
+    WORKERS,
+    Seating,
+    critic_device,
+    critic_sits_apart,
+    teacher_role,
+)
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PROCESS_BYTES = 400 * 2**20
+"""Python, torch and transformers once imported, measured on a CPU build."""
+_PACKED_MOMENTS = 2 * (1 + 4 / 256)
+"""Bytes of both moments of `adamw_8bit`: one each, and a float32 scale for 256."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    name: str
+    job: str
+    device: str
+    parameters: int | None
+    bytes: int | None
+    """None for hub models, which are only measured once they are here."""
+    host_bytes: int = 0
+    """Beside a GPU, in the machine's memory (`trainer.offload_optimizer`)."""
+
+
+def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
+    processes = _student(recipe, seating) + _critic(recipe, seating) + _rollouts(recipe, seating)
+    for name, teacher in recipe.teachers.items():
+        if teacher.placement == "external":
+            processes += [
+                PlannedProcess(f"teacher-{name}-{i}", f"scores, at {url}", "external", None, 0)
+                for i, url in enumerate(teacher.urls)
+            ]
+        else:
+            for replica in range(teacher.replicas):
+                processes += _replica(recipe, name, teacher, replica, seating)
+    return processes
+
+
+def _rollouts(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
+    """Servers that generate for the student, and the processes of agent loops."""
+    rollout, parameters = recipe.rollout, _parameters(recipe.student.model)
+    size = None if parameters is None else parameters * _BYTES[recipe.student.dtype] + _PROCESS_BYTES
+
+    def device(unit: int, wanted: str) -> str:
+        named = rollout.devices[unit] if rollout.devices else wanted
+        return _device(recipe, seating, ROLLOUT, unit, named)
+
+    planned = [
+        PlannedProcess(f"{rollout.engine}-{i}", f"generates, at {url}", "external", None, 0)
+        for i, url in enumerate(rollout.urls)
+    ]
+    if rollout.starts_servers:
+        planned += [
+            PlannedProcess(
+                f"vllm-replica-{i}", "generates (and vLLM's cache)", device(i, "auto"), parameters, size
+            )
+            for i in range(rollout.replicas)
+        ]
+    planned += [
+        PlannedProcess(f"rollout-{i}", "generates", device(i, recipe.student.device), parameters, size)
+        for i in range(rollout.processes)
+    ]
+    return planned + [
+        PlannedProcess(
+            f"rollout-worker-{i}",
+            _loops(recipe),
+            _device(recipe, seating, WORKERS, i, "cpu"),
+            None,
+            _PROCESS_BYTES,
+        )
+        for i in range(rollout.workers)
+    ]
+
+
+def _loops(recipe: Recipe) -> str:
+    elsewhere = recipe.cluster.backend == "ray" and WORKERS in recipe.cluster.roles
+    writes = elsewhere and recipe.dataplane.backend == "transfer_queue"
+    return "agent loops, rewards; writes its rows" if writes else "agent loops"
+
+
+def _student(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
+    parameters, ranks = _parameters(recipe.student.model), recipe.trainer.ranks
+
+    def device(rank: int) -> str:
+        return _device(recipe, seating, STUDENT, rank, recipe.student.device)
+
+    size, host = None, 0
+    if parameters is not None:
+        size, host = student_bytes(recipe, parameters)
+        if "cuda" not in device(0):
+            size, host = size + host, 0
+        size, host = size // ranks + _PROCESS_BYTES, host // ranks
+    beside = _beside(recipe)
+    whole = None if size is None or beside is None else size + beside
+    lead = PlannedProcess("trainer", "rollouts, journal, loss, optimizer", device(0), parameters, whole, host)
+    return [
+        lead,
+        *(
+            PlannedProcess(
+                f"rank-{rank}", f"trains 1/{ranks} of the student", device(rank), parameters, size, host
+            )
+            for rank in range(1, ranks)
+        ),
+    ]
+
+
+def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
+    """What training takes of the student's device, and of the host's memory where the optimizer is there; without
+    activations.
+
+    A trained parameter has its weight, and in float32 a master (the weight itself, where that is float32), a gradient and two
+    moments of AdamW, or packed ones; an average is one float32 more. Beside adapters the model itself is only read.
+    """
+    trainer, lora, width = recipe.trainer, recipe.student.lora, _BYTES[recipe.student.dtype]
+    frozen, trained = 0, parameters
+    if lora is not None:
+        folder = ModelFolder.open(recipe.student.model, "student.model")
+        frozen, trained = parameters * width, folder.adapter_parameters(lora.rank, lora.targets)
+    moments = _PACKED_MOMENTS if trainer.optimizer == "adamw_8bit" else 8.0
+    state = 8.0 + moments + (4.0 if trainer.ema_decay is not None else 0.0)
+    if trainer.offload_optimizer:
+        # Several ranks keep their shards in float32, and compute with rounded copies of a layer at a time.
+        kept = width if trainer.ranks == 1 else _BYTES["float32"]
+        return frozen + trained * kept, round(trained * state)
+    working = 0 if recipe.student.dtype == "float32" else width
+    return frozen + round(trained * (state + working)), 0
+
+
+def _beside(recipe: Recipe) -> int | None:
+    """Bytes of a critic and a reference that live whole in the trainer's process."""
+    total = 0
+    if recipe.loss.advantage == "gae" and not critic_sits_apart(recipe):
+        size = _critic_bytes(recipe)
+        if size is None:
+            return None
+        total += size
+    if recipe.loss.kl_coef > 0:
+        reference = recipe.reference or ReferenceConfig(dtype=recipe.student.dtype)
+        parameters = _parameters(reference.model or recipe.student.model)
+        if parameters is None:
+            return None
+        total += parameters * _BYTES[reference.dtype]
+    return total
+
+
+def _critic(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
+    if not critic_sits_apart(recipe):
+        return []
+    size = _critic_bytes(recipe)
+    return [
+        PlannedProcess(
+            CRITIC,
+            "values of the student's tokens, and its own updates",
+            _device(recipe, seating, CRITIC, 0, critic_device(recipe)),
+            _parameters(_critic_model(recipe)),
+            None if size is None else size + _PROCESS_BYTES,
+        )
+    ]
+
+
+def _critic_model(recipe: Recipe) -> str:
+    return (recipe.critic.model if recipe.critic is not None else None) or recipe.student.model
+
+
+def _critic_bytes(recipe: Recipe) -> int | None:
+    """Weights, masters, gradients and moments, as `student_bytes` counts them."""
+    parameters, dtype = _parameters(_critic_model(recipe)), (recipe.critic or CriticConfig()).dtype
+    return None if parameters is None else parameters * (16 + (0 if dtype == "float32" else _BYTES[dtype]))
+
+
+def _replica(
+    recipe: Recipe, name: str, teacher: TeacherConfig, replica: int, seating: Seating
+) -> list[PlannedProcess]:
+    parameters, ranks = _parameters(teacher.model), teacher.tensor_parallel
+    size = None if parameters is None else parameters * _BYTES[teacher.dtype] // ranks + _PROCESS_BYTES
+    job = f"scores rows of {teacher.key or 'every source'}"
+    return [
+        PlannedProcess(
+            f"teacher-{name}-{replica}" + (f"-rank{rank}" if rank else ""),
+            job if rank == 0 else f"holds 1/{ranks} of the model",
+            _device(recipe, seating, teacher_role(name), replica, teacher.device, rank),
+            parameters,
+            size,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _device(
+    recipe: Recipe, seating: Seating, role: str, unit: int, wanted: str, rank: int | None = None
+) -> str:
+    """The GPUs of a unit, or of one rank of it, or what the recipe says. On Ray a pool's machines are numbered, and each counts
+    its own GPUs."""
+    seats = seating.placement.of(role, unit)
+    if recipe.cluster.backend == "ray" and seats:
+        gpus = [seat.device for seat in seats if seat.kind is DeviceKind.GPU]
+        return f"{seats[0].pool} node {seats[0].node}, {_names(gpus, rank) or 'cpu'}"
+    return _names(seating.gpus(role, unit), rank) or wanted
+
+
+def _names(gpus: list[int], rank: int | None) -> str:
+    chosen = gpus if rank is None else gpus[rank : rank + 1]
+    return f"cuda:{','.join(map(str, chosen))}" if chosen else ""
+
+
+def _parameters(model: str) -> int | None:
+    return None if is_hub_id(model) else ModelFolder.open(model, "model").parameters

@@ -1,0 +1,1 @@
+"""`plan --simulate`: steps simulated from measured phases."""

@@ -1,0 +1,114 @@
+"""What can be found wrong between rows and teachers before anything starts: contexts too short, mixtures that cannot be.
+
+Imports no torch: `understudy check` runs this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from understudy.config import Recipe
+from understudy.errors import DataError
+from understudy.planning.models.folder import ModelFolder
+from understudy.rollout.dataset import Dataset
+
+Row = Mapping[str, Any]
+Measure = Callable[[Row], int | None]
+"""A row's prompt in tokens; None where it cannot be told."""
+_CLOSED_SIGNALS = ("sampled", "topk")
+"""What servers that are not ours can give at most."""
+
+
+def contexts_fit(
+    recipe: Recipe, dataset: Dataset, folders: Mapping[str, ModelFolder], measure: Measure | None
+) -> list[str]:
+    """Every teacher must hold prompt + response + 1 of the rows it judges; the arithmetic is in the message."""
+    problems, holds = [], {}
+    for name, folder in folders.items():
+        own, wanted = folder.context, recipe.teachers[name].context_length
+        if own and wanted and wanted > own:
+            problems.append(
+                f"teachers.{name}.context_length = {wanted}: {folder.path.name} holds {own} positions; lower it"
+            )
+        if own or wanted:
+            holds[name] = min(own or wanted or 0, wanted or own or 0)
+    if problems or not holds:
+        return problems
+    rows = dataset.rows
+    lengths = _lengths(rows, measure)
+    for name, room in holds.items():
+        mine = [number for number, row in enumerate(rows) if _judges(recipe, name, row)]
+        needs = {number: lengths[number] + recipe.rollout.max_new_tokens + 1 for number in mine}
+        over = [number for number in mine if needs[number] > room]
+        if over:
+            worst = max(over, key=lambda number: needs[number])
+            prompt = (
+                f"{lengths[worst]} (prompt of {dataset.place(worst)})"
+                if measure
+                else "1 (the shortest prompt)"
+            )
+            problems.append(
+                f"teachers.{name} holds {room} tokens; {prompt} + {recipe.rollout.max_new_tokens} (rollout.max_new_tokens) + 1 = "
+                f"{needs[worst]}, {needs[worst] - room} too many"
+                + (f"; {len(over)} of its {len(mine)} rows do not fit" if measure else "")
+                + ". Shorten prompts or responses, or choose a teacher with a longer context"
+            )
+    return problems
+
+
+def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
+    """Mixtures need scores that can be mixed. A wrong name is one row's fault, and is told when that row is scored."""
+    column, signal = recipe.data.mixture_key, recipe.loss.signal
+    mixed = [number for number, row in enumerate(dataset.rows) if row.get(column) is not None]
+    if not mixed or recipe.loss.distill_coef == 0:
+        return []
+    where = f"data.train has {len(mixed)} rows with a mixture of teachers (`{column}`, the first is {dataset.place(mixed[0])})"
+    if signal == "hidden":
+        return [
+            f"{where}, and loss.signal = 'hidden' cannot be mixed: a mixture is not the softmax of one head over one "
+            "hidden state; use 'topk' or 'sampled'"
+        ]
+    closed = [name for name, teacher in recipe.teachers.items() if teacher.backend in ("vllm", "openai")]
+    if signal == "topk" and closed:
+        return [
+            f"{where}; with loss.signal = 'topk' every teacher of a mixture is also asked at the others' candidates, which "
+            f"{', '.join(closed)} (backend = {recipe.teachers[closed[0]].backend!r}) cannot tell; use 'sampled'"
+        ]
+    return []
+
+
+def signals_fit(recipe: Recipe) -> list[str]:
+    """What a named backend cannot give needs no server to be told."""
+    signal = recipe.loss.signal
+    if recipe.loss.distill_coef == 0 or signal in _CLOSED_SIGNALS:
+        return []
+    return [
+        f"teachers.{name}: cannot give {signal}; its {teacher.backend} backend offers {', '.join(_CLOSED_SIGNALS)}"
+        for name, teacher in recipe.teachers.items()
+        if teacher.backend in ("vllm", "openai")
+    ]
+
+
+def _lengths(rows: Sequence[Row], measure: Measure | None) -> list[int]:
+    """Without a tokenizer at hand every prompt counts as one token: the least it can be."""
+    if measure is None:
+        return [1] * len(rows)
+    lengths = []
+    for row in rows:
+        try:
+            lengths.append(measure(row) or 1)
+        except DataError:  # told by the check of the rows themselves
+            lengths.append(1)
+    return lengths
+
+
+def _judges(recipe: Recipe, name: str, row: Row) -> bool:
+    weights = row.get(recipe.data.mixture_key)
+    if isinstance(weights, Mapping):
+        return bool(weights.get(name))
+    if len(recipe.teachers) == 1:
+        return True
+    value = row.get(recipe.data.teacher_key)
+    keys = {teacher.key for teacher in recipe.teachers.values()}
+    return value == recipe.teachers[name].key or (name == recipe.data.default_teacher and value not in keys)

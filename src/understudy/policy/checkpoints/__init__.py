@@ -1,0 +1,1 @@
+"""Saving, loading and exporting the trained state."""

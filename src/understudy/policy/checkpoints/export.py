@@ -1,0 +1,213 @@
+"""A checkpoint as a Hugging Face folder: config, safetensors, tokenizer, generation config, model card; or its adapter alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from understudy.errors import CheckpointError
+from understudy.policy.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, verify
+from understudy.policy.load import load_student, load_tokenizer
+from understudy.policy.lora import LoraSettings, add_lora, merged_weights, peft_config, peft_name
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_FACTS = {
+    "student": "Student (base model)",
+    "teachers": "Teachers",
+    "teacher": "Teacher",
+    "objective": "Objective",
+    "step": "Steps trained",
+    "data": "Training data",
+    "command": "Command",
+    "versions": "Versions",
+}
+
+
+def export(
+    run_checkpoint_dir: Path | str,
+    base_model: Path | str,
+    out: Path | str,
+    card: Mapping[str, Any],
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    averaged: bool = False,
+    adapter: bool = False,
+) -> Path:
+    """Writes the student of one checkpoint to `out`, ready for `AutoModelForCausalLM.from_pretrained(out)`.
+
+    Adapters are merged; `adapter` writes them alone, as peft does, for `PeftModel.from_pretrained(base, out)`. `averaged` writes the
+    running average of the weights instead, where the run kept one.
+
+    `base_model` (folder or hub id) gives architecture, tokenizer and generation config. The folder appears under its
+    name only when it is complete; one that already holds something is refused.
+    """
+    checkpoint, out = Path(run_checkpoint_dir), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty; give a new folder to export to")
+    verify(checkpoint)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        if adapter:
+            _write_adapter(temporary, checkpoint, str(base_model), revision, averaged)
+            load_tokenizer(str(base_model), trust_remote_code, revision).save_pretrained(temporary)
+        else:
+            _write_model(temporary, checkpoint, str(base_model), trust_remote_code, revision, averaged)
+        library = "peft" if adapter else "transformers"
+        (temporary / "README.md").write_text(model_card(card, out.name, library), encoding="utf-8")
+        if out.exists():
+            out.rmdir()
+        os.rename(temporary, out)
+    except OSError as error:
+        raise CheckpointError(f"could not export to {out}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def _write_model(
+    folder: Path,
+    checkpoint: Path,
+    base_model: str,
+    trust_remote_code: bool,
+    revision: str | None,
+    averaged: bool,
+) -> None:
+    """The whole student, adapters merged, with its tokenizer."""
+    dtype, tensors = _stored_dtype(checkpoint), _stored_tensors(checkpoint, averaged)
+    student = load_student(base_model, dtype, "cpu", trust_remote_code, revision)
+    adapters = _adapter_settings(checkpoint)
+    if adapters is not None:
+        adapted = load_student(base_model, dtype, "cpu", trust_remote_code, revision).model
+        add_lora(adapted, adapters)
+        _fill(adapted, tensors, checkpoint)
+        tensors = dict(merged_weights(adapted))
+    _fill(student.model, tensors, checkpoint)
+    student.model.save_pretrained(folder)
+    student.tokenizer.save_pretrained(folder)
+
+
+def _write_adapter(
+    folder: Path, checkpoint: Path, base_model: str, revision: str | None, averaged: bool
+) -> None:
+    """adapter_config.json and adapter_model.safetensors; the base is named, not written."""
+    adapters = _adapter_settings(checkpoint)
+    if adapters is None:
+        raise CheckpointError(
+            f"{checkpoint} has no adapter: the run trained whole weights (no [student.lora]); leave --adapter out"
+        )
+    config = peft_config(adapters)
+    config.base_model_name_or_path, config.revision = base_model, revision
+    config.target_modules = list(
+        adapters.targets
+    )  # peft keeps a set, whose order is not the same in every process
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    tensors = {
+        peft_name(name): tensor.contiguous() for name, tensor in _stored_tensors(checkpoint, averaged).items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def model_card(card: Mapping[str, Any], title: str, library: str = "transformers") -> str:
+    """A README for the hub: what was trained, by whom it was judged, on what, how, and where it ended."""
+    lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
+    lines += [*_base_model(str(card.get("student", "")), library), *_hub_datasets(card)]
+    lines += ["# license: yours to name; the base model's and the data's bind you"]
+    lines += ["tags:", "- on-policy-distillation", "- understudy", "---", "", f"# {title}", ""]
+    lines += [
+        "Trained on its own rollouts under the judgement of teachers (on-policy distillation) with Understudy.",
+        "",
+    ]
+    lines += ["| | |", "|---|---|"]
+    facts = [(label, card[key]) for key, label in _FACTS.items() if key in card]
+    facts += [(key, value) for key, value in card.items() if key not in (*_FACTS, "metrics", "datasets")]
+    lines += [f"| {_cell(label)} | {_cell(_words(value))} |" for label, value in facts]
+    metrics = card.get("metrics") or {}
+    if metrics:
+        lines += ["", "## Final metrics", "", "| metric | value |", "|---|---|"]
+        lines += [f"| {_cell(name)} | {_cell(_words(value))} |" for name, value in sorted(metrics.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _base_model(student: str, library: str) -> list[str]:
+    """The hub's own words for what this was made from. A folder is no hub id, which the hub would refuse: the line waits for one."""
+    if not student:
+        return []
+    relation = f"base_model_relation: {'adapter' if library == 'peft' else 'finetune'}"
+    if _HUB_ID.fullmatch(student):
+        return [f"base_model: {json.dumps(student)}", relation]
+    return [f"# base_model: write the hub id of {json.dumps(_cell(_words(student)))} here", f"# {relation}"]
+
+
+def _hub_datasets(card: Mapping[str, Any]) -> list[str]:
+    names = card.get("datasets") or []
+    return ["datasets:", *(f"- {json.dumps(name)}" for name in names)] if names else []
+
+
+def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
+    """Copies weights into a model; each must have its place there."""
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name not in own or own[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"checkpoint {checkpoint} holds {name} {tuple(tensor.shape)}, which the base model lacks"
+                )
+            own[name].copy_(tensor)
+
+
+def _stored_tensors(checkpoint: Path, averaged: bool) -> dict[str, torch.Tensor]:
+    if not averaged:
+        return dict(load_file(checkpoint / MODEL_FILE))
+    stored = load_file(checkpoint / OPTIMIZER_FILE)
+    averages = {
+        name.removeprefix("ema/"): tensor for name, tensor in stored.items() if name.startswith("ema/")
+    }
+    if not averages:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} holds no average of the weights; was the run started with ema_decay?"
+        )
+    return averages
+
+
+def _adapter_settings(checkpoint: Path) -> LoraSettings | None:
+    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    found = state["policy"].get("lora")
+    return LoraSettings.from_json(found) if found else None
+
+
+def _stored_dtype(checkpoint: Path) -> torch.dtype:
+    with safe_open(checkpoint / MODEL_FILE, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            dtype: torch.dtype = file.get_tensor(name).dtype
+            if dtype.is_floating_point:
+                return dtype
+    raise CheckpointError(f"checkpoint {checkpoint} holds no weights")
+
+
+def _words(value: Any) -> str:
+    """A value for a table cell; a folder of the training machine shrinks to its name."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_words(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_words(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str | Path) and os.path.isabs(value):
+        return Path(value).name
+    return str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

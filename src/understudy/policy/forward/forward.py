@@ -1,0 +1,139 @@
+"""The student's forward pass: ids in, hidden states of the predicting positions out, and the loss on top of them.
+
+    ids ──> body ──> hidden [tokens, H] ──take t−1──> hidden_NH ──> StudentHead ──> objective
+
+Only positions that predict a loss-bearing token reach the head, and the head itself is applied by the objective. The
+objective is called *inside* the module's forward: with sharded weights that is where the head matrix exists as a whole.
+
+Padded rows are filled on the right and need no attention mask: under causal attention no real token sees what comes
+after it, and the filling's own hidden states are never read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from understudy.errors import PolicyError
+from understudy.policy.assemble import MicroBatch
+from understudy.policy.forward.attention import VARLEN
+from understudy.policy.forward.head import body_of, head_facts, logits_of, output_layer, student_head
+from understudy.policy.forward.packed import packed_states, packed_states_at
+from understudy.policy.microbatch import Layout
+from understudy.types.loss import LossInputs, LossOutput, StudentHead
+from understudy.types.usable_ids import UsableIds
+
+logger = logging.getLogger(__name__)
+
+Objective = Callable[[StudentHead, LossInputs], LossOutput]
+Result = TypeVar("Result")
+
+_HEAD_CHUNK_ELEMENTS = 1 << 25
+"""Most logits held at once when only the sampled token's logprob is wanted: 128 MiB in float32."""
+
+
+class StudentForward(nn.Module):
+    """Wraps a causal language model so that one call runs body, head and objective."""
+
+    def __init__(
+        self, model: PreTrainedModel, temperature: float = 1.0, usable: UsableIds | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.facts = head_facts(model)
+        self.temperature = temperature
+        self.usable = usable.within(output_layer(model).weight.shape[0]) if usable is not None else None
+
+    def forward(
+        self,
+        micro: MicroBatch,
+        objective: Callable[[StudentHead, LossInputs], Result],
+        temperature: float | None = None,
+        known_NH: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, Result]:
+        """(loss, what the objective returned). The loss stands apart because sharding hooks itself to plain tensors. `known_NH`:
+        the hidden states, where they have been computed already."""
+        hidden_NH = self.hidden(micro) if known_NH is None else known_NH
+        head = student_head(self.model, self.facts, hidden_NH, temperature or self.temperature, self.usable)
+        result = objective(head, micro.inputs)
+        return (result.loss if isinstance(result, LossOutput) else None), result
+
+    def hidden(self, micro: MicroBatch) -> torch.Tensor:
+        """hidden_NH: after the final norm, at the positions that predict the loss-bearing tokens."""
+        body = body_of(self.model)
+        if micro.layout is Layout.PACKED:
+            return packed_states_at(body, micro.ids, micro.lengths, micro.predict_N)
+        states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
+        return states.reshape(-1, states.shape[-1]).index_select(0, micro.predict_N)
+
+
+def choose_layout(model: PreTrainedModel, wanted: Layout | None = None) -> Layout:
+    """Packed where the model keeps packed rows apart, padded elsewhere. On a GPU only half precision is packed, which is what
+    the variable-length kernel takes; on a CPU laying rows side by side for attention costs less than reading filling. A model that
+    was loaded with another attention than `sdpa` keeps it, over padded rows."""
+    weight = output_layer(model).weight
+    pays = not weight.is_cuda or weight.dtype in (torch.float16, torch.bfloat16)
+    pays = pays and model.config._attn_implementation in ("sdpa", VARLEN)
+    if wanted is Layout.PADDED or (wanted is None and not pays):
+        return Layout.PADDED
+    if keeps_rows_apart(model):
+        return Layout.PACKED
+    if wanted is Layout.PACKED:
+        raise PolicyError(
+            f"{type(model).__name__} cannot train on packed rows: its layers let one row see another; use layout = 'padded'"
+        )
+    logger.warning("%s lets packed rows see each other; its rows are padded instead", type(model).__name__)
+    return Layout.PADDED
+
+
+@torch.no_grad()
+def keeps_rows_apart(model: PreTrainedModel) -> bool:
+    """Whether two packed rows give the hidden states each gives alone. Layers that ignore the row bounds (other attention
+    code, convolutions, recurrent states) or cap their attention scores show here, before they can spoil a run."""
+    embedding = model.get_input_embeddings().weight
+    ids = torch.arange(12, device=embedding.device) % embedding.shape[0]
+    rows = (ids[:5], ids[5:])
+    body = body_of(model)
+    alone = torch.cat(
+        [body(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows]
+    ).float()
+    with attention_for(model, Layout.PACKED):
+        try:
+            packed = packed_states(body, ids[None], tuple(len(row) for row in rows))[0].float()
+        except (TypeError, ValueError):
+            return False
+    tolerance = 1e-4 if embedding.dtype == torch.float32 else 5e-2
+    return bool((alone - packed).abs().max() <= tolerance * max(1.0, float(alone.abs().max())))
+
+
+@contextmanager
+def attention_for(model: PreTrainedModel, layout: Layout) -> Iterator[None]:
+    """Packed rows need our own attention, backward included (checkpointed layers run again there); afterwards the model
+    is as it was, so that whoever copies it to generate gets its own attention back."""
+    before = model.config._attn_implementation
+    if layout is Layout.PADDED or before == VARLEN:
+        yield
+        return
+    model.set_attn_implementation(VARLEN)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def sampled_logprobs(head: StudentHead, inputs: LossInputs) -> torch.Tensor:
+    """float32 [N]: log-probability of each written token, a slice of the vocabulary product at a time."""
+    rows = max(1, _HEAD_CHUNK_ELEMENTS // head.vocab_size)
+    pieces = []
+    for start in range(0, inputs.num_tokens, rows):
+        logits_nV = logits_of(replace(head, hidden_NH=head.hidden_NH[start : start + rows]))
+        token_n1 = inputs.token_ids_N[start : start + rows, None]
+        pieces.append(logits_nV.gather(1, token_n1)[:, 0] - logits_nV.logsumexp(-1))
+    return torch.cat(pieces) if pieces else head.hidden_NH.new_zeros(0, dtype=torch.float32)

@@ -1,0 +1,265 @@
+"""AdamW with float32 masters, whatever the dtype of the weights.
+
+With bfloat16 weights most updates are smaller than half a unit in the last place and would be rounded away, so the
+optimizer keeps float32 copies, adds up gradients in float32, steps those, and rounds once into the model's weights.
+With float32 weights the masters *are* the weights and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from understudy.errors import CheckpointError, PolicyError
+from understudy.policy.optim.adamw_8bit import AdamW8bit, fresh_state, local, own_scales, whole_scales
+
+_PLAIN_KINDS = frozenset({"step", "exp_avg", "exp_avg_sq"})
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWSettings:
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    """On matrices only; norms and biases are left alone."""
+    grad_clip: float | None = 1.0
+    """Largest global gradient norm; None does not clip."""
+    offload: bool = False
+    """Keeps masters, gradients and moments in host memory and steps there: 12 bytes a parameter less on the device, slower
+    steps. With several ranks each keeps those of its own shard."""
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """How moments are kept: float32, or a byte each (`adamw_8bit.py`)."""
+
+
+class MasterAdamW:
+    """The optimizer of one model; parameters are known by name, so that its state outlives any parameter order."""
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: AdamWSettings,
+        stored_dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """`stored_dtypes` says what each weight is stored in, where that is not what it trains in: sharded weights are
+        float32 masters of a narrower student."""
+        self.settings = settings
+        self.weights: dict[str, nn.Parameter] = {name: p for name, p in named_parameters if p.requires_grad}
+        if not self.weights:
+            raise PolicyError("the student has no trainable parameters")
+        self.masters: dict[str, torch.Tensor] = {}
+        for name, weight in self.weights.items():
+            if weight.dtype == torch.float32 and not settings.offload:
+                self.masters[name] = weight
+            else:
+                self.masters[name] = _at_home(weight.detach(), settings.offload).requires_grad_()
+                weight.register_post_accumulate_grad_hook(_into_master(self.masters[name], settings.offload))
+        self.separate = tuple(
+            name for name, weight in self.weights.items() if self.masters[name] is not weight
+        )
+        known = stored_dtypes or {name: weight.dtype for name, weight in self.weights.items()}
+        self.stored = tuple(name for name in self.weights if known[name] != torch.float32)
+        """Names whose masters hold more than the stored weights do, and are therefore saved beside them."""
+        matrices = [master for master in self.masters.values() if master.dim() >= 2]
+        others = [master for master in self.masters.values() if master.dim() < 2]
+        groups = [
+            {"params": params, "weight_decay": decay}
+            for params, decay in ((matrices, settings.weight_decay), (others, 0.0))
+            if params
+        ]
+        self.sharded = any(isinstance(master, DTensor) for master in self.masters.values())
+        self.adamw: torch.optim.Optimizer
+        if settings.kind == "adamw_8bit":
+            self.adamw = AdamW8bit(groups, betas=settings.betas, eps=settings.epsilon)
+        else:
+            self.adamw = torch.optim.AdamW(
+                groups,
+                lr=0.0,
+                betas=settings.betas,
+                eps=settings.epsilon,
+                **({"foreach": True} if self.sharded else {"fused": True}),
+            )
+
+    def zero_grad(self) -> None:
+        for weight in self.weights.values():
+            weight.grad = None
+        for master in self.masters.values():
+            master.grad = None
+
+    def add_gradients(self, found: Sequence[torch.Tensor | None]) -> None:
+        """What one backward pass found for `weights`, in their order: added up as `backward` itself would."""
+        for (name, weight), grad in zip(self.weights.items(), found, strict=True):
+            if grad is None:
+                continue
+            master = self.masters[name]
+            if master.grad is None:
+                # A copy laid out like the weight: two weights may have been given one tensor, or a turned one.
+                master.grad = torch.empty_like(weight).copy_(grad).to(master.device, torch.float32)
+            else:
+                master.grad += grad.to(master.device)
+
+    def grad_norm(self) -> float:
+        """The global norm of the gradients added up so far, over all ranks."""
+        grads = [master.grad for master in self.masters.values() if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def check_reach(self) -> None:
+        """Refuses a step whose gradient reached less than half of the weights: its loss and norm look like any other's, and
+        it would train next to nothing. Some weights may rightly go without (an expert that nobody asked)."""
+        without = [name for name, master in self.masters.items() if master.grad is None]
+        if 2 * len(without) > len(self.masters):
+            raise PolicyError(
+                f"the gradient reached only {len(self.masters) - len(without)} of {len(self.masters)} weights, none of "
+                f"{', '.join(without[:3])} …: something in the forward pass cuts them off (a layer with other code, a detached "
+                "tensor). The weights were not touched"
+            )
+
+    def step(self, learning_rate: float, grad_norm: float) -> None:
+        """One clipped update; the caller has already refused a norm that is not finite."""
+        if not math.isfinite(grad_norm):
+            raise PolicyError(f"refusing an update with gradient norm {grad_norm}")
+        clip = self.settings.grad_clip
+        if clip is not None and grad_norm > clip:
+            scale = clip / (grad_norm + 1e-6)
+            torch._foreach_mul_(
+                [master.grad for master in self.masters.values() if master.grad is not None], scale
+            )
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        with torch.no_grad():
+            for name in self.separate:
+                local(self.weights[name]).copy_(local(self.masters[name]))
+        self.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Every tensor an exact continuation needs, by `kind/parameter name`; sharded ones as they are. Every rank must ask."""
+        tensors: dict[str, torch.Tensor] = {
+            f"master/{name}": self.masters[name].detach() for name in self.stored
+        }
+        for name, master in self.masters.items():
+            for kind, value in self.adamw.state.get(master, {}).items():
+                scales = kind.endswith("_scales")
+                tensors[f"{kind}/{name}"] = whole_scales(value, master) if scales else value
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Puts a saved state back once `check_state` finds that it fits; the model's weights are restored already."""
+        by_kind = self.check_state(tensors)
+        masters = by_kind.pop("master", {})
+        with torch.no_grad():
+            for name, tensor in masters.items():
+                assign(self.masters[name], tensor)
+            for name in self.separate:
+                if name not in masters:
+                    local(self.masters[name]).copy_(local(self.weights[name]))
+        for name, master in self.masters.items():
+            # AdamW counts on the host, unless its fused kernel does the counting.
+            counter = torch.device("cpu") if self.sharded else master.device
+            self.adamw.state[master] = {
+                kind: _placed(found[name], kind, master, counter) for kind, found in by_kind.items()
+            }
+
+    def check_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors by kind and name; a parameter that is missing, new or of another shape is an error that names it."""
+        by_kind: dict[str, dict[str, torch.Tensor]] = {"master": {}} if self.stored else {}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            by_kind.setdefault(kind, {})[name] = tensor
+        packed = self.settings.kind == "adamw_8bit"
+        kinds = fresh_state(torch.zeros(1)).keys() if packed else _PLAIN_KINDS
+        if foreign := sorted(by_kind.keys() - kinds - {"master"}):
+            raise CheckpointError(
+                f"the checkpoint's optimizer state has {', '.join(foreign)}, which {self.settings.kind} does not know; "
+                "resume with the optimizer the run was started with"
+            )
+        for kind, found in by_kind.items():
+            expected = set(self.stored) if kind == "master" else set(self.weights)
+            if found.keys() != expected:
+                missing, unknown = sorted(expected - found.keys())[:3], sorted(found.keys() - expected)[:3]
+                raise CheckpointError(
+                    f"the optimizer state {kind!r} does not fit the student: missing {missing or 'nothing'}, "
+                    f"unknown {unknown or 'nothing'}; was the run started with another model?"
+                )
+            for name, tensor in found.items():
+                shape = self.masters[name].shape
+                if kind != "step" and not kind.endswith("_scales") and tensor.shape != shape:
+                    raise CheckpointError(
+                        f"the optimizer state {kind}/{name} has shape {tuple(tensor.shape)}, the student has {tuple(shape)}"
+                    )
+        return by_kind
+
+
+def _placed(saved: torch.Tensor, kind: str, master: torch.Tensor, counter: torch.device) -> torch.Tensor:
+    """A saved piece of state where its parameter's master is; packed moments keep their own dtype."""
+    if kind == "step":
+        return saved.to(counter, copy=True)
+    if kind.endswith("_scales"):
+        return own_scales(saved, master).to(master.device, copy=True)
+    return like(saved, master, saved.dtype if kind.endswith("_codes") else None)
+
+
+def assign(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copies a whole tensor into a target in place, or its own piece of it where the target is sharded."""
+    target.copy_(like(full, target))
+
+
+def like(full: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A fresh tensor with `full`'s values, placed as `target` is (device, shards), in `dtype` or the target's."""
+    moved = full.to(device=target.device, dtype=dtype or target.dtype, copy=True)
+    if isinstance(target, DTensor):
+        return _distribute(moved, target)
+    return moved
+
+
+def _distribute(full: torch.Tensor, target: DTensor) -> DTensor:
+    return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def _at_home(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
+    """A float32 copy, in host memory where the optimizer is offloaded; of a shard a shard, of the same ranks."""
+    home = torch.device("cpu") if offload else tensor.device
+    if not isinstance(tensor, DTensor):
+        return tensor.to(home, torch.float32, copy=True)
+    mesh = tensor.device_mesh
+    if mesh.device_type != home.type:
+        mesh = _host_mesh(mesh.size())
+    return DTensor.from_local(
+        tensor.to_local().to(home, torch.float32, copy=True),
+        mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+@cache
+def _host_mesh(size: int) -> DeviceMesh:
+    """The ranks of the default group in their hosts' memory; they talk by gloo."""
+    return init_device_mesh("cpu", (size,))
+
+
+def _into_master(master: torch.Tensor, offload: bool) -> Callable[[torch.Tensor], None]:
+    """Adds each gradient to the float32 one as soon as it is complete, and frees it."""
+
+    def accumulate(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        if master.grad is None:
+            shard = isinstance(master, DTensor)
+            master.grad = (
+                _at_home(weight.grad, offload) if shard else weight.grad.to(master.device, torch.float32)
+            )
+        else:
+            local(master.grad).add_(local(weight.grad).to(master.device))
+        weight.grad = None
+
+    return accumulate

@@ -1,0 +1,138 @@
+"""A batch as bytes, for the ranks that train with the one that was handed it. Safetensors and JSON, never pickle."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from understudy.policy.checkpoints.state import storable
+from understudy.types.batch import Batch, BatchMeta
+from understudy.types.far_batch import AnyBatch, FarBatch, RowSource
+from understudy.types.jagged import Jagged
+
+_HEADER = struct.Struct("<Q")
+_PLAIN = ("keys", "rewards", "stop_reasons", "teachers")
+_OTHERS = ("weights", "old_logprobs")
+"""What an update is given besides its batch."""
+
+
+def pack(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """8 bytes of header length, a JSON header, a safetensors body."""
+    header = json.dumps(head).encode()
+    body = save(storable(tensors))
+    return _HEADER.pack(len(header)) + header + body
+
+
+def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    (length,) = _HEADER.unpack_from(message)
+    start = _HEADER.size + length
+    return json.loads(message[_HEADER.size : start]), load(message[start:])
+
+
+def batch_columns(batch: Batch) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A batch as a JSON header and named tensors."""
+    head = {name: list(getattr(batch, name)) for name in _PLAIN}
+    tensors: dict[str, torch.Tensor] = {}
+    for field in fields(batch):
+        column = getattr(batch, field.name)
+        if isinstance(column, Jagged):
+            tensors |= jagged_columns(field.name, column)
+    return head, tensors
+
+
+def batch_from(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Batch:
+    columns = {
+        field.name: jagged_from(field.name, tensors) for field in fields(Batch) if field.name not in _PLAIN
+    }
+    return Batch(**{name: tuple(head[name]) for name in _PLAIN}, **columns)  # type: ignore[arg-type]
+
+
+def jagged_columns(name: str, column: Jagged | None) -> dict[str, torch.Tensor]:
+    return {} if column is None else {f"{name}.values": column.values, f"{name}.offsets": column.offsets}
+
+
+def jagged_from(name: str, tensors: Mapping[str, torch.Tensor]) -> Jagged | None:
+    if f"{name}.values" not in tensors:
+        return None
+    return Jagged(tensors[f"{name}.values"], tensors[f"{name}.offsets"])
+
+
+def far_columns(batch: FarBatch, **others: Jagged | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The names of rows, and what the trainer computed for their tokens: `others`, and what the batch has of it."""
+    head = {
+        "partition": batch.meta.partition,
+        "keys": list(batch.keys),
+        "fields": list(batch.meta.fields),
+        "extra": dict(batch.meta.extra),
+        "marks": _grouped(batch.meta.marks),
+        "token_lengths": list(batch.token_lengths),
+        "loss_lengths": list(batch.loss_lengths),
+        "teachers": list(batch.teachers),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, column in {**batch.made, **others}.items():
+        if column is not None:
+            tensors |= _by_row(name, column)
+    return head, tensors
+
+
+def far_from(
+    head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], source: RowSource
+) -> tuple[FarBatch, dict[str, Jagged]]:
+    """The batch without what the trainer computed, and that by name."""
+    lengths = torch.tensor(head["loss_lengths"], dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    columns: dict[str, Jagged] = {}
+    for key, tensor in tensors.items():
+        name, _, form = key.rpartition(".")
+        columns[name] = Jagged(tensor.repeat_interleave(lengths) if form == "rows" else tensor, offsets)
+    marks = {name: tuple(own) for names, own in head["marks"] for name in names}
+    keys, columns_wanted = tuple(head["keys"]), tuple(head["fields"])
+    meta = BatchMeta(head["partition"], keys, columns_wanted, extra=head["extra"], marks=marks)
+    batch = FarBatch(
+        meta,
+        tuple(head["token_lengths"]),
+        tuple(head["loss_lengths"]),
+        source,
+        teachers=tuple(head["teachers"]),
+    )
+    return batch, columns
+
+
+def told_of(
+    head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], source: RowSource | None
+) -> tuple[AnyBatch, dict[str, Jagged]]:
+    """The batch of a command, and what came with it."""
+    if "far" not in head:
+        given = {name: jagged_from(name, tensors) for name in _OTHERS}
+        others = {name: column for name, column in given.items() if column is not None}
+        return batch_from(head["batch"], tensors), others
+    assert source is not None
+    batch, columns = far_from(head["far"], tensors, source)
+    others = {name: columns.pop(name) for name in _OTHERS if name in columns}
+    return batch.with_columns(**columns), others
+
+
+def _grouped(marks: Mapping[str, tuple[str, ...]]) -> list[tuple[list[str], tuple[str, ...]]]:
+    """Columns that were written together share their marks."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, own in marks.items():
+        groups.setdefault(own, []).append(name)
+    return [(names, own) for own, names in groups.items()]
+
+
+def _by_row(name: str, column: Jagged) -> dict[str, torch.Tensor]:
+    """One number a row where all tokens of a row have the same, as reduction weights and advantages of groups do."""
+    lengths = column.lengths
+    filled = lengths > 0
+    rows = column.values.new_zeros(len(lengths))
+    rows[filled] = column.values[column.offsets[:-1][filled]]
+    if torch.equal(rows.repeat_interleave(lengths), column.values):
+        return {f"{name}.rows": rows}
+    return {f"{name}.values": column.values}

@@ -1,0 +1,1 @@
+"""Agent loops: one turn, tools, environments; and how a recipe names them."""

@@ -1,0 +1,126 @@
+"""The loops there are, and the way in for a user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+from understudy.errors import ConfigError, DataError
+from understudy.rollout.agents.agent import AgentLoop
+from understudy.rollout.agents.single_turn import SingleTurn
+from understudy.rollout.agents.tool_loop import ToolLoop
+from understudy.rollout.agents.verifiers_env import VerifiersLoop
+from understudy.rollout.loading import load_object
+from understudy.rollout.timing import TimedLoop
+from understudy.types.prompt import Prompt
+
+LOOPS: dict[str, Callable[..., AgentLoop]] = {
+    "single_turn": SingleTurn,
+    "tool": ToolLoop,
+    "verifiers": VerifiersLoop,
+}
+
+
+def build_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLoop:
+    """The loop called `name`, or a user's `"module:Class"`, made with `options` as keyword arguments."""
+    make = LOOPS.get(name)
+    if make is None:
+        if ":" not in name:
+            near = get_close_matches(name, LOOPS, n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise ConfigError(
+                f'rollout.agent = "{name}" is not one of {", ".join(LOOPS)} or "module:Class"{hint}'
+            )
+        make = load_object(name, "rollout.agent")
+    _known_options(name, make, options or {})
+    try:
+        loop = make(**(options or {}))
+    except TypeError as error:
+        raise ConfigError(
+            f'rollout.agent = "{name}" cannot be made with options {dict(options or {})}: {error}'
+        ) from error
+    if not callable(getattr(loop, "run", None)):
+        raise ConfigError(
+            f'rollout.agent = "{name}" has no `run(prompt, context)`; see understudy.rollout.agents.agent.AgentLoop'
+        )
+    return loop
+
+
+def _known_options(name: str, make: Callable[..., AgentLoop], options: Mapping[str, Any]) -> None:
+    """Refuses an option that the loop does not take, with the nearest one that it does."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature says itself what it does not take
+        return
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return
+    known = [one.name for one in parameters if one.kind is not inspect.Parameter.POSITIONAL_ONLY]
+    problems = []
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(known) or 'none'}"
+            problems.append(
+                f'rollout.agent = "{name}" has no option `{option}` (rollout.agent_options); {hint}'
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+Schemas = Callable[[Prompt], Sequence[Mapping[str, Any]] | None]
+"""Which tools a row's loop shows to the student, as function schemas."""
+
+
+class Loops(Protocol):
+    """Where rows get their loop: `LoopChoice` here, or worker processes."""
+
+    def of(self, prompt: Prompt) -> AgentLoop: ...
+
+    async def close(self) -> None: ...
+
+
+class LoopChoice:
+    """Picks the loop of each row: its `agent` column where it has one, the recipe's otherwise. Loops are made once.
+
+    A row may name loops that ship and those of `options`: the recipe decides which code runs, data do not."""
+
+    def __init__(self, default: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._default, self._options = default, dict(options or {})
+        self._made: dict[str, TimedLoop] = {}
+        self.of_name(default)
+
+    @staticmethod
+    def known(default: str, options: Mapping[str, Any] | None = None) -> Collection[str]:
+        """What rows may name."""
+        return {*LOOPS, default, *(options or {})}
+
+    def of_name(self, name: str) -> AgentLoop:
+        if name not in self._made:
+            self._made[name] = TimedLoop(build_loop(name, self._options.get(name)))
+        return self._made[name]
+
+    def of(self, prompt: Prompt) -> AgentLoop:
+        name = prompt.columns.get("agent") or self._default
+        known = self.known(self._default, self._options)
+        if not isinstance(name, str) or name not in known:
+            raise DataError(
+                f"row {prompt.ordinal} asks for the agent loop {name!r}; rows may name {', '.join(sorted(known))}"
+            )
+        try:
+            return self.of_name(name)
+        except ConfigError as error:
+            raise DataError(f"row {prompt.ordinal} asks for an agent that cannot be had: {error}") from error
+
+    def schemas(self, prompt: Prompt) -> Sequence[Mapping[str, Any]] | None:
+        """The tools that the row's loop shows to the student; None where it leaves that to the row."""
+        loop = self.of(prompt)
+        own = getattr(loop.loop if isinstance(loop, TimedLoop) else loop, "schemas", None)
+        found: Sequence[Mapping[str, Any]] | None = own(prompt) if own else None
+        return found
+
+    async def close(self) -> None:
+        """Ends what loops keep running (tool processes)."""
+        for loop in self._made.values():
+            await loop.close()

@@ -1,0 +1,160 @@
+"""The multi-turn loop: the model calls tools, sees what they say, and goes on until it answers.
+
+    prompt ─> generate ─> tool calls? ──no──> done
+                 ▲            │ yes
+                 └─ observe <─┘ run them, outside our process, all calls of a turn at once
+
+The observation is rendered on its own and appended by token. What the model wrote stays as the engine produced it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from understudy.errors import ConfigError, DataError
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.toolcalls import BadCall, ToolCall, parser_of
+from understudy.rollout.agents.transcript import Transcript
+from understudy.rollout.tools.base import Tool, ToolOutcome, ToolResult
+from understudy.rollout.tools.library import build_tool
+from understudy.rollout.tools.sandbox import Isolation, Sandbox
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import StopReason, Trajectory
+
+
+class ToolLoop:
+    """Options are the recipe's.
+
+    tools             names of shipped tools, `"module:function"`, or `Tool` objects
+    format            how the model writes calls: hermes, llama3, json, or `"module:function"`
+    max_turns         generations per episode; a call in the last one is not run
+    max_calls         calls per turn that are run; the model is told about the rest
+    tool_deadline_s   for one call;  turn_deadline_s  for all calls of a turn, queueing included
+    tool_role         "tool", or "user" for chat templates that know no tools
+    isolation         "namespaces", or "none" (see `understudy.rollout.tools.sandbox`)
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str | Tool] = ("calculator",),
+        *,
+        format: str = "hermes",
+        max_turns: int = 8,
+        max_calls: int = 8,
+        tool_deadline_s: float = 10.0,
+        turn_deadline_s: float = 30.0,
+        tool_role: str = "tool",
+        isolation: str = "namespaces",
+        memory_mb: int = 512,
+    ) -> None:
+        if isolation not in list(Isolation):
+            raise ConfigError(f'isolation = "{isolation}": expected one of {", ".join(Isolation)}')
+        sandbox = Sandbox(Isolation(isolation), memory_mb)
+        built = [build_tool(tool, sandbox) if isinstance(tool, str) else tool for tool in tools]
+        self._tools = {tool.name: tool for tool in built}
+        self._parse = parser_of(format)
+        self._max_turns, self._max_calls = max_turns, max_calls
+        self._tool_deadline_s, self._turn_deadline_s = tool_deadline_s, turn_deadline_s
+        self._tool_role = tool_role
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+        if prompt.text is not None:
+            raise DataError(
+                f"prompt {prompt.key} is plain text, and the tool loop reads chats: tools are told to the student by its chat "
+                "template. Give the row `messages` instead of `prompt`"
+            )
+        tools = self._tools_of(prompt)
+        transcript = Transcript(context.renderer.render(prompt, tools=self.schemas(prompt)))
+        results: list[ToolResult] = []
+        tool_seconds, stop_reason = 0.0, None
+        for turn in range(self._max_turns):
+            sampling = context.sampling_after(len(transcript), transcript.generated)
+            generation = await context.generate(transcript.tokens, sampling, turn)
+            transcript.write(generation)
+            calls = self._parse(context.renderer.decode(generation.tokens))
+            cut_short = generation.stop_reason in (StopReason.LENGTH, StopReason.ABORTED)
+            if not calls or cut_short or turn + 1 == self._max_turns:
+                break
+            start = time.perf_counter()
+            new = await self._run_all(calls, tools)
+            tool_seconds += time.perf_counter() - start
+            results += new
+            ended = generation.stop_reason is StopReason.EOS
+            observation = context.renderer.after_turn(prompt.key, self._messages(calls, new), ended=ended)
+            if context.spent(transcript.generated) or len(transcript) + len(observation) >= context.context:
+                stop_reason = StopReason.LENGTH
+                break
+            transcript.observe(observation)
+        metrics = {"tool/calls": float(len(results))} | {
+            f"tool/{outcome}": float(sum(result.outcome is outcome for result in results))
+            for outcome in ToolOutcome
+        }
+        extra = {"seconds": {"tool": tool_seconds}}
+        return [transcript.finish(context.row_key(), stop_reason=stop_reason, metrics=metrics, extra=extra)]
+
+    def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """What the chat template is told of the row's tools."""
+        return [tool.schema for tool in self._tools_of(prompt).values()]
+
+    def _tools_of(self, prompt: Prompt) -> Mapping[str, Tool]:
+        """A row's `tools` column (names, or schemas) picks among the loop's."""
+        wanted = prompt.columns.get("tools")
+        if not wanted:
+            return self._tools
+        names = [
+            tool if isinstance(tool, str) else (tool.get("function") or tool).get("name") for tool in wanted
+        ]
+        if missing := [name for name in names if name not in self._tools]:
+            raise DataError(
+                f"prompt {prompt.key} asks for the tool {missing[0]!r}; this run has {', '.join(self._tools)}. "
+                "Add it to the tool loop's tools"
+            )
+        return {name: self._tools[name] for name in names}
+
+    async def _run_all(
+        self, calls: Sequence[ToolCall | BadCall], tools: Mapping[str, Tool]
+    ) -> list[ToolResult]:
+        async def run(index: int, call: ToolCall | BadCall) -> ToolResult:
+            if isinstance(call, BadCall):
+                return ToolResult(ToolOutcome.ERROR, call.reason)
+            if index >= self._max_calls:
+                return ToolResult(ToolOutcome.ERROR, f"not run: at most {self._max_calls} calls a turn")
+            if call.name not in tools:
+                known = ", ".join(tools)
+                return ToolResult(ToolOutcome.ERROR, f"there is no tool {call.name!r}; there is {known}")
+            return await tools[call.name].call(call.arguments, deadline_s=self._tool_deadline_s)
+
+        tasks = [asyncio.ensure_future(run(i, call)) for i, call in enumerate(calls)]
+        try:
+            await asyncio.wait(tasks, timeout=self._turn_deadline_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        late = ToolResult(
+            ToolOutcome.TIMEOUT, f"the turn's tools were stopped after {self._turn_deadline_s:g} s"
+        )
+        return [late if task.cancelled() else task.result() for task in tasks]
+
+    def _messages(
+        self, calls: Sequence[ToolCall | BadCall], results: Sequence[ToolResult]
+    ) -> list[dict[str, Any]]:
+        messages = []
+        for call, result in zip(calls, results, strict=True):
+            text = result.text if result.outcome is ToolOutcome.OK else f"Error: {result.text}"
+            message = {"role": self._tool_role, "content": text}
+            if self._tool_role == "tool" and isinstance(call, ToolCall):
+                message["name"] = call.name
+            messages.append(message)
+        if self._tool_role == "user":  # templates without tools want one message a turn
+            return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
+        return messages
+
+    async def close(self) -> None:
+        """Ends the processes that serve tools."""
+        for tool in self._tools.values():
+            if hasattr(tool, "close"):
+                await tool.close()

@@ -1,0 +1,79 @@
+"""The rewards that ship: plain functions from a dataset row and what the student wrote to one number.
+
+A recipe names one as `"understudy.rollout.rewards.builtin:exact_match"`; a project's own function is named the same way and needs
+no registration (`rewards` says which shapes it may have). `row` is the dataset row as it was read, extra columns
+included; `text` is the student's own writing without special tokens.
+
+Nothing a student writes makes these functions raise: a wrong or unreadable answer is worth 0.0, and an error means that
+the dataset itself cannot be graded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from understudy.errors import DataError
+from understudy.rollout.rewards.trial import ground_truth
+
+ANSWER_COLUMN = "answer"
+
+_AFTER_MARKER = re.compile(r"####\s*([-+$.,0-9]+)")
+
+
+def exact_match(row: Mapping[str, Any], text: str) -> float:
+    """1.0 where the text equals the `answer` column, white space around either left out; 0.0 elsewhere."""
+    return float(text.strip() == answer_of(row).strip())
+
+
+def gsm8k(row: Mapping[str, Any], text: str) -> float:
+    """1.0 where the last `#### number` of the text is the number of the `answer` column; 0.0 elsewhere.
+
+    The column may hold the number alone or GSM8K's worked solution, which ends in `#### number`. Numbers are compared
+    as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are one answer.
+    """
+    expected_text = answer_of(row)
+    expected = _marked_number(expected_text)
+    if expected is None:
+        expected = _read_number(expected_text.strip())
+    if expected is None:
+        raise DataError(
+            f"column {ANSWER_COLUMN!r} holds {_shortened(expected_text)}; the gsm8k reward expects a number "
+            "or a worked solution that ends in '#### number'"
+        )
+    return float(_marked_number(text) == expected)
+
+
+def answer_of(row: Mapping[str, Any]) -> str:
+    """What the student's text is compared with: the column `answer`, or verl's `reward_model.ground_truth`."""
+    answer = ground_truth(row)
+    if answer is None:
+        raise DataError(
+            f"the row has nothing in column {ANSWER_COLUMN!r} (or reward_model.ground_truth) to grade against; its columns are "
+            f"{sorted(map(str, row))}. "
+            f"Add {ANSWER_COLUMN!r} to the dataset, or set data.reward to a function that does not need it"
+        )
+    return str(answer)
+
+
+def _marked_number(text: str) -> Decimal | None:
+    """The last number that follows a `####` marker; a marker followed by anything else does not count."""
+    for candidate in reversed(_AFTER_MARKER.findall(text)):
+        number = _read_number(candidate)
+        if number is not None:
+            return number
+    return None
+
+
+def _read_number(text: str) -> Decimal | None:
+    try:
+        number = Decimal(text.replace(",", "").replace("$", "").rstrip("."))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def _shortened(text: str, limit: int = 60) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "…")

@@ -1,0 +1,129 @@
+"""Task rewards: plain callables, one or several with weights.
+
+    def reward(row, text) -> float                    text: what the student wrote in its last turn
+    def reward(row, trajectory) -> float | dict       asked for by naming the second parameter `trajectory`
+    def reward(data_source, solution_str, ground_truth, extra_info) -> float | dict     verl's `compute_score`, known by these names
+    async def …                                       any of them
+
+A dict holds `score` (or `reward`) and any further numbers, which become metrics of the row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from understudy.errors import ConfigError, DataError
+from understudy.rollout.loading import load_object
+from understudy.rollout.render import Renderer
+from understudy.rollout.rewards.reward_threads import DaemonThreads
+from understudy.rollout.rewards.trial import Shape, call_with, is_async, score_in, shape_of
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import Trajectory
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """One reward function and its share of the sum."""
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+
+    @property
+    def wants_trajectory(self) -> bool:
+        return shape_of(self.function) is Shape.TRAJECTORY
+
+
+def load_reward(name: str, weight: float = 1.0) -> Reward:
+    """A reward by `"module:function"`; an object with `__call__` will do."""
+    function = load_object(name, "data.reward")
+    if not callable(function):
+        raise ConfigError(
+            f'data.reward = "{name}" is a {type(function).__name__}; expected a function (row, text)'
+        )
+    return Reward(name.partition(":")[2], function, weight)
+
+
+def last_turn(trajectory: Trajectory) -> np.ndarray:
+    """The ids of the student's last turn."""
+    written = trajectory.positions
+    if len(written) == 0:
+        return trajectory.tokens[:0]
+    breaks = np.flatnonzero(np.diff(written) > 1)
+    start = written[breaks[-1] + 1] if len(breaks) else written[0]
+    return trajectory.tokens[start : written[-1] + 1]
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The dataset row as rewards see it."""
+    content: dict[str, Any] = (
+        {"prompt": prompt.text} if prompt.text is not None else {"messages": prompt.messages}
+    )
+    return {**prompt.columns, **content, "data_source": prompt.data_source}
+
+
+class Rewards:
+    """Judges finished rollouts. With no reward functions rows keep the reward their loop gave them, or none."""
+
+    def __init__(self, rewards: Sequence[Reward], renderer: Renderer) -> None:
+        self._rewards, self._renderer = tuple(rewards), renderer
+        self._threads = DaemonThreads()
+
+    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with its reward (the weighted sum) and each function's own numbers as metrics."""
+        if not self._rewards:
+            return trajectory
+        row = row_of(prompt)
+        text = self._renderer.decode(last_turn(trajectory))
+        total, metrics = 0.0, dict(trajectory.metrics)
+        for reward in self._rewards:
+            score, more = await self._ask(
+                reward, row, trajectory if reward.wants_trajectory else text, trajectory.key
+            )
+            total += reward.weight * score
+            metrics[f"reward/{reward.name}"] = score
+            metrics.update({f"reward/{reward.name}/{name}": value for name, value in more.items()})
+        return replace(trajectory, reward=total, metrics=metrics)
+
+    async def close(self) -> None:
+        """Ends what reward objects keep running (grading processes, connections)."""
+        for reward in self._rewards:
+            close = getattr(reward.function, "close", None)
+            if inspect.iscoroutinefunction(close):
+                await close()
+        self._threads.shutdown()
+
+    async def _ask(
+        self, reward: Reward, row: Mapping[str, Any], answer: str | Trajectory, key: str
+    ) -> tuple[float, dict[str, float]]:
+        try:
+            call = partial(call_with, reward.function, shape_of(reward.function), row, answer)
+            if is_async(reward.function):
+                result = await call()
+            else:
+                # On a thread: a slow reward must not stop the other rollouts.
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except Exception as error:
+            raise DataError(
+                f"reward {reward.name} raised on row {key}: {type(error).__name__}: {error}"
+            ) from error
+        return _numbers(result, reward.name, key)
+
+
+def _numbers(result: Any, name: str, key: str) -> tuple[float, dict[str, float]]:
+    """(score, further numbers), all finite."""
+    found = score_in(result)
+    if found is None:
+        raise DataError(
+            f"reward {name} gave {result!r} for row {key}; expected a finite number, or a dict with `score`"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Processes that run agent loops beside the trainer."""

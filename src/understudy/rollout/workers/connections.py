@@ -1,0 +1,163 @@
+"""How the run and a worker process reach each other: pipes on one machine, a connection from another.
+
+    this machine       the run starts the worker and holds its stdin and stdout
+    another machine    somebody starts it there (`Launch`), and it calls back: run <──TCP, its token and name first── worker
+
+Either way the messages are those of `worker_wire`, and a line that is cut means that the worker is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from understudy.errors import DataError
+from understudy.rollout.workers import messages as wire
+
+WORKER_MODULE = "understudy.rollout.workers.process"
+_LIMIT = 1 << 24
+_CALL_SECONDS = 60.0
+_HELLO_SECONDS = 10.0
+_GRACE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+
+
+class Line(Protocol):
+    """One worker, as the run speaks to it."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    pid: int
+
+    async def ended(self) -> str:
+        """Once it has ended: how, in words."""
+        ...
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """Ends the worker; it is gone afterwards."""
+        ...
+
+
+OpenLine = Callable[[int], Awaitable[Line]]
+"""Starts the worker of this number anew, and returns the line to it."""
+
+
+class PipeLine:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.reader, self.writer = process.stdout, process.stdin
+        self.pid = process.pid
+        self._process = process
+
+    @staticmethod
+    async def open(index: int) -> PipeLine:
+        pipe = asyncio.subprocess.PIPE
+        return PipeLine(
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-m", WORKER_MODULE, stdin=pipe, stdout=pipe, limit=_LIMIT
+            )
+        )
+
+    async def ended(self) -> str:
+        return f"died with exit code {await self._process.wait()}"
+
+    async def close(self, *, at_once: bool = False) -> None:
+        self.writer.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), 0.0 if at_once else _GRACE_SECONDS)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+
+Launch = Callable[[int, str], Awaitable[int]]
+"""Starts worker `number` somewhere, telling it to call HOST:PORT; its pid there."""
+Dismiss = Callable[[int], Awaitable[None]]
+"""Ends worker `number` wherever it is."""
+Lives = Callable[[int], bool]
+"""Whether worker `number` is known to live: a machine that loses its power does not hang up."""
+
+
+class SwitchBoard:
+    """Takes the calls of workers on other machines. A caller without the token is hung up on."""
+
+    def __init__(self, launch: Launch, dismiss: Dismiss, lives: Lives, token: str) -> None:
+        self._launch, self._dismiss, self._lives, self._token = launch, dismiss, lives, token
+        self._server: asyncio.Server | None = None
+        self._expected: dict[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
+        self._address = ""
+
+    async def listen(self, host: str) -> None:
+        self._server = await asyncio.start_server(self._called, host, 0, limit=_LIMIT)
+        self._address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def open(self, index: int) -> CalledLine:
+        call: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+        self._expected[index] = call = asyncio.get_running_loop().create_future()
+        try:
+            pid = await self._launch(index, self._address)
+            async with asyncio.timeout(_CALL_SECONDS):
+                reader, writer = await call
+        except TimeoutError:
+            await self._dismiss(index)
+            raise DataError(
+                f"rollout worker {index} runs and did not reach {self._address} within {_CALL_SECONDS:g} s; may its "
+                "machine connect to the trainer's?"
+            ) from None
+        finally:
+            del self._expected[index]
+        return CalledLine(reader, writer, pid, lambda: self._dismiss(index), lambda: self._lives(index))
+
+    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_HELLO_SECONDS):
+                hello = await wire.read_hello(reader)
+        except (TimeoutError, ValueError):
+            hello = None
+        call = self._expected.get(hello.number) if hello is not None else None
+        known = hello is not None and hmac.compare_digest(hello.token.encode(), self._token.encode())
+        if call is None or call.done() or not known:
+            writer.close()
+            return
+        call.set_result((reader, writer))
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+class CalledLine:
+    """A worker on another machine."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        pid: int,
+        dismiss: Callable[[], Awaitable[None]],
+        lives: Callable[[], bool],
+    ) -> None:
+        self.reader, self.writer, self.pid = reader, writer, pid
+        self._dismiss = dismiss
+        self._watch = asyncio.create_task(self._until_gone(lives))
+
+    async def _until_gone(self, lives: Callable[[], bool]) -> None:
+        """Hang up for a worker that cannot any more."""
+        while lives():
+            await asyncio.sleep(_LOOK_SECONDS)
+        self.writer.transport.abort()
+
+    async def ended(self) -> str:
+        # Where only the line is cut, the worker may still be at work: it is ended before others do what it was doing.
+        await self.close()
+        return "went away with its machine, or died there; its log is in the run directory"
+
+    async def close(self, *, at_once: bool = False) -> None:
+        self._watch.cancel()
+        self.writer.close()
+        await self._dismiss()

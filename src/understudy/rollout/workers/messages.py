@@ -1,0 +1,315 @@
+"""What a rollout worker process and the run say to each other: length-prefixed msgpack, no pickle.
+
+    run ──> worker    Begin (a session), Generated (an answer), Errand, Drop (a session or an errand)
+    worker ──> run    Hello (from another machine), Ready, Generate (a question), Done (trajectories), Judging, Kept, ErrandDone, Failed
+
+    Want, Grant, Have or NotBrought, Take, Withdraw    a question whose tokens the worker brings to the engine itself (`generations.py`)
+    Cut                                                the server it was granted has stopped: what has not come does not come
+
+A message belongs to a session by `session_id`, which the run gives out; an errand is a session without a loop. What errands
+there are, and what it means to keep trajectories, is known to whoever started the worker's module; here their words are bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from understudy.engines import remote_tokens as far
+from understudy.engines.base import Generation, Sampling
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import StopReason, Trajectory
+from understudy.types.usable_ids import UsableIds
+
+LARGEST_MESSAGE = 1 << 30
+_LARGEST_HELLO = 4096
+_HEAD = 4
+"""Bytes before each message: its length."""
+
+
+class Hello(msgspec.Struct):
+    """What a worker on another machine says when it calls."""
+
+    token: str
+    number: int
+
+
+class Setup(msgspec.Struct, tag=True):
+    """The first message: what the worker needs to make loops."""
+
+    tokenizer: str
+    agent: str
+    options: dict[str, dict[str, Any]]
+    context: int
+    reserve: int
+    template_options: dict[str, Any]
+    import_paths: list[str]
+    max_prompt: int | None = None
+    truncate: bool = False
+    extra: bytes = b""
+    """For a worker that does more than run loops."""
+
+
+class Begin(msgspec.Struct, tag=True):
+    session_id: int
+    prompt: dict[str, Any]
+    session: int
+    sampling: dict[str, Any]
+    context: int
+    max_generated: int | None = None
+    ticket: int | None = None
+    """Where the worker keeps the trajectories itself, instead of sending them."""
+    far: bool = False
+    """Whether it brings tokens to the engine itself."""
+
+
+class Errand(msgspec.Struct, tag=True):
+    session_id: int
+    name: str
+    body: bytes
+    ticket: int | None = None
+
+
+class Generated(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    tokens: bytes
+    logprobs: bytes
+    weight_versions: bytes
+    stop_reason: str
+    candidates: tuple[int, bytes] | None = None
+    """K, and int32 [N, K] row after row."""
+
+
+class Grant(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    grant: far.Grant
+
+
+class Cut(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    call: int
+
+
+class Take(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    call: int | None
+    """Whose answer counts; None: nothing was written."""
+
+
+class Drop(msgspec.Struct, tag=True):
+    session_id: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    pass
+
+
+class Generate(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    tokens: bytes
+    sampling: dict[str, Any]
+    turn: int
+
+
+class Want(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    tokens: int
+    """How many there are."""
+    max_new_tokens: int
+    turn: int
+
+
+class Have(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    call: int
+    brought: far.Brought
+
+
+class NotBrought(msgspec.Struct, tag=True):
+    session_id: int
+    question: int
+    call: int
+    problem: str
+    trouble: far.Trouble = far.Trouble.WAY
+
+
+class Withdraw(msgspec.Struct, tag=True):
+    """A loop waits for this no longer."""
+
+    session_id: int
+    question: int
+
+
+class Done(msgspec.Struct, tag=True):
+    session_id: int
+    trajectories: list[dict[str, Any]]
+
+
+class Judging(msgspec.Struct, tag=True):
+    """The loop is over and returned so many trajectories; the worker's keeper begins to judge them."""
+
+    session_id: int
+    outputs: int
+
+
+class Kept(msgspec.Struct, tag=True):
+    """The session is over and its trajectories are where they belong."""
+
+    session_id: int
+    body: bytes
+
+
+class ErrandDone(msgspec.Struct, tag=True):
+    session_id: int
+    body: bytes
+
+
+class Failed(msgspec.Struct, tag=True):
+    session_id: int
+    data_error: bool
+    """The row's own fault, in words for people; otherwise the loop raised."""
+    message: str
+
+
+ToWorker = Setup | Begin | Errand | Generated | Grant | Cut | Take | Drop
+ToRun = Ready | Generate | Want | Have | NotBrought | Withdraw | Done | Judging | Kept | ErrandDone | Failed
+OF_GENERATION = (Generate, Generated, Want, Grant, Cut, Have, NotBrought, Withdraw, Take)
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=repr)
+_from_run = msgspec.msgpack.Decoder(ToWorker)
+_from_worker = msgspec.msgpack.Decoder(ToRun)
+
+
+_hellos = msgspec.msgpack.Decoder(Hello)
+
+
+def frame(message: ToWorker | ToRun | Hello) -> bytes:
+    body = _encoder.encode(message)
+    return len(body).to_bytes(_HEAD, "little") + body
+
+
+async def read_from_run(reader: asyncio.StreamReader) -> ToWorker | None:
+    body = await _read(reader)
+    return None if body is None else _from_run.decode(body)
+
+
+async def read_from_worker(reader: asyncio.StreamReader) -> tuple[ToRun, int] | None:
+    """The next message and its bytes on the wire; None once the worker is gone."""
+    body = await _read(reader)
+    return None if body is None else (_from_worker.decode(body), len(body) + _HEAD)
+
+
+async def read_hello(reader: asyncio.StreamReader) -> Hello | None:
+    """From a stranger so far: little is read, and what is no greeting raises a `ValueError`."""
+    body = await _read(reader, _LARGEST_HELLO)
+    try:
+        return None if body is None else _hellos.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from error
+
+
+async def _read(reader: asyncio.StreamReader, most: int = LARGEST_MESSAGE) -> bytes | None:
+    """One message; None once the other side is gone."""
+    try:
+        size = int.from_bytes(await reader.readexactly(_HEAD), "little")
+        if size > most:
+            raise ValueError(f"a message of {size} bytes; at most {most} are read")
+        return await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionResetError):
+        return None
+
+
+def pack_prompt(prompt: Prompt) -> dict[str, Any]:
+    return {
+        "key": prompt.key,
+        "ordinal": prompt.ordinal,
+        "epoch": prompt.epoch,
+        "data_source": prompt.data_source,
+        "messages": [dict(message) for message in prompt.messages],
+        "text": prompt.text,
+        "columns": dict(prompt.columns),
+    }
+
+
+def unpack_prompt(fields: dict[str, Any]) -> Prompt:
+    return Prompt(**{**fields, "messages": tuple(fields["messages"])})
+
+
+def pack_sampling(sampling: Sampling) -> dict[str, Any]:
+    fields = {name: getattr(sampling, name) for name in Sampling.__slots__}
+    usable = sampling.usable
+    return {**fields, "usable": None if usable is None else [usable.limit, *usable.holes]}
+
+
+def unpack_sampling(fields: dict[str, Any]) -> Sampling:
+    tuples = {name: tuple(fields[name]) for name in ("stop_ids", "stop_strings")}
+    usable = fields["usable"] and UsableIds(fields["usable"][0], tuple(fields["usable"][1:]))
+    return Sampling(**{**fields, **tuples, "usable": usable})
+
+
+def pack_generation(session_id: int, question: int, generation: Generation) -> Generated:
+    return Generated(
+        session_id,
+        question,
+        generation.tokens.astype("<i4").tobytes(),
+        generation.logprobs.astype("<f4").tobytes(),
+        generation.weight_versions.astype("<i4").tobytes(),
+        str(generation.stop_reason),
+        _packed_ids(generation.candidate_ids),
+    )
+
+
+def unpack_generation(message: Generated) -> Generation:
+    return Generation(
+        np.frombuffer(message.tokens, "<i4").astype(np.int32),
+        np.frombuffer(message.logprobs, "<f4").astype(np.float32),
+        np.frombuffer(message.weight_versions, "<i4").astype(np.int32),
+        StopReason(message.stop_reason),
+        _unpacked_ids(message.candidates),
+    )
+
+
+def brought_of(generation: Generation) -> far.Brought:
+    """What the run is told of a generation that stays with its worker."""
+    versions, count = generation.weight_versions, len(generation.tokens)
+    oldest, newest = (int(versions.min()), int(versions.max())) if count else (-1, -1)
+    return far.Brought(count, generation.stop_reason, oldest, newest)
+
+
+def _packed_ids(ids: np.ndarray | None) -> tuple[int, bytes] | None:
+    return None if ids is None else (ids.shape[1], ids.astype("<i4").tobytes())
+
+
+def _unpacked_ids(packed: Sequence[Any] | None) -> np.ndarray | None:
+    if packed is None:
+        return None
+    width, rows = packed
+    return np.frombuffer(rows, "<i4").astype(np.int32).reshape(-1, width)
+
+
+_STREAMS = {"tokens": "<i4", "loss_mask": "|b1", "behaviour_logprobs": "<f4", "weight_versions": "<i4"}
+
+
+def pack_trajectory(one: Trajectory) -> dict[str, Any]:
+    streams = {name: getattr(one, name).astype(kind).tobytes() for name, kind in _STREAMS.items()}
+    rest = {"key": one.key, "stop_reason": str(one.stop_reason), "turns": one.turns, "reward": one.reward}
+    ids = _packed_ids(one.candidate_ids)
+    return {**streams, **rest, "metrics": dict(one.metrics), "extra": dict(one.extra), "candidate_ids": ids}
+
+
+def unpack_trajectory(fields: dict[str, Any]) -> Trajectory:
+    streams = {name: np.frombuffer(fields[name], kind).copy() for name, kind in _STREAMS.items()}
+    ids = _unpacked_ids(fields["candidate_ids"])
+    rest = {"stop_reason": StopReason(fields["stop_reason"]), "candidate_ids": ids}
+    return Trajectory(**{**fields, **streams, **rest})

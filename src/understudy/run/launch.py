@@ -1,0 +1,207 @@
+"""A run from its first file to its last: `launch` a recipe, `resume` a run directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from understudy.api import Run
+from understudy.assembly.backends import lasting, processes_of
+from understudy.assembly.build import build, is_deterministic
+from understudy.assembly.teachers import seat_here
+from understudy.config import Recipe
+from understudy.config.recipe import Overrides
+from understudy.errors import ConfigError, RankLost, UnderstudyError
+from understudy.observability.live import LiveView
+from understudy.observability.logs import log_to
+from understudy.observability.metrics import read_metrics
+from understudy.observability.redact import redact
+from understudy.observability.report import write_report
+from understudy.observability.rundir import RunDir, write_atomically
+from understudy.observability.watchdog import watched
+from understudy.planning.preflight import describe, preflight
+from understudy.policy.ranks.follow import LeadingPolicy
+from understudy.run.changed_recipe import Change, changed_recipe
+from understudy.run.given import GivenRows
+from understudy.run.restarts import last_checkpoint_step, with_restarts
+from understudy.run.vitals import vitals, waits
+from understudy.trainers.checkpoints import finish_saving, forget_after, last_checkpoint, restore
+from understudy.trainers.critic.remote import FarCritic
+from understudy.trainers.fully_async import train_fully_async
+from understudy.trainers.prompt_data import PromptData, open_data
+from understudy.trainers.stopping import PATIENCE_S, Interrupts
+from understudy.trainers.sync import train_sync
+from understudy.trainers.torch_errors import explained
+
+logger = logging.getLogger(__name__)
+
+_TRAINERS = {"sync": train_sync, "fully_async": train_fully_async}
+
+
+async def launch(
+    recipe: Recipe,
+    *,
+    progress: bool = True,
+    next_command: str | None = None,
+    rows: GivenRows | None = None,
+) -> Run:
+    """Make a fresh run directory and train; the caller has checked the recipe (`preflight`). `rows` are kept in the directory."""
+    seat_here(recipe)  # a machine that is too small says so before anything is written
+    data = await asyncio.to_thread(open_data, recipe)
+    run = RunDir.create(recipe.run.dir, recipe.run.name)
+    recipe = _settled(rows.keep(recipe, run) if rows else recipe, run).with_steps(len(data.train))
+    _write_recipe(recipe, run)
+    return await _train(recipe, data, run, progress, next_command)
+
+
+async def resume(path: Path, overrides: Overrides = (), *, progress: bool = True) -> Run:
+    """Continue a run from its last checkpoint, or from the start when it has none.
+
+    `overrides` change what may change in a run; see `changed_recipe.py`.
+    """
+    run = RunDir.open(path)
+    recipe, changes = changed_recipe(run, overrides)
+    problems = preflight(recipe, progress=progress)
+    if problems:
+        raise ConfigError(problems)
+    seat_here(recipe)
+    data = await asyncio.to_thread(open_data, recipe)
+    recipe = recipe.with_steps(len(data.train))
+    return await _train(recipe, data, run, progress, None, changes)
+
+
+def _write_recipe(recipe: Recipe, run: RunDir) -> None:
+    write_atomically(run.recipe, json.dumps(redact(recipe.model_dump()), indent=1) + "\n")
+
+
+def _settled(recipe: Recipe, run: RunDir) -> Recipe:
+    """What depends on this machine is written down at the start, so that a resume elsewhere repeats it."""
+    threads = recipe.run.threads or os.cpu_count() or 1
+    determinism = "full" if is_deterministic(recipe) else "fast"
+    settings = recipe.run.model_copy(
+        update={"threads": threads, "determinism": determinism, "dir": str(run.path)}
+    )
+    return recipe.model_copy(update={"run": settings})
+
+
+async def _train(
+    recipe: Recipe,
+    data: PromptData,
+    run: RunDir,
+    progress: bool,
+    next_command: str | None,
+    changes: Sequence[Change] = (),
+) -> Run:
+    lock = run.lock()
+    if changes:
+        _write_recipe(recipe, run)
+        logger.info("resumed with changes: %s", "; ".join(map(str, changes)))
+    handler = log_to(run.logs / "trainer.log")
+    outcome, detail, steps = "failed", "", 0
+    facts: dict[str, object] = {"objective": describe(recipe).name}
+    try:
+        with (
+            lasting(recipe),
+            LiveView(recipe.trainer.steps, enabled=progress) as view,
+            Interrupts(view.note) as stop,
+        ):
+            _write_state(run, "running", "", facts)
+            for note in data.notes:
+                view.note(note)
+            steps = await with_restarts(
+                lambda: _attempt(recipe, data, run, view, stop, facts),
+                recipe.cluster.restarts.student,
+                partial(last_checkpoint_step, run),
+                stop,
+                view.note,
+            )
+        outcome = "finished" if steps >= recipe.trainer.steps else "stopped"
+    except asyncio.CancelledError:
+        outcome, detail = "stopped", "interrupted while starting"
+        raise KeyboardInterrupt from None
+    except BaseException as error:
+        detail = f"{type(error).__name__}: {error}"
+        logger.exception("the run failed")
+        raise
+    finally:
+        _write_state(run, outcome, detail, facts)
+        logging.getLogger("understudy").removeHandler(handler)
+        handler.close()
+        lock.close()
+    if read_metrics(run.metrics):
+        await asyncio.to_thread(write_report, run, next_command or f"understudy export {run.path} my-student")
+    return Run(run.path, steps, read_metrics(run.metrics))
+
+
+async def _attempt(
+    recipe: Recipe,
+    data: PromptData,
+    run: RunDir,
+    view: LiveView,
+    stop: Interrupts,
+    facts: dict[str, object],
+) -> int:
+    """From the last checkpoint to the recipe's last step, or until somebody asks to stop; returns the last step taken."""
+    processes = processes_of(recipe, run)
+    stop.starting(processes.kill_now)
+    try:
+        view.phase(f"run directory {run.path}")
+        checkpoint = last_checkpoint(run, recipe.trainer.keep_checkpoints)
+        if checkpoint and checkpoint.step >= recipe.trainer.steps:
+            view.note(f"nothing to do: {run.path} took all its {checkpoint.step} steps already")
+        forget_after(run, checkpoint.step if checkpoint else None)
+        last_words = partial(_write_state, run, "stopped", "", facts)
+        async with build(recipe, run, processes, view, data) as system:
+            for party in (system.policy, system.critic):
+                if isinstance(party, LeadingPolicy | FarCritic):
+                    # Where one is given up nothing more is saved: from then on the run leaves.
+                    stop.when_told(partial(party.hurry, PATIENCE_S, partial(stop.leaving, last_words)))
+            await system.plane.rewind(
+                checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic
+            )
+            if checkpoint:
+                await restore(system, checkpoint)
+                await system.publisher.publish(checkpoint.step)
+                view.note(f"continuing after step {checkpoint.step}")
+            stop.training = True
+            async with watched(
+                system.spans,
+                run.waits,
+                recipe.trainer.stall_seconds,
+                view.note,
+                partial(vitals, system),
+                partial(waits, system),
+            ):
+                steps = await _TRAINERS[recipe.trainer.mode](system, stop)
+            await finish_saving(system)
+            if stop.requested:
+                stop.leaving(last_words)
+            facts |= {"rows_trained": system.tally.rows_trained, "dead_letters": system.tally.dead_letters}
+        return steps
+    except (BaseExceptionGroup, RuntimeError) as error:
+        cause = explained(_first_cause(error), recipe)
+        if cause is error:
+            raise
+        raise cause from None
+    finally:
+        await processes.close()
+
+
+def _write_state(run: RunDir, status: str, detail: str, facts: dict[str, object]) -> None:
+    state = {"status": status, "detail": detail, "pid": os.getpid(), **facts}
+    write_atomically(run.state, json.dumps(redact(state), indent=1) + "\n")
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Out of a task group, the first of our own errors: the others followed from it, and all of them from a lost rank."""
+    while isinstance(error, BaseExceptionGroup):
+        lost = error.subgroup(RankLost)
+        error = lost or error
+        ours = [inner for inner in error.exceptions if isinstance(inner, UnderstudyError)]
+        error = ours[0] if ours else error.exceptions[0]
+    return error

@@ -1,0 +1,48 @@
+"""Figures of the moment, for whoever asks why a run does not move."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from understudy.observability.spans import OpenSpan
+from understudy.trainers.critic.remote import FarCritic
+from understudy.trainers.system import System
+from understudy.trainers.wait_graph import wait_graph
+
+
+def vitals(system: System) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "weights published": system.publisher.version,
+        "rows trained": system.tally.rows_trained,
+        "rows failed": system.tally.dead_letters,
+    }
+    return facts | _critic(system) | _teachers(system)
+
+
+def waits(system: System, spans: Sequence[OpenSpan], now: float) -> list[str]:
+    """Who waits for whom, down to the replicas of teachers and to a critic in a process of its own."""
+    chains = wait_graph(spans, now, _teachers(system))
+    asked = system.critic.waiting(time.monotonic()) if isinstance(system.critic, FarCritic) else None
+    return chains if asked is None else [*chains, f"train waits for the critic: {asked}"]
+
+
+def _critic(system: System) -> dict[str, str]:
+    if not isinstance(system.critic, FarCritic):
+        return {}
+    asked = system.critic.waiting(time.monotonic())
+    return {"critic": "idle, in its own process" if asked is None else f"asked for {asked}"}
+
+
+def _teachers(system: System) -> dict[str, str]:
+    found = {}
+    for name, pool in system.pools.items():
+        metrics = pool.metrics()
+        replicas = "; ".join(
+            f"replica {replica.name} {replica.state}, {replica.outstanding_requests} requests"
+            for replica in metrics.replicas
+        )
+        paused = "PAUSED, no replica answers; " if metrics.paused else ""
+        found[f"teacher {name}"] = f"{paused}{metrics.queue_depth} requests under way; {replicas}"
+    return found

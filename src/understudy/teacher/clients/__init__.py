@@ -1,0 +1,1 @@
+"""Clients of teacher servers: the native protocol and OpenAI-compatible completions."""

@@ -1,0 +1,249 @@
+"""Teachers behind somebody else's server: a running vLLM, or any OpenAI-compatible completion server.
+
+Token ids go in, prompt logprobs come out; nothing is detokenised on our side. What such a server can give is found
+out at start by asking it, and what it cannot give is said in words (`Capabilities.missing`).
+
+    vLLM      POST /inference/v1/generate, or /v1/completions where that is missing, with `prompt_logprobs`
+    OpenAI    POST /v1/completions with `echo` and `logprobs`; candidates need their ids ("token_id:17")
+
+Legend: P judged positions of one sequence, K candidates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from understudy.errors import TeacherError, TeacherReplyError
+from understudy.teacher.clients.http import Channel, RequestRefused
+from understudy.teacher.clients.prompt_logprobs import Candidates, from_echo, from_prompt_logprobs
+from understudy.teacher.clients.validate import Origin, check_candidates_usable, check_reply, check_usable
+from understudy.teacher.manifest import Batching, Limits, Manifest
+from understudy.teacher.pool.together import together
+from understudy.teacher.protocol import ScoreReply, request_of
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
+
+MANY_K = (1024, 512, 256, 128, 64, 32, 20, 16, 10, 8, 5, 4, 2, 1)
+"""Candidate counts tried at start, most first, where the recipe's own K is refused or not known."""
+
+
+class Route(StrEnum):
+    GENERATE = "/inference/v1/generate"
+    """vLLM, tokens in and tokens out, no detokenising."""
+    PROMPT_LOGPROBS = "/v1/completions (prompt_logprobs)"
+    """vLLM's extension of the completion API."""
+    ECHO = "/v1/completions (echo, logprobs)"
+    """The completion API as OpenAI published it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a server answered when asked for everything."""
+
+    route: Route | None
+    max_k: int
+    missing: Mapping[str, str]
+    """What does not work → the server's own words."""
+
+    @property
+    def signals(self) -> list[Signal]:
+        if self.route is None:
+            return []
+        return [Signal.SAMPLED, Signal.TOPK] if self.max_k else [Signal.SAMPLED]
+
+
+class _Served(msgspec.Struct):
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+    def answers_to(self, name: str) -> bool:
+        """By the name it is served under, or by the model it was loaded from, whatever folder that lies in."""
+        return name in (self.id, self.root) or (
+            self.root is not None and PurePath(name).name == PurePath(self.root).name
+        )
+
+
+class _Models(msgspec.Struct):
+    data: list[_Served]
+
+
+class CompletionsClient:
+    """Scores through prompt logprobs. The vocabulary is the student's: such servers do not tell theirs."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        teacher: str = "",
+        replica: str = "",
+        model: str | None = None,
+        vocab_size: int,
+        vocab_fingerprint: str = "",
+        routes: Sequence[Route] = tuple(Route),
+        in_flight: int = 16,
+        usable: UsableIds | None = None,
+        k: int = 0,
+    ) -> None:
+        """`k`: the K that will be asked for, tried first; `usable`: the ids that may be among candidates."""
+        self._channel = Channel(url, token, teacher, replica)
+        self._model = model
+        self._vocab_size = vocab_size
+        self._vocab_fingerprint = vocab_fingerprint
+        self._routes = tuple(routes)
+        self._slots = asyncio.Semaphore(in_flight)
+        self._usable, self._k = usable, k
+        self._capabilities: Capabilities | None = None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def health(self) -> bool:
+        return await self._channel.healthy()
+
+    async def manifest(self) -> Manifest:
+        served = await self._served()
+        found = await self.capabilities()
+        return Manifest(
+            teacher=self._channel.teacher,
+            backend="openai" if found.route is Route.ECHO else "vllm",
+            model=served.root or served.id,
+            weights_sha256="",
+            vocab_fingerprint=self._vocab_fingerprint,
+            vocab_size=self._vocab_size,
+            hidden_size=0,
+            dtype="unknown",
+            signals=found.signals,
+            limits=Limits(max_length=served.max_model_len or Limits().max_length, max_k=found.max_k),
+            batching=Batching.BY_ARRIVAL,
+            unused_ids=[] if self._usable is None else list(self._usable.holes),
+        )
+
+    async def _served(self) -> _Served:
+        try:
+            models = msgspec.json.decode(await self._channel.ask("GET", "/v1/models"), type=_Models).data
+        except msgspec.DecodeError as error:
+            raise TeacherReplyError(f"{self._channel.who}: unreadable /v1/models: {error}") from error
+        named = [served for served in models if self._model is None or served.answers_to(self._model)]
+        if not named:
+            offered = ", ".join(served.id for served in models) or "none"
+            raise TeacherError(
+                f"{self._channel.who}: serves no model {self._model!r}; it serves {offered}. Set `model` to one of these"
+            )
+        self._model = named[0].id
+        return named[0]
+
+    async def capabilities(self) -> Capabilities:
+        """Ask for each kind of answer once; remembered. Raises when the server can give no prompt logprobs at all."""
+        if self._capabilities is None:
+            if self._model is None:
+                await self._served()
+            self._capabilities = await self._find_out()
+        if self._capabilities.route is None:
+            told = "; ".join(f"{name}: {why}" for name, why in self._capabilities.missing.items())
+            raise TeacherError(
+                f"{self._channel.who}: this server gives no prompt logprobs for token ids, so it cannot be a teacher ({told})"
+            )
+        return self._capabilities
+
+    async def _find_out(self) -> Capabilities:
+        missing: dict[str, str] = {}
+        item = _probe(Signal.SAMPLED, 0)
+        for route in self._routes:
+            try:
+                await self._ask(route, item, None)
+            except (RequestRefused, TeacherReplyError) as error:
+                missing[route.value] = str(error)
+                continue
+            return Capabilities(route, await self._largest_k(route, missing), missing)
+        return Capabilities(None, 0, missing)
+
+    async def _largest_k(self, route: Route, missing: dict[str, str]) -> int:
+        for k in dict.fromkeys((self._k, *MANY_K)):
+            if 0 < k <= self._vocab_size:
+                try:
+                    await self._ask(route, _probe(Signal.TOPK, k), None)
+                except (RequestRefused, TeacherReplyError) as error:
+                    missing[f"topk {k}"] = str(error)
+                else:
+                    return k
+        return 0
+
+    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+        """One question per sequence, side by side: these servers batch what arrives together."""
+        if not items:
+            return []
+        found = await self.capabilities()
+        for item in items:
+            if item.signal not in found.signals or item.k > found.max_k:
+                raise RequestRefused(
+                    f"{self._channel.who}, row {item.key!r}: cannot give {item.signal.value} with k = {item.k}; this server "
+                    f"gives {', '.join(found.signals)} with k ≤ {found.max_k} through {found.route}"
+                )
+        assert found.route is not None
+        if self._usable is not None:
+            check_usable(items, self._usable, self._channel.who)
+        request = request_of(items)
+        answers = await together(self._one(found.route, item, timeout) for item in items)
+        reply = ScoreReply(
+            teacher=self._channel.teacher,
+            keys=request.keys,
+            signals=request.signals,
+            k_N=request.k_N,
+            position_counts_N=request.position_counts_N,
+            digests_N=request.digests_N,
+            judged_P=np.concatenate([answer.judged_P for answer in answers]),
+            sampled_P=np.concatenate([answer.sampled_P for answer in answers]),
+            ids=np.concatenate([answer.ids_PK.reshape(-1) for answer in answers]),
+            logprobs=np.concatenate([answer.logprobs_PK.reshape(-1) for answer in answers]),
+            hidden=np.empty(0, np.uint16),
+        )
+        vocab = 0 if self._usable is not None else self._vocab_size
+        check_reply(request, reply, Origin(self._channel.teacher, self._channel.replica, vocab))
+        scores = reply.split()
+        if self._usable is not None:
+            check_candidates_usable(scores, self._usable, self._channel.who)
+        return scores
+
+    async def _one(self, route: Route, item: ScoreItem, timeout: float | None) -> Candidates:
+        async with self._slots:
+            return await self._ask(route, item, timeout)
+
+    async def _ask(self, route: Route, item: ScoreItem, timeout: float | None) -> Candidates:
+        tokens = item.tokens.tolist()
+        body = await self._channel.ask_json(_path(route), self._question(route, tokens, item.k), timeout)
+        try:
+            return from_echo(body, item) if route is Route.ECHO else from_prompt_logprobs(body, item)
+        except ValueError as error:
+            raise TeacherReplyError(f"{self._channel.who}, row {item.key!r}: {error}") from error
+
+    def _question(self, route: Route, tokens: list[int], k: int) -> dict[str, Any]:
+        if route is Route.GENERATE:
+            sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k, "detokenize": False}
+            return {"model": self._model, "token_ids": tokens, "sampling_params": sampling}
+        question: dict[str, Any] = {
+            "model": self._model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        if route is Route.PROMPT_LOGPROBS:
+            return question | {"prompt_logprobs": k}
+        return question | {"echo": True, "logprobs": max(k, 1), "return_tokens_as_token_ids": True}
+
+
+def _path(route: Route) -> str:
+    return route.value.split(" ")[0]
+
+
+def _probe(signal: Signal, k: int) -> ScoreItem:
+    return ScoreItem("probe", np.array([1, 2, 1], np.int32), np.array([1, 2], np.int32), signal, k)

@@ -1,0 +1,104 @@
+"""A server known by its address alone: asked what it is, then spoken to in its own way.
+
+A native replica answers /manifest. Anything else is taken for a vLLM or OpenAI-compatible server, whose probe says
+what it can give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from understudy.teacher.clients.completions import CompletionsClient, Route
+from understudy.teacher.clients.http import NoSuchRoute
+from understudy.teacher.clients.native import ReplicaClient, ScoringClient
+from understudy.teacher.manifest import Manifest
+from understudy.teacher.pool.keeper import Connect
+from understudy.teacher.pool.launch import Endpoint
+from understudy.types.scores import ScoreItem, TeacherScores
+from understudy.types.usable_ids import UsableIds
+
+
+class Backend(StrEnum):
+    """What answers at an address."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    VLLM = "vllm"
+    OPENAI = "openai"
+
+
+class DiscoveringClient:
+    """Becomes the right client at the first question."""
+
+    def __init__(self, native: ReplicaClient, completions: CompletionsClient) -> None:
+        self._native = native
+        self._completions = completions
+        self._chosen: ScoringClient | None = None
+
+    async def _client(self) -> ScoringClient:
+        if self._chosen is None:
+            try:
+                await self._native.manifest()
+            except NoSuchRoute:
+                self._chosen = self._completions
+            else:
+                self._chosen = self._native
+        return self._chosen
+
+    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+        return await (await self._client()).score(items, timeout)
+
+    async def manifest(self) -> Manifest:
+        return await (await self._client()).manifest()
+
+    async def health(self) -> bool:
+        return await self._native.health()
+
+    async def close(self) -> None:
+        await self._native.close()
+        await self._completions.close()
+
+
+_ROUTES = {
+    Backend.AUTO: tuple(Route),
+    Backend.VLLM: (Route.GENERATE, Route.PROMPT_LOGPROBS),
+    Backend.OPENAI: (Route.ECHO,),
+}
+
+
+def connect_external(
+    vocab_size: int,
+    vocab_fingerprint: str = "",
+    model: str | None = None,
+    backend: Backend = Backend.AUTO,
+    *,
+    usable: UsableIds | None = None,
+    k: int = 0,
+) -> Connect:
+    """For `TeacherPool(connect=…)`: external servers of any known kind. Vocabulary and model name are the recipe's.
+
+    `k` is the K that the recipe asks for, `usable` the ids it uses. With a `backend` named nothing is guessed: useful behind a gateway that answers every path alike.
+    """
+
+    def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
+        # People write the base address of an OpenAI client, which ends in /v1.
+        url = endpoint.url.rstrip("/").removesuffix("/v1")
+        native = ReplicaClient(url, endpoint.token, teacher=teacher, replica=replica, usable=usable)
+        if backend is Backend.NATIVE:
+            return native
+        completions = CompletionsClient(
+            url,
+            endpoint.token,
+            teacher=teacher,
+            replica=replica,
+            model=model,
+            vocab_size=vocab_size,
+            vocab_fingerprint=vocab_fingerprint,
+            routes=_ROUTES[backend],
+            usable=usable,
+            k=k,
+        )
+        return DiscoveringClient(native, completions) if backend is Backend.AUTO else completions
+
+    return connect

@@ -1,0 +1,117 @@
+"""One replica, seen from outside: send items, get scores that have passed every check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from understudy.errors import TeacherReplyError
+from understudy.teacher.clients.http import Channel
+from understudy.teacher.clients.validate import Origin, check_candidates_usable, check_reply, check_usable
+from understudy.teacher.head_frame import WireHead, decode_head
+from understudy.teacher.manifest import Manifest
+from understudy.teacher.protocol import CONTENT_TYPE, ProtocolError, decode_reply, encode_request, request_of
+from understudy.teacher.vocabulary import Vocabulary
+from understudy.types.scores import ScoreItem, TeacherScores
+from understudy.types.usable_ids import UsableIds
+
+
+class ScoringClient(Protocol):
+    """What a pool needs of a replica, whatever serves it: native, vLLM or an OpenAI-compatible server.
+
+    `score` raises TeacherReplyError (a wrong reply), TeacherUnavailable (no reply; ReplicaTimeout: not in time),
+    RequestRefused (4xx) or ServerFailed (5xx).
+    """
+
+    async def score(
+        self, items: Sequence[ScoreItem], timeout: float | None = None
+    ) -> list[TeacherScores]: ...
+
+    async def manifest(self) -> Manifest: ...
+
+    async def health(self) -> bool: ...
+
+    async def close(self) -> None: ...
+
+
+class ReplicaClient:
+    """A native replica."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        teacher: str = "",
+        replica: str = "",
+        usable: UsableIds | None = None,
+    ) -> None:
+        """`usable`: the ids that its softmax may run over; None: all that have a token for it."""
+        self._channel = Channel(url, token, teacher, replica)
+        self._usable = usable
+        self._manifest: Manifest | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+        """One request for all the items; scores come back in their order."""
+        if not items:
+            return []
+        if self._manifest is None:
+            await self.manifest()
+        manifest = self._manifest
+        assert manifest is not None
+        usable = self._usable.within(manifest.vocab_size) if self._usable is not None else None
+        request = request_of(items, usable if manifest.leaves_out_ids else None)
+        if usable is not None:
+            check_usable(items, usable, self._channel.who)
+        body = await self._channel.ask("POST", "/v1/score", encode_request(request), CONTENT_TYPE, timeout)
+        try:
+            reply = decode_reply(body)
+        except ProtocolError as error:
+            raise TeacherReplyError(f"{self._channel.who}, row {items[0].key!r} …: {error}") from error
+        vocab = manifest.vocab_size if request.usable is None else request.usable.limit
+        origin = Origin(self._channel.teacher or reply.teacher, self._channel.replica, vocab)
+        check_reply(request, reply, origin)
+        scores = reply.split()
+        if usable is not None and not manifest.leaves_out_ids:
+            check_candidates_usable(scores, usable, self._channel.who)
+        return scores
+
+    async def manifest(self) -> Manifest:
+        body = await self._channel.ask("GET", "/manifest")
+        try:
+            self._manifest = msgspec.json.decode(body, type=Manifest)
+        except msgspec.DecodeError as error:
+            raise TeacherReplyError(f"{self._channel.who}: unreadable manifest: {error}") from error
+        return self._manifest.cut_to(self._usable)
+
+    async def vocabulary(self) -> Vocabulary:
+        try:
+            answer = json.loads(await self._channel.ask("GET", "/v1/vocabulary"))
+            return Vocabulary(answer["ids"], answer["special"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise TeacherReplyError(f"{self._channel.who}: unreadable vocabulary: {error}") from error
+
+    async def head(self) -> WireHead:
+        """The output projection, for `hidden` scores; ask once per teacher."""
+        return decode_head(await self._channel.ask("GET", "/v1/head"))
+
+    async def metrics(self) -> str:
+        return (await self._channel.ask("GET", "/metrics")).decode()
+
+    async def health(self) -> bool:
+        return await self._channel.healthy()

@@ -1,0 +1,1 @@
+"""The pool of a teacher's replicas: health, balance, canaries, restarts."""

@@ -1,0 +1,61 @@
+"""The fixed tokens ride along with every request, and their scores must come back as they were at admission.
+
+Some wrong replies look right: scores that slipped by one position under a correct echo, weights that changed in a
+running process, a stale buffer. No check of the reply alone can always tell. Twelve tokens of known verdict can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from understudy.errors import TeacherReplyError
+from understudy.teacher.pool.integrity import Identity
+from understudy.teacher.scoring.probe import probe_items
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+KEY = "fixed tokens"
+APART = {"float32": 1e-3}
+"""Nats; scores move a little with what shares their batch, and half precision moves more."""
+APART_HALF = 0.25
+
+
+class Canary:
+    def __init__(self, identity: Identity) -> None:
+        manifest = identity.manifest
+        self._item = replace(
+            probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids)[0], key=KEY
+        )
+        self._named = 0 if 0 not in manifest.unused_ids else int(self._item.tokens[0])
+        """The id that the fixed tokens ask about where rows ask about named ids."""
+        self._expected_P = identity.probe_logprobs
+        self._allowed = APART.get(manifest.dtype, APART_HALF)
+        self._most_tokens = manifest.limits.max_request_tokens
+
+    def with_items(self, items: Sequence[ScoreItem]) -> list[ScoreItem]:
+        """The items and the fixed tokens, asked for in the same way as the last item so that they share its batch."""
+        if sum(len(item.tokens) for item in items) + len(self._item.tokens) > self._most_tokens:
+            return list(items)
+        last = items[-1]
+        positions = self._item.positions
+        own = replace(self._item, signal=last.signal, k=last.k)
+        if last.signal is Signal.AT_IDS and last.ids is not None:
+            own = replace(own, ids=np.full((len(positions), last.ids.shape[1]), self._named, np.int32))
+        return [*items, own]
+
+    def taken_off(self, scores: Sequence[TeacherScores], teacher: str, replica: str) -> list[TeacherScores]:
+        """The scores without the canary's, once those are right."""
+        if not scores or scores[-1].key != KEY:
+            return list(scores)
+        apart_P = np.abs(scores[-1].sampled_logprobs - self._expected_P)
+        wrong_P = ~(apart_P <= self._allowed)
+        if wrong_P.any():
+            at = int(wrong_P.argmax())
+            raise TeacherReplyError(
+                f"teacher {teacher}, replica {replica}, row {scores[0].key!r} …: the fixed tokens sent along came back with "
+                f"other scores than at admission (position {self._item.positions[at]}: {apart_P[at]:.3g} nats apart): "
+                "the reply is shifted, or the replica's weights changed"
+            )
+        return list(scores[:-1])

@@ -1,0 +1,143 @@
+"""What must hold before a teacher is believed: it is not empty, its replicas agree, it shares the student's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from understudy.errors import TeacherError
+from understudy.teacher.clients.http import RequestRefused
+from understudy.teacher.clients.native import ScoringClient
+from understudy.teacher.manifest import Manifest
+from understudy.teacher.scoring.probe import is_uniform, probe_items
+from understudy.teacher.vocabulary import Vocabulary, differences, told
+from understudy.types.scores import ScoreItem, Signal
+
+TOLERANCE = {"float32": 1e-4}
+"""Nats between replicas on the fixed tokens; half precision differs by kernels and gets more room."""
+HALF_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a replica must show again whenever it comes back."""
+
+    manifest: Manifest
+    probe_logprobs: np.ndarray
+    """float32: scores of the fixed tokens."""
+
+
+async def identify(client: ScoringClient, timeout: float | None = None) -> Identity:
+    """Ask a replica who it is and let it score the fixed tokens. An empty (uniform) model is refused here."""
+    manifest = await client.manifest()
+    scores = await client.score(
+        probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids), timeout
+    )
+    logprobs = scores[0].sampled_logprobs
+    if is_uniform(logprobs, manifest.vocab_size):
+        raise TeacherError(
+            f"teacher {manifest.teacher}: every token gets the same probability (−ln V); its weights look lost"
+        )
+    return Identity(manifest, np.array(logprobs))
+
+
+def check_same(expected: Identity, found: Identity, replica: str) -> None:
+    """Raise unless `found` is the same teacher as `expected`."""
+    teacher = expected.manifest.teacher
+    names = ("backend", "weights", "vocabulary", "vocabulary size", "dtype")
+    for name, ours, theirs in zip(names, expected.manifest.identity, found.manifest.identity, strict=True):
+        if ours != theirs:
+            raise TeacherError(
+                f"teacher {teacher}, replica {replica}: {name} is {theirs}; the other replicas have {ours}. "
+                "All replicas of a teacher must serve the same model"
+            )
+    allowed = TOLERANCE.get(expected.manifest.dtype, HALF_TOLERANCE)
+    apart = float(np.abs(expected.probe_logprobs - found.probe_logprobs).max())
+    if not apart <= allowed:
+        raise TeacherError(
+            f"teacher {teacher}, replica {replica}: scores of the fixed tokens differ by {apart:.3g} nats from the "
+            f"other replicas' (at most {allowed} is allowed)"
+        )
+
+
+def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length: int) -> None:
+    """Refuse before the run what a teacher cannot give: a signal, a K, or a context of `length` tokens."""
+    problems = []
+    missing = [signal.value for signal in signals if signal not in manifest.signals]
+    if missing:
+        offered = ", ".join(signal.value for signal in manifest.signals)
+        problems.append(f"cannot give {', '.join(missing)}; its {manifest.backend} backend offers {offered}")
+    if k > manifest.limits.max_k and Signal.TOPK in manifest.signals:
+        problems.append(f"gives at most {manifest.limits.max_k} candidates; the loss asks for {k}")
+    if length > manifest.limits.max_length:
+        problems.append(
+            f"holds {manifest.limits.max_length} tokens; prompt + response + 1 needs {length}: "
+            "shorten them, or serve a model with a longer context"
+        )
+    if problems:
+        raise TeacherError(f"teacher {manifest.teacher}: " + "; and ".join(problems))
+
+
+def check_row(manifest: Manifest, item: ScoreItem) -> None:
+    """Refuse a row that every replica of this teacher would refuse: it must not take the other rows of its request with it."""
+    what = f"teacher {manifest.teacher}: row {item.key!r}"
+    if len(item.tokens) > manifest.limits.max_length:
+        raise RequestRefused(
+            f"{what} has {len(item.tokens)} tokens; a sequence may have {manifest.limits.max_length}"
+        )
+    outside = (item.tokens < 0) | (item.tokens >= manifest.vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise RequestRefused(
+            f"{what}: token id {item.tokens[at]} at position {at} is outside this teacher's vocabulary of {manifest.vocab_size}"
+        )
+    if item.ids is not None and ((item.ids < 0) | (item.ids >= manifest.vocab_size)).any():
+        named = item.ids[(item.ids < 0) | (item.ids >= manifest.vocab_size)][0]
+        raise RequestRefused(
+            f"{what}: id {named} named for 'at_ids' is outside this teacher's vocabulary of {manifest.vocab_size}"
+        )
+
+
+def check_vocabulary(
+    student: Vocabulary,
+    teacher: Vocabulary,
+    name: str,
+    rows: tuple[int | None, int | None] = (None, None),
+) -> None:
+    """Of the ids that both have (`rows`: in their heads), each must be the same token for both. Special ids and the number of tokens
+    may differ."""
+    if differing := differences(student, teacher, rows):
+        raise TeacherError(
+            f"teacher {name} and the student do not share a vocabulary: {told(differing)}. "
+            "Token ids are sent as they are, so an id must be the same token for both"
+        )
+
+
+def check_manifest_unchanged(stored: Manifest, found: Manifest) -> None:
+    """On resume: the teacher is the one the run began with."""
+    # The number of ids follows from weights and tokenizer, and earlier versions counted padding rows.
+    if _but_the_size(stored) != _but_the_size(found):
+        raise TeacherError(
+            f"teacher {stored.teacher} changed since this run began: {stored.model} ({stored.dtype}, weights "
+            f"{stored.weights_sha256[:12]}) then, {found.model} ({found.dtype}, weights {found.weights_sha256[:12]}) now; "
+            "resume with the same teacher, or start a new run"
+        )
+
+
+def _but_the_size(manifest: Manifest) -> tuple[object, ...]:
+    return (manifest.backend, manifest.weights_sha256, manifest.vocab_fingerprint, manifest.dtype)
+
+
+def check_scores_unchanged(manifest: Manifest, stored: Sequence[float], found: Sequence[float]) -> None:
+    """On resume: the fixed tokens score as they did. For servers that do not show their weights this is the only sign."""
+    if len(stored) != len(found):
+        return
+    apart = float(np.abs(np.array(stored) - np.array(found)).max(initial=0.0))
+    allowed = TOLERANCE.get(manifest.dtype, HALF_TOLERANCE)
+    if not apart <= allowed:
+        raise TeacherError(
+            f"teacher {manifest.teacher} changed since this run began: its scores of the fixed tokens moved by {apart:.3g} "
+            f"nats (at most {allowed} is allowed); resume with the same teacher, or start a new run"
+        )

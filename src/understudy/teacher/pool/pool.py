@@ -1,0 +1,345 @@
+"""One teacher: replicas that are balanced, watched, retried, restarted, and only believed after proving who they are.
+
+    score(items) ─> pick the lightest usable replica ─> deadline by tokens ─> checked scores
+          ▲                                                   │ failed
+          └──── back-off with jitter, another replica ────────┘      nobody left: wait and say so, drop nothing
+
+Scores are a pure function of (teacher, tokens), so asking again, elsewhere or twice is always safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
+from understudy.teacher.clients.http import ReplicaTimeout, ServerFailed
+from understudy.teacher.manifest import Manifest
+from understudy.teacher.pool.balance import least_loaded
+from understudy.teacher.pool.cache import PoolCache, ScoreCache
+from understudy.teacher.pool.canary import Canary
+from understudy.teacher.pool.clock import Clock, MonotonicClock
+from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
+from understudy.teacher.pool.health import Failure
+from understudy.teacher.pool.keeper import Connect, Keeper, KeeperOptions, connect_native
+from understudy.teacher.pool.launch import Launcher, ReplicaSpec
+from understudy.teacher.pool.metrics import PoolMetrics, PoolTotals, snapshot
+from understudy.teacher.pool.replica_record import Replica
+from understudy.types.scores import ScoreItem, TeacherScores
+
+HEDGE_AFTER_SEEN = 20
+"""Answers to have seen before one can be called late."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    deadline_base: float = 30.0
+    """Seconds every request gets, beyond its tokens."""
+    deadline_growth: float = 1.5
+    """A request that timed out gets more time elsewhere: perhaps it was the deadline that was wrong."""
+    deadline_growth_most: float = 10.0
+    retry_first: float = 0.05
+    retry_most: float = 2.0
+    """Seconds between rounds, once every usable replica has been tried."""
+    max_bad_attempts: int = 4
+    """Wrong replies or server failures for one request, over all replicas; beyond, the request is the problem."""
+    hedge_factor: float | None = None
+    """Ask another replica too when the answer takes longer than this multiple of the 95th percentile; None: never."""
+    hedge_after: float | None = None
+    """The same after a fixed number of seconds; goes before `hedge_factor`."""
+    canary: bool = True
+    """Send the fixed tokens along with every request and compare their scores with those at admission."""
+    cache_bytes: int = 0
+    """Scores to keep for requests that come again; 0: none."""
+    drain: float = 30.0
+    """Seconds a replica that is taken out gets for its requests in flight."""
+    keeper: KeeperOptions = field(default_factory=KeeperOptions)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """What one call has been through."""
+
+    tried: set[str] = field(default_factory=set)
+    rounds: int = 0
+    """In which everybody usable was tried in vain, since the pool last answered anybody."""
+    answers_seen: int = 0
+    """Of the whole pool, when the rounds began to be counted."""
+    timeouts: int = 0
+    bad: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of sending a request to one replica: scores, or the error that counts against it."""
+
+    replica: Replica
+    scores: list[TeacherScores] | None
+    error: TeacherError | None = None
+
+
+class TeacherPool:
+    def __init__(
+        self,
+        name: str,
+        replicas: Sequence[ReplicaSpec],
+        launcher: Launcher | None = None,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        options: PoolOptions | None = None,
+        *,
+        connect: Connect = connect_native,
+        on_event: Callable[[PoolEvent], None] = log_event,
+        cache: PoolCache | None = None,
+    ) -> None:
+        """`cache` stands in for one of `options.cache_bytes` in this process."""
+        if not replicas:
+            raise TeacherError(f"teacher {name} needs at least one replica")
+        self.name = name
+        self.options = options or PoolOptions()
+        self._specs = list(replicas)
+        self._clock = clock or MonotonicClock()
+        self._rng = rng or random.Random(name)
+        self._keeper = Keeper(name, launcher, connect, self._clock, self.options.keeper, on_event)
+        self._totals = PoolTotals()
+        self._cache = cache
+        if cache is None and self.options.cache_bytes:
+            self._cache = ScoreCache(self.options.cache_bytes)
+        self._canary: Canary | None = None
+        self._waiting = 0
+        self._answers = 0
+        self._paused_at: float | None = None
+
+    async def start(self) -> None:
+        """Bring every replica up; raises if one cannot start, is empty, or differs from the others."""
+        await self._keeper.start(self._specs)
+        if self.options.canary and self._keeper.identity is not None:
+            self._canary = Canary(self._keeper.identity)
+
+    async def close(self) -> None:
+        await self._keeper.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        if self._keeper.identity is None:
+            raise TeacherError(f"teacher {self.name} has not been started")
+        return self._keeper.identity.manifest
+
+    @property
+    def fixed_scores(self) -> list[float]:
+        """What this teacher gave the fixed tokens when it was admitted: all there is to know a closed server by."""
+        return [] if self._keeper.identity is None else self._keeper.identity.probe_logprobs.tolist()
+
+    @property
+    def replicas(self) -> list[str]:
+        return list(self._keeper.replicas)
+
+    @property
+    def width(self) -> int:
+        """Replicas that could answer now."""
+        return len(self._keeper.usable())
+
+    async def add(self, spec: ReplicaSpec) -> None:
+        """One more replica while running."""
+        await self._keeper.add(spec)
+
+    async def remove(self, replica: str) -> None:
+        """One replica fewer while running; its requests in flight are finished or retried elsewhere."""
+        await self._keeper.remove(replica, self.options.drain)
+
+    def metrics(self) -> PoolMetrics:
+        paused = self._paused_at is not None
+        return snapshot(self.name, paused, self._waiting, self._totals, self._keeper.replicas.values())
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        """One request. Returns checked scores, or raises because the request itself cannot be served.
+
+        Replicas that fail, lie or vanish cost time, not rows: while none can answer the call waits.
+        """
+        if not items:
+            return []
+        if self._cache is None:
+            return await self._ask(items)
+        return await self._ask_cached(self._cache, items)
+
+    async def _ask_cached(self, cache: PoolCache, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        parts = cache.parts(self.manifest, items)
+        scores: list[TeacherScores | None] = [None] * len(items)
+        missing: list[tuple[bytes, list[int]]] = []
+        for key, members in parts:
+            found = await cache.find(key, [items[i] for i in members])
+            if found is None:
+                missing.append((key, members))
+            for i, one in zip(members, found or [], strict=False):
+                scores[i] = one
+        self._totals.cache_hits = cache.hits
+        wanted = [i for _, members in missing for i in members]
+        answers = dict(
+            zip(wanted, await self._ask([items[i] for i in wanted]) if wanted else [], strict=True)
+        )
+        for key, members in missing:
+            cache.put(key, [answers[i] for i in members])
+        return [answers[i] if one is None else one for i, one in enumerate(scores)]
+
+    async def _ask(self, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+        tokens = sum(len(item.tokens) for item in items)
+        attempts = _Attempts()
+        self._totals.requests += 1
+        self._waiting += 1
+        try:
+            while True:
+                replica = self._pick(attempts)
+                if replica is None:
+                    await self._wait(attempts)
+                    continue
+                outage = self._totals.pauses
+                for outcome in await self._attempt(replica, items, tokens, attempts):
+                    if outcome.scores is not None:
+                        self._answers += 1
+                        # An answer to a request from before the outage says nothing about now.
+                        if outage == self._totals.pauses:
+                            self._resume()
+                        return outcome.scores
+                    if outcome.error is not None:
+                        self._failed(outcome.replica, tokens, attempts, outcome.error)
+        finally:
+            self._waiting -= 1
+
+    def _pick(self, attempts: _Attempts) -> Replica | None:
+        loads = [(r, r.load) for r in self._keeper.usable() if r.name not in attempts.tried]
+        return least_loaded(loads, self._clock.now())
+
+    async def _attempt(
+        self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
+    ) -> list[_Outcome]:
+        """One replica, or two when the first one straggles: the first scores win, and end what is still running."""
+        patience = self._hedge_patience()
+        replica.load.begin(tokens)  # before anything is awaited: the next call must already see it
+        if patience is None:
+            return [await self._send(replica, items, tokens, attempts)]
+        running = {asyncio.create_task(self._send(replica, items, tokens, attempts))}
+        try:
+            if not await self._done_within(running, patience):
+                second = self._pick(replace(attempts, tried=attempts.tried | {replica.name}))
+                if second is not None:
+                    self._totals.hedges += 1
+                    second.load.begin(tokens)
+                    running.add(asyncio.create_task(self._send(second, items, tokens, attempts)))
+            outcomes: list[_Outcome] = []
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                outcomes += [task.result() for task in done]
+                if any(outcome.scores is not None for outcome in outcomes):
+                    break
+            return sorted(
+                outcomes, key=lambda outcome: outcome.scores is not None
+            )  # failures are noted first
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _done_within(self, tasks: set[asyncio.Task[_Outcome]], seconds: float) -> bool:
+        timer = asyncio.create_task(self._keeper.wait(seconds))
+        try:
+            await asyncio.wait([*tasks, timer], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+        return any(task.done() for task in tasks)
+
+    def _hedge_patience(self) -> float | None:
+        """Seconds; None while hedging is off or too few answers have been seen to know what is slow."""
+        if self.options.hedge_after is not None:
+            return self.options.hedge_after
+        if self.options.hedge_factor is None:
+            return None
+        latencies = sorted(second for r in self._keeper.replicas.values() for second in r.latencies)
+        if len(latencies) < HEDGE_AFTER_SEEN:
+            return None
+        return self.options.hedge_factor * latencies[int(0.95 * len(latencies))]
+
+    async def _send(
+        self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
+    ) -> _Outcome:
+        """Ask one replica, whose load already counts this request; the count ends here, however it goes."""
+        try:
+            async with replica.slots:
+                started = self._clock.now()
+                scores = await self._checked(replica, items, self._deadline(replica, attempts))
+        except (TeacherReplyError, ServerFailed, TeacherUnavailable) as error:
+            return _Outcome(replica, None, error)
+        finally:
+            replica.load.end(tokens)
+        replica.succeeded(tokens, self._clock.now() - started, self._clock.now())
+        return _Outcome(replica, scores)
+
+    async def _checked(
+        self, replica: Replica, items: Sequence[ScoreItem], deadline: float
+    ) -> list[TeacherScores]:
+        """Ask, with the fixed tokens among the items: every reply proves anew that this is still the same teacher."""
+        assert replica.client is not None
+        if self._canary is None:
+            return await replica.client.score(items, deadline)
+        scores = await replica.client.score(self._canary.with_items(items), deadline)
+        return self._canary.taken_off(scores, self.name, replica.name)
+
+    def _deadline(self, replica: Replica, attempts: _Attempts) -> float:
+        """Seconds for this request: a base, its tokens, and the tokens that wait before it at the replica."""
+        growth = min(self.options.deadline_growth**attempts.timeouts, self.options.deadline_growth_most)
+        work = replica.load.outstanding_tokens / self.options.keeper.slowest_tokens_per_second
+        return growth * (self.options.deadline_base + work)
+
+    def _failed(self, replica: Replica, tokens: int, attempts: _Attempts, error: TeacherError) -> None:
+        failure = _kind_of(error)
+        attempts.tried.add(replica.name)
+        attempts.timeouts += failure is Failure.TIMEOUT
+        attempts.bad += failure in (Failure.BAD_REPLY, Failure.SERVER)
+        self._keeper.request_failed(replica, failure, tokens, str(error))
+        if attempts.bad >= self.options.max_bad_attempts:
+            raise error
+        self._totals.retries += 1
+        self._keeper.tell(EventKind.RETRIED, replica.name, str(error))
+
+    async def _wait(self, attempts: _Attempts) -> None:
+        """Every usable replica has been tried, or there is none: wait a little, or for one to come back.
+
+        `ClusterError` where none ever will: that is no row's fault.
+        """
+        if self._keeper.hopeless is not None:
+            raise ClusterError(
+                f"{self._keeper.hopeless}\nno replica of teacher {self.name} is left; no row is lost"
+            )
+        if attempts.answers_seen != self._answers:
+            attempts.answers_seen, attempts.rounds = self._answers, 0
+        if not self._keeper.usable() or attempts.rounds >= 2:
+            self._pause()
+        pause = min(self.options.retry_most, self.options.retry_first * 2**attempts.rounds)
+        attempts.rounds = min(attempts.rounds + 1, 16)
+        await self._keeper.wait_for_change(pause * self._rng.uniform(0.5, 1.5))
+        attempts.tried.clear()
+
+    def _pause(self) -> None:
+        if self._paused_at is None:
+            self._paused_at = self._clock.now()
+            self._totals.pauses += 1
+            replicas = self._keeper.replicas.values()
+            states = "; ".join(f"{r.name} {r.life.state.value} ({r.life.last_reason})" for r in replicas)
+            self._keeper.tell(
+                EventKind.PAUSED, None, f"no replica answers, scoring waits and nothing is dropped: {states}"
+            )
+
+    def _resume(self) -> None:
+        if self._paused_at is not None:
+            seconds = self._clock.now() - self._paused_at
+            self._paused_at = None
+            self._totals.paused_seconds += seconds
+            self._keeper.tell(EventKind.RESUMED, None, f"scoring goes on after {seconds:.1f} s")
+
+
+def _kind_of(error: TeacherError) -> Failure:
+    if isinstance(error, TeacherReplyError):
+        return Failure.BAD_REPLY
+    if isinstance(error, ServerFailed):
+        return Failure.SERVER
+    return Failure.TIMEOUT if isinstance(error, ReplicaTimeout) else Failure.CONNECTION

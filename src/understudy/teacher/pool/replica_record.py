@@ -1,0 +1,53 @@
+"""What a pool keeps about one replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from understudy.teacher.clients.native import ScoringClient
+from understudy.teacher.pool.balance import Load
+from understudy.teacher.pool.health import Failure, ReplicaLife
+from understudy.teacher.pool.launch import ReplicaSpec
+
+LATENCIES_KEPT = 512
+
+
+@dataclass(slots=True)
+class Replica:
+    spec: ReplicaSpec
+    life: ReplicaLife
+    slots: asyncio.Semaphore
+    """Requests it may hold at once; the rest wait on this side, where their deadline does not run yet."""
+    client: ScoringClient | None = None
+    load: Load = field(default_factory=Load)
+    probing: asyncio.Task[None] | None = None
+    reviving: asyncio.Task[None] | None = None
+    requests: int = 0
+    tokens: int = 0
+    """Scored, not merely sent."""
+    failures: dict[Failure, int] = field(default_factory=dict)
+    ejections: int = 0
+    restarts: int = 0
+    in_vain: int = 0
+    """Restarts since it last was healthy for a while."""
+    given_up: str | None = None
+    """Why it is not started again, its own last words first."""
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES_KEPT))
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def succeeded(self, tokens: int, seconds: float, now: float) -> None:
+        self.requests += 1
+        self.tokens += tokens
+        self.latencies.append(seconds)
+        self.load.settled()
+        self.life.request_ok(now)
+
+    def failed(self, failure: Failure, tokens: int, reason: str, now: float) -> None:
+        self.failures[failure] = self.failures.get(failure, 0) + 1
+        self.load.failed(tokens, now)
+        self.life.request_failed(failure, reason)

@@ -1,0 +1,1 @@
+"""The replica process: server, queue, tensor parallelism."""

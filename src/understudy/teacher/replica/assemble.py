@@ -1,0 +1,104 @@
+"""From command-line options to a scorer that works: one process, or several in lockstep."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from understudy.errors import TeacherError
+from understudy.teacher.manifest import Batching, Limits, Manifest
+from understudy.teacher.replica import lockstep
+from understudy.teacher.replica.scoring_queue import ScoringWorker
+from understudy.teacher.replica.tensor_parallel import Place, join
+from understudy.teacher.scoring.body import Layout
+from understudy.teacher.scoring.model import FrozenModel, load_frozen, vocabulary_of, weights_sha256
+from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
+from understudy.teacher.vocabulary import Vocabulary
+from understudy.types.scores import Signal
+
+SMALL = 1 << 22
+"""Parameters of a model whose threads score requests side by side."""
+CPU_CHUNK_MIB = 64
+CUDA_CHUNK_MIB = 2048
+
+
+def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Vocabulary]:
+    """Load, prove, describe. For several processes this is process 0's part; the others run `follow`."""
+    frozen = _loaded(args)
+    if args.max_length > frozen.max_length:
+        raise TeacherError(
+            f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions"
+        )
+    digest = weights_sha256(frozen.model)
+    vocabulary = vocabulary_of(args.model, args.revision)
+    scorer = _scorer(args, frozen, vocabulary)
+    scorer.warm_up()
+    manifest = Manifest(
+        teacher=args.name,
+        backend="native",
+        model=args.model,
+        weights_sha256=digest,
+        vocab_fingerprint=vocabulary.fingerprint,
+        vocab_size=scorer.vocab,
+        hidden_size=scorer.hidden_size,
+        dtype=args.dtype,
+        signals=list(Signal),
+        limits=Limits(
+            max_length=args.max_length or frozen.max_length,
+            max_request_tokens=args.max_request_tokens,
+            max_request_bytes=args.max_request_bytes,
+            max_k=min(args.max_k, scorer.vocab if scorer.usable is None else scorer.usable.count),
+        ),
+        batching=Batching(args.batching),
+        unused_ids=[] if scorer.usable is None else list(scorer.usable.holes),
+        leaves_out_ids=True,
+    )
+    lanes = _lanes(args, scorer)
+    if lanes > 1:
+        torch.set_num_threads(1)
+    return ScoringWorker(scorer, Batching(args.batching), lanes), manifest, vocabulary
+
+
+def _lanes(args: argparse.Namespace, scorer: Scorer) -> int:
+    """Requests scored side by side, each by one thread, where the model's operations are too short to share."""
+    if args.threads < 2 or args.world_size > 1 or args.compile:
+        return 1
+    small = sum(weight.numel() for weight in scorer.frozen.model.parameters()) <= SMALL
+    return args.threads if small and scorer.body.lean_forward(1) is not None else 1
+
+
+def follow(args: argparse.Namespace) -> None:
+    """Processes 1 … of a replica: hold a part of the model and score in step with process 0."""
+    scorer = _scorer(args, _loaded(args), vocabulary_of(args.model, args.revision))
+    assert isinstance(scorer, lockstep.LockstepScorer)
+    scorer.follow()
+
+
+def _loaded(args: argparse.Namespace) -> FrozenModel:
+    # What will be cut is loaded on the host: no single device may hold it.
+    device = "cpu" if args.world_size > 1 else args.device
+    return load_frozen(
+        args.model,
+        dtype=args.dtype,
+        device=device,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+        attention=args.attention,
+    )
+
+
+def _scorer(args: argparse.Namespace, frozen: FrozenModel, vocabulary: Vocabulary) -> Scorer:
+    usable = vocabulary.usable(frozen.model.get_output_embeddings().weight.shape[0])
+    on_cuda = torch.device(args.device).type == "cuda"
+    options = ScorerOptions(
+        max_batch_tokens=args.max_batch_tokens,
+        chunk_bytes=(args.chunk_mib or (CUDA_CHUNK_MIB if on_cuda else CPU_CHUNK_MIB)) << 20,
+        layout=Layout(args.layout),
+        compile_layers=args.compile,
+    )
+    if args.world_size == 1:
+        return Scorer(args.name, frozen, options, usable=usable)
+    place = Place(args.rank, args.world_size)
+    join(place, args.rendezvous, args.device)
+    return lockstep.LockstepScorer(args.name, frozen, options, place, args.device, usable)

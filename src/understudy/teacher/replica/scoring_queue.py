@@ -1,0 +1,243 @@
+"""The threads that use the model, and the queue in front of them.
+
+The forward runs here and not on the event loop, so /health and /metrics answer while a batch is being scored. One thread is
+the rule; a small model on a CPU scores requests side by side (`lanes`), because its operations are too short to be shared out
+among threads one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+
+from understudy.teacher.manifest import Batching
+from understudy.teacher.protocol import ScoreReply, ScoreRequest
+from understudy.teacher.scoring.scorer import Begun, Scorer
+from understudy.types.scores import Signal
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """Totals since start, read by /metrics."""
+
+    requests: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    positions: int = 0
+    batches: int = 0
+    failures: int = 0
+    busy_seconds: float = 0.0
+    busy_until: float = 0.0
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    request: ScoreRequest
+    future: Future[ScoreReply]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.request.tokens_T)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """Jobs whose work is queued on the device together."""
+
+    jobs: list[_Job]
+    begun: Begun
+    started: float
+
+
+class ScoringWorker:
+    """Takes requests in arrival order. On CUDA the next batch is queued before the last one is collected, so the
+    device never waits for Python."""
+
+    def __init__(self, scorer: Scorer, batching: Batching, lanes: int = 1) -> None:
+        self.scorer = scorer
+        self.batching = batching
+        self.counts = WorkerCounts()
+        self._ahead = 1 if scorer.frozen.device.type == "cuda" else 0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"scoring-{lane}", daemon=True) for lane in range(lanes)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
+
+    def submit(self, request: ScoreRequest) -> Future[ScoreReply]:
+        job = _Job(request, Future())
+        with self.counts.lock:
+            self.counts.waiting_requests += 1
+            self.counts.waiting_tokens += job.tokens
+        self._jobs.put(job)
+        return job.future
+
+    def _run(self) -> None:
+        running: deque[_Running] = deque()
+        stopping = False
+        while not stopping:
+            if running and self._jobs.empty():
+                self._finish(running.popleft())
+                continue
+            batch, stopping = self._gather()
+            for _, alike in groupby(batch, lambda job: job.request.usable):
+                if (begun := self._begin(list(alike))) is not None:
+                    running.append(begun)
+            while len(running) > self._ahead:
+                self._finish(running.popleft())
+        while running:
+            self._finish(running.popleft())
+
+    def _gather(self) -> tuple[list[_Job], bool]:
+        """The jobs to score together (one alone, or what is waiting up to the token budget), and whether to stop."""
+        batch: list[_Job] = []
+        tokens = 0
+        most = self.scorer.options.max_batch_tokens if self.batching is Batching.BY_ARRIVAL else 1
+        while tokens < most:
+            try:
+                job = self._jobs.get(block=not batch)
+            except queue.Empty:
+                break
+            if job is None:
+                return batch, True
+            batch.append(job)
+            tokens += max(job.tokens, 1)
+        return batch, False
+
+    def _begin(self, batch: Sequence[_Job]) -> _Running | None:
+        # A caller that went away (a client's deadline) cancelled its future: its work is not worth doing.
+        live = [job for job in batch if job.future.set_running_or_notify_cancel()]
+        self._count_gone(batch, live)
+        if not live:
+            return None
+        started = time.perf_counter()
+        try:
+            begun = self.scorer.begin(merged([job.request for job in live]))
+        except Exception as error:
+            self._fail(live, error, started)
+            return None
+        return _Running(live, begun, started)
+
+    def _finish(self, running: _Running) -> None:
+        try:
+            reply = self.scorer.finish(running.begun)
+        except Exception as error:
+            self._fail(running.jobs, error, running.started)
+            return
+        self._count_done(running.jobs, running.started)
+        for job, own in zip(running.jobs, divided(reply, [job.request for job in running.jobs]), strict=True):
+            job.future.set_result(own)
+
+    def _fail(self, jobs: Sequence[_Job], error: Exception, started: float) -> None:
+        """One bad request among merged ones must fail alone."""
+        if len(jobs) == 1:
+            log.error("scoring %d sequences failed", len(jobs[0].request), exc_info=error)
+            with self.counts.lock:
+                self.counts.failures += 1
+            self._count_done(jobs, started)
+            jobs[0].future.set_exception(error)
+            return
+        for job in jobs:
+            now = time.perf_counter()
+            try:
+                reply = self.scorer.score(job.request)
+            except Exception as own_error:
+                self._fail([job], own_error, now)
+            else:
+                self._count_done([job], now)
+                job.future.set_result(reply)
+
+    def _count_gone(self, batch: Sequence[_Job], live: Sequence[_Job]) -> None:
+        with self.counts.lock:
+            self.counts.waiting_requests -= len(batch) - len(live)
+            self.counts.waiting_tokens -= sum(job.tokens for job in batch) - sum(job.tokens for job in live)
+
+    def _count_done(self, jobs: Sequence[_Job], started: float) -> None:
+        tokens = sum(job.tokens for job in jobs)
+        with self.counts.lock:
+            now = time.perf_counter()
+            self.counts.waiting_requests -= len(jobs)
+            self.counts.waiting_tokens -= tokens
+            self.counts.requests += len(jobs)
+            self.counts.sequences += sum(len(job.request) for job in jobs)
+            self.counts.tokens += tokens
+            self.counts.positions += sum(len(job.request.positions_P) for job in jobs)
+            self.counts.batches += 1
+            # Batches overlap on CUDA and in lanes: count each second once.
+            self.counts.busy_seconds += now - max(started, self.counts.busy_until)
+            self.counts.busy_until = now
+
+
+def merged(requests: Sequence[ScoreRequest]) -> ScoreRequest:
+    """The sequences of several requests, which name the same usable ids, as one request."""
+    if len(requests) == 1:
+        return requests[0]
+    return ScoreRequest(
+        keys=[key for request in requests for key in request.keys],
+        signals=[signal for request in requests for signal in request.signals],
+        k_N=[k for request in requests for k in request.k_N],
+        token_counts_N=np.concatenate([request.token_counts_N for request in requests]),
+        position_counts_N=np.concatenate([request.position_counts_N for request in requests]),
+        tokens_T=np.concatenate([request.tokens_T for request in requests]),
+        positions_P=np.concatenate([request.positions_P for request in requests]),
+        ids=np.concatenate([request.ids for request in requests]),
+        usable=requests[0].usable,
+    )
+
+
+def divided(reply: ScoreReply, requests: Sequence[ScoreRequest]) -> list[ScoreReply]:
+    """The reply to `merged(requests)`, cut back into one per request."""
+    if len(requests) == 1:
+        return [reply]
+    replies = []
+    row = position = candidate = state = 0
+    for request in requests:
+        rows = slice(row, row + len(request))
+        counts = request.position_counts_N.tolist()
+        positions = sum(counts)
+        candidates = sum(n * k for n, k in zip(counts, request.k_N, strict=True))
+        states = reply.hidden_size * sum(
+            n for n, signal in zip(counts, request.signals, strict=True) if signal is Signal.HIDDEN
+        )
+        replies.append(
+            ScoreReply(
+                teacher=reply.teacher,
+                keys=request.keys,
+                signals=request.signals,
+                k_N=request.k_N,
+                position_counts_N=request.position_counts_N,
+                digests_N=reply.digests_N[rows],
+                judged_P=reply.judged_P[position : position + positions],
+                sampled_P=reply.sampled_P[position : position + positions],
+                ids=reply.ids[candidate : candidate + candidates],
+                logprobs=reply.logprobs[candidate : candidate + candidates],
+                hidden=reply.hidden[state : state + states],
+                hidden_size=reply.hidden_size,
+            )
+        )
+        row, position = rows.stop, position + positions
+        candidate, state = candidate + candidates, state + states
+    return replies

@@ -1,0 +1,1 @@
+"""The frozen model: packing rows, forward pass, scores per token."""

@@ -1,0 +1,236 @@
+"""Runs the transformer body over a micro-batch and hands back the hidden states that are wanted.
+
+Two layouts give the same states: padded rows (fast for small models on CPU), and one packed row (no padding, shared
+prefixes read once). Which one is used depends on the device and on what sharing would save; see `plan`.
+
+Legend: B sequences of a micro-batch, L its longest, T packed tokens, P judged positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+
+from understudy.errors import TeacherError
+from understudy.nn.cpu_forward import LeanForward, lean_forward
+from understudy.nn.grouped_attention import rounded_lengths, takes_groups
+from understudy.nn.prefix_tree import prefix_tree
+from understudy.teacher.protocol import ScoreRequest
+from understudy.teacher.scoring import varlen
+from understudy.teacher.scoring.model import FrozenModel
+from understudy.teacher.scoring.packing import pack, pack_in_groups, pad_right, padded_plan
+from understudy.teacher.scoring.shared_prefixes import Family, families, saved_tokens, split_to_budget
+
+BACKEND = "inductor"
+"""torch's own compiler."""
+CPU_SEGMENT_COST = 16
+"""Tokens that one more attention call per layer costs on CPU."""
+WORTH_SHARING = 0.1
+"""The share of a request's tokens that shared prefixes must save before they are used."""
+
+
+class Layout(StrEnum):
+    AUTO = "auto"
+    """Packed on CUDA; on CPU padded unless shared prefixes save enough."""
+    PADDED = "padded"
+    PACKED = "packed"
+    """Always, and prefixes are shared however little that saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    layout: Layout
+    families: tuple[Family, ...]
+
+    @property
+    def rows(self) -> list[int]:
+        """The sequences in the order their states are given."""
+        return [row for family in self.families for row in family.rows]
+
+
+class Body:
+    """The transformer without its head. Registers the packed attention and switches the model to it when needed."""
+
+    def __init__(self, frozen: FrozenModel, layout: Layout, share_prefixes: bool, budget: int) -> None:
+        self.frozen = frozen
+        self.layout = layout
+        self.share_prefixes = share_prefixes
+        self.budget = budget
+        self._own_attention = frozen.model.config._attn_implementation
+        self.rotary_border = frozen.rotary_border
+        if layout is Layout.AUTO and self._own_attention != "sdpa":
+            self.layout = Layout.PADDED  # packing would replace the attention that was chosen
+        self._attention = self._own_attention
+        dtype = next(frozen.model.parameters()).dtype
+        self._groups = takes_groups(frozen.device, dtype, frozen.config, learns=False)
+        self._switch = threading.Lock()
+        """Held while the model's attention is what one forward needs; a lean forward has its own."""
+        self._lean: tuple[int, LeanForward | None] | None = None
+        """The longest row it reaches, and the model's weights laid out for it."""
+        varlen.register()
+
+    def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
+        """Cut the rows into micro-batches; a function of the request alone."""
+        if self.rotary_border is not None:
+            sides = (
+                [row for row in rows if (lengths_N[row] > self.rotary_border) == long]
+                for long in (False, True)
+            )
+            return [
+                batch for side in sides if side for batch in self._plan_together(request, side, lengths_N)
+            ]
+        return self._plan_together(request, rows, lengths_N)
+
+    def _plan_together(
+        self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray
+    ) -> list[MicroBatch]:
+        singles = [Family((row,), 0) for row in rows]
+        total = int(lengths_N[list(rows)].sum())
+        if self.layout is not Layout.PADDED and not self._too_short_to_share(len(rows), total):
+            found = self._families(request, rows, lengths_N) if self.share_prefixes else singles
+            saved = saved_tokens(found)
+            if self.layout is Layout.AUTO and self.frozen.device.type == "cpu":
+                packed = saved > WORTH_SHARING * total + CPU_SEGMENT_COST * (len(rows) + len(found))
+            else:
+                packed = True
+                found = found if self.layout is Layout.PACKED or saved > WORTH_SHARING * total else singles
+            if packed:
+                grouped = self._groups and not any(family.shared for family in found)
+                sizes_N = rounded_lengths(lengths_N) if grouped else lengths_N
+                batches = split_to_budget(found, sizes_N, self.budget)
+                return [MicroBatch(Layout.PACKED, tuple(batch)) for batch in batches]
+        members = padded_plan(lengths_N[list(rows)].tolist(), self.budget)
+        return [MicroBatch(Layout.PADDED, tuple(singles[i] for i in batch)) for batch in members]
+
+    def _too_short_to_share(self, rows: int, total: int) -> bool:
+        """Whether even one prefix shared by all could not pay, so that looking for prefixes would be in vain."""
+        if self.layout is not Layout.AUTO or self.frozen.device.type != "cpu":
+            return False
+        return total <= WORTH_SHARING * total + CPU_SEGMENT_COST * (rows + 1)
+
+    def _families(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[Family]:
+        starts_N = request.starts_N
+        sequences = [request.tokens_T[starts_N[row] : starts_N[row] + lengths_N[row]] for row in rows]
+        found = families(sequences)
+        return [Family(tuple(rows[i] for i in family.rows), family.shared) for family in found]
+
+    def states(
+        self,
+        request: ScoreRequest,
+        batch: MicroBatch,
+        lengths_N: np.ndarray,
+        positions_P: np.ndarray,
+        counts_B: np.ndarray,
+    ) -> torch.Tensor:
+        """[P, H]: the states at `positions_P`, given per sequence in the order of `batch.rows`."""
+        if batch.layout is Layout.PACKED:
+            return self._packed_states(request, batch, lengths_N, positions_P, counts_B)
+        return self._padded_states(request, batch.rows, lengths_N, positions_P, counts_B)
+
+    def _padded_states(
+        self,
+        request: ScoreRequest,
+        rows: Sequence[int],
+        lengths_N: np.ndarray,
+        positions_P: np.ndarray,
+        counts_B: np.ndarray,
+    ) -> torch.Tensor:
+        if (lean := self.lean_forward(int(lengths_N[rows].max()))) is not None:
+            return self._lean_states(lean, request, rows, lengths_N, positions_P, counts_B)
+        padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, rows)
+        with self._attention_of(self._own_attention):
+            hidden_BLH = self.frozen.body(
+                input_ids=self.to_device(padded_BL), use_cache=False
+            ).last_hidden_state
+        places_P = np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
+        return hidden_BLH.flatten(0, 1)[self.to_device(places_P)]
+
+    def lean_forward(self, longest: int) -> LeanForward | None:
+        """The weights never change, so they are laid out once for rows of about this length, not for every micro-batch."""
+        reach, kept = _rounded_up(longest), self._lean
+        if kept is None or kept[0] != reach:
+            with self._attention_of(self._own_attention):
+                self._lean = kept = (reach, lean_forward(self.frozen.model, reach))
+        return kept[1]
+
+    def _lean_states(
+        self,
+        lean: LeanForward,
+        request: ScoreRequest,
+        rows: Sequence[int],
+        lengths_N: np.ndarray,
+        positions_P: np.ndarray,
+        counts_B: np.ndarray,
+    ) -> torch.Tensor:
+        """On a CPU, for the models it knows: what several sequences begin with is read once, and filling not at all."""
+        starts_N = request.starts_N
+        tree = prefix_tree([request.tokens_T[starts_N[row] : starts_N[row] + lengths_N[row]] for row in rows])
+        row_P = np.repeat(np.arange(len(rows)), counts_B)
+        return lean.states(tree, torch.from_numpy(tree.nodes_BL[row_P, positions_P]))
+
+    def _packed_states(
+        self,
+        request: ScoreRequest,
+        batch: MicroBatch,
+        lengths_N: np.ndarray,
+        positions_P: np.ndarray,
+        counts_B: np.ndarray,
+    ) -> torch.Tensor:
+        laid_out = (request.tokens_T, request.starts_N, lengths_N, batch.families)
+        packed = (pack_in_groups(*laid_out) if self._groups else None) or pack(*laid_out)
+        with self._attention_of(varlen.NAME):
+            hidden_1TH = self.frozen.body(
+                input_ids=self.to_device(packed.tokens_T)[None],
+                position_ids=self.to_device(packed.positions_T)[None],
+                use_cache=False,
+                cu_seq_lens_q=self.to_device(packed.ends_q),
+                cu_seq_lens_k=self.to_device(packed.ends_k),
+                max_length_q=_rounded_up(packed.longest_q),
+                max_length_k=_rounded_up(packed.longest_k),
+                key_places=None if packed.key_places_N is None else self.to_device(packed.key_places_N),
+                groups=None if packed.groups_G3 is None else torch.from_numpy(packed.groups_G3),
+            ).last_hidden_state
+        return hidden_1TH[0][self.to_device(packed.places(positions_P, counts_B))]
+
+    def compile_layers(self) -> None:
+        """Compile each decoder layer on its own: seconds instead of minutes, and one compiled layer serves them all.
+
+        For any lengths from the start: left to find out what varies, torch compiles again for a short answer, a new bound, a new
+        way of packing, in the middle of a run, and gives up for good after a few times.
+        """
+        self._lean = None
+        layers = getattr(self.frozen.body, "layers", None)
+        if layers is None:
+            raise TeacherError(
+                f"{self.frozen.path} keeps its layers where compiling them is not supported; leave it off"
+            )
+        for layer in layers:
+            layer.compile(backend=BACKEND, dynamic=True)
+        if (last := getattr(self.frozen.body, "norm", None)) is not None:
+            last.compile(backend=BACKEND, dynamic=True)
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """Without waiting for the device."""
+        tensor = torch.from_numpy(array)
+        if self.frozen.device.type == "cuda":
+            return tensor.pin_memory().to(self.frozen.device, non_blocking=True)
+        return tensor
+
+    @contextmanager
+    def _attention_of(self, name: str) -> Iterator[None]:
+        with self._switch:
+            if name != self._attention:
+                self.frozen.model.set_attn_implementation(name)
+                self._attention = name
+            yield
+
+
+def _rounded_up(length: int) -> int:
+    """To a power of two: kernels take it as a bound, and a compiled layer sees few different ones."""
+    return 1 << (length - 1).bit_length()

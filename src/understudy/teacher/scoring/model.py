@@ -1,0 +1,123 @@
+"""Load a frozen causal LM and say what it is."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import cached_file
+
+from understudy.errors import TeacherError
+from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
+from understudy.nn.rotary_border import rotary_border
+from understudy.teacher.vocabulary import SPECIAL, Vocabulary
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    model: Any
+    """A transformers causal LM in eval mode, without gradients."""
+    path: str
+    dtype: str
+    device: torch.device
+    max_length: int
+    """The longest sequence the model's positions allow."""
+
+    def on(self, device: str) -> FrozenModel:
+        """The same, where the model has been moved to another device."""
+        return replace(self, device=torch.device(device))
+
+    @property
+    def body(self) -> Any:
+        return self.model.base_model
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def rotary_border(self) -> int | None:
+        """Sequences on both sides of this length may not share a forward (`nn/rotary_border.py`)."""
+        return rotary_border(self.config.to_dict())
+
+
+def load_frozen(
+    path: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attention: str = AUTO,
+) -> FrozenModel:
+    """Load from a folder or a hub id; code that comes with a model runs only on request, from the hub at a pinned revision."""
+    if trust_remote_code and revision is None and not Path(path).is_dir():
+        raise TeacherError(f"trust_remote_code for {path} runs code from the hub: pin it with a revision")
+    if dtype not in DTYPES:
+        raise TeacherError(f"dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+    if looks_like_folder(path) and not (Path(path) / "config.json").is_file():
+        raise TeacherError(f"no model at {path}: expected a folder with config.json and *.safetensors")
+    try:
+        model = load_causal_lm(
+            path,
+            dtype=DTYPES[dtype],
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+        )
+    except CannotLoadError as error:
+        raise TeacherError(f"cannot load the teacher model {path}: {error}") from error
+    model.to(device).eval().requires_grad_(False)
+    config = model.config.get_text_config()
+    return FrozenModel(
+        model=model,
+        path=path,
+        dtype=dtype,
+        device=torch.device(device),
+        max_length=int(
+            getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0) or 1 << 30
+        ),
+    )
+
+
+def looks_like_folder(path: str) -> bool:
+    """A hub id is `name` or `owner/name`; everything else is meant as a folder."""
+    return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
+
+
+def weights_sha256(model: Any) -> str:
+    """A digest of every tensor by name, type, shape and bytes: equal weights, equal digest, however they are stored."""
+    total = hashlib.sha256()
+    state = model.state_dict()
+    for name in sorted(state):
+        tensor = state[name].detach()
+        total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
+        for part in tensor.reshape(-1).contiguous().view(torch.uint8).split(64 << 20):
+            total.update(part.cpu().numpy())
+    return total.hexdigest()
+
+
+def vocabulary_of(model: str, revision: str | None = None) -> Vocabulary:
+    """The token→id map beside a model, from a folder or the hub. Student and teachers are read alike, from the files where there is a
+    tokenizer.json: the classes of transformers add ids of their own for some models."""
+    folder = Path(model)
+    if not folder.is_dir():
+        found = cached_file(
+            model, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        folder = Path(found).parent if found else folder
+    if (folder / "tokenizer.json").is_file():
+        return Vocabulary.load(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise TeacherError(f"no tokenizer beside the model {model}: {error}") from error
+    return Vocabulary(
+        tokenizer.get_vocab(), {name: getattr(tokenizer, f"{name}_id", None) for name in SPECIAL}
+    )

@@ -1,0 +1,385 @@
+"""Prefill-only scoring with any transformers causal LM.
+
+    request ─> groups of one (signal, K) ─> micro-batches ─> body ─> states before the judged tokens ─> head ─> reply
+
+There is no KV cache, no decoding and no sampling here. `begin` queues the work of a request on the device and
+`finish` collects it, so that a GPU computes one request while the next is prepared and the last is sent.
+
+Legend: N sequences, T tokens, P judged positions, B sequences of a micro-batch, H hidden size, K candidates.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from understudy.errors import TeacherError
+from understudy.nn.grouped_attention import ROUND
+from understudy.teacher.head_frame import WireHead
+from understudy.teacher.protocol import ScoreReply, ScoreRequest, exclusive_cumsum, request_of
+from understudy.teacher.scoring.body import Body, Layout
+from understudy.teacher.scoring.head import Head, head_of, score_rows, to_wire
+from understudy.teacher.scoring.model import FrozenModel
+from understudy.teacher.scoring.packing import as_slice, ragged_ranges
+from understudy.teacher.scoring.probe import is_uniform, judged, probe_family
+from understudy.types.scores import ScoreItem, Signal
+from understudy.types.usable_ids import UsableIds
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerOptions:
+    max_batch_tokens: int = 16384
+    """Tokens of one forward, padding counted in."""
+    chunk_bytes: int = 64 << 20
+    """The largest fp32 logits chunk the head may hold."""
+    layout: Layout = Layout.AUTO
+    share_prefixes: bool = True
+    compile_layers: bool = False
+    """torch.compile for each decoder layer: faster on GPUs, some seconds at start."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The sequences of a request that ask for the same signal with the same K."""
+
+    signal: Signal
+    k: int
+    rows: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The scores of one micro-batch on their way to the host, and where in their group they belong."""
+
+    places: np.ndarray
+    sampled: torch.Tensor
+    ids: torch.Tensor | None
+    logprobs: torch.Tensor | None
+    hidden: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The scores of one group, its positions in request order."""
+
+    sampled: np.ndarray
+    ids: np.ndarray | None
+    logprobs: np.ndarray | None
+    hidden: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request whose work is queued on the device."""
+
+    request: ScoreRequest
+    groups: list[_Group]
+    parts: list[list[_Part]]
+    done: torch.cuda.Event | None = field(default=None)
+
+
+class Scorer:
+    """Scores requests with one frozen model. On a CPU several threads may score once it is warm; else one thread owns it."""
+
+    def __init__(
+        self,
+        name: str,
+        frozen: FrozenModel,
+        options: ScorerOptions | None = None,
+        *,
+        head: Head | None = None,
+        usable: UsableIds | None = None,
+    ) -> None:
+        """`usable`: the ids that have a token; None: all."""
+        self.name = name
+        self.frozen = frozen
+        self.options = options or ScorerOptions()
+        self.head: Head = head or head_of(frozen.model)
+        self.usable = usable.within(self.head.vocab) if usable is not None else None
+        self.body = Body(
+            frozen, self.options.layout, self.options.share_prefixes, self.options.max_batch_tokens
+        )
+
+    @property
+    def vocab(self) -> int:
+        """Ids are below this."""
+        return self.head.vocab if self.usable is None else self.usable.limit
+
+    @property
+    def hidden_size(self) -> int:
+        return self.head.weight_VH.shape[1]
+
+    def score(self, request: ScoreRequest) -> ScoreReply:
+        """Judge every sequence of the request; the result depends on the request alone."""
+        return self.finish(self.begin(request))
+
+    @torch.inference_mode()
+    def begin(self, request: ScoreRequest) -> Begun:
+        groups = _groups_of(request)
+        parts = [self._queue_group(request, group) for group in groups]
+        done = None
+        if self.frozen.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return Begun(request, groups, parts, done)
+
+    def finish(self, begun: Begun) -> ScoreReply:
+        if begun.done is not None:
+            begun.done.synchronize()
+        request = begun.request
+        columns = [
+            self._collect(request, group, parts)
+            for group, parts in zip(begun.groups, begun.parts, strict=True)
+        ]
+        ids, logprobs, hidden, sampled_P = _in_request_order(request, begun.groups, columns)
+        return ScoreReply(
+            teacher=self.name,
+            keys=request.keys,
+            signals=request.signals,
+            k_N=request.k_N,
+            position_counts_N=request.position_counts_N,
+            digests_N=request.digests_N,
+            judged_P=request.tokens_T[request.flat_positions_P],
+            sampled_P=sampled_P,
+            ids=ids,
+            logprobs=logprobs,
+            hidden=hidden,
+            hidden_size=self.hidden_size,
+        )
+
+    def _queue_group(self, request: ScoreRequest, group: _Group) -> list[_Part]:
+        counts_N = request.position_counts_N.astype(np.int64)
+        starts_N = exclusive_cumsum(counts_N)
+        place_N = np.zeros(len(request), dtype=np.int64)
+        place_N[group.rows] = exclusive_cumsum(counts_N[group.rows])
+        flat_P = request.flat_positions_P
+        lengths_N = _needed_lengths(request, self.body.rotary_border)
+        named = named_ids(request, group)
+        judged_rows = [row for row in group.rows if counts_N[row]]
+        parts = []
+        for batch in self.body.plan(request, judged_rows, lengths_N):
+            rows = batch.rows
+            wanted = ragged_ranges(starts_N[rows], counts_N[rows])
+            places = ragged_ranges(place_N[rows], counts_N[rows])
+            # The state that predicts a token is one position to its left.
+            states_PH = self.body.states(
+                request, batch, lengths_N, request.positions_P[wanted] - 1, counts_N[rows]
+            )
+            judged_P = self.body.to_device(request.tokens_T[flat_P[wanted]].astype(np.int64))
+            named_PK = None if named is None else self.body.to_device(named[places].astype(np.int64))
+            usable = request.usable or self.usable
+            parts.append(self._queue_head(group, places, states_PH, judged_P, named_PK, usable))
+        return parts
+
+    def _queue_head(
+        self,
+        group: _Group,
+        places: np.ndarray,
+        states_PH: torch.Tensor,
+        judged_P: torch.Tensor,
+        named_PK: torch.Tensor | None,
+        usable: UsableIds | None,
+    ) -> _Part:
+        scores = score_rows(
+            self.head,
+            states_PH,
+            judged_P,
+            topk=group.k if group.signal is Signal.TOPK else 0,
+            at_ids_PK=named_PK,
+            chunk_bytes=self.options.chunk_bytes,
+            usable=usable,
+        )
+        hidden = states_PH.to(torch.bfloat16).view(torch.uint16) if group.signal is Signal.HIDDEN else None
+        return _Part(
+            places,
+            _to_host(scores.sampled_P),
+            None if scores.ids_PK is None else _to_host(scores.ids_PK),
+            None if scores.logprobs_PK is None else _to_host(scores.logprobs_PK),
+            None if hidden is None else _to_host(hidden),
+        )
+
+    def _collect(self, request: ScoreRequest, group: _Group, parts: Sequence[_Part]) -> _Columns:
+        """Every micro-batch's rows where request order wants them."""
+        total = int(request.position_counts_N[group.rows].sum(dtype=np.int64))
+        sampled = np.empty(total, np.float32)
+        ids = (
+            np.empty((total, group.k), np.int32) if group.signal is Signal.TOPK else named_ids(request, group)
+        )
+        logprobs = np.empty((total, group.k), np.float32) if group.k else None
+        hidden = np.empty((total, self.hidden_size), np.uint16) if group.signal is Signal.HIDDEN else None
+        for part in parts:
+            places = as_slice(part.places)
+            sampled[places] = part.sampled.numpy()
+            for column, tensor in ((ids, part.ids), (logprobs, part.logprobs), (hidden, part.hidden)):
+                if column is not None and tensor is not None:
+                    column[places] = tensor.numpy()
+        return _Columns(sampled, ids, logprobs, hidden)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Really score, and prove the result: it equals the model's own forward and is no uniform noise.
+
+        An architecture whose attention cannot be packed is found out here and scored padded from then on.
+        """
+        items = probe_family(self.vocab, self.frozen.max_length, self.usable.holes if self.usable else ())
+        theirs = self._expected()
+        wanted = self.body.layout
+        self.body.layout = Layout.PADDED
+        self._check_same(self.score(request_of(items)).sampled_P, theirs)
+        if wanted is not Layout.PADDED:
+            self._try_packing(wanted, items, theirs)
+        if is_uniform(theirs, self.vocab):
+            raise TeacherError(
+                f"teacher {self.name}: {self.frozen.path} gives every token the same probability (−ln V = "
+                f"{-math.log(self.vocab):.4f}); its weights look empty or uninitialised"
+            )
+        if self.options.compile_layers:
+            self.body.compile_layers()
+            self._check_same(self.score(request_of(items)).sampled_P, theirs)
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Score batches of several sizes now, long sequences and short ones, alone, in groups and with a beginning in common, so that
+        no request pays for compiling."""
+        rng = np.random.default_rng(0)
+        most = self.options.max_batch_tokens
+        large = [(most // 3, 3), (most // 6, 3), (most // 9, 3), (most // 256, 32), (most // 128, 32)]
+        small = [(2 * ROUND, 4), (ROUND, 1), (ROUND // 2, 3), (ROUND // 2, 1)]
+        for size, count in (*large, *small):
+            length = max(2, min(size, self.frozen.max_length))
+            rows = rng.integers(0, self.vocab, (count, length)).astype(np.int32)
+            self.score(request_of([judged(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
+            rows[:, : length // 2] = rows[0, : length // 2]
+            self.score(request_of([judged(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
+
+    def _try_packing(self, wanted: Layout, items: Sequence[ScoreItem], theirs: np.ndarray) -> None:
+        self.body.layout = Layout.PACKED
+        try:
+            self._check_same(self.score(request_of(items)).sampled_P, theirs)
+        except (TeacherError, TypeError, ValueError, RuntimeError) as error:
+            if wanted is Layout.PACKED:
+                raise TeacherError(
+                    f"teacher {self.name}: {self.frozen.path} cannot be scored packed: {error}"
+                ) from error
+            log.warning("%s is scored padded, packing fails: %s", self.frozen.path, error)
+            self.body.layout = Layout.PADDED
+        else:
+            self.body.layout = wanted
+
+    def _expected(self) -> np.ndarray:
+        """What the model's own forward says of the probe."""
+        return plain_truth(self.frozen, self.usable)
+
+    @property
+    def wire_head(self) -> WireHead:
+        return to_wire(self.head)
+
+    def close(self) -> None:
+        """Nothing to let go of here; a scorer of several processes sends the others home."""
+
+    def _check_same(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+        """Half precision rounds the model's own logits, by more the larger they are."""
+        near = 1e-3 if self.frozen.dtype == "float32" else 0.25 + 0.02 * np.abs(theirs)
+        if not (np.abs(ours - theirs) <= near).all():
+            raise TeacherError(
+                f"teacher {self.name}: scores of {self.frozen.path} differ from the model's own forward by "
+                f"{np.abs(ours - theirs).max():.3g} nats; this architecture treats its logits in a way not known here"
+            )
+
+
+def plain_truth(frozen: FrozenModel, usable: UsableIds | None) -> np.ndarray:
+    """What the model's own forward says of the probe, over the ids that have a token."""
+    vocab = frozen.model.get_output_embeddings().weight.shape[0] if usable is None else usable.limit
+    items = probe_family(vocab, frozen.max_length, () if usable is None else usable.holes)
+    return np.concatenate([plain_logprobs(frozen, item, usable) for item in items])
+
+
+@torch.inference_mode()
+def plain_logprobs(frozen: FrozenModel, item: ScoreItem, usable: UsableIds | None = None) -> np.ndarray:
+    """One sequence through the model's own forward, head and all."""
+    tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(frozen.device)
+    logits = frozen.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+    if usable is not None:
+        usable.hide_(logits)
+    return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).cpu().numpy()
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """On CUDA a copy that does not wait; the request's event says when it has arrived."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _needed_lengths(request: ScoreRequest, rotary_border: int | None = None) -> np.ndarray:
+    """int64 [N]: how many tokens of each sequence the model must read. Nothing after the state that predicts the
+    last judged token matters, so that token itself is never read; but a sequence beyond `rotary_border` is read beyond it,
+    because its length decides how it is rotated."""
+    lengths_N = np.zeros(len(request), dtype=np.int64)
+    judged = np.flatnonzero(request.position_counts_N)
+    ends_N = np.cumsum(request.position_counts_N, dtype=np.int64)
+    lengths_N[judged] = request.positions_P[ends_N[judged] - 1]
+    if rotary_border is not None:
+        whole_N = np.diff(request.starts_N, append=len(request.tokens_T))
+        beyond = judged[whole_N[judged] > rotary_border]
+        lengths_N[beyond] = np.maximum(lengths_N[beyond], rotary_border + 1)
+    return lengths_N
+
+
+def _groups_of(request: ScoreRequest) -> list[_Group]:
+    rows: dict[tuple[Signal, int], list[int]] = {}
+    for i, kind in enumerate(zip(request.signals, request.k_N, strict=True)):
+        rows.setdefault(kind, []).append(i)
+    return [_Group(signal, k, members) for (signal, k), members in rows.items()]
+
+
+def named_ids(request: ScoreRequest, group: _Group) -> np.ndarray | None:
+    """int32 [P, K]: the ids the caller named for the group's positions (`at_ids` only)."""
+    if group.signal is not Signal.AT_IDS:
+        return None
+    sizes = np.array(
+        [
+            int(count) * k if signal is Signal.AT_IDS else 0
+            for count, k, signal in zip(request.position_counts_N, request.k_N, request.signals, strict=True)
+        ],
+        dtype=np.int64,
+    )
+    return request.ids[ragged_ranges(exclusive_cumsum(sizes)[group.rows], sizes[group.rows])].reshape(
+        -1, group.k
+    )
+
+
+def _in_request_order(
+    request: ScoreRequest, groups: Sequence[_Group], columns: Sequence[_Columns]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(ids, logprobs, hidden, sampled), flat; one group is the usual case and costs no copy."""
+    if len(groups) == 1:
+        only = columns[0]
+        return (
+            np.empty(0, np.int32) if only.ids is None else only.ids.reshape(-1),
+            np.empty(0, np.float32) if only.logprobs is None else only.logprobs.reshape(-1),
+            np.empty(0, np.uint16) if only.hidden is None else only.hidden.reshape(-1),
+            only.sampled,
+        )
+    parts: list[tuple[int, _Columns, slice]] = []
+    for group, column in zip(groups, columns, strict=True):
+        ends = np.cumsum(request.position_counts_N[group.rows], dtype=np.int64).tolist()
+        starts = [0, *ends[:-1]]
+        parts += [(row, column, slice(a, b)) for row, a, b in zip(group.rows, starts, ends, strict=True)]
+    parts.sort(key=lambda part: part[0])
+    ids = [c.ids[at].reshape(-1) for _, c, at in parts if c.ids is not None]
+    logprobs = [c.logprobs[at].reshape(-1) for _, c, at in parts if c.logprobs is not None]
+    hidden = [c.hidden[at].reshape(-1) for _, c, at in parts if c.hidden is not None]
+    return (
+        np.concatenate(ids) if ids else np.empty(0, np.int32),
+        np.concatenate(logprobs) if logprobs else np.empty(0, np.float32),
+        np.concatenate(hidden) if hidden else np.empty(0, np.uint16),
+        np.concatenate([c.sampled[at] for _, c, at in parts]) if parts else np.empty(0, np.float32),
+    )

@@ -1,0 +1,328 @@
+"""The critic in a process of its own, started and watched by the run, as a step sees it.
+
+    trainer: values, update ──command──> critic_process.py, here or on a Ray pool (`cluster.roles.critic`)
+                            <──answer── its Critic
+
+It trains, so it cannot be started again by itself: what it learnt since the last checkpoint is gone with it. Then the run goes back
+to that checkpoint as for a lost rank (`restarts.py`), or ends with the critic's own last words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from typing import Any
+
+import torch
+
+from understudy.assembly.ranks import obituary
+from understudy.cluster.local import Child, LocalProcesses
+from understudy.cluster.placement import DeviceKind
+from understudy.config import CriticConfig, Recipe
+from understudy.engines.hosted.client import HostChannel, HostLost
+from understudy.engines.replicas import Endpoint
+from understudy.engines.traffic import Traffic
+from understudy.errors import CriticLost, EngineError, GivenUp, PolicyError
+from understudy.observability.live import LiveView
+from understudy.observability.rundir import RunDir
+from understudy.planning.seating import CRITIC, Seating, critic_device
+from understudy.policy.checkpoints.state import PolicyState
+from understudy.policy.ranks.wire import batch_columns, jagged_columns, jagged_from, pack, unpack
+from understudy.policy.refused import RefusedRows
+from understudy.policy.step import BadRows, StepResult
+from understudy.trainers.critic.messages import (
+    PATH,
+    for_critic,
+    parts,
+    refusal_from,
+    result_from,
+    sizes,
+    state_from,
+    state_tensors,
+)
+from understudy.trainers.models import resolve_device
+from understudy.types.batch import Batch
+from understudy.types.jagged import Jagged
+
+MODULE = "understudy.assembly.processes.critic"
+_LOOK_SECONDS = 0.5
+_HURRIED_BEAT_S = 0.5
+_NOTICE_SECONDS = 60.0
+"""How long a lost process may take to show as lost: a cluster looks for a machine's sign of life every few seconds, several times."""
+Told = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+class CriticWatch:
+    """The critic's process, seen from outside."""
+
+    def __init__(
+        self,
+        child: Child,
+        said_before: int = 0,
+        *,
+        elsewhere: bool = False,
+        beat_s: float = 5.0,
+        silence_s: float = 60.0,
+    ) -> None:
+        """`silence_s`: how long it may leave /health unanswered, which is asked every `beat_s`."""
+        self._child, self._said_before, self._elsewhere = child, said_before, elsewhere
+        self._beat_s, self._silence_s = beat_s, silence_s
+        self._silent: CriticLost | GivenUp | None = None
+        self._sent_home = False
+        self._hurried = asyncio.Event()
+        self._patience_s = silence_s
+        self._on_giving_up: Callable[[], None] = lambda: None
+
+    @property
+    def sent_home(self) -> bool:
+        return self._sent_home
+
+    def send_home(self) -> None:
+        """From now on a critic that ends is no loss."""
+        self._sent_home = True
+
+    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+        """Somebody asked to stop: a critic that computes is waited for as before, one that stands still only so long from now on."""
+        self._patience_s, self._on_giving_up = patience_s, on_giving_up
+        self._hurried.set()
+
+    def lost(self) -> CriticLost | GivenUp | None:
+        if self._sent_home:
+            return None
+        if not self._child.alive:
+            told = obituary("the critic", self._child, self._said_before, elsewhere=self._elsewhere)
+            return CriticLost(told)
+        return self._silent
+
+    async def watch(self, channel: HostChannel) -> None:
+        """Returns never; raises once the process is lost, also while nobody asks it anything."""
+        while (gone := self.lost()) is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+        channel.give_up(str(gone))
+        raise gone
+
+    async def feel_pulse(self, channel: HostChannel) -> None:
+        """Finds a process that is stopped, and a machine that does not even hang up."""
+        heard = time.monotonic()
+        unhurried = asyncio.create_task(self._feel(channel, heard, self._beat_s, self._silence_s))
+        hurried = asyncio.create_task(self._hurried.wait())
+        try:
+            await asyncio.wait({unhurried, hurried}, return_when=asyncio.FIRST_COMPLETED)
+            if unhurried.done():
+                self._silent = CriticLost(
+                    f"the critic's process lives and does not answer (for {self._silence_s:.0f} s); log: {self._child.log}"
+                )
+                return
+        finally:
+            unhurried.cancel()
+            hurried.cancel()
+        await self._feel(channel, time.monotonic(), _HURRIED_BEAT_S, self._patience_s)
+        if not self._sent_home:
+            self._on_giving_up()
+            self._silent = GivenUp(
+                f"the critic's process does not answer ({self._patience_s:.0f} s after somebody asked to stop); log: {self._child.log}"
+            )
+
+    async def _feel(self, channel: HostChannel, heard: float, beat_s: float, silence_s: float) -> None:
+        """Returns once the process, which lives, has not answered for so long."""
+        while True:
+            await asyncio.sleep(beat_s)
+            if await channel.alive(silence_s):
+                heard = time.monotonic()
+            elif time.monotonic() - heard > silence_s and self._child.alive:
+                return
+
+
+class FarCritic:
+    """A `ValueModel` that asks a process. Calls block, so they are not made on the event loop's own thread."""
+
+    def __init__(
+        self,
+        channel: HostChannel,
+        watch: CriticWatch,
+        config: CriticConfig,
+        on_bad_rows: BadRows | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self._channel, self._watch = channel, watch
+        self._config, self._on_bad_rows = config, on_bad_rows
+        self._loop = asyncio.get_running_loop()
+        self.traffic = traffic or Traffic()
+        self._step = 0
+        self._untouched = False
+        self._asked: tuple[str, float] | None = None
+
+    @property
+    def alone(self) -> bool:
+        return self._step < self._config.only_steps
+
+    @property
+    def untouched(self) -> bool:
+        return self._untouched
+
+    def expect_the_end(self) -> None:
+        """What ends from now on ends with the run."""
+        self._watch.send_home()
+
+    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+        """Somebody asked to stop; `on_giving_up` is called where it then stands still for so long."""
+        self._watch.hurry(patience_s, on_giving_up)
+
+    def waiting(self, now: float) -> str | None:
+        """What it is asked for at this moment, and since when; for whoever wonders why a run does not move."""
+        asked = self._asked
+        return None if asked is None else f"{asked[0]} ({now - asked[1]:.0f} s)"
+
+    def begin_values(self, rows: Callable[[], Batch], max_tokens: Callable[[], int]) -> Callable[[], Jagged]:
+        batch = for_critic(rows())
+        told, columns = batch_columns(batch)
+        head = {"do": "values", "batch": told, "max_tokens": max_tokens()}
+        answer = self._begin(f"values of {len(batch)} rows", head, columns)
+
+        def values() -> Jagged:
+            found = jagged_from("values", self._outcome(answer)[1])
+            assert found is not None
+            return found
+
+        return values
+
+    def update(self, batch: Batch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult:
+        told, columns = batch_columns(for_critic(batch))
+        columns |= jagged_columns("weights", weights)
+        head = {"do": "update", "batch": told, "max_tokens": max_tokens, "ends_step": ends_step}
+        answer, _ = self._ask(f"an update on {len(batch)} rows", head, columns, (batch, weights))
+        return result_from(answer["result"])
+
+    def skip_step(self) -> None:
+        self._ask("a step without an update", {"do": "skip_step"})
+
+    def state(self) -> PolicyState:
+        what = "its state"
+        answer, _ = self._ask(what, {"do": "state"})
+        tensors: dict[str, torch.Tensor] = {}
+        for names in parts(answer["bytes"]):
+            tensors |= self._ask(what, {"do": "part", "names": names})[1]
+        return state_from(tensors, answer["progress"])
+
+    def load_state(self, state: PolicyState) -> None:
+        what, tensors = "taking a state", state_tensors(state)
+        for names in parts(sizes(tensors)):
+            self._ask(what, {"do": "take"}, {name: tensors[name] for name in names})
+        self._ask(what, {"do": "load_state", "progress": dict(state.progress)})
+
+    def _ask(
+        self,
+        what: str,
+        head: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        learnt: tuple[Batch, Jagged] | None = None,
+    ) -> Told:
+        return self._outcome(self._begin(what, head, tensors or {}), learnt)
+
+    def _begin(
+        self, what: str, head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> Future[bytes]:
+        self._asked = (what, time.monotonic())
+        message = pack(head, tensors)
+        return asyncio.run_coroutine_threadsafe(self._channel.ask(PATH, message), self._loop)
+
+    def _outcome(self, asking: Future[bytes], learnt: tuple[Batch, Jagged] | None = None) -> Told:
+        """The answer to a command; `learnt` are the rows of an update, kept where they break it."""
+        try:
+            answer, found = unpack(asking.result())
+        except HostLost as error:
+            raise self._lost(error) from None
+        except EngineError as error:  # a fault of ours over there; its log has the rest
+            raise PolicyError(str(error)) from None
+        finally:
+            self._asked = None
+        step, self._step = self._step, int(answer["step"])
+        if "refused" in answer:
+            self._untouched = bool(answer["untouched"])
+            if "rows" in answer and learnt is not None and self._on_bad_rows is not None:
+                self._on_bad_rows(_refused_rows(*learnt, answer["rows"], step))
+            raise refusal_from(answer["refused"])
+        return answer, found
+
+    def _lost(self, error: HostLost) -> CriticLost | GivenUp:
+        """A connection that broke; whoever broke it has the better words, once it is known to be gone."""
+        deadline = time.monotonic() + _NOTICE_SECONDS
+        while time.monotonic() < deadline and not self._watch.sent_home:
+            if (gone := self._watch.lost()) is not None:
+                return gone
+            time.sleep(_LOOK_SECONDS / 10)
+        return CriticLost(
+            f"the connection to the critic broke, and its process is not known to be gone: {error}"
+        )
+
+
+def _refused_rows(batch: Batch, weights: Jagged, told: Mapping[str, Any], step: int) -> RefusedRows:
+    places = {key: row for row, key in enumerate(batch.keys)}
+    rows = [places[key] for key in told["keys"]]
+    return RefusedRows(batch.select(rows), weights.select(rows), told["reason"], step)
+
+
+class ComingCritic:
+    """A critic's process that is starting, while the run starts everything else."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunDir,
+        processes: LocalProcesses,
+        seating: Seating,
+        gpu_names: Sequence[str],
+        stack: AsyncExitStack,
+    ) -> None:
+        self._recipe, self._processes, self._stack = recipe, processes, stack
+        gpus = [gpu_names[index] for index in seating.gpus(CRITIC, 0)]
+        device = "cuda:0" if gpus else _device_without_seat(recipe, seating)
+        threads = str(recipe.run.threads or os.cpu_count() or 1)
+        self._token = secrets.token_urlsafe(24)
+        # The token goes through the environment: command lines are readable by every user of the machine.
+        env = {"UNDERSTUDY_TOKEN": self._token, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        arguments = ["--run", str(run.path), "--device", device, "--bind", "127.0.0.1:0"]
+        log = run.logs / f"{CRITIC}.log"
+        self._said_before = log.stat().st_size if log.exists() else 0
+        self._starting = asyncio.create_task(processes.start(CRITIC, MODULE, arguments, env))
+        stack.push_async_callback(self._end)
+
+    async def arrived(self, on_bad_rows: BadRows, view: LiveView) -> FarCritic:
+        """Once it is ready. The task that calls this is cancelled when the critic is lost later on, and the stack raises how."""
+        with view.work("waiting for the critic's process"):
+            child = await self._starting
+        elsewhere = self._processes.is_elsewhere(CRITIC)
+        watch = CriticWatch(child, self._said_before, elsewhere=elsewhere)
+        traffic = Traffic()
+        channel = HostChannel(CRITIC, Endpoint(child.ready["url"], key=self._token), traffic)
+        self._stack.push_async_callback(channel.close)
+        watchers = await self._stack.enter_async_context(asyncio.TaskGroup())
+        for task in (watch.watch(channel), watch.feel_pulse(channel)):
+            self._stack.callback(watchers.create_task(task).cancel)
+
+        def leave() -> None:
+            watch.send_home()
+            channel.give_up("the run ends")  # whoever still waits for an answer gets none
+
+        self._stack.callback(leave)
+        return FarCritic(channel, watch, self._recipe.critic or CriticConfig(), on_bad_rows, traffic)
+
+    async def _end(self) -> None:
+        self._starting.cancel()
+        await asyncio.gather(self._starting, return_exceptions=True)
+        await self._processes.stop(CRITIC)
+
+
+def _device_without_seat(recipe: Recipe, seating: Seating) -> str:
+    """In a pool of CPUs there is no GPU for it, whatever the machine has; elsewhere Ray says what it sits on."""
+    claim = seating.claims.get(CRITIC)
+    if claim is not None and claim.kind is DeviceKind.CPU:
+        return "cpu"
+    return str(resolve_device(critic_device(recipe)))

@@ -1,0 +1,1 @@
+"""Held-out accuracy, and the best checkpoint by it."""

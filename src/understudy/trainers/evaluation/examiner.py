@@ -1,0 +1,143 @@
+"""A student before a set of problems: answers, each judged by the reward.
+
+An answer that cannot be had or judged (its agent loop or its reward raised, its reward is no number) counts as unsolved, and its
+reason is kept: one bad problem is data here as it is in training. What is not the problem's own fault still ends the evaluation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
+from understudy.errors import UnderstudyError
+from understudy.rollout.agents.agent import LoopContext, checked_outputs
+from understudy.rollout.agents.registry import Loops
+from understudy.rollout.render import Renderer
+from understudy.rollout.rewards.rewards import Rewards
+from understudy.rollout.seeds import derive_seed
+from understudy.trainers.call_batching import Cohort, Lane
+from understudy.trainers.produce.failures import INFRASTRUCTURE
+from understudy.trainers.row_columns import finite
+from understudy.types.prompt import Prompt, row_key
+from understudy.types.trajectory import StopReason, Trajectory
+
+Advance = Callable[[int], None]
+"""Told how many answers more are there."""
+
+
+def ignore(answers: int) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An answer that counts as unsolved because it could not be had or judged."""
+
+    prompt: Prompt
+    asked: str
+    """"greedy" or "sampled"."""
+    session: int
+    error: Exception
+    written: Trajectory | None = None
+    """What the student wrote, where only judging it failed."""
+
+    @property
+    def reason(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}"
+
+    @property
+    def trace(self) -> list[str]:
+        return traceback.format_exception(self.error)[-6:]
+
+
+@dataclass(frozen=True, slots=True)
+class Examiner:
+    engine: Engine
+    loops: Loops
+    rewards: Rewards
+    renderer: Renderer
+    sampling: Sampling
+    context: int
+    max_batch: int
+    seed: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    """Of all answers so far, in order of problem and session. Their trajectories have no reward."""
+
+    async def greedy(self, prompts: Sequence[Prompt], advance: Advance = ignore) -> list[Trajectory]:
+        """One answer per problem, in their order."""
+        sampling = replace(self.sampling, temperature=0.0, candidates=0)
+        return await self._attempts([(prompt, 0) for prompt in prompts], sampling, advance, "greedy")
+
+    async def sampled(
+        self, prompts: Sequence[Prompt], k: int, advance: Advance = ignore
+    ) -> list[list[Trajectory]]:
+        """k answers per problem at the rollout's own temperature."""
+        sampling = replace(self.sampling, candidates=0)
+        pairs = [(prompt, session) for prompt in prompts for session in range(k)]
+        flat = await self._attempts(pairs, sampling, advance, "sampled")
+        return [flat[start : start + k] for start in range(0, len(flat), k)]
+
+    async def _attempts(
+        self, pairs: Sequence[tuple[Prompt, int]], sampling: Sampling, advance: Advance, asked: str
+    ) -> list[Trajectory]:
+        """Judged answers in the order asked for; batches are composed by key, so they repeat to the bit."""
+        lane = Lane("generate", self.engine.generate, self.max_batch)
+        broken: list[Exception] = []
+        """What an engine raised that is no word about a problem (its memory ran out, say)."""
+
+        async def one(prompt: Prompt, session: int, cohort: Cohort) -> Trajectory | Failure:
+            async def generate(tokens: np.ndarray, wanted: Sampling, turn: int) -> Generation:
+                key = f"{prompt.key}/{session}/{turn}"
+                seed = derive_seed(self.seed, prompt.epoch, prompt.key, session, turn)
+                try:
+                    result: Generation = await cohort.call(
+                        lane, key, GenerateRequest(key, tokens, wanted, seed)
+                    )
+                except Exception as error:
+                    if not isinstance(error, UnderstudyError):
+                        broken.append(error)
+                    raise
+                return result
+
+            async with cohort.member():
+                written = None
+                try:
+                    context = LoopContext(
+                        generate, self.renderer, sampling, prompt.key, session, self.context
+                    )
+                    written = checked_outputs(await self.loops.of(prompt).run(prompt, context), context)[-1]
+                    return finite(await self.rewards.judge(prompt, written))
+                except INFRASTRUCTURE:
+                    raise
+                except Exception as error:
+                    if any(error is one for one in broken):
+                        raise
+                    return Failure(prompt, asked, session, error, written)
+
+        answers: list[Trajectory] = []
+        for start in range(0, len(pairs), self.max_batch):
+            chunk = pairs[start : start + self.max_batch]
+            cohort = Cohort(len(chunk))
+            found = await asyncio.gather(*(one(prompt, session, cohort) for prompt, session in chunk))
+            self.failures.extend(entry for entry in found if isinstance(entry, Failure))
+            answers += [unjudged(entry) if isinstance(entry, Failure) else entry for entry in found]
+            advance(len(chunk))
+        return answers
+
+
+def unjudged(failure: Failure) -> Trajectory:
+    """An answer without a reward, in the place of one that failed: what was written, or nothing."""
+    if failure.written is not None:
+        return replace(failure.written, reward=None)
+    tokens, versions = np.zeros(0, np.int32), np.zeros(0, np.int32)
+    key, mask, logprobs = (
+        row_key(failure.prompt.key, failure.session),
+        np.zeros(0, bool),
+        np.zeros(0, np.float32),
+    )
+    return Trajectory(key, tokens, mask, logprobs, versions, StopReason.ABORTED)

@@ -1,0 +1,1 @@
+"""The second verb: rows become optimizer steps."""

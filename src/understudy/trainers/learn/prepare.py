@@ -1,0 +1,204 @@
+"""What a batch is given before the first update of its step: everything that must be known of the weights as they were.
+
+    old logprobs ──> importance weights
+    reference logprobs ──> penalty ─┐
+    rewards ──over-long penalty─────┴──> advantages <──> values of the critic
+
+Computed once for the whole batch: mini-batches, micro-batches and ranks only cut it up afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from understudy.config import Recipe
+from understudy.dataplane.base import split_key
+from understudy.dataplane.groups import overlong_penalty
+from understudy.errors import LossInputError
+from understudy.losses.advantages import (
+    SEQUENCE_ADVANTAGES,
+    gae,
+    reinforce_plus_plus,
+    reward_at_end,
+    to_tokens,
+)
+from understudy.losses.estimators import estimate
+from understudy.trainers.correction import behaviour_of, corrected, needs_old_logprobs
+from understudy.trainers.learn.minibatches import split_rows
+from understudy.trainers.learn.out_of_memory import within_memory
+from understudy.trainers.system import System
+from understudy.types.far_batch import AnyBatch
+from understudy.types.jagged import Jagged
+from understudy.types.trajectory import StopReason
+
+TOLD_AFTER = 3
+"""Steps without any advantage after which the user is told."""
+
+
+@dataclass
+class Prepared:
+    """A batch ready to be cut into updates."""
+
+    batch: AnyBatch
+    old_logprobs: Jagged | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+
+
+def prepare(system: System, batch: AnyBatch, updates: int) -> Prepared:
+    recipe = system.recipe
+    loss = recipe.loss
+    ready = Prepared(batch)
+    values = None
+    if loss.task_coef > 0 and system.critic is not None:
+        values = system.critic.begin_values(batch.streams, partial(system.micro_batches.tokens, recipe))
+    if needs_old_logprobs(loss, updates):
+        with ready.timed("old_logprobs"):
+            ready.old_logprobs = within_memory(
+                system,
+                system.policy,
+                batch,
+                lambda tokens: system.policy.logprobs(batch, tokens, loss.student_temperature),
+            )
+        ready.batch, ready.metrics = corrected(ready.batch, ready.old_logprobs, loss)
+    max_tokens = system.micro_batches.tokens(recipe)
+    if system.reference is not None:
+        with ready.timed("reference"):
+            known = system.reference.logprobs(batch.streams(), max_tokens, loss.student_temperature)
+        ready.batch = ready.batch.with_columns(reference_logprobs=known)
+    if loss.task_coef > 0:
+        if values is not None:
+            with ready.timed("values"):
+                ready.batch = ready.batch.with_columns(values=values())
+        rewards = penalised(ready.batch, recipe.rollout.max_new_tokens, recipe.rollout.overlong_buffer,
+                            recipe.rollout.overlong_penalty)  # fmt: skip
+        ready.batch = replace(ready.batch, rewards=rewards)
+        penalty = _reference_penalty(ready, loss.kl_coef, loss.kl_kind) if loss.kl_in == "reward" else None
+        ready.batch = with_advantages(
+            ready.batch, loss.advantage, penalty_N=penalty, gamma=loss.gamma, lam=loss.lam
+        )
+        _reward_metrics(ready, penalty)
+        _tell_of_no_advantage(system, ready)
+    return ready
+
+
+def _tell_of_no_advantage(system: System, ready: Prepared) -> None:
+    """One note where the first steps of a launch have no advantage at all: such a task term changes no weight."""
+    so_far, advantages = system.tally.steps_without_advantage, ready.batch.advantages
+    if so_far is None or advantages is None:
+        return
+    if bool(advantages.values.any()):
+        system.tally.steps_without_advantage = None
+        return
+    system.tally.steps_without_advantage = so_far + 1
+    if so_far + 1 == TOLD_AFTER:
+        system.tally.steps_without_advantage = None
+        rewards = sorted(set(ready.batch.rewards))
+        found = (
+            f"all are {rewards[0]:g}"
+            if len(rewards) == 1
+            else "all sessions of each prompt have the same one"
+        )
+        system.view.note(
+            f"rewards gave no advantage in {TOLD_AFTER} steps ({found}): loss.task_coef changes nothing so far; is data.reward right "
+            "for these rows?"
+        )
+
+
+def with_advantages(
+    batch: AnyBatch,
+    kind: str,
+    *,
+    penalty_N: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> AnyBatch:
+    """Task rewards as one advantage per loss-bearing token; group-based kinds are normalised within each prompt's group.
+
+    `penalty_N` is taken off the reward of each token (KL to a reference). `gae` also sets `returns`.
+    """
+    rewards_B = torch.tensor(batch.rewards)
+    lengths_B = batch.loss_lengths
+    offsets = torch.tensor([0, *lengths_B], dtype=torch.int64).cumsum(0)
+    if kind in SEQUENCE_ADVANTAGES:
+        if penalty_N is not None:
+            rewards_B = rewards_B - torch.stack([part.sum() for part in penalty_N.split(list(lengths_B))])
+        groups_B = [split_key(key)[0] for key in batch.keys]
+        advantages_N = to_tokens(SEQUENCE_ADVANTAGES[kind](rewards_B, groups_B), lengths_B)
+        return batch.with_columns(advantages=Jagged(advantages_N, offsets))
+    if not bool(torch.isfinite(rewards_B).all()):
+        raise LossInputError("a row has no finite reward; a failed reward must be dropped, not averaged.")
+    rewards_N = reward_at_end(rewards_B, lengths_B)
+    if penalty_N is not None:
+        rewards_N = rewards_N - penalty_N
+    if kind == "reinforce++":
+        return batch.with_columns(
+            advantages=Jagged(reinforce_plus_plus(rewards_N, lengths_B, gamma), offsets)
+        )
+    if batch.values is None:
+        raise LossInputError("advantage = 'gae' needs the critic's values, which are missing.")
+    advantages_N, returns_N = gae(rewards_N, batch.values.values, lengths_B, gamma, lam)
+    return batch.with_columns(advantages=Jagged(advantages_N, offsets), returns=Jagged(returns_N, offsets))
+
+
+def penalised(batch: AnyBatch, max_length: int, buffer: int | None, penalty: float) -> tuple[float, ...]:
+    """The rewards after the soft over-long penalty."""
+    if buffer is None:
+        return batch.rewards
+    return tuple(
+        reward + penalty * overlong_penalty(length, max_length, buffer)
+        for reward, length in zip(batch.rewards, batch.loss_lengths, strict=True)
+    )
+
+
+def rows_to_train(batch: AnyBatch, overlong: str) -> list[int]:
+    """Rows that bear loss; without those that ran out of budget, where the recipe drops them."""
+    cut = [overlong == "drop" and reason == StopReason.LENGTH for reason in batch.stop_reasons]
+    cut = cut or [False] * len(batch)
+    return [row for row, length in enumerate(batch.loss_lengths) if not cut[row] and length]
+
+
+def rows_of_updates(recipe: Recipe, batch: AnyBatch, step: int) -> list[list[int]]:
+    """The rows of each optimizer step of this batch, in the order they are taken."""
+    rows, trainer = rows_to_train(batch, recipe.rollout.overlong), recipe.trainer
+    return split_rows(batch.keys, rows, trainer.mini_batch_size, trainer.epochs, recipe.run.seed, step)
+
+
+def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor | None:
+    """float32 [N]: `kl_coef` times the estimate at the weights before the step; constants."""
+    known = ready.batch.reference_logprobs
+    if coef == 0 or known is None:
+        return None
+    own_N = behaviour_of(ready.batch) if ready.old_logprobs is None else ready.old_logprobs.values
+    estimate_N = estimate(kind.removesuffix("+"), own_N, known.values)
+    ready.metrics["actor/reward_kl_penalty"] = float(estimate_N.mean())
+    ready.metrics["actor/reward_kl_penalty_coeff"] = coef
+    return coef * estimate_N
+
+
+def _reward_metrics(ready: Prepared, penalty_N: torch.Tensor | None) -> None:
+    """verl's names: `critic/rewards` after penalties (`critic/score` is before them), `critic/advantages` per token."""
+    batch = ready.batch
+    assert batch.advantages is not None
+    rewards = torch.tensor(batch.rewards, dtype=torch.float64)
+    if penalty_N is not None:
+        rewards = rewards - torch.stack(
+            [part.sum() for part in penalty_N.double().split(batch.advantages.lengths.tolist())]
+        )
+    ready.metrics["critic/rewards/mean"] = float(rewards.mean())
+    if len(batch.advantages.values):
+        ready.metrics["critic/advantages/mean"] = float(batch.advantages.values.double().mean())
+        ready.metrics["critic/advantages/max"] = float(batch.advantages.values.max())
+        ready.metrics["critic/advantages/min"] = float(batch.advantages.values.min())

@@ -1,0 +1,95 @@
+"""How well a step used the machine: tokens per second, model FLOPs, memory. All names are under `perf/`."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import psutil
+import torch
+
+from understudy.engines.hosted.engine import HostedEngine
+from understudy.engines.servers.engine import RemoteEngine
+from understudy.policy.ranks.follow import LeadingPolicy
+from understudy.policy.step import StepResult
+from understudy.trainers.critic.remote import FarCritic
+from understudy.trainers.system import System
+from understudy.weights.publish import CopiedWeights
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "4090": 165e12,
+}
+"""Dense half-precision FLOP/s by a part of the device's name, as the makers state them."""
+_KILO = 1 if sys.platform == "darwin" else 1024
+"""getrusage counts bytes on macOS and KiB elsewhere."""
+
+
+def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[str, float]:
+    """Of one step that took `seconds` in all; call it once per step, for the memory peak starts again.
+
+    `bytes_sent` (rank 0 to each other rank) and `bytes_fetched` (rows, by rank 0) count from the start of the launch, and so do
+    bytes between the trainer's process and workers that write rows themselves, the queue, engine processes and servers (of generations),
+    or the critic's process.
+    `published_bytes` are those of the last version, to each engine.
+    """
+    model, device = system.policy.model, system.policy.device
+    updating = max(sum(result.seconds.values()), 1e-9)  # nothing, where a step left the weights alone
+    flops_per_second = model_flops(model, result.tokens) / updating / system.recipe.trainer.ranks
+    metrics = {
+        "perf/completion_tokens_per_second": result.loss_tokens / seconds,
+        "perf/update_tokens_per_second": result.tokens / updating,
+        "perf/model_tflops": flops_per_second / 1e12,
+        "perf/micro_batch_tokens": float(system.micro_batches.tokens(system.recipe)),
+        "perf/memory/rss_gb": psutil.Process().memory_info().rss / 1e9,
+        "perf/memory/rss_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KILO / 1e9,
+    }
+    if isinstance(system.policy, LeadingPolicy):
+        metrics["perf/ranks/bytes_sent"] = float(system.policy.bytes_sent)
+    if system.far_rows is not None:
+        metrics["perf/ranks/bytes_fetched"] = float(system.far_rows.bytes_got)
+    if system.row_workers is not None and system.far_scoring is not None:
+        traffic, shelf = system.row_workers.workers.traffic, system.row_workers.plane.shelf
+        metrics |= {
+            "perf/workers/bytes_sent": float(traffic.sent),
+            "perf/workers/bytes_received": float(traffic.received),
+            "perf/workers/bytes_of_generation": float(traffic.generation),
+            "perf/workers/rows_judged_here": float(system.far_scoring.rows_judged_here),
+            "perf/queue/bytes_put": float(shelf.bytes_put),
+            "perf/queue/bytes_got": float(shelf.bytes_got),
+        }
+    if isinstance(system.engine, HostedEngine | RemoteEngine):
+        metrics["perf/engines/bytes_sent"] = float(system.engine.traffic.sent)
+        metrics["perf/engines/bytes_received"] = float(system.engine.traffic.received)
+    if isinstance(system.critic, FarCritic):
+        metrics["perf/critic/bytes_sent"] = float(system.critic.traffic.sent)
+        metrics["perf/critic/bytes_received"] = float(system.critic.traffic.received)
+    if isinstance(system.publisher, CopiedWeights):
+        metrics["perf/weights/published_bytes"] = float(system.publisher.published_bytes)
+    if device.type == "cuda":
+        peak = next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name(device)), None)
+        if peak is not None and system.recipe.student.dtype != "float32":
+            metrics["perf/mfu"] = flops_per_second / peak
+        metrics["perf/memory/cuda_peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        torch.cuda.reset_peak_memory_stats(device)
+    return metrics
+
+
+def model_flops(model: torch.nn.Module, tokens: int) -> float:
+    """What forward and backward of these tokens need: 2 per weight and token forward, 2 for the gradients of activations, 2
+    more for those of weights that are trained. Looking up an embedding costs nothing; attention scores and recomputed
+    layers are not counted."""
+    lookup = model.get_input_embeddings().weight  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    tied = head is not None and head.weight is lookup
+    counted = [p for p in model.parameters() if p is not lookup or tied]
+    every, trained = sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)
+    return float(tokens) * (4 * every + 2 * trained)

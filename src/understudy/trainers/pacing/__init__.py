@@ -1,0 +1,1 @@
+"""What bounds staleness in the fully async trainer."""

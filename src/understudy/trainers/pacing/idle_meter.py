@@ -1,0 +1,57 @@
+"""How busy somebody is: seconds with nothing in flight, as a share of the time looked at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from understudy.trainers.call_batching import Lane
+
+
+@dataclass(slots=True)
+class BusyMeter:
+    """Counts calls in flight; idle is whenever there are none."""
+
+    clock: Callable[[], float] = time.monotonic
+    _in_flight: int = 0
+    _busy: float = 0.0
+    _since: float = field(init=False)
+    _mark: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._since = self._mark = self.clock()
+
+    def enter(self) -> None:
+        if self._in_flight == 0:
+            self._since = self.clock()
+        self._in_flight += 1
+
+    def leave(self) -> None:
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            self._busy += self.clock() - self._since
+
+    def take_idle(self) -> float:
+        """Share of the time since the last call in which nothing was in flight."""
+        now = self.clock()
+        busy = self._busy
+        if self._in_flight:
+            busy += now - self._since
+            self._since = now
+        elapsed, self._mark, self._busy = now - self._mark, now, 0.0
+        return 1.0 - min(1.0, busy / elapsed) if elapsed > 0 else 0.0
+
+
+def metered(lane: Lane, meter: BusyMeter) -> Lane:
+    """The same lane, watched."""
+
+    async def run(items: Sequence[Any]) -> Sequence[Any]:
+        meter.enter()
+        try:
+            return await lane.run(items)
+        finally:
+            meter.leave()
+
+    return replace(lane, run=run)

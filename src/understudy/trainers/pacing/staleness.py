@@ -1,0 +1,68 @@
+"""How old trained rows are, in publishes: checked against the bound, and measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from understudy.dataplane.base import DataPlane, Lease
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
+from understudy.errors import DataPlaneError
+from understudy.planning.windows import Windows
+from understudy.trainers.row_columns import SIZES
+
+
+@dataclass(frozen=True, slots=True)
+class RowAges:
+    keys: tuple[str, ...]
+    ages: tuple[int, ...]
+    """Publishes between the oldest weights that wrote a token of the row and those it is trained under."""
+    spans: tuple[int, ...]
+    """Publishes between the oldest and the newest weights that wrote the row: above 0 for a partial rollout."""
+
+    @staticmethod
+    async def of(plane: DataPlane, lease: Lease, windows: Windows, step: int) -> RowAges:
+        with serving(plane):
+            ages, spans = await _ages_and_spans(lease, windows, step)
+        return RowAges(tuple(lease.meta.keys), ages, spans)
+
+    def check(self, bound: int) -> None:
+        """The bound holds by construction; a row beyond it means the construction is broken, and must not be trained."""
+        for key, age in zip(self.keys, self.ages, strict=True):
+            if age > bound:
+                raise DataPlaneError(
+                    f"row {key} was written {age} publishes ago, more than the {bound} that trainer.max_staleness allows; "
+                    "this is a fault of the trainer, please report it with the run directory"
+                )
+
+    def metrics(self, row_losses: Sequence[float], row_tokens: Sequence[int]) -> dict[str, float]:
+        """A histogram of ages, the loss per age, and how many rows were written by several versions."""
+        count = Counter(self.ages)
+        metrics = {
+            "async/staleness/mean": sum(self.ages) / len(self.ages),
+            "async/staleness/max": float(max(self.ages)),
+            "async/partial_rollouts": float(sum(span > 0 for span in self.spans)),
+            "async/partial_span/max": float(max(self.spans)),
+        }
+        for age in sorted(count):
+            rows = [i for i, own in enumerate(self.ages) if own == age]
+            tokens = sum(row_tokens[i] for i in rows)
+            metrics[f"async/staleness/rows/{age}"] = float(len(rows))
+            metrics[f"async/loss/age/{age}"] = sum(row_losses[i] for i in rows) / max(tokens, 1)
+        return metrics
+
+
+@bridged(SIZES)
+async def _ages_and_spans(
+    columns: ColumnDict, windows: Windows, step: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ages, spans = [], []
+    sizes: Any = columns[SIZES]
+    for row in sizes:
+        oldest, newest = row["oldest"], row["newest"]
+        # A row of which no token was generated (−1) has no age.
+        ages.append(max(0, windows.age(oldest, step)) if oldest >= 0 else 0)
+        spans.append(windows.published_at(newest) - windows.published_at(oldest))
+    return tuple(ages), tuple(spans)

@@ -1,0 +1,94 @@
+"""The prompt cursor of a run that takes prompts ahead of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from understudy.planning.windows import Windows
+from understudy.types.prompt import Prompt
+
+
+class Cursor(Protocol):
+    def take(self, count: int) -> list[Prompt]: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A prompt of a later window, come by on the way to one of an earlier window."""
+
+    prompt: Prompt
+    before: dict[str, Any]
+    """The cursor's place just before it."""
+
+
+class WindowCursor:
+    """Hands out prompts like the cursor it wraps, but `state` is where the oldest window not yet wholly trained begins.
+
+    A resume starts there: prompts of that window which were trained already are known to the ledger and not made again.
+
+    Where filtered prompts are replaced (`refill`), which prompt a window gets depends on timing: a replacement is taken
+    after prompts of later windows. So a resume goes by what the journal says: `assigned` names the window of every prompt with rows in
+    flight, and a prompt met on the way to another window is kept for its own. Every prompt of a window was taken after the
+    window's first one, so going on from there meets all of them.
+    """
+
+    def __init__(
+        self, cursor: Cursor, windows: Windows, trained: int, assigned: Mapping[str, int] | None = None
+    ) -> None:
+        self._cursor, self._windows = cursor, windows
+        self._taken = trained * windows.size
+        self._trained = trained
+        self._assigned = dict(assigned or {})
+        """Windows of prompts the cursor has yet to come by."""
+        self._passed: dict[int, list[_Passed]] = {}
+        self._starts: dict[int, dict[str, Any]] = {trained: cursor.state()}
+
+    def take(self, count: int) -> list[Prompt]:
+        """Prompts for the next `count` places, which lie in one window."""
+        prompts = self._next(self._taken // self._windows.size, count)
+        self._taken += count
+        if self._taken % self._windows.size == 0:
+            self._starts[self._taken // self._windows.size] = self._place()
+        return prompts
+
+    def refill(self, window: int, count: int) -> list[Prompt]:
+        """Other prompts for places of a window whose prompts were filtered."""
+        return self._next(window, count)
+
+    def owes(self, window: int) -> bool:
+        """Whether prompts that the journal holds for this window have not been handed out again yet."""
+        return window in self._passed or window in self._assigned.values()
+
+    def window_trained(self) -> None:
+        self._starts.pop(self._trained)
+        self._trained += 1
+
+    def state(self) -> dict[str, Any]:
+        return self._starts.get(self._trained) or self._place()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        raise AssertionError("a run is restored before its windows are cut")
+
+    def _next(self, window: int, count: int) -> list[Prompt]:
+        kept = self._passed.pop(window, [])
+        prompts = [one.prompt for one in kept[:count]]
+        if kept[count:]:
+            self._passed[window] = kept[count:]
+        while len(prompts) < count and self._assigned:
+            before = self._cursor.state()
+            (prompt,) = self._cursor.take(1)
+            home = self._assigned.pop(prompt.key, window)
+            if home == window:
+                prompts.append(prompt)
+            else:
+                self._passed.setdefault(home, []).append(_Passed(prompt, before))
+        return prompts + self._cursor.take(count - len(prompts))
+
+    def _place(self) -> dict[str, Any]:
+        """From where on every prompt that was not handed out yet will be met."""
+        places = [kept[0].before for kept in self._passed.values()]
+        return min([*places, self._cursor.state()], key=lambda place: (place["epoch"], place["place"]))

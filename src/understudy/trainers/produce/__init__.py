@@ -1,0 +1,1 @@
+"""The first verb: prompts become complete rows."""

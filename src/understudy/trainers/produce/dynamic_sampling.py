@@ -1,0 +1,82 @@
+"""A step's rows, with prompts that teach nothing replaced: DAPO's dynamic sampling.
+
+    cursor ──prompts──> produce ──> the plane evicts groups without a signal ──> as many new prompts as are missing
+                           ▲                                                              │
+                           └──────────────────────────────────────────────────────────────┘
+
+A prompt whose sessions all got one reward has no advantage anywhere. The plane looks at a group when its last session is
+rolled out and evicts it in the same transaction; evicted rows are counted apart from dead letters. New prompts come from
+the cursor in its order and how many are asked for follows from rewards alone, so a run repeats to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from understudy.dataplane.base import split_key
+from understudy.dataplane.groups import GroupFilter, no_signal
+from understudy.errors import DataError
+from understudy.trainers.learn.update import training_fields
+from understudy.trainers.produce.produce import produce_step
+from understudy.trainers.system import PARTITION, System
+from understudy.types.prompt import Prompt
+
+
+def install_filters(system: System) -> None:
+    """Tell the plane what to look for; it forgets when the process ends."""
+    if system.recipe.rollout.filter_groups:
+        system.plane.filter_groups(PARTITION, GroupFilter(no_signal))
+
+
+async def fill_step(system: System, step: int) -> dict[str, float]:
+    """Produce `batch_size` prompts for this step, again and again where groups are filtered; returns what it took."""
+    wanted, rollout = system.recipe.trainer.batch_size, system.recipe.rollout
+    await produce_step(system, system.cursor.take(wanted), step)
+    if not rollout.filter_groups:
+        return {}
+    taken, refills = wanted, 0
+    while (missing := wanted - await prompts_held(system, step)) and refills < rollout.max_refills:
+        system.view.phase(f"step {step}: {missing} prompts had no signal, taking others")
+        await produce_step(system, system.cursor.take(missing), step)
+        taken += missing
+        refills += 1
+    if missing == wanted:
+        raise nothing_to_learn(step, taken)
+    if refills:
+        system.view.phase("")
+    return refill_metrics(taken - (wanted - missing), refills)
+
+
+def refill_metrics(filtered: int, refills: int) -> dict[str, float]:
+    return {"rollout/filtered_prompts": float(filtered), "rollout/refills": float(refills)}
+
+
+def removal_metrics(system: System) -> dict[str, float]:
+    """Rows taken out since the last step and why: evicted (a group without signal, or one that lost a member) or failed themselves."""
+    metrics = {"rows/evicted": 0.0, "rows/dead_letters": 0.0}
+    names = {"evicted": "rows/evicted", "dead": "rows/dead_letters"}
+    for (kind, reason), count in sorted(system.plane.take_removed(PARTITION).items()):
+        metrics[names[kind]] += count
+        metrics[f"{names[kind]}/{reason}"] = float(count)
+    return metrics
+
+
+def nothing_to_learn(step: int, taken: int) -> DataError:
+    return DataError(
+        f"step {step} has nothing to learn from: all sessions of each of {taken} prompts got the same reward. Raise "
+        "rollout.n or rollout.temperature, choose other prompts, or set rollout.filter_groups = false"
+    )
+
+
+async def without_rows(system: System, prompts: Sequence[Prompt]) -> int:
+    """How many of these prompts have no row in flight: filtered, or failed in every session."""
+    held = {split_key(key)[0] for key in await system.plane.list(PARTITION)}
+    return sum(prompt.key not in held for prompt in prompts)
+
+
+async def prompts_held(system: System, step: int) -> int:
+    """How many prompts of this step have a complete row. Of prompts that an earlier launch took in place of others, rows may be in
+    flight that are still to be made: they are taken from the cursor again."""
+    rows, fields = await system.plane.list(PARTITION), set(training_fields(system))
+    complete = {key for key, row in rows.items() if row.tags.get("step") == step and fields <= {*row.columns}}
+    return len({split_key(key)[0] for key in complete})

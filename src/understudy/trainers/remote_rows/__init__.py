@@ -1,0 +1,1 @@
+"""Rows that workers on other machines write themselves."""

@@ -1,0 +1,146 @@
+"""Rows that ranks fetch for themselves, where columns lie in TransferQueue.
+
+    trainer's process                                rank r (rank 0 is the trainer's process too)
+    ledger: names, lengths ──FarBatch──command──>    QueueRows.fetch(its own rows) <──columns── TransferQueue
+
+The trainer's process sees columns of rank 0's share alone. Where the queue is lost, it reads the batch from the run
+directory and sends it to the other ranks, as it does on one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from understudy.dataplane.base import DataPlane, Lease
+from understudy.errors import DataPlaneError, RowsUnreachable
+from understudy.trainers.row_columns import (
+    SCORED,
+    SIZES,
+    assemble,
+    fact_columns,
+    rewards_of,
+    rollout_metrics,
+    token_columns,
+)
+from understudy.types.batch import Batch, BatchMeta
+from understudy.types.far_batch import FarBatch
+
+if TYPE_CHECKING:
+    from understudy.policy.ranks.follow import LeadingPolicy
+    from understudy.trainers.system import System
+
+_HIDDEN_DTYPE = "hidden_dtype"
+
+
+class QueueRows:
+    """A rank's `RowSource`: its own connection to the queue."""
+
+    def __init__(self, address: str, patience: float) -> None:
+        """`address` is what `address_of` told; a fetch that takes longer than `patience` seconds failed."""
+        queue: Any = importlib.import_module("understudy.dataplane.transfer_queue.plane")
+        told = json.loads(address)
+        self._reader = queue.QueueReader(queue.QueueAddress.load(told["queue"]), prefix=told["prefix"])
+        self._patience = patience
+        self._last: tuple[BatchMeta, Batch] | None = None
+
+    @property
+    def bytes_got(self) -> int:
+        return int(self._reader.bytes_got)
+
+    def fetch(self, meta: BatchMeta) -> Batch:
+        """Called on a thread without an event loop. Asked for the same rows again (another epoch), it has them still."""
+        if self._last is not None and self._last[0] == meta:
+            return self._last[1]
+        self._last = None
+        try:
+            columns = asyncio.run(self._read(meta))
+        except Exception as error:
+            raise RowsUnreachable(f"{type(error).__name__}: {error}") from error
+        batch = _laid_out(meta, columns)
+        self._last = (meta, batch)
+        return batch
+
+    async def _read(self, meta: BatchMeta) -> Any:
+        async with asyncio.timeout(self._patience):
+            return await self._reader.get(meta)
+
+    def bring(self, meta: BatchMeta, reason: str) -> Batch:
+        raise RowsUnreachable(f"only the trainer's process has the run directory's rows ({reason})")
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class LeadingRows(QueueRows):
+    """Rank 0's, which can also turn to the ledger."""
+
+    def __init__(self, plane: Any, address: str, patience: float) -> None:
+        super().__init__(address, patience)
+        self._plane = plane
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def lost(self) -> bool:
+        return self._plane.shelf.lost is not None
+
+    def bring(self, meta: BatchMeta, reason: str) -> Batch:
+        self._loop.call_soon_threadsafe(self._plane.shelf.give_up, reason)
+        found = asyncio.run_coroutine_threadsafe(self._plane.get(meta, meta.fields), self._loop)
+        return _laid_out(meta, found.result())
+
+
+def address_of(plane: Any) -> str:
+    """Where a plane's columns lie, for `QueueRows`."""
+    link = plane.shelf.link
+    return json.dumps({"queue": link.address.dump(), "prefix": link.partition_id("")})
+
+
+async def open_far_rows(
+    plane: DataPlane, policy: LeadingPolicy, patience: float, on_close: Callable[[Callable[[], None]], Any]
+) -> LeadingRows:
+    """Connect every rank to the queue that this plane's columns travel by."""
+    address = address_of(plane)
+    rows = LeadingRows(plane, address, patience)
+    on_close(rows.close)
+    await asyncio.to_thread(policy.open_rows, address)
+    return rows
+
+
+async def far_batch_of(system: System, lease: Lease) -> tuple[FarBatch, dict[str, float]] | None:
+    """The rows of a lease by name, whatever the queue lacks of them uploaded first; None: the queue is lost."""
+    rows, loss, judged = system.far_rows, system.recipe.loss, system.router is not None
+    if rows is None or rows.lost:
+        return None
+    facts: dict[str, Any] = dict(await system.plane.get(lease.meta, fact_columns(judged)))
+    plane: Any = system.plane
+    try:
+        meta = await plane.hand_over(lease.meta, token_columns(loss, judged))
+    except DataPlaneError:
+        if rows.lost:
+            return None
+        raise
+    extra = {}
+    if system.teacher_heads:
+        head = next(iter(system.teacher_heads.values()))
+        extra[_HIDDEN_DTYPE] = str(head.weight_VH.dtype).removeprefix("torch.")
+    sizes = facts[SIZES]
+    batch = FarBatch(
+        meta.but(tags=(), extra=extra),
+        tuple(row["tokens"] for row in sizes),
+        tuple(row["loss"] for row in sizes),
+        rows,
+        rewards=rewards_of(facts),
+        stop_reasons=tuple(facts["stop_reason"]),
+        teachers=tuple(facts.get(SCORED, ())),
+    )
+    return batch, rollout_metrics(facts)
+
+
+def _laid_out(meta: BatchMeta, columns: Any) -> Batch:
+    return assemble(meta.keys, columns, getattr(torch, meta.extra.get(_HIDDEN_DTYPE, "bfloat16")))

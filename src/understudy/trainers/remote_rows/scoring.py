@@ -1,0 +1,286 @@
+"""Teachers judge rows that the trainer's process has never seen: a worker carries the question and keeps the answer.
+
+    pool (here): which replica, when, how long, again ──ScoreOrder──> worker ──tokens──> replica
+    ledger (here) <──where the scores lie── pool: fixed tokens right? <──ScoreAnswer── worker <──scores──┘
+
+To the pool a replica looks as ever (`ScoringClient`): deadlines, retries, ejections, second requests after a straggler and the
+fixed tokens that ride along are its own. Requests are composed as without workers, so under `determinism = "full"` the scores
+are the same to the bit. Of two answers the pool keeps one, and the ledger takes that one's name: what the other worker wrote
+lies under another. Scores that are remembered are `far_cache.py`, mixtures of teachers `remote_rows/mixture.py`.
+
+The trainer's process asks by itself, reading rows from the run directory, where a worker cannot: the queue is lost, no worker
+lives, or an external server is named by this machine's loopback.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from understudy.dataplane.frame import SpillRef
+from understudy.dataplane.transfer_queue.segments import Written
+from understudy.errors import ClusterError
+from understudy.rollout.workers.pool import WorkersLost
+from understudy.teacher.clients.native import ScoringClient
+from understudy.teacher.manifest import Manifest
+from understudy.teacher.pool.canary import KEY as FIXED_TOKENS
+from understudy.teacher.pool.keeper import Connect
+from understudy.teacher.pool.launch import Endpoint
+from understudy.trainers.remote_rows import messages as wire
+from understudy.trainers.remote_rows.rollouts import FarRow, RowWorkers
+from understudy.trainers.remote_rows.worker_scores import IDS, scores_of
+from understudy.trainers.row_columns import CANDIDATES
+from understudy.types.batch import BatchMeta
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.usable_ids import UsableIds
+
+
+@dataclass(frozen=True, slots=True)
+class FarScoreItem(ScoreItem):
+    """A row to be judged, by name. Its arrays have the right lengths and nothing in them."""
+
+    maker: int | None = None
+    mark: str = ""
+    digest: bytes = b""
+    """Of what the arrays would hold; empty where nobody knows."""
+    use: wire.Use = wire.Use.VERDICT
+    others: tuple[FarScores, ...] = ()
+    """Whose candidates are the ids to judge."""
+
+    @staticmethod
+    def of(row: FarRow, signal: Signal, k: int) -> FarScoreItem:
+        def blank(*shape: int) -> np.ndarray:
+            return np.broadcast_to(np.int32(0), shape)
+
+        ids = blank(row.loss, row.candidates) if signal is Signal.AT_IDS else None
+        return FarScoreItem(
+            row.key,
+            blank(row.tokens),
+            blank(row.loss),
+            signal,
+            k,
+            ids,
+            maker=row.maker,
+            mark=row.mark,
+            digest=row.digest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Scores that a worker remembers."""
+
+    life: int
+    name: str
+    size: int
+    """Bytes of its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class FarScores(TeacherScores):
+    """A verdict that lies where its row does."""
+
+    written: Written = field(default_factory=lambda: Written({}))
+    ticket: Any = None
+    """Held until the ledger knows it."""
+    memory: Memory | None = None
+    ids_digest: bytes = b""
+    """Of an opinion's candidates."""
+
+
+class FarScoring:
+    """Between the teachers' pools, which are there first, and the workers."""
+
+    def __init__(self) -> None:
+        self._workers: RowWorkers | None = None
+        self._asked: Counter[str] = Counter()
+        """Rows by how many requests about them are under way."""
+        self.rows_judged_here = 0
+        """Whose tokens and scores passed the trainer's process after all."""
+
+    def open(self, workers: RowWorkers) -> None:
+        self._workers = workers
+
+    def connect(
+        self,
+        connect: Connect,
+        external: wire.External | None = None,
+        remember_bytes: int = 0,
+        usable: UsableIds | None = None,
+    ) -> Connect:
+        """Clients that know both ways to a teacher's replicas; workers remember so much of its scores."""
+
+        def both(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
+            direct = connect(teacher, replica, endpoint)
+            door = wire.Door(teacher, replica, endpoint.url, endpoint.token, external, usable)
+            # A replica of our own told its machine's address; somebody's server may be this machine's alone.
+            reachable = None if external and is_loopback(endpoint.url) else door
+            return FarClient(self, direct, reachable, remember_bytes)
+
+        return both
+
+    async def ask(
+        self, door: wire.Door, items: Sequence[ScoreItem], timeout: float | None, remember_bytes: int = 0
+    ) -> list[TeacherScores] | None:
+        """By a worker; None where none can."""
+        order = wire.ScoreOrder(door, [_order(item) for item in items], timeout, remember_bytes)
+        rows = [item for item in items if isinstance(item, FarScoreItem)]
+        self._asked.update(item.key for item in rows)
+        try:
+            return await self._errand(wire.SCORE, wire.encode(order), items, self._preferred(rows))
+        finally:
+            self._asked.subtract(item.key for item in rows)
+            for item in rows:
+                if not self._asked[item.key]:
+                    del self._asked[item.key]
+
+    def _preferred(self, rows: Sequence[FarScoreItem]) -> int | None:
+        """Who has most of these rows at hand; anybody, where they are being asked about already: it may be the worker that is slow."""
+        if any(self._asked[item.key] > 1 for item in rows):
+            return None
+        makers = Counter(item.maker for item in rows if item.maker is not None)
+        return makers.most_common(1)[0][0] if makers else None
+
+    async def recall(
+        self, teacher: str, memories: Sequence[Memory], items: Sequence[FarScoreItem]
+    ) -> list[TeacherScores] | None:
+        """Scores that one worker remembers, as these rows' own; None where it does not any more."""
+        named = [
+            wire.RecallItem(item.key, memory.name, item.use)
+            for memory, item in zip(memories, items, strict=True)
+        ]
+        order = wire.encode(wire.RecallOrder(teacher, named))
+        return await self._errand(wire.RECALL, order, items, memories[0].life)
+
+    async def mix(self, item: FarScoreItem, opinions: Sequence[wire.OpinionAt]) -> TeacherScores | None:
+        """Several teachers' opinions as one verdict, made by a worker; None where none can."""
+        order = wire.encode(wire.MixOrder(item.key, str(item.signal), item.k, list(opinions)))
+        found = await self._errand(wire.MIX, order, [item], item.maker)
+        return None if found is None else found[0]
+
+    async def _errand(
+        self, name: str, order: bytes, items: Sequence[ScoreItem], prefer: int | None
+    ) -> list[TeacherScores] | None:
+        workers = self._workers
+        if workers is None or workers.plane.shelf.lost is not None:
+            return None
+        try:
+            told = await workers.workers.errand(name, order, prefer)
+        except (WorkersLost, ClusterError):
+            return None
+        answer = wire.decode_answer(told.body)
+        if answer.trouble == wire.ROWS:
+            return None
+        if answer.trouble is not None:
+            raise wire.TROUBLES[answer.trouble](answer.message)
+        return [
+            wire.inline_scores(verdict, item.signal)
+            if verdict.written is None
+            else FarScores(
+                verdict.key,
+                verdict.teacher,
+                item.signal,
+                _NOTHING,
+                written=verdict.written,
+                ticket=told.ticket,
+                memory=Memory(told.life, verdict.memory, verdict.size) if verdict.memory else None,
+                ids_digest=verdict.ids_digest,
+            )
+            for item, verdict in zip(items, answer.verdicts, strict=True)
+        ]
+
+    async def brought(self, scores: TeacherScores) -> TeacherScores:
+        """An opinion with its numbers, read by this process from the run directory."""
+        if not isinstance(scores, FarScores):
+            return scores
+        assert self._workers is not None
+        cells = await self._workers.plane.cells(scores.written)
+        return scores_of(scores.key, scores.teacher, scores.signal, cells)
+
+    async def near(self, items: Sequence[ScoreItem]) -> list[ScoreItem]:
+        """The items with their tokens, read by this process."""
+        assert self._workers is not None
+        far = [item for item in items if isinstance(item, FarScoreItem)]
+        names = ["tokens", "loss_mask"]
+        if any(item.signal is Signal.AT_IDS and not item.others for item in far):
+            names.append(CANDIDATES)
+        meta = BatchMeta(self._workers.partition, tuple(item.key for item in far))
+        columns = await self._workers.plane.get(meta, names)
+        self.rows_judged_here += len(far)
+        place = {item.key: index for index, item in enumerate(far)}
+        found = []
+        for item in items:
+            if isinstance(item, FarScoreItem):
+                tokens, mask, *ids = (np.asarray(columns[name][place[item.key]]) for name in names)
+                positions = np.flatnonzero(mask).astype(np.int32)
+                own = ids[0] if ids and item.signal is Signal.AT_IDS else None
+                if item.others:
+                    theirs = [(await self.brought(one)).ids for one in item.others]
+                    own = np.concatenate([one for one in theirs if one is not None], axis=1)
+                item = ScoreItem(item.key, tokens, positions, item.signal, item.k, own)
+            found.append(item)
+        return found
+
+
+class FarClient:
+    """One replica (a `ScoringClient`): asked about rows through a worker, about anything else from here."""
+
+    def __init__(
+        self, scoring: FarScoring, near: ScoringClient, door: wire.Door | None, remember_bytes: int = 0
+    ) -> None:
+        self._scoring = scoring
+        self._near = near
+        self._door = door
+        self._remember_bytes = remember_bytes
+
+    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+        if not any(isinstance(item, FarScoreItem) for item in items):
+            return await self._near.score(items, timeout)
+        # Beside rows by name only the fixed tokens may be told: their answer comes back without candidates.
+        by_name = all(isinstance(item, FarScoreItem) or item.key == FIXED_TOKENS for item in items)
+        if self._door is not None and by_name:
+            found = await self._scoring.ask(self._door, items, timeout, self._remember_bytes)
+            if found is not None:
+                return found
+        return await self._near.score(await self._scoring.near(items), timeout)
+
+    async def manifest(self) -> Manifest:
+        return await self._near.manifest()
+
+    async def health(self) -> bool:
+        return await self._near.health()
+
+    async def close(self) -> None:
+        await self._near.close()
+
+
+_NOTHING = np.zeros(0, np.float32)
+
+
+def _order(item: ScoreItem) -> wire.OrderItem:
+    if not isinstance(item, FarScoreItem):
+        return wire.inline(item)
+    places = [one.written.cells[IDS] for one in item.others]
+    return wire.OrderItem(
+        item.key,
+        str(item.signal),
+        item.k,
+        mark=item.mark,
+        use=item.use,
+        ids_at=[place for place in places if isinstance(place, SpillRef)],
+    )
+
+
+def is_loopback(url: str) -> bool:
+    """Whether an address means the machine it is used on."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,333 @@
+"""Weights for engines on other machines: flat buckets through a process group of their own. Used by both ends.
+
+    trainer (rank 0)   pack bucket 2 │ bucket 1 on its way        pack 3 │ 2 on its way …
+                                     │ broadcast (gloo, or NCCL between GPUs: `group_backend`)
+    engine (rank 1 …)                └──> memory of its own ──> all there, sums right ──> copied in between two tokens
+
+A bucket is bytes: whole tensors one after another, each at a multiple of 16, and at the end the sum of the bucket's 8-byte
+words. The order says which tensors come (`StreamOrder.tensors`), so both ends cut the same buckets. What was packed stays
+here: an engine that is started again gets the very same bytes. Nothing is taken over before everything has come, so an
+engine whose transfer breaks goes on under the weights it had.
+
+Where NCCL carries them, buckets pass through a few of the same size in each member's GPU memory (`Stage`); what is kept is in host
+memory either way, so no GPU ever holds its weights twice.
+
+The group is made by hand over a store of our own: the trainer's process may be in torch's default group already, with its
+ranks. Every operation has a deadline; a member that dies breaks the group for all within it, and never longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from understudy.engines.group_backend import GroupBackend
+from understudy.engines.hosted.messages import GroupOrder, StreamOrder, TensorNote
+from understudy.errors import EngineError
+
+BUCKET_BYTES = 64 << 20
+_ALIGN = 16
+_SUM_BYTES = 8
+_ON_THEIR_WAY = 2
+"""Broadcasts that run while the next bucket is packed."""
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_DTYPES = {str(one).removeprefix("torch."): one for one in (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
+
+
+class TransferBroken(EngineError):
+    """Weights did not arrive whole; those that were there before still are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor's place in its bucket, in bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    pieces: tuple[Piece, ...]
+    size: int
+    """Without the sum; a multiple of 16."""
+
+
+def notes_of(named: Sequence[tuple[str, Tensor]]) -> list[TensorNote]:
+    return [
+        TensorNote(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for name, tensor in named
+    ]
+
+
+def plan(notes: Sequence[TensorNote], bucket_bytes: int) -> list[Bucket]:
+    """Tensors in their order, into buckets of at most `bucket_bytes`; a larger tensor has one to itself."""
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    at = 0
+    for note in notes:
+        if note.dtype not in _DTYPES or min(note.shape, default=0) < 0:
+            raise TransferBroken(f"{note.name} is {note.dtype} of shape {note.shape}, which is not sent")
+        dtype, count = _DTYPES[note.dtype], 1
+        for length in note.shape:
+            count *= length
+        size = count * dtype.itemsize
+        if pieces and at + size > bucket_bytes:
+            buckets.append(Bucket(tuple(pieces), at))
+            pieces, at = [], 0
+        pieces.append(Piece(note.name, dtype, tuple(note.shape), at, at + size))
+        at += -(-size // _ALIGN) * _ALIGN
+    return [*buckets, Bucket(tuple(pieces), at)] if pieces else buckets
+
+
+def buffers_for(buckets: Sequence[Bucket], before: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Memory for each bucket and its sum; that of an earlier set of weights of the same cut is used again."""
+    sizes = [bucket.size + _SUM_BYTES for bucket in buckets]
+    if sizes == [len(flat) for flat in before]:
+        return list(before)
+    return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+
+def _sum(flat: Tensor) -> Tensor:
+    return flat[:-_SUM_BYTES].view(torch.int64).sum()
+
+
+class Stage:
+    """Device memory that buckets pass through, one more than can be on their way: enough for the next one."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._memory: list[Tensor] = []
+
+    def room(self, index: int, size: int) -> Tensor:
+        """For the bucket of this number; whoever had it before must be through."""
+        place = index % (_ON_THEIR_WAY + 1)
+        while len(self._memory) <= place:
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device=self.device))
+        if len(self._memory[place]) < size:
+            self._memory[place] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._memory[place][:size]
+
+
+class PackedWeights:
+    """One version's weights as buckets, packed when first asked for. Threads may ask at once."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        bucket_bytes: int = BUCKET_BYTES,
+        before: Sequence[Tensor] = (),
+    ) -> None:
+        self.notes = notes_of(named)
+        self.bucket_bytes = bucket_bytes
+        self.buckets = plan(self.notes, bucket_bytes)
+        self.flats = buffers_for(self.buckets, before)
+        self._left: dict[str, Tensor] = dict(named)
+        self._packing = threading.Lock()
+
+    def flat(self, index: int) -> Tensor:
+        with self._packing:
+            pieces, flat = self.buckets[index].pieces, self.flats[index]
+            if pieces[0].name in self._left:
+                for piece in pieces:
+                    piece.of(flat).copy_(self._left.pop(piece.name))
+                flat[-_SUM_BYTES:].view(torch.int64).copy_(_sum(flat))
+            return flat
+
+    def staged(self, index: int, stage: Stage) -> Tensor:
+        """The same bucket in device memory: packed there when it is new, so that weights on that device leave it once."""
+        with self._packing:
+            pieces, flat = self.buckets[index].pieces, self.flats[index]
+            room = stage.room(index, len(flat))
+            if pieces[0].name not in self._left:
+                return room.copy_(flat)
+            room.zero_()  # between tensors there is filling, and it is summed too
+            for piece in pieces:
+                piece.of(room).copy_(self._left.pop(piece.name))
+            room[-_SUM_BYTES:].view(torch.int64).copy_(_sum(room))
+            flat.copy_(room)
+            return room
+
+    def complete(self) -> None:
+        """From here on the tensors may change; no bucket does."""
+        for index in range(len(self.buckets)):
+            self.flat(index)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        self.complete()
+        return [
+            (piece.name, piece.of(flat))
+            for bucket, flat in zip(self.buckets, self.flats, strict=True)
+            for piece in bucket.pieces
+        ]
+
+
+class MeetingPlace:
+    """The store that groups are made over, kept by the trainer, on the one address it is given."""
+
+    def __init__(self, address: str) -> None:
+        self.host = address
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listening:
+            listening.bind((address, 0))
+            listening.listen(128)
+            self.port: int = listening.getsockname()[1]
+            self._store = dist.TCPStore(
+                address,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
+
+    def join(self, order: GroupOrder) -> Any:
+        return _join(order, self.host)
+
+
+def _join(order: GroupOrder, address: str) -> Any:
+    """A group of the order's kind; gloo listens on this address alone. `RuntimeError` when the others do not come in time.
+
+    Each group has a connection of its own to the store: who waits there keeps it from everybody else.
+    """
+    patience = timedelta(seconds=order.stall_s)
+    store = dist.TCPStore(order.host, order.port, is_master=False, wait_for_workers=False, timeout=patience)
+    if _is_nccl(order):
+        nccl: Any = dist.ProcessGroupNCCL
+        wishes = nccl.Options()
+        wishes._timeout = patience
+        with _failures_are_ours():
+            return nccl(dist.PrefixStore(order.name, store), order.rank, order.size, wishes)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = patience
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(dist.PrefixStore(order.name, store), order.rank, order.size, options)
+
+
+def _is_nccl(order: GroupOrder) -> bool:
+    return GroupBackend(order.backend) is GroupBackend.NCCL
+
+
+def drop(group: Any, order: GroupOrder | None) -> None:
+    """A group that broke: NCCL would wait for its members in the end of it, so it is told not to."""
+    if group is not None and order is not None and _is_nccl(order):
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+
+
+@contextlib.contextmanager
+def _failures_are_ours() -> Iterator[None]:
+    """For an NCCL group that is made meanwhile: `wait` waits for its work, up to the group's deadline, and raises.
+
+    Otherwise torch's watchdog ends the whole process when a member is lost, and the trainer would go with an engine.
+    """
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
+
+
+def _in_turn(group: Any, flats: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Broadcasts one after another, a few on their way at once; gives each back when it is through.
+
+    After a failure those still on their way are waited for, each as long as its deadline: nobody then writes into memory
+    that is used again, and the group can be dropped without waiting inside torch.
+    """
+    on_their_way: deque[tuple[Any, Tensor]] = deque()
+    try:
+        for flat in flats:
+            options = dist.BroadcastOptions()
+            options.rootRank = options.rootTensor = 0
+            on_their_way.append((group.broadcast([flat], options), flat))
+            if len(on_their_way) > _ON_THEIR_WAY:
+                on_their_way[0][0].wait()
+                yield on_their_way.popleft()[1]
+        while on_their_way:
+            on_their_way[0][0].wait()
+            yield on_their_way.popleft()[1]
+    finally:
+        for work, _ in on_their_way:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+
+
+def send(group: Any, packed: PackedWeights, stage: Stage | None = None) -> None:
+    """Every bucket to every member, the next one packed while these are on their way; through `stage` where NCCL carries them."""
+    numbers = range(len(packed.buckets))
+    flats = map(packed.flat, numbers) if stage is None else (packed.staged(n, stage) for n in numbers)
+    try:
+        deque(_in_turn(group, flats), maxlen=0)
+    except RuntimeError as error:
+        raise TransferBroken(_words(error)) from error
+
+
+class Receiver:
+    """An engine's end: the group it is in, and memory for one set of weights."""
+
+    def __init__(self, address: str, device: torch.device | str = "cpu") -> None:
+        self._address = address
+        self._stage = Stage(device)
+        self._order: GroupOrder | None = None
+        self._group: Any = None
+        self._flats: list[Tensor] = []
+
+    def receive(self, order: StreamOrder) -> list[tuple[str, Tensor]]:
+        """All tensors of a broadcast, verified; `TransferBroken` leaves the group. They hold until the next call."""
+        buckets = plan(order.tensors, order.bucket_bytes)
+        self._flats = buffers_for(buckets, self._flats)
+        rooms = (self._stage.room(n, len(flat)) for n, flat in enumerate(self._flats))
+        try:
+            group = self._joined(order.group)
+            coming = _in_turn(group, rooms if order.staged else self._flats)
+            for number, flat in enumerate(coming):
+                if not torch.equal(flat[-_SUM_BYTES:].view(torch.int64)[0], _sum(flat)):
+                    raise TransferBroken(f"bucket {number} of {len(buckets)} came damaged")
+                if order.staged:
+                    self._flats[number].copy_(flat)
+        except (RuntimeError, TransferBroken) as error:
+            self.leave()
+            raise TransferBroken(f"weights did not arrive whole: {_words(error)}") from error
+        return [
+            (piece.name, piece.of(flat))
+            for bucket, flat in zip(buckets, self._flats, strict=True)
+            for piece in bucket.pieces
+        ]
+
+    def _joined(self, order: GroupOrder) -> Any:
+        if self._order is None or self._order.name != order.name:
+            self.leave()
+            self._group, self._order = _join(order, self._address), order
+        return self._group
+
+    def leave(self) -> None:
+        drop(self._group, self._order)
+        self._group = self._order = None
+
+
+def _words(error: BaseException) -> str:
+    """The first sentence, without the library's source line in front of it."""
+    said = str(error).strip().split("\n", 1)[0]
+    return said.split("] ", 1)[1] if said.startswith("[") and "] " in said else said
