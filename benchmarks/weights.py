@@ -32,8 +32,7 @@ import torch
 from safetensors import safe_open
 
 from hardware import cpu_name
-from understudy.engines.hosted.messages import GroupOrder, StreamOrder
-from understudy.weights.broadcast import MeetingPlace, PackedWeights, Receiver, send
+from understudy.weights.broadcast import GroupOrder, MeetingPlace, PackedWeights, Receiver, StreamOrder, send
 from understudy.weights.snapshots import Snapshots
 
 ROUNDS = 7

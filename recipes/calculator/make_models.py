@@ -23,7 +23,7 @@ from supervise import encode
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from understudy.policy.supervised import Schedule, train
-from understudy.trainers.evaluation.evaluate import evaluate_model
+from understudy.run.evaluate_model import evaluate_model
 
 HERE = Path(__file__).resolve().parent
 REWARD = "understudy.rollout.rewards.builtin:exact_match"

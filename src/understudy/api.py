@@ -15,8 +15,7 @@ from understudy.config.recipe import apply_overrides, resolve_paths
 from understudy.errors import ConfigError
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import RunDir, read_json
-from understudy.run.entry import run_to_its_end
-from understudy.trainers.early import begun_early
+from understudy.run.entry import begun_early, run_to_its_end
 
 Model = str | Path
 """A hub id or a folder."""
@@ -69,8 +68,8 @@ class Run:
     ) -> dict[str, float]:
         """Measure the latest student, or the best, as `understudy eval` does: by the run's own `data.eval` and `data.reward`, or these."""
         from understudy.observability.live import LiveView  # noqa: PLC0415
+        from understudy.run.evaluate_model import evaluate_model  # noqa: PLC0415 - imports torch
         from understudy.run.given import storable  # noqa: PLC0415 - trainers import this module
-        from understudy.trainers.evaluation.evaluate import evaluate_model  # noqa: PLC0415 - imports torch
 
         given = {key: value for key, value in (("eval", data), ("reward", reward)) if value is not None}
         with storable({"data": given}) as (tables, _), LiveView(0, enabled=progress) as view:

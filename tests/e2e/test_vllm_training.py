@@ -21,8 +21,8 @@ from understudy.engines.base import GenerateRequest, Sampling
 from understudy.engines.servers.vllm import VLLMEngine
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
+from understudy.planning.preflight import PYTHON_VARIABLE
 from understudy.trainers.stopping import Interrupts
-from understudy.trainers.student_servers import PYTHON_VARIABLE
 from understudy.trainers.sync import take_step
 from understudy.trainers.system import System
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from understudy.engines.hosted.messages import GroupOrder, StreamOrder
 from understudy.weights.broadcast import (
+    GroupOrder,
     MeetingPlace,
     PackedWeights,
     Receiver,
     Stage,
+    StreamOrder,
     TransferBroken,
     send,
 )

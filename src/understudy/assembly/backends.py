@@ -15,8 +15,8 @@ from understudy.dataplane.base import DataPlane, Retain
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir
+from understudy.planning.preflight import missing_extras
 from understudy.planning.ray_seating import ray_layout
-from understudy.trainers.extras import missing_extras
 
 _EMBEDDED_SPILL_BYTES = 1 << 20
 

@@ -13,24 +13,25 @@ import torch
 
 from understudy.assembly.agent_loops import Keeping, open_loops
 from understudy.assembly.backends import open_plane
-from understudy.assembly.cpu_threads import lanes_of, products_of_lanes, torch_threads
+from understudy.assembly.cpu_threads import collecting_seldom, lanes_of, products_of_lanes, torch_threads
+from understudy.assembly.critic import ComingCritic, critic_of, reference_of
 from understudy.assembly.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.assembly.prompt_facts import LongestPrompt, mixed_teachers
 from understudy.assembly.ranks import start_ranks
 from understudy.assembly.teacher_admin import open_for_requests
 from understudy.assembly.teachers import (
     StudentFacts,
-    gpu_names,
     manifests_of,
     router_of,
-    seat_here,
     start_teachers,
     teacher_lanes,
     teacher_tokens,
 )
+from understudy.assembly.this_machine import gpu_names, seat_here
 from understudy.assembly.usable_ids import find_usable_ids, keep_usable_ids
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe
+from understudy.config.base import flatten
 from understudy.config.checks.fully_async import repeats_to_the_bit
 from understudy.engines.base import Engine
 from understudy.losses.objective import Objective
@@ -58,12 +59,10 @@ from understudy.rollout.loading import look_in
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.rollout.workers.pool import LoopWorkers
-from understudy.run.changed_recipe import flatten
 from understudy.teacher.scoring.model import vocabulary_of
 from understudy.trainers.call_batching import Lane
-from understudy.trainers.collector import collecting_seldom
-from understudy.trainers.critic.local import ValueModel, critic_of, reference_of
-from understudy.trainers.critic.remote import ComingCritic, FarCritic
+from understudy.trainers.critic.local import ValueModel
+from understudy.trainers.critic.remote import FarCritic
 from understudy.trainers.evaluation.best_checkpoint import BestSoFar
 from understudy.trainers.evaluation.evaluate import eval_prompts
 from understudy.trainers.learn.refused_steps import keep_refused
@@ -75,7 +74,7 @@ from understudy.trainers.remote_rows.rollouts import RowWorkers, brings_tokens, 
 from understudy.trainers.remote_rows.scoring import FarScoring
 from understudy.trainers.system import PARTITION, System
 from understudy.types.usable_ids import UsableIds
-from understudy.weights.base import WeightPublisher
+from understudy.weights.publish import WeightPublisher
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ folder alone, so that a resume elsewhere repeats it to the bit.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,22 @@ import torch
 from understudy.config import Recipe
 from understudy.planning.models.folder import ModelFolder
 from understudy.trainers.models import resolve_device
+
+NEW_OBJECTS = 50_000
+"""Made more than freed before the newest are looked through: some ten megabytes."""
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Leaves a collector alone that is switched off, or has been told to wait longer still."""
+    before = gc.get_threshold()
+    if 0 < before[0] < NEW_OBJECTS:
+        gc.set_threshold(NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
 
 SMALL = 1 << 22
 """Parameters. Every lane holds a gradient of its own, and larger students have larger products."""

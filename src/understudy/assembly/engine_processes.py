@@ -15,8 +15,7 @@ from understudy.engines.hosted.engine import HostedEngine
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.replicas import Endpoint
-from understudy.engines.restarts import Restarts
+from understudy.engines.replicas import Endpoint, Restarts
 from understudy.engines.servers.vllm import Child, HostLauncher
 from understudy.nn.pretrained import AUTO
 from understudy.trainers.models import LoadedModel

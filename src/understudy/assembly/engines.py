@@ -28,19 +28,25 @@ from understudy.engines.base import Engine, Sampling
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.restarts import Restarts
+from understudy.engines.replicas import Restarts
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.engines.servers.vllm import HostLauncher, VLLMSettings, start_vllm
 from understudy.errors import ConfigError
 from understudy.nn.rotary_border import crossing
+from understudy.planning.preflight import endpoints_of, vllm_python
 from understudy.trainers.models import LoadedModel
 from understudy.trainers.remote_rows.rollouts import brings_tokens_to_servers
-from understudy.trainers.student_servers import endpoints_of, vllm_python
 from understudy.types.usable_ids import UsableIds
-from understudy.weights.base import AdapterSource, WeightPublisher, WeightSource
-from understudy.weights.publish import AdaptersOnly, CopiedWeights, SharedWeights
+from understudy.weights.publish import (
+    AdaptersOnly,
+    AdapterSource,
+    CopiedWeights,
+    SharedWeights,
+    WeightPublisher,
+    WeightSource,
+)
 
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """vLLM on a CPU would take 4 GiB and bind itself to cores that the trainer uses."""

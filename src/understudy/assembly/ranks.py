@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import psutil
 import torch
 
 from understudy.assembly.rank_heartbeat import Pulse
-from understudy.cluster.local import Child, LocalProcesses
+from understudy.cluster.local import Child, LocalProcesses, obituary
 from understudy.config import Recipe
 from understudy.errors import ConfigError, GivenUp, RankLost
 from understudy.observability.live import LiveView
@@ -47,9 +46,6 @@ FAILED, LOST_COMPANY = 1, 4
 _LOOK_SECONDS = 0.5
 _DOOR_SECONDS = 0.05
 _LEAVE_SECONDS = 10.0
-_LAST_WORDS_BYTES = 8192
-SUPERVISOR_GONE = "(its supervisor is gone"
-"""How the log of a process elsewhere ends when its machine does."""
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -191,21 +187,6 @@ class Followers:
         return RankLost(
             obituary(who, self._children[rank], self._said_before[rank], elsewhere=rank not in self.here)
         )
-
-
-def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> str:
-    """How a process ended, in its own words where it left any after the first `said_before` bytes of its log."""
-    code = child.process.returncode or 0
-    lines: list[str] = []
-    with suppress(OSError), child.log.open("rb") as handle:  # its log may be gone, or never have come
-        handle.seek(max(said_before, child.log.stat().st_size - _LAST_WORDS_BYTES))
-        lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
-    words = lines[-1].strip() if lines else "it said nothing"
-    if code < 0 and elsewhere and words.startswith(SUPERVISOR_GONE):
-        return f"{who} went with its machine {words}; log: {child.log}"
-    if code < 0:
-        return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by somebody); log: {child.log}"
-    return f"{words} ({who} ended with code {code}; log: {child.log})"
 
 
 async def start_ranks(

@@ -19,16 +19,14 @@ import numpy as np
 import torch
 
 from understudy.assembly.teacher_processes import LocalTeachers
-from understudy.cluster.devices import visible_gpus
+from understudy.assembly.this_machine import gpu_names
 from understudy.cluster.local import LocalProcesses
 from understudy.config import Recipe, TeacherConfig
-from understudy.errors import ClusterError, ConfigError, TeacherError
+from understudy.errors import ConfigError, TeacherError
 from understudy.observability.live import LiveView
-from understudy.planning.ray_seating import beside_the_trainer, gpus_outside_ray
-from understudy.planning.seating import Seating, Seats, seat
+from understudy.planning.seating import Seating, Seats
 from understudy.teacher.clients.discover import Backend, connect_external
 from understudy.teacher.clients.native import ReplicaClient
-from understudy.teacher.head_frame import WireHead
 from understudy.teacher.manifest import Batching, Manifest
 from understudy.teacher.mixture import needed_signals
 from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
@@ -36,19 +34,17 @@ from understudy.teacher.pool.integrity import check_row, check_signals, check_vo
 from understudy.teacher.pool.keeper import Connect, KeeperOptions, connect_native
 from understudy.teacher.pool.launch import Endpoint, ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.protocol import WireHead
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.trainers.call_batching import Lane, Sharing
-from understudy.trainers.far_cache import FarScoreCache
 from understudy.trainers.remote_rows.messages import External
-from understudy.trainers.remote_rows.scoring import FarScoring
-from understudy.trainers.system import System
+from understudy.trainers.remote_rows.scoring import FarScoreCache, FarScoring
 from understudy.types.loss import TeacherHead
 from understudy.types.scores import ScoreItem, Signal
 from understudy.types.usable_ids import UsableIds
 
 logger = logging.getLogger(__name__)
-
 _TOLD = (
     EventKind.PAUSED,
     EventKind.RESUMED,
@@ -58,6 +54,8 @@ _TOLD = (
     EventKind.ADDED,
     EventKind.REMOVED,
 )
+
+
 _SCORE_TOGETHER = 16
 """Sequences that end together and share a request otherwise: enough that requests cost little, few enough that their answers come soon."""
 _TOGETHER_TOKENS = 16_384
@@ -126,29 +124,6 @@ class Teachers:
                 f"no teacher {teacher!r} in this run; teachers are {', '.join(self.pools) or 'none'}"
             )
         return self.pools[teacher]
-
-
-def gpu_names() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls each GPU that torch can use here."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = visible_gpus()
-    return names[:count] if len(names) >= count else [str(index) for index in range(count)]
-
-
-def seat_here(recipe: Recipe) -> Seating:
-    """Who sits where on this very machine; `ClusterError` when it is too small."""
-    here, usable, seen = recipe, gpu_names(), visible_gpus()
-    if recipe.cluster.backend == "ray":
-        here, usable = beside_the_trainer(recipe), usable[: gpus_outside_ray(recipe)]
-    try:
-        return seat(here, len(usable), os.cpu_count(), usable)
-    except ClusterError as error:
-        if usable or not seen:
-            raise
-        raise ClusterError(
-            f"{error}\n(there are {len(seen)} GPUs, and torch {torch.__version__} can use none of them: install one that is built for "
-            "CUDA and fits the driver)"
-        ) from None
 
 
 async def start_teachers(
@@ -347,13 +322,4 @@ def manifests_of(pools: Mapping[str, TeacherPool]) -> dict[str, dict[str, Any]]:
     return {
         name: {**msgspec.to_builtins(pool.manifest), "fixed_scores": pool.fixed_scores}
         for name, pool in pools.items()
-    }
-
-
-def teacher_metrics(system: System) -> dict[str, float]:
-    """Per teacher: latency, queue, retries, ejections; per replica: its share of the tokens, and the same."""
-    return {
-        f"perf/{name}": value
-        for pool in system.pools.values()
-        for name, value in pool.metrics().flat().items()
     }

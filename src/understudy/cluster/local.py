@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,23 @@ def _last_words(log: Path, start: int) -> str:
         handle.seek(start)
         lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
     return "\n".join(lines[-_LAST_WORDS:]) if lines else "(it said nothing)"
+
+
+_LAST_WORDS_BYTES = 8192
+SUPERVISOR_GONE = "(its supervisor is gone"
+"""How the log of a process elsewhere ends when its machine does."""
+
+
+def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> str:
+    """How a process ended, in its own words where it left any after the first `said_before` bytes of its log."""
+    code = child.process.returncode or 0
+    lines: list[str] = []
+    with suppress(OSError), child.log.open("rb") as handle:  # its log may be gone, or never have come
+        handle.seek(max(said_before, child.log.stat().st_size - _LAST_WORDS_BYTES))
+        lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
+    words = lines[-1].strip() if lines else "it said nothing"
+    if code < 0 and elsewhere and words.startswith(SUPERVISOR_GONE):
+        return f"{who} went with its machine {words}; log: {child.log}"
+    if code < 0:
+        return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by somebody); log: {child.log}"
+    return f"{words} ({who} ended with code {code}; log: {child.log})"

@@ -43,14 +43,13 @@ from understudy.dataplane.journal.folder_lock import FolderLock
 from understudy.dataplane.journal.journal import Journal
 from understudy.dataplane.journal.schema import read_meta, write_meta
 from understudy.dataplane.journal.spill import SpillFiles
-from understudy.dataplane.leases import Leases
 from understudy.dataplane.memory.admission import Admission
 from understudy.dataplane.memory.claim_view import ClaimRequest, ViewSpec
 from understudy.dataplane.memory.claims import Claims
 from understudy.dataplane.memory.intake import Intake
 from understudy.dataplane.memory.loading import Loaded, load
 from understudy.dataplane.memory.partition import Partition
-from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.rows import Leases, Row
 from understudy.dataplane.memory.store import Store
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta

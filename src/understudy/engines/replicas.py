@@ -17,6 +17,30 @@ from dataclasses import dataclass, field
 
 from understudy.errors import EngineError
 
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of batches and of what was written for them, to and from all engine processes or servers so far; HTTP's own words not counted."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """So often in a row without having done anything useful: an engine process by having served for `steady_s`, a vLLM server, whose
+    start alone may take minutes, by having answered a request."""
+
+    most: int = 5
+    first_wait_s: float = 0.5
+    longest_wait_s: float = 30.0
+    steady_s: float = 60.0
+
+    def wait_before(self, restart: int) -> float:
+        """Seconds to wait before the `restart`-th in a row, counted from 1."""
+        return float(min(self.first_wait_s * 2 ** (restart - 1), self.longest_wait_s))
+
+
 REST_AFTER = 3
 """Failures in a row."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from understudy.cluster.devices import visible_gpus
 from understudy.config import Recipe
+from understudy.config.rollout import RolloutConfig
+from understudy.engines.replicas import Endpoint
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.losses.describe import ObjectiveDescription, describe_objective
 from understudy.observability.loggers import missing_loggers
@@ -28,8 +32,54 @@ from understudy.planning.teacher_checks import contexts_fit, mixtures_fit, signa
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loading import look_in
-from understudy.trainers.extras import missing_extras
-from understudy.trainers.student_servers import endpoints_of, vllm_python
+
+PYTHON_VARIABLE = "UNDERSTUDY_VLLM_PYTHON"
+
+
+def endpoints_of(rollout: RolloutConfig, environment: Mapping[str, str] = os.environ) -> list[Endpoint]:
+    token = environment.get(rollout.token_env) if rollout.token_env else None
+    if rollout.token_env and not token:
+        raise ConfigError(
+            f"rollout.token_env = {rollout.token_env!r}: that environment variable is empty; export the token"
+        )
+    return [Endpoint(url.rstrip("/"), key=token) for url in rollout.urls]
+
+
+def vllm_python(rollout: RolloutConfig, environment: Mapping[str, str] = os.environ) -> str:
+    """The interpreter to start vLLM with; vLLM lives in an environment of its own, so that its pins never fight ours."""
+    python = rollout.vllm_python or environment.get(PYTHON_VARIABLE)
+    if not python:
+        raise ConfigError(
+            "rollout.engine = 'vllm' starts vLLM in an environment of its own: set rollout.vllm_python (or the variable "
+            f"{PYTHON_VARIABLE}) to that environment's interpreter, or give `urls` of running servers"
+        )
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"rollout.vllm_python = {python!r} is not an interpreter that can be run")
+    return python
+
+
+_MATH = "understudy.rollout.rewards.math_reward:math_verify"
+
+
+def missing_extras(recipe: Recipe) -> list[str]:
+    """What the recipe asks for and this machine lacks; looks without importing."""
+    asks = [
+        (recipe.cluster.backend == "ray", "cluster.backend = 'ray'", "ray", "ray"),
+        (
+            recipe.dataplane.backend == "transfer_queue",
+            "dataplane.backend = 'transfer_queue'",
+            "transfer_queue",
+            "ray",
+        ),
+        (recipe.student.lora is not None, "[student.lora]", "peft", "lora"),
+        (recipe.data.reward == _MATH, f"data.reward = {_MATH!r}", "math_verify", "math"),
+    ]
+    return [
+        f"{key} needs the {extra} extra: pip install understudy[{extra}]"
+        for asked, key, module, extra in asks
+        if asked and find_spec(module) is None
+    ]
+
 
 _SHOWN = 3
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -61,6 +61,9 @@ from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead, TeacherHead
 from understudy.types.loss_metrics import merge_metrics, metrics_to_host
+
+if TYPE_CHECKING:
+    pass
 
 
 class Policy:
@@ -399,3 +402,12 @@ def _no_weights(batch: AnyBatch) -> Jagged:
 
 def _nothing() -> None:
     """Nobody waits for the backward pass."""
+
+
+def untouched(policy: Policy) -> bool:
+    """Whether a call that failed did nothing: the gradients are cleared, so the weights were not reached."""
+    return (
+        policy.ranks.size == 1
+        and all(weight.grad is None for weight in policy.optimizer.weights.values())
+        and all(master.grad is None for master in policy.optimizer.masters.values())
+    )

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from understudy.config import CriticConfig, Recipe, parse_recipe
+from understudy.config.base import flatten
 from understudy.config.recipe import Overrides, apply_overrides
 from understudy.errors import ConfigError
 from understudy.observability.redact import HIDDEN
@@ -25,7 +26,6 @@ _KEPT = "what is kept on disk"
 _WRITTEN_ALIKE = "who generates, not what: seeds belong to the rows"
 _REACHED = "where the servers are, not what they serve"
 _PACE = "how far rollouts run ahead; rows in flight stay in their windows"
-
 ACCEPTED: Mapping[str, str] = {
     "trainer.steps": "how far the run goes; a schedule that decays does so over the new length from here on",
     "trainer.passes": "how far the run goes",
@@ -94,11 +94,13 @@ ACCEPTED: Mapping[str, str] = {
 }
 """Keys that may change, each with the reason; `*` stands for any name."""
 
+
 ONLY_MORE: Mapping[str, str] = {
     "trainer.max_staleness": "rows in flight may be further behind than the new bound allows",
     "dataplane.max_rows": "rows in flight may be further ahead than the new bound has room for",
 }
 """Accepted keys that may not be lowered in a fully async run: what the journal holds was written under the wider bound."""
+
 
 REFUSED: Mapping[str, str] = {
     "run.seed": "every sample's randomness derives from it",
@@ -179,17 +181,6 @@ def _tables(recipe: Recipe) -> dict[str, Any]:
     if recipe.loss.advantage == "gae" and recipe.critic is None:
         table["critic"] = CriticConfig().model_dump()
     return table
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _accepted(key: str) -> str | None:

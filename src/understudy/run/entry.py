@@ -12,11 +12,25 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+from understudy.cluster import nursery
+from understudy.config import Recipe
 from understudy.run.own_thread import OwnThread, inside_a_running_loop
+
+
+def begun_early(recipe: Recipe) -> AbstractContextManager[None]:
+    """A nursery for the teachers this run will start on this machine, if there are any."""
+    own = [teacher for teacher in recipe.teachers.values() if not teacher.urls]
+    if recipe.cluster.backend != "local" or not own:
+        return nullcontext()
+    threads = Counter(teacher.threads for teacher in own).most_common(1)[0][0]
+    return nursery.prepared({"OMP_NUM_THREADS": str(threads)})
+
 
 _NAME = "understudy-run"
 _LAST_SECONDS = 3.0

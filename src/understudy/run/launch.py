@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from understudy.api import Run
 from understudy.assembly.backends import lasting, processes_of
 from understudy.assembly.build import build, is_deterministic
-from understudy.assembly.teachers import seat_here
+from understudy.assembly.this_machine import seat_here
 from understudy.config import Recipe
 from understudy.config.recipe import Overrides
-from understudy.errors import ConfigError, RankLost, UnderstudyError
+from understudy.errors import ConfigError, PolicyError, RankLost, UnderstudyError
 from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
@@ -36,10 +38,49 @@ from understudy.trainers.fully_async import train_fully_async
 from understudy.trainers.prompt_data import PromptData, open_data
 from understudy.trainers.stopping import PATIENCE_S, Interrupts
 from understudy.trainers.sync import train_sync
-from understudy.trainers.torch_errors import explained
+
+NOT_REPEATABLE = "does not have a deterministic implementation"
+"""How torch refuses an operation whose sums come in any order."""
+
+
+def explained(error: BaseException, recipe: Recipe) -> BaseException:
+    """The error itself, unless the recipe has keys that decide about it: then one that names them."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return _full_memory(error, recipe)
+    if isinstance(error, RuntimeError) and NOT_REPEATABLE in str(error):
+        return _not_repeatable(error)
+    return error
+
+
+def _not_repeatable(error: RuntimeError) -> PolicyError:
+    # "cumsum_cuda_kernel does not have a deterministic implementation, but you set …"
+    operation = str(error).split(NOT_REPEATABLE)[0].strip()
+    return PolicyError(
+        f"run.determinism = 'full': torch's {operation} cannot repeat its sums to the bit on a GPU. "
+        "run.determinism = 'fast' allows it; or leave out what needs it (of a loss or model of your own, say)"
+    )
+
+
+def _full_memory(error: torch.OutOfMemoryError, recipe: Recipe) -> PolicyError:
+    # "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of …": the rest is about the allocator.
+    sentences = " ".join(str(error).split()).replace("GPU 0 has", "The GPU has").split(". ")
+    student = recipe.student
+    ways = [
+        f"trainer.micro_batch_tokens (now {recipe.trainer.micro_batch_tokens}) decides what a forward and backward keeps, and "
+        "changes no result: halve it first",
+        f"rollout.max_batch (now {recipe.rollout.max_batch}) and rollout.context_length decide what the engine keeps for its "
+        "rows",
+    ]
+    if not student.gradient_checkpointing:
+        ways.append(
+            "student.gradient_checkpointing = true computes activations twice instead of keeping them"
+        )
+    return PolicyError(
+        f"the GPU's memory is full: {'. '.join(sentences[1:3])}.\n" + "\n".join(f"- {way}" for way in ways)
+    )
+
 
 logger = logging.getLogger(__name__)
-
 _TRAINERS = {"sync": train_sync, "fully_async": train_fully_async}
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from understudy.assembly.build import load_student_of, objective_of, policy_settings, steady_torch
+from understudy.assembly.critic import critic_of
 from understudy.assembly.usable_ids import kept_usable_ids
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import DataError
@@ -19,7 +20,7 @@ from understudy.policy.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from understudy.policy.forward.forward import Objective
 from understudy.policy.policy import Policy
 from understudy.policy.refused import RefusedRows
-from understudy.trainers.critic.local import critic_of, critic_state
+from understudy.trainers.critic.local import critic_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from understudy.errors import TeacherError
+from understudy.teacher import protocol
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -31,7 +32,6 @@ VERSION = 1
 CONTENT_TYPE = "application/x-understudy-frame"
 PREFIX = struct.Struct("<4sHHIIQ")
 MAX_HEADER_BYTES = 8 << 20
-
 _SIGNALS = {signal.value: signal for signal in Signal}
 
 
@@ -390,4 +390,53 @@ def decode_reply(data: bytes | memoryview) -> ScoreReply:
         logprobs,
         hidden,
         header.hidden_size,
+    )
+
+
+WIRE_TYPES = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
+"""numpy has no bfloat16: its bits travel as uint16."""
+
+
+class _HeadHeader(msgspec.Struct, forbid_unknown_fields=True):
+    vocab: int
+    hidden_size: int
+    dtype: str
+    bias: bool
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WireHead:
+    """logits = softcap(scale · (hidden · weightᵀ + bias)), where softcap(x) = cap · tanh(x / cap) or nothing."""
+
+    weight_VH: np.ndarray
+    bias_V: np.ndarray | None
+    dtype: str
+    scale: float
+    softcap: float | None
+
+
+def encode_head(head: WireHead) -> bytes:
+    vocab, hidden_size = head.weight_VH.shape
+    header = _HeadHeader(vocab, hidden_size, head.dtype, head.bias_V is not None, head.scale, head.softcap)
+    arrays = [head.weight_VH] if head.bias_V is None else [head.weight_VH, head.bias_V]
+    return protocol.frame(
+        Kind.HEAD, header, [array.astype(WIRE_TYPES[head.dtype], copy=False) for array in arrays]
+    )
+
+
+def decode_head(data: bytes) -> WireHead:
+    header, view = protocol.unframe(data, Kind.HEAD, _HeadHeader)
+    wire = WIRE_TYPES.get(header.dtype)
+    if wire is None or header.vocab < 1 or header.hidden_size < 1:
+        raise ProtocolError(
+            f"a head of dtype {header.dtype!r} with shape [{header.vocab}, {header.hidden_size}]"
+        )
+    body = protocol.Body(view)
+    weight = body.take("weight", wire, header.vocab * header.hidden_size)
+    bias = body.take("bias", wire, header.vocab) if header.bias else None
+    body.end()
+    return WireHead(
+        weight.reshape(header.vocab, header.hidden_size), bias, header.dtype, header.scale, header.softcap
     )

@@ -15,22 +15,56 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from understudy.errors import CheckpointError, TeacherError
 from understudy.observability.faults import point
 from understudy.observability.metrics import cut_back
 from understudy.observability.rundir import RunDir
 from understudy.policy.checkpoints.checkpoint import Checkpoint, CheckpointStore
+from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.integrity import check_manifest_unchanged, check_scores_unchanged
-from understudy.trainers.critic.local import restore_critic, training_state
+from understudy.trainers.critic.local import _MODEL, _OPTIMIZER, critic_state
 from understudy.trainers.system import System
+
+if TYPE_CHECKING:
+    from understudy.trainers.system import System
+
+
+def training_state(system: System) -> PolicyState:
+    """Student and critic as one state. The critic's tensors lie with the optimizer's: nobody exports them by accident."""
+    state = system.policy.state()
+    if system.critic is None:
+        return state
+    own = system.critic.state()
+    extra: dict[str, torch.Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in own.model.items()}
+    extra |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in own.optimizer.items()}
+    return replace(
+        state,
+        optimizer={**state.optimizer, **extra},
+        # A run has one state of chance, the trainer's, wherever its critic sits.
+        progress={**state.progress, "critic": {**own.progress, "random": state.progress["random"]}},
+    )
+
+
+def restore_critic(system: System, state: PolicyState) -> None:
+    """Put the critic back from what `training_state` wrote."""
+    found: Mapping[str, Any] | None = state.progress.get("critic")
+    if (system.critic is None) != (found is None):
+        raise CheckpointError(
+            f"the checkpoint holds {'no critic' if found is None else 'a critic'}, this recipe has "
+            f"{'one' if found is None else 'none'}; resume with the recipe the run was started with"
+        )
+    if system.critic is not None and found is not None:
+        system.critic.load_state(critic_state(state))
 
 
 def checkpoint_due(system: System, step: int, line: Mapping[str, Any]) -> bool:

@@ -39,7 +39,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from understudy.assembly.teachers import teacher_metrics
 from understudy.config.checks.capacity import capacity_notes, max_prompts
 from understudy.dataplane.base import Count, Lease, Order, split_key
 from understudy.errors import DataError, PolicyError
@@ -48,15 +47,15 @@ from understudy.planning.windows import Windows
 from understudy.policy.step import StepResult
 from understudy.trainers.call_batching import Arrivals, Gather
 from understudy.trainers.checkpoints import checkpoint_due, save_checkpoint
-from understudy.trainers.held_out import evaluate_first, evaluated
+from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
 from understudy.trainers.learn.refused_steps import keep_weights
 from understudy.trainers.learn.update import batch_of, claim_batch, step_metrics, training_fields, update
-from understudy.trainers.metrics import usage_metrics
+from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.pacing.admission import AdmissionController
 from understudy.trainers.pacing.idle_meter import BusyMeter, metered
 from understudy.trainers.pacing.lending import Lender, lender_of
 from understudy.trainers.pacing.publish_gate import Turnstile
-from understudy.trainers.pacing.slots import Slots
+from understudy.trainers.pacing.slots import Production, Slots
 from understudy.trainers.pacing.staleness import RowAges
 from understudy.trainers.pacing.window_cursor import WindowCursor
 from understudy.trainers.produce.dynamic_sampling import (
@@ -68,7 +67,6 @@ from understudy.trainers.produce.dynamic_sampling import (
     without_rows,
 )
 from understudy.trainers.produce.produce import produce_step
-from understudy.trainers.production import Production
 from understudy.trainers.rollout_dump import with_rollout_dump
 from understudy.trainers.stopping import Abandoned, Interrupts
 from understudy.trainers.sync import publish

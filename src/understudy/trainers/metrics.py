@@ -16,6 +16,16 @@ from understudy.trainers.critic.remote import FarCritic
 from understudy.trainers.system import System
 from understudy.weights.publish import CopiedWeights
 
+
+def teacher_metrics(system: System) -> dict[str, float]:
+    """Per teacher: latency, queue, retries, ejections; per replica: its share of the tokens, and the same."""
+    return {
+        f"perf/{name}": value
+        for pool in system.pools.values()
+        for name, value in pool.metrics().flat().items()
+    }
+
+
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -29,6 +39,8 @@ PEAK_FLOPS = {
     "4090": 165e12,
 }
 """Dense half-precision FLOP/s by a part of the device's name, as the makers state them."""
+
+
 _KILO = 1 if sys.platform == "darwin" else 1024
 """getrusage counts bytes on macOS and KiB elsewhere."""
 

@@ -15,14 +15,13 @@ import logging
 import time
 from typing import Any
 
-from understudy.assembly.teachers import teacher_metrics
 from understudy.errors import PolicyError
 from understudy.observability.faults import point
 from understudy.trainers.checkpoints import checkpoint_due, save_checkpoint
-from understudy.trainers.held_out import evaluate_first, evaluated
+from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
 from understudy.trainers.learn.refused_steps import keep_weights
 from understudy.trainers.learn.update import claim_batch, step_metrics, update
-from understudy.trainers.metrics import usage_metrics
+from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.produce.dynamic_sampling import fill_step, install_filters, removal_metrics
 from understudy.trainers.produce.render_ahead import with_next_prompts
 from understudy.trainers.rollout_dump import with_rollout_dump

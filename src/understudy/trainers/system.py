@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from understudy.trainers.remote_rows.scoring import FarScoring
     from understudy.types.loss import TeacherHead
     from understudy.types.prompt import Prompt
-    from understudy.weights.base import WeightPublisher
+    from understudy.weights.publish import WeightPublisher
 
 PARTITION = "train"
 

@@ -26,15 +26,101 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from understudy.engines.group_backend import GroupBackend
-from understudy.engines.hosted.messages import GroupOrder, StreamOrder, TensorNote
 from understudy.errors import EngineError
+
+
+class GroupBackend(StrEnum):
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a group, as it describes itself."""
+
+    name: str
+    gpu: str | None = None
+    """The id of the GPU its weights are on, the same for whoever sees that GPU; None: in host memory, or it has no NCCL."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    backend: GroupBackend
+    note: str | None = None
+    """Why it is not the faster one, where somebody might have expected that."""
+
+
+def choose_backend(members: Sequence[Member]) -> BackendChoice:
+    on_gpus = [member for member in members if member.gpu is not None]
+    if not on_gpus:
+        return BackendChoice(GroupBackend.GLOO)
+    without = [member.name for member in members if member.gpu is None]
+    if without:
+        return BackendChoice(
+            GroupBackend.GLOO,
+            f"{', '.join(without)} of {len(members)} members have no GPU that NCCL can use, so weights travel through host memory",
+        )
+    owners: dict[str, str] = {}
+    for member in on_gpus:
+        assert member.gpu is not None
+        if member.gpu in owners:
+            return BackendChoice(
+                GroupBackend.GLOO,
+                f"{owners[member.gpu]} and {member.name} share GPU {member.gpu}, and NCCL wants one for each member, so weights "
+                "travel through host memory",
+            )
+        owners[member.gpu] = member.name
+    return BackendChoice(GroupBackend.NCCL)
+
+
+def gpu_id(device: torch.device | str) -> str | None:
+    """What to call the GPU that a process's weights are on; None where there is none, or NCCL is missing."""
+    found = torch.device(device)
+    if found.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
+        return None
+    return str(torch.cuda.get_device_properties(found).uuid)
+
+
+class TensorNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """One tensor of a broadcast."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class GroupOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """Where the members of a broadcast meet; rank 0 is the trainer."""
+
+    host: str
+    port: int
+    name: str
+    """A group that was joined under this name is used again."""
+    rank: int
+    size: int
+    stall_s: float
+    """How long one bucket, or the meeting, may take."""
+    backend: str = "gloo"
+    """A `group_backend.GroupBackend`."""
+
+
+class StreamOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """Weights that come by broadcast: who sends, and what comes in which order (`weight_broadcast.plan`)."""
+
+    group: GroupOrder
+    bucket_bytes: int
+    tensors: list[TensorNote]
+    staged: bool = False
+    """Buckets arrive in memory of the engine's device, not in the host's."""
+
 
 BUCKET_BYTES = 64 << 20
 _ALIGN = 16

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from understudy.dataplane.bridge_elsewhere import Errand, FarBridge
-from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, Errand, FarBridge, bridged
 from understudy.dataplane.transfer_queue.link import QueueAddress
 from understudy.dataplane.transfer_queue.writer import RowWriter
 from understudy.types.jagged import Jagged

@@ -15,7 +15,7 @@ import pytest
 from plane_rig import ROOMY
 
 from understudy.dataplane.base import Lease, Order
-from understudy.dataplane.bridge_elsewhere import Answer, Errand, call_elsewhere
+from understudy.dataplane.transfer_queue.bridge import Answer, Errand, call_elsewhere
 from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta

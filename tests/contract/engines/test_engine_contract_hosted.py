@@ -31,7 +31,7 @@ from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.hosted import process as host
 from understudy.engines.hosted.engine import HostedEngine
 from understudy.engines.hosted.messages import MAGIC, PREFIX, encode_call
-from understudy.engines.restarts import Restarts
+from understudy.engines.replicas import Restarts
 from understudy.errors import EngineError
 from understudy.observability.owned_folder import OwnedFolder
 from understudy.types.trajectory import StopReason

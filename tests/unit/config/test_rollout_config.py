@@ -5,8 +5,8 @@ import pytest
 from understudy.config import parse_recipe
 from understudy.config.rollout import AGENTS
 from understudy.errors import ConfigError
+from understudy.planning.preflight import PYTHON_VARIABLE, endpoints_of, vllm_python
 from understudy.rollout.agents.registry import LOOPS
-from understudy.trainers.student_servers import PYTHON_VARIABLE, endpoints_of, vllm_python
 
 URL = ["http://127.0.0.1:1"]
 

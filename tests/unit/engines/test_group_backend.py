@@ -2,7 +2,7 @@
 
 import pytest
 
-from understudy.engines.group_backend import GroupBackend, Member, choose_backend, gpu_id
+from understudy.weights.broadcast import GroupBackend, Member, choose_backend, gpu_id
 
 TRAINER = Member("the trainer", "GPU-a")
 

@@ -12,7 +12,7 @@ from reference_sampling import generate_plainly
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local.engine import HFEngine
-from understudy.engines.uniforms import uniforms_of
+from understudy.engines.local.sampling import uniforms_of
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from understudy.engines.uniforms import uniforms_of
+from understudy.engines.local.sampling import uniforms_of
 
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 2**64 - 1) | st.integers(0, 2**33), st.integers(0, 40)), max_size=8

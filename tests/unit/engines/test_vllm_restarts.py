@@ -17,7 +17,7 @@ import pytest
 
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.restarts import Restarts
+from understudy.engines.replicas import Restarts
 from understudy.engines.servers.vllm import VLLMEngine, VLLMSettings, start_vllm
 from understudy.errors import EngineError
 

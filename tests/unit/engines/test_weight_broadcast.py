@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from understudy.engines.hosted.messages import GroupOrder, StreamOrder
 from understudy.weights.broadcast import (
+    GroupOrder,
     MeetingPlace,
     PackedWeights,
     Receiver,
     Stage,
+    StreamOrder,
     TransferBroken,
     notes_of,
     plan,

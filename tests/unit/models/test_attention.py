@@ -10,6 +10,7 @@ from families import make
 from plain_figures import generated, gradient_error, rows_of, score_error
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from understudy.assembly.critic import critic_of, reference_of
 from understudy.assembly.engine_processes import HostSettings
 from understudy.config import parse_recipe
 from understudy.engines.hosted.process import parse_args as engine_words
@@ -23,7 +24,6 @@ from understudy.policy.microbatch import Layout
 from understudy.teacher.scoring import varlen
 from understudy.teacher.scoring.model import FrozenModel, load_frozen
 from understudy.teacher.scoring.scorer import Scorer
-from understudy.trainers.critic.local import critic_of, reference_of
 
 ASSETS = Path(__file__).parents[3] / "src" / "understudy" / "assets" / "quickstart"
 STUDENT = ASSETS / "models" / "student"

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from understudy.errors import TeacherError
-from understudy.teacher.route import TeacherRouter
-from understudy.teacher.score import score_mixture
+from understudy.teacher.route import TeacherRouter, score_mixture
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 V, P, K = 17, 6, 4

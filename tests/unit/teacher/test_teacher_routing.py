@@ -20,8 +20,7 @@ from understudy.teacher.pool.integrity import (
     check_signals,
     check_vocabulary,
 )
-from understudy.teacher.route import TeacherRouter
-from understudy.teacher.score import score
+from understudy.teacher.route import TeacherRouter, score
 from understudy.teacher.vocabulary import Vocabulary, differences
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds

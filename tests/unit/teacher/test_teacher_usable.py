@@ -8,12 +8,12 @@ import pytest
 import torch
 from teacher_rig import VOCAB, random_items, write_model
 
-from understudy.teacher.chunk_reader import VocabularyShard, WholeVocabulary
 from understudy.teacher.clients.http import RequestRefused
 from understudy.teacher.clients.validate import check_candidates_usable, check_usable
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.protocol import decode_request, encode_request, request_of
 from understudy.teacher.scoring.head import head_of, score_rows
+from understudy.teacher.scoring.head_kernel import VocabularyShard, WholeVocabulary
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.scores import ScoreItem, Signal, TeacherScores

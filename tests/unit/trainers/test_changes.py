@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from understudy.config import Recipe, parse_recipe
+from understudy.config.base import flatten
 from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir
-from understudy.run.changed_recipe import ACCEPTED, ONLY_MORE, REFUSED, changed_recipe, flatten
+from understudy.run.changed_recipe import ACCEPTED, ONLY_MORE, REFUSED, changed_recipe
 
 TABLE: dict[str, Any] = {
     "student": {"model": "student"},

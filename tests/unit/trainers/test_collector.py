@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from understudy.trainers.collector import NEW_OBJECTS, collecting_seldom
+from understudy.assembly.cpu_threads import NEW_OBJECTS, collecting_seldom
 
 
 @pytest.fixture(autouse=True)

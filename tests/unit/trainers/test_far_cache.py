@@ -10,9 +10,8 @@ import numpy as np
 from far_rig import Site
 
 from understudy.teacher.manifest import Batching, Limits, Manifest
-from understudy.trainers.far_cache import FarScoreCache
 from understudy.trainers.remote_rows import messages as wire
-from understudy.trainers.remote_rows.scoring import FarScores
+from understudy.trainers.remote_rows.scoring import FarScoreCache, FarScores
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import understudy
-from understudy.assembly.ranks import obituary
-from understudy.cluster.local import Child
+from understudy.cluster.local import Child, obituary
 from understudy.errors import UnderstudyError
 
 

@@ -137,7 +137,7 @@ def test_plan_and_train_refuse_and_write_nothing(
 def test_gpus_that_torch_cannot_use_are_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from understudy.assembly.teachers import seat_here
+    from understudy.assembly.this_machine import seat_here
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -10,9 +10,9 @@ from understudy.cli.main import main
 from understudy.cluster.ray_layout import Bundle, Home, NodeFacts, Spread
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
+from understudy.planning.preflight import missing_extras
 from understudy.planning.ray_seating import beside_the_trainer, gpus_outside_ray, ray_layout
 from understudy.planning.seating import ROLLOUT, seat
-from understudy.trainers.extras import missing_extras
 
 NODES = [NodeFacts("a", Bundle(8), Bundle(8), True), NodeFacts("b", Bundle(8), Bundle(8))]
 QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))

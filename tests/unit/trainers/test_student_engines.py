@@ -23,8 +23,7 @@ from understudy.engines.local.engine import HFEngine
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import ConfigError
 from understudy.trainers.models import LoadedModel, load_model
-from understudy.weights.base import ModelWeights
-from understudy.weights.publish import CopiedWeights, SharedWeights
+from understudy.weights.publish import CopiedWeights, ModelWeights, SharedWeights
 
 
 class Silent:

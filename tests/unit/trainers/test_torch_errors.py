@@ -5,7 +5,7 @@ import torch
 
 from understudy.config import Recipe
 from understudy.errors import DataError, PolicyError
-from understudy.trainers.torch_errors import explained
+from understudy.run.launch import explained
 
 RECIPE = Recipe.model_validate(
     {

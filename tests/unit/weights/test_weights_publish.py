@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from understudy.errors import EngineError
-from understudy.weights.base import ModelWeights, WeightPublisher
-from understudy.weights.publish import CopiedWeights, SharedWeights
+from understudy.weights.publish import CopiedWeights, ModelWeights, SharedWeights, WeightPublisher
 
 
 def model(value: float = 1.0) -> nn.Module:

@@ -20,8 +20,7 @@ from understudy.policy.step import PolicySettings
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead
-from understudy.weights.base import WeightPublisher
-from understudy.weights.publish import CopiedWeights, SharedWeights
+from understudy.weights.publish import CopiedWeights, SharedWeights, WeightPublisher
 
 PROMPT = [3, 7, 1]
 

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 
 from understudy.assembly.build import steady_torch
 from understudy.assembly.cpu_threads import products_of_lanes
+from understudy.assembly.critic import critic_of
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.faults import point
@@ -39,7 +40,7 @@ from understudy.serving.bind import bind_socket, url_of
 from understudy.serving.child import end_with_launcher, write_ready_file
 from understudy.serving.http import Gate, answering, as_json, read_body
 from understudy.serving.server import serve
-from understudy.trainers.critic.local import Critic, critic_of
+from understudy.trainers.critic.local import Critic
 from understudy.trainers.critic.messages import (
     PATH,
     sizes,

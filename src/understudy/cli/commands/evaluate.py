@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from understudy.trainers.evaluation.evaluate import evaluate_model
+    from understudy.run.evaluate_model import evaluate_model
 
     with LiveView(0) as view:
         results = run_to_its_end(

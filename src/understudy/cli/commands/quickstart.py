@@ -28,8 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
     from understudy.cli.outcome import finish
     from understudy.cli.reading import checked_recipe
-    from understudy.run.entry import run_to_its_end
-    from understudy.trainers.early import begun_early
+    from understudy.run.entry import begun_early, run_to_its_end
 
     path = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
     recipe = checked_recipe(path, options.overrides)

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from understudy.cli.outcome import finish
 from understudy.observability.rundir import RunDir
-from understudy.run.entry import run_to_its_end
-from understudy.trainers.early import begun_early
+from understudy.run.entry import begun_early, run_to_its_end
 
 EXAMPLE = "understudy resume runs/RUN"
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from understudy.cli.outcome import finish
 from understudy.cli.reading import checked_recipe
-from understudy.run.entry import run_to_its_end
-from understudy.trainers.early import begun_early
+from understudy.run.entry import begun_early, run_to_its_end
 
 EXAMPLE = "understudy train recipe.toml trainer.steps=20"
 

@@ -16,12 +16,11 @@ from understudy.dataplane.frame import SpillRef, pack
 from understudy.dataplane.journal.journal import Journal
 from understudy.dataplane.journal.schema import PACK_SHIFT
 from understudy.dataplane.journal.spill import SpillFiles
-from understudy.dataplane.leases import HeldLease, Leases
 from understudy.dataplane.memory.admission import Admission
 from understudy.dataplane.memory.claim_view import View
 from understudy.dataplane.memory.loading import Loaded
 from understudy.dataplane.memory.partition import Partition, Partitions
-from understudy.dataplane.memory.rows import Row
+from understudy.dataplane.memory.rows import HeldLease, Leases, Row
 from understudy.errors import DataPlaneError, LeaseLost
 
 

@@ -9,8 +9,7 @@ import httpx
 import msgspec
 
 from understudy.engines.hosted.messages import BROKEN_TRANSFER, CONTENT_TYPE
-from understudy.engines.replicas import Endpoint
-from understudy.engines.traffic import Traffic
+from understudy.engines.replicas import Endpoint, Traffic
 from understudy.errors import EngineError
 from understudy.serving.connections import Connections
 from understudy.weights.broadcast import TransferBroken

@@ -31,9 +31,7 @@ from understudy.engines.hosted.remote_calls import composed_call
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.local.scheduler import Batching
 from understudy.engines.remote_tokens import FarRequest, NotBrought
-from understudy.engines.replicas import Endpoint, Replica, Replicas
-from understudy.engines.restarts import Restarts
-from understudy.engines.traffic import Traffic
+from understudy.engines.replicas import Endpoint, Replica, Replicas, Restarts, Traffic
 from understudy.errors import EngineError, UnderstudyError
 from understudy.types.trajectory import StopReason
 

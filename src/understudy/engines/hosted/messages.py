@@ -20,6 +20,7 @@ import numpy as np
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
+from understudy.weights.broadcast import StreamOrder
 
 MAGIC = b"UDEN"
 PREFIX = struct.Struct("<4sI")
@@ -71,39 +72,6 @@ class AnswerHeader(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     """The weights the engine held when it answered."""
     generations: list[WireGeneration]
-
-
-class TensorNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One tensor of a broadcast."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-
-
-class GroupOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """Where the members of a broadcast meet; rank 0 is the trainer."""
-
-    host: str
-    port: int
-    name: str
-    """A group that was joined under this name is used again."""
-    rank: int
-    size: int
-    stall_s: float
-    """How long one bucket, or the meeting, may take."""
-    backend: str = "gloo"
-    """A `group_backend.GroupBackend`."""
-
-
-class StreamOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """Weights that come by broadcast: who sends, and what comes in which order (`weight_broadcast.plan`)."""
-
-    group: GroupOrder
-    bucket_bytes: int
-    tensors: list[TensorNote]
-    staged: bool = False
-    """Buckets arrive in memory of the engine's device, not in the host's."""
 
 
 class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):

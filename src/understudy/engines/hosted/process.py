@@ -24,7 +24,6 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from understudy.engines.group_backend import gpu_id
 from understudy.engines.hosted.app import HostApp
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.kv_pool import KeptAs
@@ -38,6 +37,7 @@ from understudy.serving.bind import bind_socket, url_of
 from understudy.serving.child import end_with_launcher, write_ready_file
 from understudy.serving.server import serve
 from understudy.weights.adapters import AdaptedModel
+from understudy.weights.broadcast import gpu_id
 
 log = logging.getLogger("understudy.engines.hosted.process")
 

@@ -22,17 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from understudy.engines.group_backend import GroupBackend, Member, choose_backend, gpu_id
 from understudy.engines.hosted.client import HostChannel, HostLost
-from understudy.engines.hosted.messages import GroupOrder, StreamOrder, WeightsOrder
+from understudy.engines.hosted.messages import WeightsOrder
 from understudy.errors import EngineError
 from understudy.weights.broadcast import (
     BUCKET_BYTES,
+    GroupBackend,
+    GroupOrder,
     MeetingPlace,
+    Member,
     PackedWeights,
     Stage,
+    StreamOrder,
     TransferBroken,
+    choose_backend,
     drop,
+    gpu_id,
     send,
 )
 from understudy.weights.snapshots import Snapshots

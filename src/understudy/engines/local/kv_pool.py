@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 NARROW = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -103,3 +105,36 @@ def bytes_per_token(heads: int, size: int, kept_as: KeptAs, dtype: torch.dtype) 
     """Of one layer."""
     own = NARROW.itemsize * size + torch.float32.itemsize if kept_as is KeptAs.FP8 else dtype.itemsize * size
     return 2 * heads * own
+
+
+@dataclass(slots=True)
+class Places:
+    """Where the rows of a step live; the tensors keep their addresses, because a recorded graph reads them."""
+
+    slots_B: Tensor
+    lengths_B: Tensor
+    """Tokens in the slot before this step."""
+    ends_B: Tensor
+    """After it."""
+
+
+class SlotLayer(DynamicLayer):
+    """One layer's pool. `update` writes each row's newest key and value at its place; attention reads the pool itself."""
+
+    def __init__(self, pool: KeyValues) -> None:
+        super().__init__()
+        self.pool = pool
+        self.keys, self.values = pool.keys_SHCD, pool.values_SHCD
+        self.is_initialized = True
+        self.places: Places | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert self.places is not None
+        places = self.places
+        self.pool.write(places.slots_B, places.lengths_B, key_states[:, :, 0], value_states[:, :, 0])
+        return self.keys, self.values
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0

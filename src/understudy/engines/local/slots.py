@@ -12,24 +12,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from understudy.engines.local.kernels import attention as decode_attention
 from understudy.engines.local.kernels import decode_step as decode_loop
-from understudy.engines.local.kv_pool import KeptAs, KeyValues, bytes_per_token
+from understudy.engines.local.kv_pool import KeptAs, KeyValues, Places, SlotLayer, bytes_per_token
 from understudy.engines.local.padded import PaddedBatch
 from understudy.engines.local.rows import Row, RowBatch, Writing
 
 ATTENTION = "understudy_slots"
 AttentionInterface.register(ATTENTION, decode_attention.attend)
-
 RUN_AHEAD = {"cuda"}
 """Device types that work while the host does something else."""
 FUSED = {"cuda"}
@@ -38,39 +36,6 @@ SMALLEST = 16
 """Rows of the smallest recorded step."""
 MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 """Models whose attention is plain (grouped, causal, maybe windowed) and goes through transformers' interface."""
-
-
-@dataclass(slots=True)
-class Places:
-    """Where the rows of a step live; the tensors keep their addresses, because a recorded graph reads them."""
-
-    slots_B: Tensor
-    lengths_B: Tensor
-    """Tokens in the slot before this step."""
-    ends_B: Tensor
-    """After it."""
-
-
-class SlotLayer(DynamicLayer):
-    """One layer's pool. `update` writes each row's newest key and value at its place; attention reads the pool itself."""
-
-    def __init__(self, pool: KeyValues) -> None:
-        super().__init__()
-        self.pool = pool
-        self.keys, self.values = pool.keys_SHCD, pool.values_SHCD
-        self.is_initialized = True
-        self.places: Places | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        assert self.places is not None
-        places = self.places
-        self.pool.write(places.slots_B, places.lengths_B, key_states[:, :, 0], value_states[:, :, 0])
-        return self.keys, self.values
-
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        return 0
 
 
 def pool_fits(model: Any) -> bool:

@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.replicas import Endpoint
+from understudy.engines.replicas import Endpoint, Traffic
 from understudy.engines.servers.dialects import DIALECTS, Ask, Dialect, Json, Piece
-from understudy.engines.traffic import Traffic
 from understudy.errors import EngineError
 from understudy.serving.connections import Connections
 from understudy.types.trajectory import StopReason

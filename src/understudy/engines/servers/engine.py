@@ -25,7 +25,7 @@ from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
 from understudy.engines.remote_tokens import BearerGone, FarRequest
-from understudy.engines.replicas import Endpoint, Replica, Replicas
+from understudy.engines.replicas import Endpoint, Replica, Replicas, Traffic
 from understudy.engines.servers.continuation import (
     Pieces,
     RefusedError,
@@ -41,7 +41,6 @@ from understudy.engines.servers.dialects import Dialect, Json
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.engines.servers.remote_calls import CallVoid, FarCalls, FarWriting, WayCut
 from understudy.engines.servers.weights import WeightDelivery
-from understudy.engines.traffic import Traffic
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 

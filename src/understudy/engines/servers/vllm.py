@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from understudy.engines.replicas import Endpoint, Replica
-from understudy.engines.restarts import Restarts
+from understudy.engines.replicas import Endpoint, Replica, Restarts
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import EngineError, UnderstudyError

@@ -12,9 +12,16 @@ import msgspec
 from understudy.errors import TeacherReplyError
 from understudy.teacher.clients.http import Channel
 from understudy.teacher.clients.validate import Origin, check_candidates_usable, check_reply, check_usable
-from understudy.teacher.head_frame import WireHead, decode_head
 from understudy.teacher.manifest import Manifest
-from understudy.teacher.protocol import CONTENT_TYPE, ProtocolError, decode_reply, encode_request, request_of
+from understudy.teacher.protocol import (
+    CONTENT_TYPE,
+    ProtocolError,
+    WireHead,
+    decode_head,
+    decode_reply,
+    encode_request,
+    request_of,
+)
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.types.scores import ScoreItem, TeacherScores
 from understudy.types.usable_ids import UsableIds

@@ -23,13 +23,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from understudy.serving.http import Gate, Handler, Refused, answering, as_json, read_body, unless_gone
-from understudy.teacher.head_frame import encode_head
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.protocol import (
     CONTENT_TYPE,
     ProtocolError,
     ScoreRequest,
     decode_request,
+    encode_head,
     encode_reply,
 )
 from understudy.teacher.replica.prometheus import replica_metrics

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from understudy.teacher.head_frame import WireHead
-from understudy.teacher.protocol import ScoreRequest, decode_request, encode_request
+from understudy.teacher.protocol import ScoreRequest, WireHead, decode_request, encode_request
 from understudy.teacher.replica.tensor_parallel import Place, shard_head, shard_layers
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.head import Head, head_of, to_wire

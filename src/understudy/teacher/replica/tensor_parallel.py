@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from understudy.errors import TeacherError
-from understudy.teacher.chunk_reader import VocabularyShard
 from understudy.teacher.scoring.head import Head
+from understudy.teacher.scoring.head_kernel import VocabularyShard
 
 WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "sequence_parallel", "colwise_gather_output")
 """Parts of a plan that are kept whole here: embeddings and norms; the head is cut on its own."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from understudy.teacher.chunk_reader import ChunkReader, WholeVocabulary
-from understudy.teacher.head_frame import WireHead
+from understudy.teacher.protocol import WireHead
+from understudy.teacher.scoring.head_kernel import ChunkReader, WholeVocabulary
 from understudy.types.usable_ids import UsableIds
 
 WIDE_PRODUCT = torch.__version__ >= torch.torch_version.TorchVersion("2.8")

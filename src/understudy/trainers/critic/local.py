@@ -7,32 +7,24 @@ ValueModel  what a step asks of a critic, wherever it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from understudy.assembly.cpu_threads import lanes_of
-from understudy.config import CriticConfig, Recipe
-from understudy.errors import CheckpointError
+from understudy.config import CriticConfig
 from understudy.losses.value import ValueObjective
 from understudy.policy.checkpoints.state import PolicyState
-from understudy.policy.critic import give_value_head, token_values
-from understudy.policy.optim.adamw import AdamWSettings
-from understudy.policy.optim.schedule import Schedule, ScheduleKind
-from understudy.policy.policy import Policy
-from understudy.policy.reference import FrozenModel
-from understudy.policy.step import BadRows, PolicySettings, StepResult
-from understudy.trainers.learn.out_of_memory import untouched
-from understudy.trainers.models import load_model
+from understudy.policy.critic import token_values
+from understudy.policy.policy import Policy, untouched
+from understudy.policy.step import StepResult
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal
-from understudy.types.usable_ids import UsableIds
 
 if TYPE_CHECKING:
-    from understudy.trainers.system import System
+    pass
+
 
 _MODEL, _OPTIMIZER = "critic.model/", "critic.optimizer/"
 
@@ -101,50 +93,6 @@ class Critic:
         self.policy.load_state(state)
 
 
-def critic_of(recipe: Recipe, on_bad_rows: BadRows | None, device: str | None = None) -> Critic | None:
-    """The critic this recipe asks for, loaded, on the student's device unless told; None where its advantages need none."""
-    if recipe.loss.advantage != "gae":
-        return None
-    config, trainer = recipe.critic or CriticConfig(), recipe.trainer
-    student = recipe.student
-    loaded = load_model(
-        config.model or student.model,
-        dtype=config.dtype,
-        device=device or student.device,
-        trust_remote_code=student.trust_remote_code,
-        revision=student.revision if config.model is None else None,
-        attention=config.attention or student.attention,
-    )
-    settings = PolicySettings(
-        schedule=Schedule(
-            ScheduleKind(config.schedule), config.learning_rate, trainer.steps, config.warmup_steps
-        ),
-        adamw=AdamWSettings(
-            weight_decay=config.weight_decay, grad_clip=config.grad_clip, kind=trainer.optimizer
-        ),
-        gradient_checkpointing=config.gradient_checkpointing,
-        lanes=lanes_of(recipe) if loaded.device.type == "cpu" else 1,
-    )
-    return Critic(Policy(give_value_head(loaded.model), settings, on_bad_rows=on_bad_rows), config)
-
-
-def reference_of(recipe: Recipe, usable: UsableIds | None = None) -> FrozenModel | None:
-    """The frozen model a recipe with `kl_coef` keeps its student near."""
-    if recipe.loss.kl_coef == 0:
-        return None
-    student, config = recipe.student, recipe.reference
-    own = config is not None and config.model is not None
-    loaded = load_model(
-        config.model if config is not None and config.model else student.model,
-        dtype=config.dtype if config is not None else student.dtype,
-        device=student.device,
-        trust_remote_code=student.trust_remote_code and not own,
-        revision=None if own else student.revision,
-        attention=(config.attention if config is not None else None) or student.attention,
-    )
-    return FrozenModel(loaded.model, lanes_of(recipe), usable)
-
-
 def critic_metrics(batch: Batch, result: StepResult) -> dict[str, Metric]:
     """What the critic knew before the step, and what its updates did."""
     assert batch.values is not None and batch.returns is not None
@@ -159,34 +107,6 @@ def critic_metrics(batch: Batch, result: StepResult) -> dict[str, Metric]:
         "critic/lr": result.learning_rate,
     }
     return {**result.metrics, **{name: MetricTotal(value) for name, value in numbers.items()}}
-
-
-def training_state(system: System) -> PolicyState:
-    """Student and critic as one state. The critic's tensors lie with the optimizer's: nobody exports them by accident."""
-    state = system.policy.state()
-    if system.critic is None:
-        return state
-    own = system.critic.state()
-    extra: dict[str, torch.Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in own.model.items()}
-    extra |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in own.optimizer.items()}
-    return replace(
-        state,
-        optimizer={**state.optimizer, **extra},
-        # A run has one state of chance, the trainer's, wherever its critic sits.
-        progress={**state.progress, "critic": {**own.progress, "random": state.progress["random"]}},
-    )
-
-
-def restore_critic(system: System, state: PolicyState) -> None:
-    """Put the critic back from what `training_state` wrote."""
-    found: Mapping[str, Any] | None = state.progress.get("critic")
-    if (system.critic is None) != (found is None):
-        raise CheckpointError(
-            f"the checkpoint holds {'no critic' if found is None else 'a critic'}, this recipe has "
-            f"{'one' if found is None else 'none'}; resume with the recipe the run was started with"
-        )
-    if system.critic is not None and found is not None:
-        system.critic.load_state(critic_state(state))
 
 
 def critic_state(state: PolicyState) -> PolicyState:

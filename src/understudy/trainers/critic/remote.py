@@ -10,27 +10,18 @@ to that checkpoint as for a lost rank (`restarts.py`), or ends with the critic's
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
 from typing import Any
 
 import torch
 
-from understudy.assembly.ranks import obituary
-from understudy.cluster.local import Child, LocalProcesses
-from understudy.cluster.placement import DeviceKind
-from understudy.config import CriticConfig, Recipe
+from understudy.cluster.local import Child, obituary
+from understudy.config import CriticConfig
 from understudy.engines.hosted.client import HostChannel, HostLost
-from understudy.engines.replicas import Endpoint
-from understudy.engines.traffic import Traffic
+from understudy.engines.replicas import Traffic
 from understudy.errors import CriticLost, EngineError, GivenUp, PolicyError
-from understudy.observability.live import LiveView
-from understudy.observability.rundir import RunDir
-from understudy.planning.seating import CRITIC, Seating, critic_device
 from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.ranks.wire import batch_columns, jagged_columns, jagged_from, pack, unpack
 from understudy.policy.refused import RefusedRows
@@ -45,11 +36,9 @@ from understudy.trainers.critic.messages import (
     state_from,
     state_tensors,
 )
-from understudy.trainers.models import resolve_device
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 
-MODULE = "understudy.assembly.processes.critic"
 _LOOK_SECONDS = 0.5
 _HURRIED_BEAT_S = 0.5
 _NOTICE_SECONDS = 60.0
@@ -265,64 +254,3 @@ def _refused_rows(batch: Batch, weights: Jagged, told: Mapping[str, Any], step: 
     places = {key: row for row, key in enumerate(batch.keys)}
     rows = [places[key] for key in told["keys"]]
     return RefusedRows(batch.select(rows), weights.select(rows), told["reason"], step)
-
-
-class ComingCritic:
-    """A critic's process that is starting, while the run starts everything else."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        run: RunDir,
-        processes: LocalProcesses,
-        seating: Seating,
-        gpu_names: Sequence[str],
-        stack: AsyncExitStack,
-    ) -> None:
-        self._recipe, self._processes, self._stack = recipe, processes, stack
-        gpus = [gpu_names[index] for index in seating.gpus(CRITIC, 0)]
-        device = "cuda:0" if gpus else _device_without_seat(recipe, seating)
-        threads = str(recipe.run.threads or os.cpu_count() or 1)
-        self._token = secrets.token_urlsafe(24)
-        # The token goes through the environment: command lines are readable by every user of the machine.
-        env = {"UNDERSTUDY_TOKEN": self._token, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-        if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        arguments = ["--run", str(run.path), "--device", device, "--bind", "127.0.0.1:0"]
-        log = run.logs / f"{CRITIC}.log"
-        self._said_before = log.stat().st_size if log.exists() else 0
-        self._starting = asyncio.create_task(processes.start(CRITIC, MODULE, arguments, env))
-        stack.push_async_callback(self._end)
-
-    async def arrived(self, on_bad_rows: BadRows, view: LiveView) -> FarCritic:
-        """Once it is ready. The task that calls this is cancelled when the critic is lost later on, and the stack raises how."""
-        with view.work("waiting for the critic's process"):
-            child = await self._starting
-        elsewhere = self._processes.is_elsewhere(CRITIC)
-        watch = CriticWatch(child, self._said_before, elsewhere=elsewhere)
-        traffic = Traffic()
-        channel = HostChannel(CRITIC, Endpoint(child.ready["url"], key=self._token), traffic)
-        self._stack.push_async_callback(channel.close)
-        watchers = await self._stack.enter_async_context(asyncio.TaskGroup())
-        for task in (watch.watch(channel), watch.feel_pulse(channel)):
-            self._stack.callback(watchers.create_task(task).cancel)
-
-        def leave() -> None:
-            watch.send_home()
-            channel.give_up("the run ends")  # whoever still waits for an answer gets none
-
-        self._stack.callback(leave)
-        return FarCritic(channel, watch, self._recipe.critic or CriticConfig(), on_bad_rows, traffic)
-
-    async def _end(self) -> None:
-        self._starting.cancel()
-        await asyncio.gather(self._starting, return_exceptions=True)
-        await self._processes.stop(CRITIC)
-
-
-def _device_without_seat(recipe: Recipe, seating: Seating) -> str:
-    """In a pool of CPUs there is no GPU for it, whatever the machine has; elsewhere Ray says what it sits on."""
-    claim = seating.claims.get(CRITIC)
-    if claim is not None and claim.kind is DeviceKind.CPU:
-        return "cpu"
-    return str(resolve_device(critic_device(recipe)))

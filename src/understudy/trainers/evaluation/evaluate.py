@@ -14,35 +14,22 @@ import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
+from typing import Any
 
-import torch
-
-from understudy.config import Recipe, parse_recipe
-from understudy.config.rollout import RolloutConfig
-from understudy.config.trainer import TrainerConfig
-from understudy.engines.base import Sampling
-from understudy.errors import ConfigError
-from understudy.observability.live import LiveView
-from understudy.observability.rundir import RunDir
-from understudy.policy.checkpoints.checkpoint import CheckpointStore
-from understudy.rollout.agents.registry import LoopChoice
-from understudy.rollout.dataset import Dataset, load_dataset
-from understudy.rollout.loading import look_in
-from understudy.rollout.render import Renderer
-from understudy.rollout.rewards.rewards import Rewards, load_reward
+from understudy.errors import RankLost
+from understudy.rollout.dataset import Dataset
+from understudy.trainers.checkpoints import finish_saving, save_checkpoint
 from understudy.trainers.evaluation.accuracy import mean_by_source, sampled_measures
-from understudy.trainers.evaluation.best_checkpoint import best_step
 from understudy.trainers.evaluation.examiner import Examiner, Failure
-from understudy.trainers.models import LoadedModel, load_model, put_student
+from understudy.trainers.models import load_model
 from understudy.trainers.produce.produce import routing_value
-from understudy.trainers.prompt_data import without_overlong
+from understudy.trainers.stopping import Abandoned, Interrupts
 from understudy.trainers.system import System
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-
 _KEPT_SAMPLES = 8
 """Rollouts per data source that go to samples.jsonl at each evaluation."""
 _MAX_BATCH = 64
@@ -98,106 +85,6 @@ def measures(
     )
     found["failed"] = float(failed.total())
     return found | {f"failed/{source}": float(failed[source]) for source in sorted(failed)}
-
-
-async def evaluate_model(
-    model: str,
-    data: str | Path | Sequence[str] | None,
-    reward: str | None,
-    max_new_tokens: int | None,
-    samples: int | None,
-    agent: str | None = None,
-    *,
-    k: int | None = None,
-    best: bool = False,
-    view: LiveView | None = None,
-) -> dict[str, float]:
-    """`understudy eval`: a run's latest student (or its best), or any model, on any data, by the run's agent loop or another;
-    with `k` samples per problem besides the greedy answer."""
-    folder, recipe = Path(model), None
-    if (folder / "recipe.json").is_file():
-        run = RunDir.open(folder)
-        recipe = parse_recipe(run.read_recipe())
-        look_in(recipe.run.python_path)
-    source = data if data is not None else recipe.data.eval if recipe else None
-    judge = reward or (recipe.data.reward if recipe else None)
-    if source is None or judge is None:
-        raise ConfigError(
-            "nothing to measure with: give --data FILE and --reward module:function (from Python: data, reward)"
-        )
-    if best and recipe is None:
-        raise ConfigError(f"--best chooses among the checkpoints of a run, and {model} is none")
-    view = view or LiveView(0, enabled=False)
-    with view.work(f"loading {recipe.student.model if recipe else model}"):
-        student = _student_of(recipe) if recipe else load_model(model)
-    if recipe:
-        store = CheckpointStore(RunDir.open(folder).checkpoints, recipe.trainer.keep_checkpoints)
-        put_student(student.model, store.load(best_step(store) if best else None).policy)
-    budget = max_new_tokens or (recipe.rollout.max_new_tokens if recipe else 256)
-    max_batch = recipe.rollout.max_batch if recipe else _MAX_BATCH
-    rollout = recipe.rollout if recipe else RolloutConfig()
-    context = min(rollout.context_length or student.context, student.steady_context)
-    engine = student.engine(max_batch, max_length=context)
-    renderer = Renderer(
-        student.tokenizer,
-        context=context,
-        reserve=budget,
-        template_options=rollout.template_options,
-        max_prompt=recipe.data.max_prompt_tokens if recipe else None,
-        truncate=recipe is not None and recipe.data.overlong == "truncate_left",
-    )
-    problems = load_dataset(source, "--data" if data else "data.eval")
-    if recipe:
-        problems, notes = without_overlong(recipe, problems, "data.eval", student.tokenizer, student.context)
-        for note in notes:
-            view.note(note)
-    prompts = eval_prompts(problems, samples)
-    sampling = Sampling(
-        budget,
-        student.stop_ids,
-        stop_strings=tuple(rollout.stop),
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-    )
-    trainer = recipe.trainer if recipe else TrainerConfig()
-    k = trainer.eval_k if k is None else k
-    if k > 1 and rollout.temperature == 0:
-        raise ConfigError(
-            "--k: this run samples at temperature 0, where all samples of a problem are the same"
-        )
-    loops = LoopChoice(agent or rollout.agent, rollout.agent_options)
-    rewards = Rewards([load_reward(judge)], renderer)
-    examiner = Examiner(
-        engine, loops, rewards, renderer, sampling, context, max_batch, recipe.run.seed if recipe else 0
-    )
-    try:
-        with view.work(f"evaluating on {len(prompts)} problems", len(prompts) * (1 + k)) as advance:
-            answers = await examiner.greedy(prompts, advance)
-            judged = await examiner.sampled(prompts, k, advance) if k else []
-    finally:
-        await rewards.close()
-        await loops.close()
-        await engine.close()
-    for failure in examiner.failures[:_SHOWN]:
-        view.note(f"{failure.prompt.key} failed and counts as unsolved: {failure.reason}")
-    return measures(prompts, answers, judged, trainer.solved_at)
-
-
-def _student_of(recipe: Recipe) -> LoadedModel:
-    """The model `val/accuracy` was measured on: also a GPU's run may be looked at where there is none."""
-    student = recipe.student
-    here = student.device if torch.cuda.is_available() or not student.device.startswith("cuda") else "auto"
-    return load_model(
-        student.model,
-        dtype=student.dtype,
-        device=here,
-        trust_remote_code=student.trust_remote_code,
-        revision=student.revision,
-        attention=student.attention,
-    )
 
 
 def eval_prompts(dataset: Dataset, samples: int | None) -> list[Prompt]:
@@ -292,3 +179,31 @@ def _keep(system: System, step: int, answers: Sequence[Trajectory]) -> None:
                 "stop_reason": str(trajectory.stop_reason),
             }
             handle.write(json.dumps(line) + "\n")
+
+
+async def evaluate_first(system: System, stop: Interrupts) -> None:
+    """How good the student is before its first step, and its teachers; there is nothing to save yet."""
+    with suppress(Abandoned):
+        line = await stop.waiting(evaluate(system, step=0, teachers=True))
+        if line:
+            system.view.step(system.metrics.write(0, line))
+
+
+async def evaluated(system: System, step: int, line: dict[str, Any], stop: Interrupts) -> dict[str, Any]:
+    """The metrics of a step just taken, with its held-out accuracy as far as there is time for it."""
+    try:
+        return line | await stop.waiting(evaluate(system, step))
+    except Abandoned:
+        return line
+    except RankLost:
+        raise
+    except Exception as error:
+        system.view.step(system.metrics.write(step, line))
+        try:
+            await save_checkpoint(system, step)
+            await finish_saving(system)
+        except Exception:
+            logger.exception("step %d could not be saved after its evaluation failed", step)
+        else:
+            system.view.note(f"the evaluation after step {step} failed ({error}); the step itself is saved")
+        raise

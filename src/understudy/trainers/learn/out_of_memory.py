@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from understudy.policy.policy import Policy
+from understudy.policy.policy import Policy, untouched
 from understudy.types.far_batch import AnyBatch, FarBatch
 
 if TYPE_CHECKING:
     from understudy.trainers.system import System
+
 
 MOST_HALVINGS = 3
 """At a time: an eighth of what was asked for is another recipe."""
@@ -61,12 +62,3 @@ def _may_try_again(system: System, learner: object) -> bool:
         return False
     # A critic says it of itself: it may be in another process.
     return untouched(learner) if isinstance(learner, Policy) else bool(getattr(learner, "untouched", False))
-
-
-def untouched(policy: Policy) -> bool:
-    """Whether a call that failed did nothing: the gradients are cleared, so the weights were not reached."""
-    return (
-        policy.ranks.size == 1
-        and all(weight.grad is None for weight in policy.optimizer.weights.values())
-        and all(master.grad is None for master in policy.optimizer.masters.values())
-    )

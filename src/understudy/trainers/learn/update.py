@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,16 +28,57 @@ from understudy.trainers.critic.local import ValueModel, critic_metrics
 from understudy.trainers.learn.minibatches import combine
 from understudy.trainers.learn.out_of_memory import within_memory
 from understudy.trainers.learn.prepare import Prepared, prepare, rows_of_updates, with_advantages
-from understudy.trainers.remote_rows.batches import far_batch_of
-from understudy.trainers.row_columns import assemble, fact_columns, rollout_metrics, token_columns
+from understudy.trainers.remote_rows.batches import _HIDDEN_DTYPE
+from understudy.trainers.row_columns import (
+    SCORED,
+    SIZES,
+    assemble,
+    fact_columns,
+    rewards_of,
+    rollout_metrics,
+    token_columns,
+)
 from understudy.trainers.system import PARTITION, System
 from understudy.types.batch import Batch
-from understudy.types.far_batch import AnyBatch
+from understudy.types.far_batch import AnyBatch, FarBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal, metric_results
 
-_SHOWN = 5
+if TYPE_CHECKING:
+    from understudy.trainers.system import System
 
+
+async def far_batch_of(system: System, lease: Lease) -> tuple[FarBatch, dict[str, float]] | None:
+    """The rows of a lease by name, whatever the queue lacks of them uploaded first; None: the queue is lost."""
+    rows, loss, judged = system.far_rows, system.recipe.loss, system.router is not None
+    if rows is None or rows.lost:
+        return None
+    facts: dict[str, Any] = dict(await system.plane.get(lease.meta, fact_columns(judged)))
+    plane: Any = system.plane
+    try:
+        meta = await plane.hand_over(lease.meta, token_columns(loss, judged))
+    except DataPlaneError:
+        if rows.lost:
+            return None
+        raise
+    extra = {}
+    if system.teacher_heads:
+        head = next(iter(system.teacher_heads.values()))
+        extra[_HIDDEN_DTYPE] = str(head.weight_VH.dtype).removeprefix("torch.")
+    sizes = facts[SIZES]
+    batch = FarBatch(
+        meta.but(tags=(), extra=extra),
+        tuple(row["tokens"] for row in sizes),
+        tuple(row["loss"] for row in sizes),
+        rows,
+        rewards=rewards_of(facts),
+        stop_reasons=tuple(facts["stop_reason"]),
+        teachers=tuple(facts.get(SCORED, ())),
+    )
+    return batch, rollout_metrics(facts)
+
+
+_SHOWN = 5
 __all__ = ["assemble", "claim_batch", "learn", "step_metrics", "update", "with_advantages"]
 
 

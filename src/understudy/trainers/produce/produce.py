@@ -27,7 +27,7 @@ import numpy as np
 
 from understudy.dataplane.base import GroupPolicy, RowInfo, split_key
 from understudy.errors import ClusterError, DataError, LeaseLost
-from understudy.teacher.score import score_mixture
+from understudy.teacher.route import score_mixture
 from understudy.trainers.call_batching import Arrivals, Cohort, Gather
 from understudy.trainers.produce.failures import SampleFailed, own_fault, reason_of
 from understudy.trainers.produce.head_start import Ahead, ahead_of

@@ -17,23 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from understudy.dataplane.base import DataPlane, Lease
-from understudy.errors import DataPlaneError, RowsUnreachable
+from understudy.dataplane.base import DataPlane
+from understudy.errors import RowsUnreachable
 from understudy.trainers.row_columns import (
-    SCORED,
-    SIZES,
     assemble,
-    fact_columns,
-    rewards_of,
-    rollout_metrics,
-    token_columns,
 )
 from understudy.types.batch import Batch, BatchMeta
-from understudy.types.far_batch import FarBatch
 
 if TYPE_CHECKING:
     from understudy.policy.ranks.follow import LeadingPolicy
-    from understudy.trainers.system import System
+
 
 _HIDDEN_DTYPE = "hidden_dtype"
 
@@ -110,36 +103,6 @@ async def open_far_rows(
     on_close(rows.close)
     await asyncio.to_thread(policy.open_rows, address)
     return rows
-
-
-async def far_batch_of(system: System, lease: Lease) -> tuple[FarBatch, dict[str, float]] | None:
-    """The rows of a lease by name, whatever the queue lacks of them uploaded first; None: the queue is lost."""
-    rows, loss, judged = system.far_rows, system.recipe.loss, system.router is not None
-    if rows is None or rows.lost:
-        return None
-    facts: dict[str, Any] = dict(await system.plane.get(lease.meta, fact_columns(judged)))
-    plane: Any = system.plane
-    try:
-        meta = await plane.hand_over(lease.meta, token_columns(loss, judged))
-    except DataPlaneError:
-        if rows.lost:
-            return None
-        raise
-    extra = {}
-    if system.teacher_heads:
-        head = next(iter(system.teacher_heads.values()))
-        extra[_HIDDEN_DTYPE] = str(head.weight_VH.dtype).removeprefix("torch.")
-    sizes = facts[SIZES]
-    batch = FarBatch(
-        meta.but(tags=(), extra=extra),
-        tuple(row["tokens"] for row in sizes),
-        tuple(row["loss"] for row in sizes),
-        rows,
-        rewards=rewards_of(facts),
-        stop_reasons=tuple(facts["stop_reason"]),
-        teachers=tuple(facts.get(SCORED, ())),
-    )
-    return batch, rollout_metrics(facts)
 
 
 def _laid_out(meta: BatchMeta, columns: Any) -> Batch:

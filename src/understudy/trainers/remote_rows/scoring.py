@@ -14,8 +14,9 @@ lives, or an external server is named by this machine's loopback.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,8 @@ from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import ClusterError
 from understudy.rollout.workers.pool import WorkersLost
 from understudy.teacher.clients.native import ScoringClient
-from understudy.teacher.manifest import Manifest
+from understudy.teacher.manifest import Batching, Manifest
+from understudy.teacher.pool.cache import ScoreCache, question_digest
 from understudy.teacher.pool.canary import KEY as FIXED_TOKENS
 from understudy.teacher.pool.keeper import Connect
 from understudy.teacher.pool.launch import Endpoint
@@ -284,3 +286,65 @@ def is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+_NO_KEY = b""
+"""Of a question whose rows' contents are not known here: it is asked, and not remembered."""
+
+
+class FarScoreCache:
+    """A `PoolCache`. Names that were not used for longest leave when the scores they stand for reach `max_bytes`."""
+
+    def __init__(self, scoring: FarScoring, teacher: str, max_bytes: int) -> None:
+        self.hits = 0
+        self._scoring = scoring
+        self._teacher = teacher
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+        self._memories: OrderedDict[bytes, list[Memory]] = OrderedDict()
+        self._here = ScoreCache(max_bytes)
+        """Of requests that no worker could carry out."""
+
+    def parts(self, manifest: Manifest, items: Sequence[ScoreItem]) -> list[tuple[bytes, list[int]]]:
+        own = [
+            question_digest(manifest, item, item.digest)
+            if isinstance(item, FarScoreItem) and item.digest
+            else _NO_KEY
+            for item in items
+        ]
+        if manifest.batching is Batching.BY_REQUEST:
+            whole = hashlib.sha256(b"".join(own)).digest() if all(own) else _NO_KEY
+            return [(whole, list(range(len(items))))]
+        return [(digest, [i]) for i, digest in enumerate(own)]
+
+    async def find(self, key: bytes, items: Sequence[ScoreItem]) -> list[TeacherScores] | None:
+        memories = self._memories.get(key)
+        if memories is None:
+            found = self._here.get(key, items)
+        else:
+            self._memories.move_to_end(key)
+            rows = [item for item in items if isinstance(item, FarScoreItem)]
+            found = await self._scoring.recall(self._teacher, memories, rows)
+            if found is None and self._memories.get(key) is memories:
+                self._forget(key)
+        self.hits += len(found or ())
+        return found
+
+    def put(self, key: bytes, scores: Sequence[TeacherScores]) -> None:
+        if key == _NO_KEY or key in self._memories:
+            return
+        memories = [one.memory for one in scores if isinstance(one, FarScores) and one.memory is not None]
+        if not any(isinstance(one, FarScores) for one in scores):
+            self._here.put(key, scores)
+        elif len(memories) == len(scores):
+            self._memories[key] = memories
+            self._held_bytes += _size(memories)
+            while self._held_bytes > self._max_bytes and self._memories:
+                self._forget(next(iter(self._memories)))
+
+    def _forget(self, key: bytes) -> None:
+        self._held_bytes -= _size(self._memories.pop(key))
+
+
+def _size(memories: Sequence[Memory]) -> int:
+    return sum(memory.size for memory in memories)

@@ -27,7 +27,7 @@ from understudy.engines.local.kernels import rms_norm as fused_norm
 from understudy.engines.local.kernels.merged_linear import Together, lay_side_by_side
 
 if TYPE_CHECKING:
-    from understudy.engines.local.slots import Places, SlotLayer
+    from understudy.engines.local.kv_pool import Places, SlotLayer
 
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 """Classes of transformers: x + attention(norm(x)), then x + mlp(norm(x))."""
