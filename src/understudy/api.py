@@ -16,6 +16,7 @@ from understudy.errors import ConfigError
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import RunDir, read_json
 from understudy.run.entry import begun_early, run_to_its_end
+from understudy.run.outcome import RunOutcome
 
 Model = str | Path
 """A hub id or a folder."""
@@ -26,14 +27,8 @@ Reward = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run that ended: where it left its files, and how it went."""
-
-    dir: Path
-    steps: int
-    """Steps taken in all, earlier launches of the same run included."""
-    metrics: list[dict[str, Any]]
-    """Every line of metrics.jsonl."""
+class Run(RunOutcome):
+    """A run that ended: where it left its files, how it went, and what can be done next."""
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -69,7 +64,7 @@ class Run:
         """Measure the latest student, or the best, as `understudy eval` does: by the run's own `data.eval` and `data.reward`, or these."""
         from understudy.observability.live import LiveView  # noqa: PLC0415
         from understudy.run.evaluate_model import evaluate_model  # noqa: PLC0415 - imports torch
-        from understudy.run.given import storable  # noqa: PLC0415 - trainers import this module
+        from understudy.run.given import storable  # noqa: PLC0415 - most callers of `import understudy` need neither
 
         given = {key: value for key, value in (("eval", data), ("reward", reward)) if value is not None}
         with storable({"data": given}) as (tables, _), LiveView(0, enabled=progress) as view:
@@ -99,7 +94,7 @@ class Run:
 def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
     """Run a recipe to its end: a `Recipe`, the path of a TOML file, or plain tables, which may hold rows and functions."""
     from understudy.planning.preflight import preflight  # noqa: PLC0415
-    from understudy.run.given import GivenRows, storable  # noqa: PLC0415 - trainers import this module
+    from understudy.run.given import GivenRows, storable  # noqa: PLC0415 - most callers of `import understudy` need neither
 
     def run(checked: Recipe, rows: GivenRows | None = None) -> Run:
         problems = preflight(checked, progress=progress)
@@ -108,7 +103,7 @@ def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = T
         with begun_early(checked):
             from understudy.run.launch import launch  # noqa: PLC0415 - imports torch
 
-            return run_to_its_end(launch(checked, progress=progress, rows=rows))
+            return _as_run(run_to_its_end(launch(checked, progress=progress, rows=rows)))
 
     if isinstance(recipe, Recipe):
         return run(recipe)
@@ -157,7 +152,7 @@ def distill(
 
 def resume(run_dir: str | Path, *, progress: bool = True, **overrides: Any) -> Run:
     """Continue a run from its last checkpoint, as `understudy resume` does; `trainer__steps=400` changes what may change."""
-    from understudy.run.changed_recipe import changed_recipe  # noqa: PLC0415 - trainers import this module
+    from understudy.run.changed_recipe import changed_recipe  # noqa: PLC0415 - most callers of `import understudy` need neither
 
     if not isinstance(run_dir, str | Path):
         raise ConfigError(f"run_dir is a {type(run_dir).__name__}; expected the path of a run directory")
@@ -166,7 +161,11 @@ def resume(run_dir: str | Path, *, progress: bool = True, **overrides: Any) -> R
     with begun_early(recipe):
         from understudy.run.launch import resume as continued  # noqa: PLC0415 - imports torch
 
-        return run_to_its_end(continued(Path(run_dir), changes, progress=progress))
+        return _as_run(run_to_its_end(continued(Path(run_dir), changes, progress=progress)))
+
+
+def _as_run(outcome: RunOutcome) -> Run:
+    return Run(outcome.dir, outcome.steps, outcome.metrics)
 
 
 def _teachers(given: Any) -> dict[str, dict[str, Any]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from understudy.api import Run
 from understudy.observability.report import accuracy_table, note_of, teachers_measured
 from understudy.observability.rundir import RunDir, read_json
+from understudy.run.outcome import RunOutcome
 
 STOPPED = 130
 
 
-def finish(run: Run) -> int:
+def finish(run: RunOutcome) -> int:
     console = Console(markup=False)
     state = read_json(RunDir(run.dir).state)
     table = accuracy_table(run.metrics)

@@ -15,23 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
-from understudy.config.base import Section, nearest, unwrap
+from understudy.config.base import nearest, unwrap
 from understudy.config.checks.capacity import capacity_problems
 from understudy.config.checks.cluster import cluster_problems
 from understudy.config.checks.fully_async import async_problems
 from understudy.config.checks.idle_keys import idle_problems
 from understudy.config.checks.objective import objective_problems
-from understudy.config.critic import CriticConfig, ReferenceConfig
-from understudy.config.data import DataConfig
-from understudy.config.loss import LossConfig
 from understudy.config.messages.explain import Finding, explain
 from understudy.config.messages.keys import Kind, walk
 from understudy.config.model_paths import resolved_model
-from understudy.config.models import StudentConfig, TeacherConfig
-from understudy.config.rollout import RolloutConfig
-from understudy.config.trainer import ClusterConfig, DataPlaneConfig, RunConfig, TrainerConfig
+from understudy.config.models import TeacherConfig
+from understudy.config.tables import RecipeTables
 from understudy.errors import ConfigError
 
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -40,20 +36,8 @@ NOT_GIVEN = "<not given>"
 """Stands where a needed key was missing or wrong, while the rest is looked at. What is found about it is not worth telling."""
 
 
-class Recipe(Section):
+class Recipe(RecipeTables):
     """One run, whole. Everything not written has a default that is right for most."""
-
-    student: StudentConfig
-    teachers: dict[str, TeacherConfig] = Field(default={})
-    data: DataConfig
-    loss: LossConfig = LossConfig()
-    critic: CriticConfig | None = None
-    reference: ReferenceConfig | None = None
-    rollout: RolloutConfig = RolloutConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    dataplane: DataPlaneConfig = DataPlaneConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    run: RunConfig = RunConfig()
 
     def with_steps(self, rows: int) -> Recipe:
         """With `trainer.steps` in place of `trainer.passes` over so many rows."""

@@ -10,114 +10,22 @@ config, devices or distribution. Settings that make no sense are refused here, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 from torch import Tensor
 
 from understudy.errors import LossInputError
 from understudy.losses.advantages import discounted_distillation
-from understudy.losses.describe import (
-    ESTIMATOR_FORMULAS,
-    ObjectiveDescription,
-    canonical_kind,
-    describe_objective,
-)
 from understudy.losses.diagnostics import build_metrics
-from understudy.losses.divergences import DivergenceParameters
 from understudy.losses.estimators import estimate
 from understudy.losses.fused.chunks import fused_token_losses
 from understudy.losses.plain import plain_token_losses
-from understudy.losses.policy import ClipSettings
-from understudy.losses.tails import Tail
+from understudy.losses.settings import ObjectiveSettings
 from understudy.types.loss import LossInputs, LossOutput, StudentHead, StudentLogits
 
-Backend = Literal["auto", "torch", "triton"]
 
-
-@dataclass(frozen=True)
-class Objective:
+class Objective(ObjectiveSettings):
     """loss = Σ_N weights_N · (distill_coef · distillation_N + task_coef · policy_N + kl_coef · reference_kl_N)."""
-
-    kind: str
-    """A divergence or an estimator; aliases (`mse`, `low_var_kl`, `kl`) are resolved at construction."""
-    signal: str = "topk"
-    """What the teacher sent: sampled | topk | at_ids | hidden."""
-    tail: Tail = "bucket"
-    """What becomes of the mass outside the candidates."""
-    beta: float = 0.5
-    alpha: float = 0.1
-    mixture_weight: float = 0.5
-    policy_gradient: bool = False
-    """Use −sg(estimator) as an advantage instead of differentiating it."""
-    distill_coef: float = 1.0
-    task_coef: float = 0.0
-    """Above 0 adds a clipped policy loss on `advantages_N`."""
-    kl_coef: float = 0.0
-    """Above 0 adds an estimate of KL to the frozen reference (`reference_logprobs_N`)."""
-    kl_kind: str = "k3"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = None
-    tis_cap: float | None = None
-    discount: float = 0.0
-    per_token_clamp: float | None = None
-    loss_max_clamp: float | None = None
-    """verl's two-sided clamp, before an estimator becomes an advantage."""
-    log_prob_min_clamp: float | None = None
-    """verl's floor of both sides' log-probabilities (`tail = "drop"` only)."""
-    clamp_at_zero: bool = False
-    """verl's floor of the sum over K candidates (`tail = "drop"` only)."""
-    overlap: bool = False
-    """Also measure how far the student's own K best overlap the candidates; costs one top-k per row."""
-    backend: Backend = "auto"
-    """Which fused path: Triton on a CUDA device by default, chunked torch elsewhere."""
-    chunk_bytes: int | None = None
-    """Upper bound of the working memory of a fused path; None takes a default for the device."""
-    description: ObjectiveDescription = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        description = describe_objective(
-            self.kind, self.signal, self.tail,
-            beta=self.beta, alpha=self.alpha, mixture_weight=self.mixture_weight,
-            policy_gradient=self.policy_gradient, distill_coef=self.distill_coef, task_coef=self.task_coef,
-            clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip, tis_cap=self.tis_cap,
-            discount=self.discount, per_token_clamp=self.per_token_clamp, kl_coef=self.kl_coef, kl_kind=self.kl_kind,
-            loss_max_clamp=self.loss_max_clamp, log_prob_min_clamp=self.log_prob_min_clamp,
-            clamp_at_zero=self.clamp_at_zero,
-        )  # fmt: skip
-        object.__setattr__(self, "description", description)
-        object.__setattr__(self, "kind", canonical_kind(self.kind))
-
-    @property
-    def name(self) -> str:
-        return self.description.name
-
-    @property
-    def formula(self) -> str:
-        return self.description.formula
-
-    @property
-    def parameters(self) -> DivergenceParameters:
-        return DivergenceParameters(self.beta, self.alpha, self.mixture_weight)
-
-    @property
-    def clip(self) -> ClipSettings:
-        return ClipSettings(self.clip_low, self.clip_high, self.dual_clip, self.tis_cap)
-
-    @property
-    def uses_candidates(self) -> bool:
-        """Whether the student is read at K candidate ids."""
-        return (
-            self.distill_coef > 0
-            and self.kind not in ESTIMATOR_FORMULAS
-            and self.signal in ("topk", "at_ids")
-        )
-
-    @property
-    def uses_full_vocabulary(self) -> bool:
-        """Whether the teacher's whole distribution is compared."""
-        return self.distill_coef > 0 and self.kind not in ESTIMATOR_FORMULAS and self.signal == "hidden"
 
     def __call__(self, student: StudentHead | StudentLogits, inputs: LossInputs) -> LossOutput:
         """Loss of one micro-batch; `.loss.backward()` reaches the hidden states (or logits), head weight and bias."""

@@ -5,22 +5,18 @@ Shape legend: N tokens, V vocabulary, K candidates, H hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from understudy.losses.divergences import divergence
 from understudy.losses.per_token import StudentView, token_losses
+from understudy.losses.settings import ObjectiveSettings
 from understudy.losses.tails import floor_log_tail
 from understudy.types.loss import LossInputs, StudentHead, StudentLogits, TeacherHead
 
-if TYPE_CHECKING:
-    from understudy.losses.objective import Objective
-
 
 def plain_token_losses(
-    objective: Objective, student: StudentLogits, inputs: LossInputs
+    objective: ObjectiveSettings, student: StudentLogits, inputs: LossInputs
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(Σ weights·l, per-token columns), straight from the definitions."""
     logits_NV = at_least_float32(student.logits_NV) / student.temperature

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from understudy.api import Run
 from understudy.assembly.backends import lasting, processes_of
 from understudy.assembly.build import build, is_deterministic
 from understudy.assembly.this_machine import seat_here
@@ -30,6 +29,7 @@ from understudy.planning.preflight import describe, preflight
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.run.changed_recipe import Change, changed_recipe
 from understudy.run.given import GivenRows
+from understudy.run.outcome import RunOutcome
 from understudy.run.restarts import last_checkpoint_step, with_restarts
 from understudy.run.vitals import vitals, waits
 from understudy.trainers.checkpoints import finish_saving, forget_after, last_checkpoint, restore
@@ -90,7 +90,7 @@ async def launch(
     progress: bool = True,
     next_command: str | None = None,
     rows: GivenRows | None = None,
-) -> Run:
+) -> RunOutcome:
     """Make a fresh run directory and train; the caller has checked the recipe (`preflight`). `rows` are kept in the directory."""
     seat_here(recipe)  # a machine that is too small says so before anything is written
     data = await asyncio.to_thread(open_data, recipe)
@@ -100,7 +100,7 @@ async def launch(
     return await _train(recipe, data, run, progress, next_command)
 
 
-async def resume(path: Path, overrides: Overrides = (), *, progress: bool = True) -> Run:
+async def resume(path: Path, overrides: Overrides = (), *, progress: bool = True) -> RunOutcome:
     """Continue a run from its last checkpoint, or from the start when it has none.
 
     `overrides` change what may change in a run; see `changed_recipe.py`.
@@ -137,7 +137,7 @@ async def _train(
     progress: bool,
     next_command: str | None,
     changes: Sequence[Change] = (),
-) -> Run:
+) -> RunOutcome:
     lock = run.lock()
     if changes:
         _write_recipe(recipe, run)
@@ -176,7 +176,7 @@ async def _train(
         lock.close()
     if read_metrics(run.metrics):
         await asyncio.to_thread(write_report, run, next_command or f"understudy export {run.path} my-student")
-    return Run(run.path, steps, read_metrics(run.metrics))
+    return RunOutcome(run.path, steps, read_metrics(run.metrics))
 
 
 async def _attempt(

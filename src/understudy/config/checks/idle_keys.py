@@ -9,26 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from understudy.config.recipe import Recipe
+from understudy.config.tables import RecipeTables
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
     section: str
     keys: tuple[str, ...]
-    matters: Callable[[Recipe], bool]
+    matters: Callable[[RecipeTables], bool]
     when: str
     """What a user would have to set for the keys to matter."""
 
 
-def _policy_gradient(recipe: Recipe) -> bool:
+def _policy_gradient(recipe: RecipeTables) -> bool:
     return recipe.loss.task_coef > 0 or recipe.loss.policy_gradient
 
 
-def _evaluates(recipe: Recipe) -> bool:
+def _evaluates(recipe: RecipeTables) -> bool:
     return recipe.data.eval is not None and recipe.data.reward is not None
 
 
@@ -112,7 +111,7 @@ _RULES = (
 )  # fmt: skip
 
 
-def idle_problems(recipe: Recipe) -> list[str]:
+def idle_problems(recipe: RecipeTables) -> list[str]:
     problems = []
     for rule in _RULES:
         section: Any = recipe

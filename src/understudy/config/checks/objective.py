@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from understudy.config.recipe import Recipe
+from understudy.config.tables import RecipeTables
 
 GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
 """Kinds of `loss.advantage` that compare the rows of one prompt."""
 
 
-def objective_problems(recipe: Recipe) -> list[str]:
+def objective_problems(recipe: RecipeTables) -> list[str]:
     return [*_roles(recipe), *_correction(recipe), *_filters(recipe), *_optimizer(recipe)]
 
 
-def _optimizer(recipe: Recipe) -> list[str]:
+def _optimizer(recipe: RecipeTables) -> list[str]:
     trainer, problems = recipe.trainer, []
     if recipe.student.lora is not None and trainer.ema_decay is not None:
         problems.append(
@@ -36,7 +33,7 @@ def _optimizer(recipe: Recipe) -> list[str]:
     return problems
 
 
-def _roles(recipe: Recipe) -> list[str]:
+def _roles(recipe: RecipeTables) -> list[str]:
     loss, problems = recipe.loss, []
     if loss.advantage == "gae" and loss.task_coef == 0:
         problems.append("loss.advantage = 'gae' judges task rewards: set loss.task_coef above 0")
@@ -67,7 +64,7 @@ def _roles(recipe: Recipe) -> list[str]:
     return problems
 
 
-def _groups(recipe: Recipe) -> list[str]:
+def _groups(recipe: RecipeTables) -> list[str]:
     """A group of one row has no advantage. A loop of the user's own may return several rows for one session."""
     loss, rollout = recipe.loss, recipe.rollout
     own_loops = any(":" in name for name in (rollout.agent, *rollout.agent_options))
@@ -79,7 +76,7 @@ def _groups(recipe: Recipe) -> list[str]:
     ]
 
 
-def _critic_device(recipe: Recipe) -> list[str]:
+def _critic_device(recipe: RecipeTables) -> list[str]:
     critic = recipe.critic
     if critic is None or critic.device is None or critic.process or "critic" in recipe.cluster.roles:
         return []
@@ -89,7 +86,7 @@ def _critic_device(recipe: Recipe) -> list[str]:
     ]
 
 
-def _correction(recipe: Recipe) -> list[str]:
+def _correction(recipe: RecipeTables) -> list[str]:
     loss, correction, problems = recipe.loss, recipe.loss.correction, []
     if correction.weigh == correction.drop == "off":
         return []
@@ -114,7 +111,7 @@ def _correction(recipe: Recipe) -> list[str]:
     return problems
 
 
-def _filters(recipe: Recipe) -> list[str]:
+def _filters(recipe: RecipeTables) -> list[str]:
     rollout, problems = recipe.rollout, []
     if rollout.filter_groups and rollout.n == 1:
         problems.append("rollout.filter_groups compares the sessions of a prompt: set rollout.n above 1")

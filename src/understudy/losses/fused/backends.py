@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,9 @@ from understudy.errors import LossInputError
 from understudy.losses.fused.rows import Rows
 from understudy.losses.fused.torch_rows import TorchCandidateRows, TorchFullRows
 from understudy.losses.fused.transform import LogitTransform
+from understudy.losses.settings import ObjectiveSettings
 from understudy.types.loss import LossInputs, StudentHead
 from understudy.types.usable_ids import UsableIds
-
-if TYPE_CHECKING:
-    from understudy.losses.objective import Objective
 
 try:
     from understudy.losses.fused import triton_rows
@@ -58,7 +56,7 @@ class RowReader(Protocol):
         ...
 
 
-def choose_reader(objective: Objective, student: StudentHead, inputs: LossInputs) -> RowReader:
+def choose_reader(objective: ObjectiveSettings, student: StudentHead, inputs: LossInputs) -> RowReader:
     """The reader `objective.backend` names; `auto` takes Triton where it can run."""
     if objective.backend == "torch":
         return TorchReader(objective, student)
@@ -75,7 +73,7 @@ def choose_reader(objective: Objective, student: StudentHead, inputs: LossInputs
     return TritonReader(objective, student)
 
 
-def why_not_triton(objective: Objective, student: StudentHead, inputs: LossInputs) -> str | None:
+def why_not_triton(objective: ObjectiveSettings, student: StudentHead, inputs: LossInputs) -> str | None:
     """Why the Triton path cannot take this call, or None."""
     if triton_rows is None:
         return "the triton package is not installed"
@@ -91,7 +89,7 @@ def why_not_triton(objective: Objective, student: StudentHead, inputs: LossInput
 
 @dataclass(frozen=True)
 class TorchReader:
-    objective: Objective
+    objective: ObjectiveSettings
     student: StudentHead
 
     def read(self, raw_CV: Tensor, inputs: LossInputs, with_gradient: bool) -> Rows:
@@ -134,7 +132,7 @@ class TorchReader:
 
 @dataclass(frozen=True)
 class TritonReader:
-    objective: Objective
+    objective: ObjectiveSettings
     student: StudentHead
 
     def read(self, raw_CV: Tensor, inputs: LossInputs, with_gradient: bool) -> Rows:

@@ -21,7 +21,7 @@ Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +29,8 @@ from torch import Tensor
 from understudy.losses.fused.backends import RowReader, choose_reader
 from understudy.losses.fused.rows import differentiate
 from understudy.losses.per_token import token_losses
+from understudy.losses.settings import ObjectiveSettings
 from understudy.types.loss import LossInputs, StudentHead
-
-if TYPE_CHECKING:
-    from understudy.losses.objective import Objective
 
 CUDA_CHUNK_BYTES = 1800 << 20
 CPU_CHUNK_BYTES = 96 << 20
@@ -47,7 +45,7 @@ fills a GPU of 132 multiprocessors. With 2816 rows a third of them idles in that
 
 
 def fused_token_losses(
-    objective: Objective, student: StudentHead, inputs: LossInputs
+    objective: ObjectiveSettings, student: StudentHead, inputs: LossInputs
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(Σ weights·l, per-token columns) of the whole micro-batch."""
     job = _Job(objective, student, inputs, choose_reader(objective, student, inputs))
@@ -63,7 +61,7 @@ def fused_token_losses(
 class _Job:
     """What one call works on; `columns` is filled by the run."""
 
-    objective: Objective
+    objective: ObjectiveSettings
     student: StudentHead
     inputs: LossInputs
     reader: RowReader
