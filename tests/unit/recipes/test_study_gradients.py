@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local.engine import HFEngine
-from understudy.losses.objective import Backend, Objective
+from understudy.losses.objective import Objective
 from understudy.losses.reduce import token_weights
+from understudy.losses.settings import Backend
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings
