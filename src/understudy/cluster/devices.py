@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
-    """What to write into a child's CUDA_VISIBLE_DEVICES for each GPU this process may use, in CUDA's order.
+    """The CUDA_VISIBLE_DEVICES entry of each GPU this process may use, in CUDA's order.
 
-    CUDA itself stops reading CUDA_VISIBLE_DEVICES at the first -1.
+    CUDA stops reading CUDA_VISIBLE_DEVICES at the first -1, and so does this function.
     """
     named = env.get("CUDA_VISIBLE_DEVICES")
     if named is None:

@@ -1,8 +1,8 @@
-"""Child processes on this machine, started, watched and ended by us.
+"""Child processes on this machine: starts, watches and stops them.
 
-A child is its own session, so a Ctrl-C in the terminal reaches the launcher alone and the launcher decides.
-It inherits the read end of a pipe whose write end only the launcher holds: when the launcher dies, however it dies,
-the pipe closes and the child ends itself. So no child outlives its run, kill -9 of the launcher included.
+A child runs in its own session (setsid), so Ctrl-C in the terminal reaches the launcher alone, which decides
+what to stop. A child inherits the read end of a pipe whose write end only the launcher holds. When the
+launcher dies, by kill -9 too, the pipe closes and the child exits. So no child outlives its run.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _LAST_WORDS = 12
 
 @dataclass(slots=True)
 class Child:
+    """One started process; held by `LocalProcesses`."""
+
     name: str
     process: nursery.Process
     log: Path
@@ -44,7 +46,10 @@ class Child:
 
 
 class LocalProcesses:
-    """Starts Python modules as children; every one of them ends with `close`."""
+    """Starts Python modules as child processes and stops all of them in `close`.
+
+    Holds the children by name and both ends of the launcher's pipe. Called on the launcher's event loop.
+    """
 
     def __init__(self, logs: Path, start_timeout: float = 180.0) -> None:
         self._logs = logs
@@ -60,26 +65,27 @@ class LocalProcesses:
 
     @property
     def address(self) -> str:
-        """Where this machine is reached by the machines its processes are on."""
+        """The address by which our processes reach this machine."""
         return "127.0.0.1"
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether a process of this name would be on another machine."""
+        """Whether a process of this name runs remotely, on a machine of a cluster."""
         return False
 
     def shares_memory(self, name: str) -> bool:
-        """Whether the process of this name, as it runs now, is on this machine and sees its memory."""
+        """Whether the process of this name runs on this machine now and so can share memory with us."""
         return True
 
     async def ready(self) -> None:
-        """Wait until processes can be started: at once on this machine."""
+        """Wait until processes can be started. Returns at once for local processes."""
 
     async def start(
         self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
     ) -> Child:
-        """Start `python -m module …` and wait until it says it is ready.
+        """Start `python -m module …` and wait until it has written its ready file.
 
-        The module must take `--ready-file PATH` and `--watch-fd N`. Its last words are the error when it dies first.
+        The module must take `--ready-file PATH` and `--watch-fd N`. If it dies first, `ChildDied` carries the
+        end of its log.
         """
         if name in self._children and self._children[name].alive:
             raise ClusterError(f"process {name} runs already")
@@ -105,7 +111,8 @@ class LocalProcesses:
     async def _forked(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
     ) -> nursery.Process | None:
-        """The process out of this launcher's nursery; None where there is none, or none for it."""
+        """A process forked by this launcher's fork server (`nursery.py`); None if there is no server or it
+        cannot serve this one."""
         found = nursery.current()
         if found is None or not found.takes(environment):
             return None
@@ -151,12 +158,12 @@ class LocalProcesses:
         return dict(ready)
 
     def last_words(self, name: str) -> str:
-        """The end of what a process said, in this life or the one before; nothing where it never ran."""
+        """The end of a process's log, of an earlier start too; empty if it never ran."""
         log = self._logs / f"{name}.log"
         return _last_words(log, 0) if log.exists() else ""
 
     async def stop(self, name: str) -> None:
-        """SIGTERM, a moment of grace, then SIGKILL to the child's whole session."""
+        """SIGTERM, up to `_GRACE_SECONDS` of waiting, then SIGKILL to the child's whole process group."""
         child = self._children.pop(name, None)
         if child is None:
             return
@@ -165,7 +172,7 @@ class LocalProcesses:
             deadline = time.monotonic() + _GRACE_SECONDS
             while child.alive and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL_SECONDS)
-        finally:  # also where whoever waits is cancelled: nobody else knows of the child any more
+        finally:  # also on cancellation: the child is no longer in `_children`, so nothing else would kill it
             _signal(child, signal.SIGKILL)
             child.process.wait()
 
@@ -174,7 +181,7 @@ class LocalProcesses:
         self._close_pipe()
 
     def kill_now(self) -> None:
-        """For the second Ctrl-C: no grace, no waiting."""
+        """SIGKILL to every child without waiting: for the second Ctrl-C."""
         for child in self._children.values():
             _signal(child, signal.SIGKILL)
         self._close_pipe()
@@ -193,7 +200,7 @@ def _signal(child: Child, number: signal.Signals) -> None:
 
 
 def _last_words(log: Path, start: int) -> str:
-    """The child's own error: its last lines since it was started."""
+    """The child's own error: its last log lines from byte `start` on."""
     with log.open("rb") as handle:
         handle.seek(start)
         lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
@@ -202,14 +209,17 @@ def _last_words(log: Path, start: int) -> str:
 
 _LAST_WORDS_BYTES = 8192
 SUPERVISOR_GONE = "(its supervisor is gone"
-"""How the log of a process elsewhere ends when its machine does."""
+"""How the log of a remote process ends when its machine or its supervisor is lost."""
 
 
 def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> str:
-    """How a process ended, in its own words where it left any after the first `said_before` bytes of its log."""
+    """How a process ended: its exit code or signal, and its last log line after byte `said_before`."""
     code = child.process.returncode or 0
     lines: list[str] = []
-    with suppress(OSError), child.log.open("rb") as handle:  # its log may be gone, or never have come
+    with (
+        suppress(OSError),
+        child.log.open("rb") as handle,
+    ):  # the log may be deleted, or was never copied here
         handle.seek(max(said_before, child.log.stat().st_size - _LAST_WORDS_BYTES))
         lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
     words = lines[-1].strip() if lines else "it said nothing"

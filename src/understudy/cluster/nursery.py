@@ -1,13 +1,15 @@
-"""Processes that start in a moment: forked from one that has imported torch and transformers already.
+"""The fork server, launcher's side: forks children that have torch and transformers imported.
 
-    prepared(…) ──> nursery process, importing beside the trainer ──> start(…) ──> a fork that runs `python -m module`
+    prepared(…) ──> fork server imports while the trainer starts ──> start(…) ──> fork runs `python -m module`
 
-Importing them takes seconds of CPU time in each process, and a run has several: four teachers of the quickstart took longer to
-import than to do anything else before the first step. A child of the nursery is a session, has a log and a pipe to its launcher as any
-other (`local.py`), and does not need the nursery once it runs.
+Importing takes seconds of CPU time in each process, and a run has several. The four teachers of the
+quickstart spent more time importing than on anything else before the first step. A forked child has its own
+session, a log and a pipe to its launcher, as any child does (`local.py`). It does not need the fork server
+once it runs.
 
-Only on Linux and where no GPU is: whether a fork may use a GPU depends on what libraries did while they were imported. A child
-whose environment differs in what libraries read when they are loaded is started the plain way.
+Used only on Linux without a GPU: whether a fork may use a GPU depends on what libraries did at import. A
+child is started as a plain subprocess if its environment differs in variables that libraries read when they
+load (`_READ_AT_LOAD`).
 """
 
 from __future__ import annotations
@@ -33,17 +35,19 @@ _READ_AT_LOAD = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ACL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_",
     "CUDA", "NVIDIA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TRITON", "TMPDIR", "HOME", "XDG_", "PATH", "VIRTUAL_ENV",
 )  # fmt: skip
-"""Beginnings of the names of such variables."""
+"""Prefixes of variables that libraries read when they load."""
 _PROGRAM = "from understudy.cluster.nursery_process import main; main({}, {})"
 _ANSWER_SECONDS = 10.0
-"""A fork takes some hundredths of a second; the launcher's event loop waits for it."""
+"""How long `start` waits for a fork. It takes some hundredths of a second and blocks the launcher's event
+loop."""
 _POLL_SECONDS = 0.01
 _LAST_WORD_SECONDS = 3.0
-"""How long after a child's end the nursery may take to say how it ended; one that stands still never does."""
+"""How long after a child's death the fork server may take to report its exit code; a stopped server never
+does."""
 
 
 class Process(Protocol):
-    """What we need of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that a `Child` uses."""
 
     pid: int
     returncode: int | None
@@ -54,7 +58,10 @@ class Process(Protocol):
 
 
 class Nursery:
-    """The launcher's end of it. Several threads may ask after a child."""
+    """The launcher's handle on the fork server: its process, the socket to it and exit codes not yet read.
+
+    `LocalProcesses` starts children with it; several threads may poll one. A lock guards the socket.
+    """
 
     def __init__(self, env: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
         environment = {**os.environ, **env}
@@ -76,7 +83,7 @@ class Nursery:
         self._ended = False
         self._codes: dict[int, int] = {}
         self._dead_since: dict[int, float] = {}
-        """Children that are gone, and of which nothing was heard yet."""
+        """Dead children whose exit code has not been reported, with the time their death was seen."""
         only_here(self, Nursery._let_go)
 
     @property
@@ -84,7 +91,7 @@ class Nursery:
         return self._ended
 
     def ready(self) -> bool:
-        """Whether it takes jobs; False while it imports, and for good once it is over."""
+        """Whether it accepts jobs: False while it imports, and after it has ended."""
         with self._lock:
             self._hear()
             return self._ready and not self._ended
@@ -95,7 +102,7 @@ class Nursery:
     def start(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int, pipe: int
     ) -> Process:
-        """Ask for a child; `OSError` where there is no nursery any more."""
+        """Fork a child; `OSError` if the fork server has ended or does not answer."""
         job = {
             "module": module,
             "arguments": [*arguments],
@@ -111,13 +118,13 @@ class Nursery:
             while (pid := self._hear()) is None:
                 if self._ended or time.monotonic() > deadline:
                     self._let_go()
-                    self._process.kill()  # what it has not done by now it must not do later
+                    self._process.kill()  # a late fork would be a child that we do not know of
                     raise OSError("the nursery does not answer")
                 time.sleep(_POLL_SECONDS)
         return _Forked(pid, self)
 
     def code_of(self, pid: int) -> int | None:
-        """How a child ended; None while it lives."""
+        """A child's exit code; None while it lives."""
         with self._lock:
             self._hear()
             code = self._codes.pop(pid, None)
@@ -126,7 +133,7 @@ class Nursery:
             elif not _lives(pid):
                 waited = time.monotonic() - self._dead_since.setdefault(pid, time.monotonic())
                 if self._ended or waited > _LAST_WORD_SECONDS:
-                    return -signal.SIGKILL  # nobody is left who could tell
+                    return -signal.SIGKILL  # the fork server cannot report it any more
             return code
 
     def close(self) -> None:
@@ -144,7 +151,8 @@ class Nursery:
             self._line.send(json.dumps(message).encode())
 
     def _hear(self) -> int | None:
-        """Takes in what has come; the number of the child that was asked for, if that was said."""
+        """Reads pending messages up to the pid of a new child, which it returns; None if there is no such
+        message."""
         while not self._ended:
             try:
                 message = self._line.recv(LARGEST)
@@ -167,7 +175,7 @@ class Nursery:
 
 
 class _Forked:
-    """A child of the nursery, asked after as one would ask a `Popen`."""
+    """A forked child with the interface of `Popen`."""
 
     def __init__(self, pid: int, nursery: Nursery) -> None:
         self.pid = pid
@@ -193,7 +201,10 @@ _NURSERY: Nursery | None = None
 
 @contextmanager
 def prepared(env: Mapping[str, str]) -> Iterator[None]:
-    """A nursery while this lasts, for children with `env`; nothing where this machine is none for it, or this process has one."""
+    """A fork server for the duration of the block, for children with `env`.
+
+    Does nothing if this process has one already, off Linux, or on a machine with a GPU.
+    """
     global _NURSERY
     if current() is not None or not hasattr(os, "pidfd_open") or Path("/dev/nvidiactl").exists():
         yield
@@ -202,12 +213,12 @@ def prepared(env: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        made.close()  # by its own name: where it was lost on the way, another may have come and gone since
+        made.close()  # not `_NURSERY`: if this one died meanwhile, an inner block may have replaced it
         _NURSERY = None
 
 
 def current() -> Nursery | None:
-    """The nursery of this process, if it has one."""
+    """The fork server of this process, if it has one that runs."""
     return None if _NURSERY is None or _NURSERY.over else _NURSERY
 
 

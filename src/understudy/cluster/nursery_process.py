@@ -1,9 +1,15 @@
-"""The nursery's own process: imports once what every process of a run imports, then forks one child per job.
+"""The fork server's process: imports the heavy modules once, then forks one child per job.
 
-    socket ──job, log, pipe──> fork ──> child: its own session, log, environment, arguments; then `python -m module`
-       └──<── {"pid": …} when it runs, {"gone": pid, "code": …} when it ended; it is buried when the launcher has taken note
+| message | direction | when |
+|---|---|---|
+| `{"ready": bool, "why": …}` | to the launcher | imports are done; `ready` is false if extra threads run |
+| job: module, arguments, env, folder; the log and pipe descriptors | from the launcher | a child is wanted |
+| `{"pid": …}` | to the launcher | the child is forked and has its own session |
+| `{"gone": pid, "code": …}` | to the launcher | the child ended; it stays a zombie |
+| `{"bury": pid}` | from the launcher | the exit code was read; the zombie is reaped |
 
-It never computes anything: a fork of a process with threads, or with a CUDA context, is a broken one. It ends when its socket does.
+The server never computes: forking a process that has threads or a CUDA context is unsafe. It exits when its
+socket closes.
 """
 
 from __future__ import annotations
@@ -24,13 +30,15 @@ from typing import Any
 from setproctitle import getproctitle, setproctitle
 
 MODULES = ("torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
-"""What takes seconds to import, beside numpy."""
+"""The modules that take seconds to import, besides numpy."""
 LARGEST = 1 << 18
-"""Bytes of a message; most of it is the environment."""
+"""The most bytes of a message, most of which is the environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
+    """One child to become: which module it runs, with which arguments and environment, in which folder."""
+
     module: str
     arguments: list[str]
     environment: dict[str, str]
@@ -39,9 +47,9 @@ class Job:
 
 def main(number: int, modules: Sequence[str]) -> None:
     line = socket.socket(fileno=number)
-    getproctitle()  # finds the place of titles by the environment as it was at the start
+    getproctitle()  # first call: it locates the title's memory by the environment as it was at the start
     importlib.import_module("numpy")
-    known = _threads()  # of its OpenBLAS, which ends them before a fork
+    known = _threads()  # threads of numpy's OpenBLAS, which stops them before a fork
     for module in modules:
         importlib.import_module(module)
     why_not = f"{_threads()} threads run where {known} did" if _threads() > known else None
@@ -49,9 +57,9 @@ def main(number: int, modules: Sequence[str]) -> None:
     if why_not is not None:
         return
     gc.collect()
-    gc.freeze()  # a collection in a child would touch, and so copy, every page
+    gc.freeze()  # a collection in a child would write to, and so copy, every page
     job = _serve(line)
-    if job is not None:  # in a child; here, so that it ends as any program does
+    if job is not None:  # in a child; run from here so that it exits as any program does
         _become(job)
 
 
@@ -64,9 +72,10 @@ def _tell(line: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _serve(line: socket.socket) -> Job | None:
-    """A job in the child that is to do it; None in the nursery itself, when nobody is left to give any."""
+    """Returns twice: a `Job` in each forked child, None in the fork server when the launcher closed the
+    socket."""
     ends: dict[int, int] = {}
-    """By descriptor: the process whose end it shows."""
+    """Pid by pidfd."""
     waiting = select.poll()
     waiting.register(line, select.POLLIN)
     while True:
@@ -102,14 +111,17 @@ def _serve(line: socket.socket) -> Job | None:
 
 
 def _code(pid: int) -> int:
-    """As `subprocess` has it: a signal's number is negative. The dead stay where they are: their number must not be given to others."""
+    """The exit code as in `subprocess`: negative for a signal.
+
+    The zombie stays, so that its pid is not reused.
+    """
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert found is not None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def _fork(line: socket.socket, log: int, pipe: int, others: list[int]) -> int:
-    """0 in the child, which has a session of its own before anybody hears of it."""
+    """Returns 0 in the child. The parent returns only when the child has its own session."""
     hear, say = os.pipe()
     pid = os.fork()
     if pid:
@@ -123,7 +135,7 @@ def _fork(line: socket.socket, log: int, pipe: int, others: list[int]) -> int:
     line.close()
     for other in others:
         os.close(other)
-    os.dup2(log, 1)  # standard input stays what the nursery has: nothing
+    os.dup2(log, 1)  # standard input stays /dev/null, inherited from the fork server
     os.dup2(log, 2)
     os.close(log)
     return 0
@@ -135,6 +147,6 @@ def _become(job: Job) -> None:
     os.chdir(job.folder)
     sys.path[0] = job.folder
     sys.argv = [job.module, *job.arguments]
-    sys.modules["numpy"].random.seed()  # forks would all draw the same
-    setproctitle(" ".join((sys.executable, "-m", job.module, *job.arguments)))  # for `ps`
+    sys.modules["numpy"].random.seed()  # otherwise all forks would draw the same numbers
+    setproctitle(" ".join((sys.executable, "-m", job.module, *job.arguments)))  # shown by `ps`
     runpy.run_module(job.module, run_name="__main__", alter_sys=True)

@@ -1,13 +1,14 @@
-"""Who sits where: pools of machines cut into seats, before anything is started. Arithmetic only.
+"""Placement: assigns each process a device of a pool before anything is started. Arithmetic only.
 
     pools    train: 1 node × 4 GPUs        teachers: 2 nodes × 4 GPUs
     claims   student, 4 units of 1         teacher-math, 3 units of 2
     seats    teacher-math/2, rank 1 ─> pool teachers, node 1, GPU 1
 
-A claim is a role's wish: so many units (ranks of a student, engines, replicas, workers) of so many devices
-each. The devices of one unit talk to each other all the time, so a unit stays within a node, or takes whole nodes. Claims that
-`may_share` have devices of their own where there are enough, and share them where there are not; no other claim shares. Every
-backend seats its processes by the answer: local processes by device index, Ray by bundles.
+A claim is a role's request: a number of units (ranks of a student, engines, replicas, workers), each of a
+number of devices. The devices of one unit communicate all the time, so a unit stays within a node or takes
+whole nodes. Claims that `may_share` get devices of their own if there are enough and share devices if not. No
+other claim shares. A seat is one device of one unit. Each backend places its processes by their seats: local
+processes by device index, Ray by bundles.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class DeviceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pool:
+    """Machines of one kind: so many nodes with so many devices each."""
+
     name: str
     nodes: int
     gpus_per_node: int = 0
@@ -36,14 +39,14 @@ class Pool:
         return self.gpus_per_node if kind is DeviceKind.GPU else self.cpus_per_node
 
     def shape(self, kind: DeviceKind) -> str:
-        """In words, for people: `2 nodes × 4 GPUs`."""
+        """For messages: `2 nodes × 4 GPUs`."""
         count = self.per_node(kind)
         return f"{_many(self.nodes, 'node')} × {_many(count, kind.value)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a role wants of a pool."""
+    """What a role requests of a pool."""
 
     role: str
     """`student`, `rollout`, `workers`, `critic`, `teacher-NAME`."""
@@ -51,12 +54,12 @@ class Claim:
     units: int
     """Ranks, engines, replicas or workers."""
     world_size: int = 1
-    """Devices of one unit, which sit together."""
+    """Devices of one unit, within a node or over whole nodes."""
     kind: DeviceKind = DeviceKind.GPU
     leads: bool = False
-    """Seated before all others, on the first devices: where the launching process itself is one of the units."""
+    """Placed first, on the first devices: the launching process itself is one of the units."""
     may_share: bool = False
-    """Its units take one device each, and share devices where there are too few for all."""
+    """Its units take one device each and share devices if there are too few for all."""
 
     @property
     def devices(self) -> int:
@@ -65,6 +68,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
+    """One device of one unit."""
+
     role: str
     unit: int
     rank: int
@@ -79,6 +84,8 @@ class Seat:
 
 @dataclass(frozen=True)
 class Placement:
+    """The pools and every seat assigned so far. Immutable: changes return a new one."""
+
     pools: Mapping[str, Pool]
     seats: tuple[Seat, ...] = ()
 
@@ -104,7 +111,10 @@ class Placement:
         return [seats for _, seats in ordered if len(seats) > 1]
 
     def with_unit(self, claim: Claim, unit: int) -> Placement:
-        """One more unit of a role, while others sit: for a replica that joins later. Raises when nothing is free."""
+        """Adds one unit of a role to those that are placed: for a replica that joins later.
+
+        Raises if no device is free.
+        """
         seats = _seats_for(self, claim, unit)
         if seats is None:
             raise ClusterError(
@@ -147,7 +157,7 @@ class Placement:
 
 
 def place(pools: Iterable[Pool], claims: Sequence[Claim], seated: Iterable[Seat] = ()) -> Placement:
-    """Seats for every claim; raises `ClusterError` with every problem and what it looks like.
+    """Seats for every claim; raises `ClusterError` with every problem and a drawing of the pool.
 
     Order: leaders, seats chosen by hand (`seated`), claims that share with no other claim (wide units first), claims that may
     share. Seats chosen by hand may be on any device, a leader's included; every other unit avoids them while a device is free.
@@ -186,8 +196,11 @@ def _with_claim(placement: Placement, claim: Claim) -> Placement:
 def _spread(
     placement: Placement, pool: Pool, kind: DeviceKind, claims: Sequence[Claim], shareable: Sequence[Seat]
 ) -> Placement:
-    """Units that may share: a device each where enough are free; else evenly over the free ones, and where none is free over the
-    devices of leaders and of seats chosen by hand (`shareable`). Later units share first, replicas of one role last."""
+    """Places units that may share: one device each if enough are free, else evenly over the free ones.
+
+    If no device is free, over the devices of leaders and of seats chosen by hand (`shareable`). Later units
+    share first, replicas of one role last.
+    """
     free = [(node, device) for node in range(pool.nodes) for device in placement.free(pool.name, kind, node)]
     units = [(claim.role, unit) for claim in claims for unit in range(claim.units)]
     if len(units) > len(free):
@@ -216,7 +229,8 @@ def _spread(
 
 
 def _misfits(pools: Mapping[str, Pool], claims: Sequence[Claim]) -> list[str]:
-    """What no seating could mend: no such pool, no units, widths that break nodes, sums that do not fit."""
+    """Problems no placement can solve: no such pool, no units, widths that end inside a node, sums that do
+    not fit."""
     problems = []
     for claim in claims:
         if claim.pool not in pools:
@@ -269,7 +283,8 @@ def _sum(pool: Pool, kind: DeviceKind, claims: Sequence[Claim]) -> list[str]:
 
 
 def _seats_for(placement: Placement, claim: Claim, unit: int) -> list[Seat] | None:
-    """The first room for one unit: within a node, or over whole free nodes that follow each other."""
+    """The first free seats for one unit: within a node, or over consecutive nodes that are wholly free; else
+    None."""
     pool = placement.pools[claim.pool]
     per_node = pool.per_node(claim.kind)
     free = [placement.free(claim.pool, claim.kind, node) for node in range(pool.nodes)]

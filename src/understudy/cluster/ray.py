@@ -3,14 +3,16 @@
     trainer's machine                                    another machine
     RayProcesses.start("teacher-math-0", …) ──actor──>  Supervisor ──pipe──> python -m understudy.teacher.replica.server …
       .ready["url"]  <──────────────────────────────────── its address, with the run's token
-      logs/teacher-math-0.log  <─────────────────────────── what it says, as it says it
+      logs/teacher-math-0.log  <─────────────────────────── its output, copied while it runs
 
-Who sits where was decided before (`RayLayout`); a process without a home there is started on this machine. Who is started
-again is decided by whoever asked for it:
+`RayLayout` says which process runs on which machine; a process without a home there is started on this
+machine. The caller of `start` decides what is restarted:
 
-    teacher replica      by its pool, with a back-off, on whatever machine has its bundle then; rows wait or go elsewhere
-    rollout engine       the same, by the engine that speaks to it
-    rank, critic         with all others, by the run, which goes back to its last checkpoint and is seated anew
+    process          restarted by
+    teacher replica  its pool, with a backoff, on the machine that has its bundle then; rows wait meanwhile or
+                     go to another replica
+    rollout engine   the engine client in the trainer, in the same way
+    rank, critic     the run: all ranks and the critic at once, from the last checkpoint, with a new placement
 """
 
 from __future__ import annotations
@@ -37,23 +39,23 @@ logger = logging.getLogger(__name__)
 
 _FOLLOW_SECONDS = 5.0
 _SEAT_SECONDS = 60.0
-"""How long an actor may take to appear in a bundle that is ours already."""
+"""How long an actor may take to start in a bundle that we hold."""
 _HOMELESS_SECONDS = 5.0
-"""How long a bundle whose machine is gone may find no other before that is said."""
+"""How long a bundle whose machine is lost may go without another before that is an error."""
 _LOOK_SECONDS = 1.0
 _GOODBYE_SECONDS = 15.0
 _LOST = -9
-"""The exit code of a process whose machine or supervisor is gone."""
+"""The exit code of a process whose machine or supervisor is lost."""
 
 
 class RemoteProcess:
-    """What is known here of a process elsewhere; the part of `subprocess.Popen` that a `Child` needs."""
+    """The trainer's handle on a remote process: the part of `subprocess.Popen` that a `Child` needs."""
 
     def __init__(self, pid: int, node: str, node_id: str) -> None:
         self.pid = pid
         self.node = node
         self.node_id = node_id
-        """Ray's name for the machine: two of them may share an address."""
+        """Ray's id of the machine: two Ray nodes may share an address."""
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -61,6 +63,12 @@ class RemoteProcess:
 
 
 class RayProcesses(LocalProcesses):
+    """Starts processes on a Ray cluster; those without a home in the layout on this machine.
+
+    Holds one supervisor actor per unit, the remote children by name and one task per child that copies its
+    log. Called on the trainer's event loop.
+    """
+
     def __init__(
         self,
         logs: Path,
@@ -68,7 +76,7 @@ class RayProcesses(LocalProcesses):
         settings: RaySettings,
         layout: Callable[[Sequence[NodeFacts]], RayLayout],
     ) -> None:
-        """`layout` says where processes sit, given the machines of the cluster."""
+        """`layout` maps the machines of the cluster to the placement of processes."""
         super().__init__(logs, start_timeout)
         self._settings = settings
         self._lay_out = layout
@@ -92,9 +100,10 @@ class RayProcesses(LocalProcesses):
         return process.node_id == str(ray.get_runtime_context().get_node_id())
 
     async def ready(self) -> None:
-        """Connect to Ray and take what the layout asks for; `ClusterError` within seconds when it does not fit."""
+        """Connect to Ray and reserve the layout's bundles; `ClusterError` within seconds if they do not
+        fit."""
         if self.cluster is None:
-            # Off the main thread: there Ray would put its own handler in the place of ours for SIGTERM.
+            # Off the main thread: on it Ray would replace our SIGTERM handler with its own.
             await asyncio.to_thread(self._connect)
 
     def _connect(self) -> None:
@@ -150,7 +159,7 @@ class RayProcesses(LocalProcesses):
         return child
 
     async def _supervisor(self, unit: str, home: Home) -> Any:
-        """The unit's actor; a new one where there is none, or the old one is gone with its machine."""
+        """The unit's actor; a new one if there is none or the old one was lost with its machine."""
         if unit in self._supervisors:
             return self._supervisors[unit]
         assert self.cluster is not None
@@ -178,7 +187,7 @@ class RayProcesses(LocalProcesses):
         return actor
 
     async def _seated(self, unit: str, home: Home, actor: Any) -> None:
-        """Wait until an actor sits in its bundle; `ClusterError` once no machine can hold that any more."""
+        """Wait until an actor runs in its bundle; `ClusterError` once no machine can hold the bundle."""
         assert self.cluster is not None
         seating = asyncio.ensure_future(actor.where.remote())
         began, homeless_since = time.monotonic(), None
@@ -203,9 +212,11 @@ class RayProcesses(LocalProcesses):
             seating.cancel()
 
     async def _follow(self, supervisor: Any, name: str, process: RemoteProcess, log: Path) -> None:
-        """Copy what the process says into the run directory until it ends; a supervisor that is gone ended it.
+        """Copy the process's log into the run directory until the process ends. If its supervisor is lost, so
+        is the process.
 
-        A log that cannot be written (a full disk) is warned about and tried again: that the process ended is seen all the same.
+        A log that cannot be written (a full disk) gives a warning and is retried; the end of the process is
+        still noticed.
         """
         offset, writable = 0, True
         while process.returncode is None:
@@ -228,7 +239,7 @@ class RayProcesses(LocalProcesses):
                     "what process %s says cannot be copied to %s (%s); tried again", name, log, problem
                 )
             writable = problem is None
-            if not copied:  # all of it is there, or cannot be
+            if not copied:  # the whole log is copied, or cannot be
                 process.returncode = news.code
             if problem is not None and news.code is None:
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -255,7 +266,7 @@ class RayProcesses(LocalProcesses):
             await self._dismiss(unit_of(name))
 
     async def _dismiss(self, unit: str) -> None:
-        """End a unit's supervisor, with whatever it still has."""
+        """End a unit's supervisor and every process it still has."""
         supervisor = self._supervisors.get(unit)
         if supervisor is None:
             return
@@ -284,14 +295,15 @@ class RayProcesses(LocalProcesses):
 
 
 def _append(log: Path, said: bytes) -> int:
-    """How many bytes of it are in the log now: a disk that fills up may take a part."""
-    # Unbuffered: what was not written must not be tried once more by closing the file.
+    """The number of bytes written: a disk that fills up may take a part."""
+    # Unbuffered: otherwise closing the file would retry what was not written.
     with log.open("ab", buffering=0) as sink:
         return sink.write(said) if said else 0
 
 
 def _with_device(arguments: Sequence[str], name: str, home: Home) -> list[str]:
-    """`--device` as it is called where the process sits: a unit sees its own GPUs alone, one for each rank."""
+    """The arguments with `--device` as the remote machine names it: a unit sees only its own GPUs, one per
+    rank."""
     given = list(arguments)
     if "--device" in given:
         rank = name.removeprefix(unit_of(name)).removeprefix("-rank") or "0"
@@ -300,6 +312,6 @@ def _with_device(arguments: Sequence[str], name: str, home: Home) -> list[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """The line that says something; Ray's messages go on for many."""
+    """The last line of Ray's long message, which holds the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,7 +1,8 @@
-"""The Ray cluster itself: connecting to it with a token, seeing what it has, taking parts of it.
+"""The connection to a Ray cluster: token, resources of its machines, placement groups.
 
-Without an address a Ray of our own is started on this machine and ended with the run. Either way its token authentication
-is on, because whoever may talk to Ray may run anything on every machine of the cluster, and its dashboard is off.
+Without an address the run starts its own Ray on this machine, with the dashboard off, and ends it with the
+run. Either way token authentication is on by default, because a client of Ray can run any code on every
+machine of the cluster.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from understudy.cluster.ray_probe import require_answer
 from understudy.errors import ClusterError
 
 _LOCAL_OBJECT_STORE = 100 * 2**20
-"""Nothing of ours passes through Ray's object store; its smallest will do."""
+"""Bytes. No data of ours passes through Ray's object store, so a small one will do."""
 _SETTLE_SECONDS = 5.0
-"""How long what others gave back may take to show as free."""
+"""How long released resources may take to show as free."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaySettings:
     address: str | None = None
-    """`auto` or HOST:PORT of a cluster that runs; None starts one on this machine."""
+    """`auto` or HOST:PORT of a running cluster; None starts one on this machine."""
     token: bool = True
     """Whether Ray's token authentication must be on."""
     cpus: int | None = None
-    """Of a cluster that is started here."""
+    """CPUs of a cluster that is started here."""
 
 
 _holding = False
-"""Whether a Ray that this process started outlives its `RayCluster`."""
+"""Whether a Ray that this process started outlives its `RayCluster` (inside `held_ray`)."""
 
 
 def is_connected() -> bool:
@@ -55,10 +56,11 @@ def is_connected() -> bool:
 
 @contextlib.contextmanager
 def held_ray() -> Iterator[None]:
-    """A Ray of the run's own is started once and lasts until the end of this block, however often the run is taken up again in it.
+    """Keeps the run's own Ray until the end of this block, over every restart of the run in it.
 
-    Ray starts its processes with code between fork and exec. In a process that has trained already, with the threads of torch
-    and of broken groups in it, such a child may wait for ever for a lock that no thread of it will let go.
+    Ray runs code between fork and exec when it starts its processes. In a process that has trained, and has
+    threads of torch and of broken process groups, such a child may wait for ever for a lock that no thread of
+    the child will release.
     """
     global _holding
     _holding, before = True, os.environ.get("RAY_AUTH_TOKEN")
@@ -73,7 +75,7 @@ def held_ray() -> Iterator[None]:
 
 
 class RayCluster:
-    """One connection of this process to Ray."""
+    """This process's connection to Ray and the placement groups it holds; used by `RayProcesses`."""
 
     def __init__(self, settings: RaySettings) -> None:
         self._groups: dict[str, PlacementGroup] = {}
@@ -87,7 +89,7 @@ class RayCluster:
         options: dict[str, Any] = {} if settings.address else _local_options(settings)
         try:
             ray.init(
-                address=settings.address or "local",  # None would join any Ray that runs on this machine
+                address=settings.address or "local",  # None would connect to any Ray on this machine
                 log_to_driver=False,
                 configure_logging=False,
                 logging_level=logging.ERROR,
@@ -99,7 +101,7 @@ class RayCluster:
             raise ClusterError(f"Ray ({where}) cannot be used: {_first_line(error)}") from error
 
     def nodes(self) -> list[NodeFacts]:
-        """Machines that are alive, with what is free on each."""
+        """The live machines, with the free resources of each."""
         free = ray._private.state.available_resources_per_node()
         own = ray.get_runtime_context().get_node_id()
         found = []
@@ -118,7 +120,8 @@ class RayCluster:
         return found
 
     def take(self, wishes: Sequence[GroupWish], timeout: float) -> None:
-        """Get these groups, or say within seconds why they cannot be had."""
+        """Reserve these groups; `ClusterError` within seconds if they do not fit, after `timeout` if Ray does
+        not place them."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while (problem := misfit(wishes, self.nodes())) is not None:
             if time.monotonic() > deadline:
@@ -137,7 +140,7 @@ class RayCluster:
                 raise ClusterError(refusal)
 
     def _refusal(self, wish: GroupWish, group: PlacementGroup, timeout: float) -> str | None:
-        """None once Ray has given the group; else why it does not. A machine counted on may turn out to be gone meanwhile."""
+        """None once Ray has placed the group, else the reason. A machine may be lost while we wait."""
         deadline, misfit_since = time.monotonic() + timeout, math.inf
         while not group.wait(1):
             now, problem = time.monotonic(), misfit([wish], self.nodes())
@@ -153,7 +156,7 @@ class RayCluster:
         return self._groups[name]
 
     def homeless(self, wish: GroupWish, bundle: int) -> str | None:
-        """Why a bundle that lost its machine finds no other now; None when it has one, or will get one."""
+        """Why a bundle that lost its machine gets no other now; None if it has one or will get one."""
         places = placement_group_table(self._groups[wish.name])["bundles_to_node_id"]
         nodes = {node["NodeID"]: node["Alive"] for node in ray.nodes()}
         if nodes.get(places.get(bundle, "")):
@@ -182,7 +185,7 @@ class RayCluster:
 
 
 def _pinned(wish: GroupWish) -> list[dict[str, str]] | None:
-    """What Ray calls `leads`: the first bundle on the node this process is on."""
+    """`leads` as Ray's label selector: the first bundle goes to the node of this process."""
     if not wish.leads:
         return None
     own = ray.get_runtime_context().get_node_id()
@@ -198,18 +201,21 @@ def _local_options(settings: RaySettings) -> dict[str, Any]:
 
 
 def use_token(token: str | None = None) -> None:
-    """Turn Ray's token authentication on for this process and those it starts; None: with the token it has already."""
+    """Turn on Ray's token authentication for this process and its children; None keeps the token it has."""
     os.environ["RAY_AUTH_MODE"] = "token"
     if token is not None:
         os.environ["RAY_AUTH_TOKEN"] = token
-    # Ray read its settings when it was imported.
+    # Ray read its settings at import; this makes it read them again.
     raylet: Any = ray._raylet
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _require_token(settings: RaySettings) -> bool:
-    """A Ray of our own gets a token of its own; a cluster's must be known to this process. Whether one was made."""
+    """Make a token for our own Ray; require that a given cluster's is set here.
+
+    Returns whether one was made.
+    """
     if not settings.token:
         return False
     known = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))

@@ -1,10 +1,10 @@
-"""Where processes sit on a Ray cluster: seats become groups of bundles. Arithmetic only.
+"""Placement on a Ray cluster: seats become placement groups of bundles. Arithmetic only.
 
     pool teachers: 2 nodes × 4 GPUs     ─>  one group, STRICT_SPREAD: a bundle per node, each on a machine of its own
     teacher-math, 3 replicas, no pool   ─>  one group, SPREAD: a bundle per replica, on different machines if there are
-    teacher-math-1, its ranks           ─>  one home: the ranks of a unit share a bundle, so they sit side by side
+    teacher-math-1, its ranks           ─>  one home: the ranks of a unit share a bundle and so a machine
 
-A process that has no home here is the trainer's neighbour: it is started on the trainer's own machine.
+A process without a home here is started on the trainer's machine.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _RANK = re.compile(r"-rank\d+$")
 
 
 class Spread(StrEnum):
-    """Ray's placement strategies that are used."""
+    """The placement strategies of Ray that we use."""
 
     STRICT = "STRICT_SPREAD"
-    """Every bundle on a machine of its own, or nothing."""
+    """Every bundle on a machine of its own, or no bundle at all."""
     LOOSE = "SPREAD"
     """On different machines where there are enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Devices of one machine, taken together."""
+    """Devices of one machine, reserved together."""
 
     cpus: float
     gpus: float = 0.0
@@ -42,13 +42,13 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class GroupWish:
-    """Bundles that are got together or not at all."""
+    """Bundles that are reserved together or not at all."""
 
     name: str
     bundles: tuple[Bundle, ...]
     spread: Spread
     leads: bool = False
-    """The first bundle is of the trainer's own machine."""
+    """The first bundle is on the trainer's machine."""
 
     def __str__(self) -> str:
         first = ", the first the trainer's own" if self.leads else ""
@@ -60,7 +60,7 @@ class GroupWish:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where the processes of one unit sit, and what they take of their bundle."""
+    """The bundle that the processes of one unit run in, and the share of it they take."""
 
     group: str
     bundle: int
@@ -69,6 +69,8 @@ class Home:
 
 @dataclass(frozen=True)
 class RayLayout:
+    """The placement groups to reserve and the home of each unit."""
+
     groups: Mapping[str, GroupWish] = field(default_factory=dict)
     homes: Mapping[str, Home] = field(default_factory=dict)
     """By unit: `teacher-math-0`."""
@@ -88,20 +90,20 @@ def unit_of(process: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a machine of the cluster has, and what of it nobody took."""
+    """A machine of the cluster: its devices and how many are free."""
 
     name: str
     total: Bundle
     free: Bundle
     is_trainers: bool = False
     node_id: str = ""
-    """Ray's own name for it."""
+    """Ray's id of the machine."""
 
 
 def misfit(wishes: Sequence[GroupWish], nodes: Sequence[NodeFacts]) -> str | None:
-    """Why these groups cannot be had now, with the cluster drawn; None when they can.
+    """Why these groups do not fit now, with a drawing of the cluster; None if they fit.
 
-    Bundles are laid out largest first into what is free, each group as it asks to be spread.
+    Bundles are placed largest first on free devices, each group by its own spread.
     """
     left = {node.name: node.free for node in nodes}
     own = [node.name for node in nodes if node.is_trainers]

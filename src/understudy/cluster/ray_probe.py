@@ -1,7 +1,8 @@
-"""Whether a Ray cluster answers at an address, asked before Ray is: `ray.init` waits for ever at one where nobody does.
+"""Probes whether a Ray head answers at an address, before `ray.init`, which never times out.
 
-A head speaks gRPC, whose first word over a connection is an HTTP/2 SETTINGS frame. A port that is closed, one that says
-nothing and one of another service are told apart by it, each within seconds and with what to do.
+A head speaks gRPC, so it begins each connection with an HTTP/2 SETTINGS frame. By that frame the probe tells
+a Ray head from a closed port, a silent port and another service. Each case gives an error within seconds,
+with advice.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from understudy.errors import ClusterError
 
 PROBE_SECONDS = 5.0
 _GRACE_SECONDS = 0.5
-"""More for the asking thread to say itself what it waited for."""
+"""Extra seconds for the probing thread to report its own timeout, which names what it waited for."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-"""What an HTTP/2 client says first, with an empty SETTINGS frame of its own."""
+"""The HTTP/2 client preface with an empty SETTINGS frame."""
 _FRAME_HEADER, _SETTINGS = 9, 4
 _ADVICE = (
     "start it (`ray start --head --port=6379` on its first machine), or set cluster.address to HOST:PORT of one that runs; "
@@ -30,7 +31,8 @@ _ADVICE = (
 def require_answer(address: str, seconds: float = PROBE_SECONDS) -> None:
     """Return when a Ray head answers at `address` (`auto`, or HOST:PORT); else `ClusterError` after about `seconds`.
 
-    Asked in a daemon thread: looking up a name knows no deadline, and what still waits then must not keep the process alive.
+    Runs in a daemon thread: a name lookup has no deadline, and one that still waits must not keep the process
+    alive.
     """
     problems: list[str] = []
     asking = threading.Thread(target=_ask, args=(address, seconds, problems), name="ray-probe", daemon=True)
@@ -73,7 +75,7 @@ def head_of(address: str) -> tuple[str, int]:
         )
     try:
         found = services.canonicalize_bootstrap_address(address)
-    except ConnectionError:  # what Ray says then speaks of its own command line
+    except ConnectionError:  # Ray's own message speaks of its command line
         raise ClusterError(f"no Ray runs on this machine, and RAY_ADDRESS is not set; {_ADVICE}") from None
     except ValueError:
         found = None
@@ -84,7 +86,10 @@ def head_of(address: str) -> tuple[str, int]:
 
 
 def _speaks_grpc(line: socket.socket, deadline: float) -> bool:
-    """Whether the other side begins with a SETTINGS frame; one that talks TLS begins with a handshake instead."""
+    """Whether the peer begins with a SETTINGS frame.
+
+    Not checked under TLS, where it begins with a handshake.
+    """
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     line.sendall(_PREFACE)

@@ -1,8 +1,8 @@
-"""What runs on another machine: an actor that starts, watches and ends processes there.
+"""The Ray actor that starts, watches and stops our processes on another machine.
 
-It owns them the way the launcher owns local ones (`LocalProcesses`): each holds the read end of a pipe whose write end
-only the actor has. When the actor goes, with its node, with the driver, by `ray.kill`, the pipe closes and the
-processes end themselves; so Ray's own rule (actors end with their driver) is enough to leave no orphan anywhere.
+It owns them as the launcher owns local ones (`LocalProcesses`): each process holds the read end of a pipe
+whose write end only the actor has. When the actor ends (with its node, with the driver or by `ray.kill`), the
+pipe closes and the processes exit. Ray ends actors with their driver, so no orphan is left on any machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from understudy.errors import ChildDied, ClusterError, UnderstudyError
 from understudy.observability.owned_folder import OwnedFolder
 
 FOLDER = "understudy-node-"
-"""How the names of folders for logs and ready files begin, on every machine; what killed supervisors left of them is swept by the next."""
+"""Prefix of the folders for logs and ready files. A supervisor removes the folders that killed supervisors
+left."""
 _LOOK_SECONDS = 0.2
 _MOST_BYTES = 1 << 20
 _LOOPBACK = "127.0.0.1:"
@@ -29,16 +30,20 @@ _LOOPBACK = "127.0.0.1:"
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What `follow` tells of a process."""
+    """What `follow` returns about a process."""
 
     said: bytes
-    """Of its log, since the offset asked about."""
+    """Its log from the requested offset on."""
     code: int | None
-    """Its exit code, once it ended."""
+    """Its exit code; None while it runs."""
 
 
 class Supervisor:
-    """The actor; made a Ray actor by `supervisor_of`, where its share of a bundle is known."""
+    """The actor's class: the processes of one unit, their folder and exit codes. `RayProcesses` calls it
+    remotely.
+
+    `supervisor_of` makes it a Ray actor with its share of a bundle. All its methods run on one event loop.
+    """
 
     def __init__(self, start_timeout: float) -> None:
         self._folder = OwnedFolder(FOLDER, None)
@@ -46,13 +51,14 @@ class Supervisor:
         self._codes: dict[str, int | None] = {}
 
     async def where(self) -> dict[str, Any]:
-        """This machine's address, and this process."""
+        """This machine's address and this process's pid."""
         return {"ip": ray.util.get_node_ip_address(), "pid": os.getpid()}
 
     async def start(
         self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Start a process; `{"ready": …}`, or `{"error": …}` in its own words. Never raises for the process's own fault."""
+        """Start a process: `{"ready": …}`, or `{"error": …}` with the process's own error instead of raising
+        it."""
         address = ray.util.get_node_ip_address()
         try:
             child = await self._processes.start(
@@ -65,7 +71,7 @@ class Supervisor:
         return {"ready": child.ready, "pid": child.process.pid, "node": address, "node_id": node_id}
 
     async def follow(self, name: str, offset: int, patience: float) -> News:
-        """What it said from `offset` on, as soon as it says something or ends, or after `patience` seconds."""
+        """Its log from `offset` on, as soon as there is more or it ends, or after `patience` seconds."""
         log = self._folder.path / f"{name}.log"
         deadline = asyncio.get_running_loop().time() + patience
         while True:
@@ -83,22 +89,23 @@ class Supervisor:
             self._codes[name] = child.process.returncode
 
     async def close(self) -> None:
-        """Ends every process, with grace, and leaves nothing on this machine's disk."""
+        """Stops every process and removes the folder from this machine's disk."""
         await self._processes.close()
         self._folder.close()
 
 
 def supervisor_of(start_timeout: float, **options: Any) -> Any:
-    """A supervisor on the cluster; `options` say where and with what share of the machine."""
+    """A supervisor on the cluster; `options` are Ray's: the bundle, and the share of it."""
     # One event loop serves many waiting `follow` calls at once.
     actor = ray.remote(Supervisor).options(max_restarts=0, max_concurrency=64, **options)
     return actor.remote(start_timeout)
 
 
 def _here(argument: str, address: str) -> str:
-    """Arguments as they hold on this machine: servers bind its own address, ranks meet in a folder of its own.
+    """An argument adapted to this machine: servers bind its address, and the folder in which ranks meet is
+    created.
 
-    Binding an address that others can reach is refused by the servers themselves unless they have the run's token.
+    The servers refuse to bind an address beyond loopback without the run's token.
     """
     if argument.startswith(_LOOPBACK):
         return f"{address}:{argument.removeprefix(_LOOPBACK)}"
@@ -108,7 +115,7 @@ def _here(argument: str, address: str) -> str:
 
 
 def _own_devices(env: Mapping[str, str]) -> dict[str, str]:
-    """The GPUs of this machine are given out by Ray, which named them in this process's own environment."""
+    """`env` without CUDA_VISIBLE_DEVICES: Ray assigns this machine's GPUs and has set it in this process."""
     return {name: value for name, value in env.items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
@@ -117,5 +124,5 @@ def _read(log: Path, offset: int) -> bytes:
         with log.open("rb") as handle:
             handle.seek(offset)
             return handle.read(_MOST_BYTES)
-    except OSError:  # not there yet, or not to be read: whether the process lives is told all the same
+    except OSError:  # no log yet, or unreadable: `follow` still reports whether the process lives
         return b""

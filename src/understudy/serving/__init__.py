@@ -1,5 +1,10 @@
-"""Manners of the processes we start: teachers' replicas, engine processes, ranks and loop workers have them in common.
+"""What teacher replicas, engine processes, ranks and loop workers share as processes and servers.
 
-child    ends with its launcher; says that it is ready;  bind  an address, never an open one without a token
-http     who may ask, what is refused and how, clients that hang up;  server  uvicorn, until it is told to stop
+| module | its job |
+|---|---|
+| `child` | ends a process with its launcher; writes the ready file |
+| `bind` | binds an address; beyond loopback only with a token |
+| `http` | token check, refusals, clients that disconnect |
+| `server` | runs uvicorn until SIGTERM or SIGINT |
+| `connections` | kept-alive client connections to one server |
 """

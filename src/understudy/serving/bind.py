@@ -1,4 +1,4 @@
-"""Where a server listens."""
+"""Binds a server's socket; beyond loopback only with a token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StartError(UnderstudyError):
 
 
 def bind_socket(bind: str, token: str | None) -> socket.socket:
-    """A socket bound to HOST:PORT that does not listen yet. Beyond loopback only with a token."""
+    """A socket bound to HOST:PORT that does not listen yet. Without a token only loopback is allowed."""
     host, _, port = bind.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -23,7 +23,8 @@ def bind_socket(bind: str, token: str | None) -> socket.socket:
             f"--bind {bind}: refused without a token, anyone on the network could use this server; "
             "set UNDERSTUDY_TOKEN (or --token-env), or bind 127.0.0.1"
         )
-    # TCP by name: only then does asyncio switch Nagle's algorithm off, which holds a small reply's body back until its head is acknowledged.
+    # IPPROTO_TCP is named: only then does asyncio turn off Nagle's algorithm, which would hold back the body
+    # of a small reply until its head is acknowledged.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

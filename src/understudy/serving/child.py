@@ -1,4 +1,4 @@
-"""The child's side of a launch (`understudy.cluster.local` is the other)."""
+"""The child's side of a launch; `understudy.cluster.local` is the launcher's side."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER_GONE = 3
-"""The exit code of a process whose launcher went away."""
+"""The exit code of a process whose launcher has died."""
 
 
 def end_with_launcher(
     fd: int, *, code: int = LAUNCHER_GONE, before: Callable[[], None] | None = None
 ) -> None:
-    """Ends this process when the launcher's end of the pipe `fd` closes, whatever it is doing then."""
+    """Starts a thread that exits this process when the launcher's end of the pipe `fd` closes."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -31,7 +31,10 @@ def end_with_launcher(
 
 
 def write_ready_file(path: Path, **facts: Any) -> None:
-    """Tells the launcher that the work can begin; nobody reads half a file."""
+    """Tells the launcher that this process is ready.
+
+    Written atomically, so the launcher never reads half a file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps({**facts, "pid": os.getpid()}))
     temporary.replace(path)

@@ -1,8 +1,9 @@
-"""Kept-alive connections to one server, as a transport for httpx whose cost does not grow with how many there are.
+"""Kept-alive connections to one server: an httpx transport with constant cost per request.
 
-httpx's own pool looks at every connection (a system call each) and every waiting request whenever a request comes or goes. Rollouts and
-scores come by the hundred: of 512 requests at once the event loop had nothing left for seconds. Here a request takes the connection
-that was used last, or opens one, and puts it back. HTTP itself stays httpcore's.
+httpx's own pool looks at every connection (a system call each) and every waiting request whenever a request
+starts or ends. Rollouts and scores come by the hundred: 512 requests at once blocked the event loop for
+seconds. Here a request takes the connection that was used last, or opens one, and returns it afterwards. HTTP
+itself is httpcore's.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ import httpx
 
 
 class Connections(httpx.AsyncBaseTransport):
-    """`most` bounds how many are open at a time; further requests wait their turn, in the order they came. `uds` is the path of a
-    Unix socket to speak through."""
+    """Idle and busy connections to one server; used by an httpx client on one event loop.
+
+    `most` bounds the number of open connections; further requests wait in the order they came. `uds` is the
+    path of a Unix socket to connect to.
+    """
 
     def __init__(self, *, uds: str | None = None, most: int | None = None, keepalive_s: float = 30.0) -> None:
         self._uds, self._keepalive_s = uds, keepalive_s
         self._turns = nullcontext() if most is None else asyncio.Semaphore(most)
         self._idle: deque[tuple[httpcore.AsyncHTTPConnection, float]] = deque()
-        """With the time each came back; the newest last."""
+        """Each with the time it became idle; the newest last."""
         self._busy: set[httpcore.AsyncHTTPConnection] = set()
         self._closed = False
         self._tls: Any = None
@@ -74,7 +78,7 @@ class Connections(httpx.AsyncBaseTransport):
         )
 
     async def _put_back(self, connection: httpcore.AsyncHTTPConnection) -> None:
-        """Its answer has been read, or given up."""
+        """Called when the response has been read or closed."""
         try:
             if connection.is_idle() and not self._closed:
                 self._busy.discard(connection)
@@ -86,7 +90,10 @@ class Connections(httpx.AsyncBaseTransport):
             await self._turns.__aexit__(None, None, None)
 
     async def _forget_old(self) -> None:
-        """Of those that nobody has needed for long, two at a time: one is added at a time."""
+        """Closes up to two connections that have been idle too long.
+
+        At most one is added per call, so none pile up.
+        """
         for _ in range(2):
             if not self._idle or time.monotonic() - self._idle[0][1] < self._keepalive_s:
                 return
@@ -97,7 +104,7 @@ class Connections(httpx.AsyncBaseTransport):
         await connection.aclose()
 
     async def aclose(self) -> None:
-        """Requests under way fail; one that is still connecting is let finish, and nothing of it is kept."""
+        """Requests in flight fail. One that is still connecting may finish; its connection is then closed."""
         self._closed = True
         idle, busy = [connection for connection, _ in self._idle], list(self._busy)
         self._idle.clear()
@@ -107,7 +114,7 @@ class Connections(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    """An answer's body, and whom to tell once it is no longer wanted."""
+    """A response body that returns its connection when it is closed."""
 
     def __init__(self, stream: Any, over: Any) -> None:
         self._stream, self._over, self._closed = stream, over, False
@@ -130,8 +137,11 @@ class _Body(httpx.AsyncByteStream):
 
 @contextmanager
 def _in_words_of_httpx() -> Iterator[None]:
-    """httpcore's errors have httpx's names. Of one that httpx has no name for (a connection was closed in the moment it was taken) a
-    request that failed is made all the same: whoever asks knows no others."""
+    """Raises httpcore's errors as httpx's of the same name, the only ones that callers handle.
+
+    An error without a namesake in httpx (a connection closed at the moment it was taken) becomes a
+    `TransportError`.
+    """
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Who may ask, what is refused and how; the same for every server of ours.
+"""HTTP rules common to our servers: token check, refusals, body limits, clients that disconnect.
 
-Refusals are JSON {"error": {"kind", "message"}} with a 4xx; a server stays up whatever it is sent.
+A refusal is JSON {"error": {"kind", "message"}} with a 4xx status. No request can bring a server down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class Refused(Exception):
-    """A request that will not be served, with the status and the reason."""
+    """Raised by a handler to refuse a request, with the status and the reason."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
@@ -41,10 +41,10 @@ def refusal(status: int, kind: str, message: str) -> Response:
 
 
 class Gate:
-    """Lets a request pass that carries the token, or asks for /health.
+    """ASGI middleware: passes requests that carry the token, and all requests for /health.
 
-    Without a token (loopback only) the request must at least be addressed to this machine: a web page that makes its
-    own name point here would carry that name in the Host header.
+    Without a token (loopback only) the Host header must name loopback. This stops DNS rebinding: a web page
+    whose host name resolves to this machine would send that name.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -73,9 +73,11 @@ class Gate:
 def answering(
     handler: Handler, *refused: tuple[type[Exception], int, str]
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Every outcome becomes a response: refusals with their reason, surprises with a 500 and a log entry.
+    """Wraps a handler so that every error becomes a response: a refusal with its reason, else a 500 and a log
+    entry.
 
-    `refused` are errors of the handler's own that are the client's doing: (type, status, kind), the first that fits.
+    `refused` lists errors of the handler that are the client's fault as (type, status, kind); the first match
+    is used.
     """
 
     async def answered(http: Request) -> Response:
@@ -96,7 +98,7 @@ def answering(
 
 
 async def unless_gone(http: Request, work: asyncio.Future[Result]) -> Result:
-    """The result, unless the client hangs up first: then the work is given up."""
+    """The result of `work`, which is cancelled if the client disconnects first."""
     leaving = asyncio.ensure_future(_hung_up(http))
     waiting: Sequence[asyncio.Future[Any]] = [work, leaving]
     try:

@@ -1,4 +1,4 @@
-"""Uvicorn as a child process runs it: on a socket that is bound already, until it is told to stop."""
+"""Runs uvicorn in a child process, on a socket that is bound already, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from starlette.types import ASGIApp
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn re-raises signals after its shutdown, so SIGTERM would look like a crash to whoever waits for us."""
+    """Uvicorn with our own signal handlers: its own re-raise SIGTERM after the shutdown, which the launcher
+    reads as a crash."""
 
     should_exit: bool
     hurried = False
@@ -26,7 +27,7 @@ class _Server(uvicorn.Server):
         yield
 
     def _ask_to_stop(self) -> None:
-        """The second signal does not wait for requests in flight; in a hurry the first does not either."""
+        """The first signal waits for requests in flight, unless `hurried`; the second does not."""
         self.force_exit = self.should_exit or self.hurried
         self.should_exit = True
 
@@ -34,7 +35,7 @@ class _Server(uvicorn.Server):
 async def serve(
     app: ASGIApp, sock: socket.socket, on_ready: Callable[[], None], *, keep_alive: int, hurried: bool
 ) -> None:
-    """Returns once it was told to stop. `hurried`: requests in flight are not waited for."""
+    """Serves until SIGTERM or SIGINT. `hurried`: does not wait for requests in flight."""
     config = uvicorn.Config(
         app,
         log_level="warning",
