@@ -79,7 +79,8 @@ class RunDir:
     def read_recipe(self) -> dict[str, Any]:
         """The tables of recipe.json, for the folder as it lies now: it may have been moved since the run began."""
         table: dict[str, Any] = read_json(self.recipe)
-        kept, here = f"{RunDir(Path(table['run']['dir'])).data}{os.sep}", f"{self.data}{os.sep}"
+        written = Path(table["run"]["dir"] or self.path)  # a recipe.json written by hand may name no folder
+        kept, here = f"{RunDir(written).data}{os.sep}", f"{self.data}{os.sep}"
 
         def found(path: Any) -> Any:
             return here + path.removeprefix(kept) if isinstance(path, str) and path.startswith(kept) else path

@@ -27,11 +27,9 @@ def test_a_lost_process_is_told_with_its_log_or_without(
     assert words == f"{told} (rank 1 of 2 ended with code 3; log: {log})"
 
 
-def test_inside_a_running_loop_nothing_begins() -> None:
-    """Before the recipe is looked at: in a notebook this is the first thing to know."""
-
+def test_inside_a_running_loop_problems_are_told_as_anywhere() -> None:
     async def notebook() -> None:
-        with pytest.raises(UnderstudyError, match="inside a running event loop"):
+        with pytest.raises(UnderstudyError, match=r"`student\.model` is missing"):
             understudy.train({"no": "recipe"})
 
     asyncio.run(notebook())

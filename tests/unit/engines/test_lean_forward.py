@@ -104,14 +104,15 @@ def test_half_precision_rounds_where_transformers_rounds() -> None:
     assert (found_BV.float() - expected_BV.float()).abs().max() <= 0.02 * expected_BV.abs().max()
 
 
-def test_equal_rows_get_equal_bits_and_a_batch_repeats() -> None:
+def test_a_batch_repeats_to_the_bit_and_equal_rows_get_equal_logits() -> None:
     model, rows = make_model("qwen3"), some_rows(equal=False)
     steps = np.random.default_rng(6).integers(0, VOCAB, (5, len(rows)))
     steps[:, 8] = steps[:, 2]
     first, second = by_lean(model, rows, steps), by_lean(model, rows, steps)
     for one_BV, other_BV in zip(first, second, strict=True):
         assert torch.equal(one_BV, other_BV)
-    assert torch.equal(first[0][2], first[0][8])
+    # Not to the bit: MKL on AVX-512 sums the rows at the end of a tile in another order.
+    torch.testing.assert_close(first[0][2], first[0][8], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
