@@ -377,7 +377,7 @@ def test_the_page_begins_with_a_sentence(page: Path) -> None:
         (commands_and_flags, "`make tests`"),
         (commands_and_flags, "`--max-kk`"),
         (files, "`teacher/scorre.py`"),
-        (files, "`engines/vllm_sides/`"),
+        (files, "`engines/servers/vllm_sides/`"),
         (files, "`metrics.json`"),
         (files, "`trainers/learn/update.py: lern`"),
         (names, "`TeacherPool.scores_all`"),

@@ -15,10 +15,20 @@ _added: list[str] = []
 _found: set[str] = set()
 """Top-level modules that were found there."""
 
+_MOVED = {
+    "understudy.rollout.reward": "understudy.rollout.rewards.builtin",
+    "understudy.rollout.math_reward": "understudy.rollout.rewards.math_reward",
+    "understudy.rollout.judge": "understudy.rollout.rewards.judge",
+    "understudy.rollout.single_turn": "understudy.rollout.agents.single_turn",
+    "understudy.rollout.tool_loop": "understudy.rollout.agents.tool_loop",
+    "understudy.rollout.verifiers_env": "understudy.rollout.agents.verifiers_env",
+}
+"""Modules that recipes name, by the names they had."""
+
 
 def look_in(folders: Sequence[str]) -> None:
     """Modules are also looked up in these folders, which come last: they cannot hide an installed module. The folders of an earlier
-    call are left, and modules from there forgotten: two recipes may each have a `builtin.py`."""
+    call are left, and modules from there forgotten: two recipes may each have a `reward.py`."""
     if list(folders) == _added:
         return
     for folder in _added:
@@ -39,6 +49,10 @@ def load_object(name: str, what: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
+        if (moved := _MOVED.get(module_name)) is not None:
+            raise ConfigError(
+                f'{what} = "{name}": the module is now {moved}; write "{moved}:{attribute}"'
+            ) from None
         raise ConfigError(
             f'{what} = "{name}": module {module_name} cannot be imported ({error}); modules are looked up beside the recipe and on '
             "the Python path (PYTHONPATH)"

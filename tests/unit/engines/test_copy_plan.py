@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import understudy.engines
 
-SIDE = Path(understudy.engines.__file__).parent / "vllm_side"
+SIDE = Path(understudy.engines.__file__).parent / "servers" / "vllm_side"
 sys.path.insert(0, str(SIDE))
 from understudy_copy_plan import record_copies  # noqa: E402
 

@@ -58,3 +58,8 @@ def test_a_module_that_raises_is_named(tmp_path: Path) -> None:
     look_in([str(tmp_path)])
     with pytest.raises(ConfigError, match="importing broken_module raised ZeroDivisionError"):
         load_object("broken_module:f", "rollout.agent")
+
+
+def test_a_module_that_was_moved_is_refused_with_its_new_name() -> None:
+    with pytest.raises(ConfigError, match=r'write "understudy\.rollout\.rewards\.builtin:gsm8k"'):
+        load_object("understudy.rollout.reward:gsm8k", "data.reward")

@@ -54,7 +54,7 @@ class MathVerify:
                 )
             # Grading is our own function: where walls cannot be had, a child with a deadline and a memory limit must do.
             isolation = Isolation.NONE if namespace_problem() else Isolation.NAMESPACES
-            folders = [str(Path(__file__).parent / "tools"), *_package_folders()]
+            folders = [str(Path(__file__).parents[1] / "tools"), *_package_folders()]
             sandbox = Sandbox(isolation, self._memory_mb)
             self._workers[loop] = FunctionWorkers(sandbox, "math_grader:grade", folders, self._processes)
         return self._workers[loop]
