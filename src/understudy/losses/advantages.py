@@ -1,8 +1,8 @@
-"""Task rewards → advantages, over the whole step and before anything is split or a teacher's term is added.
+"""Task rewards → advantages, over the whole step, before it is split into micro-batches.
 
-Group-based forms give one number per sequence, to be spread over its tokens (`to_tokens`); token-level forms work on the
-flat tokens of all sequences, in order. A group of one says nothing about itself: its reward advantage is 0 and the row
-still distils. (verl keeps the raw reward there, which is no advantage.)
+Group-based forms give one number per sequence, which `to_tokens` spreads over its tokens; token-level forms
+work on the flat tokens of all sequences, in order. In a group of one the reward advantage is 0, and the row
+still distils. (verl keeps the raw reward there, which is not an advantage.)
 
 Shape legend: B sequences, N tokens (N = Σ lengths_B).
 """
@@ -28,12 +28,12 @@ def grpo(rewards_B: Tensor, groups_B: Sequence[Hashable]) -> Tensor:
 
 
 def grpo_no_std(rewards_B: Tensor, groups_B: Sequence[Hashable]) -> Tensor:
-    """reward − group mean: leaves easy and hard prompts their own scale."""
+    """reward − group mean: easy and hard prompts keep their own scale."""
     return _by_group(rewards_B, groups_B, lambda group: group - group.mean())
 
 
 def rloo(rewards_B: Tensor, groups_B: Sequence[Hashable]) -> Tensor:
-    """reward − mean of the others in the group."""
+    """reward − mean of the other rewards of the group."""
     return _by_group(
         rewards_B, groups_B, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1))
     )
@@ -86,7 +86,8 @@ def to_tokens(values_B: Tensor, lengths_B: Sequence[int]) -> Tensor:
 
 
 def reward_at_end(rewards_B: Tensor, lengths_B: Sequence[int]) -> Tensor:
-    """Sequence rewards as token rewards [N], given with the last token of each; empty sequences have nowhere to put it."""
+    """Sequence rewards as token rewards [N], at the last token of each sequence; the reward of an empty
+    sequence is lost."""
     rewards_N = to_tokens(rewards_B.float(), lengths_B)
     return torch.where(_last_of_sequence(rewards_N, lengths_B), rewards_N, 0.0)
 

@@ -1,15 +1,16 @@
-"""How far the engine that sampled stands from the trainer that learns, and what to do about it.
+"""Importance correction for the mismatch between the sampling engine and the trainer.
 
-The engine and the trainer compute the same weights with different kernels, and in an asynchronous run with weights of
-different ages. With δ = log q_old(y) − log q_behaviour(y) of each written token (old: the trainer's own logprob before
-the first update of the step), the ratio e^δ is 1 where both agree. The clipped ratio of the policy loss is taken
-against q_old; what lies between old and behaviour is made up for here, by two means that can be combined:
+The engine and the trainer compute the same weights with different kernels, and in an asynchronous run with
+weights of different ages. With δ = log q_old(y) − log q_behaviour(y) of each written token (old: the
+trainer's own logprob before the first update of the step), the ratio e^δ is 1 where both agree. The clipped
+ratio of the policy loss is taken against q_old. The remaining ratio of old to behaviour is corrected here,
+in two ways that can be combined:
 
     weigh    multiply a policy loss by min(ratio, cap): truncated importance sampling, which bounds the variance
-    drop     give a token (or its whole sequence) the factor 0 where the ratio lies outside [low, high]
+    drop     give a token (or its whole sequence) the factor 0 if the ratio is outside [low, high]
 
-A ratio is that of the token, or of the sequence: the product over its tokens (exact, and quickly useless for long
-sequences) or their geometric mean (a length-free measure of how far a sequence is off).
+A ratio is that of the token, or of the sequence: the product over its tokens (exact, but useless for long
+sequences) or their geometric mean (independent of length).
 
 Shape legend: B sequences, N tokens (N = Σ lengths_B).
 """
@@ -33,11 +34,11 @@ QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 @dataclass(frozen=True)
 class CorrectionSettings:
-    """What is done about the distance; by default nothing."""
+    """Which corrections are applied; none by default."""
 
     weigh: Level = "off"
     cap: float = 2.0
-    """Ratios above this weigh as this."""
+    """Ratios above this are truncated to it."""
     drop: Level = "off"
     low: float = 0.5
     high: float = 2.0
@@ -50,7 +51,7 @@ class CorrectionSettings:
 def importance_weights(
     old_N: Tensor, behaviour_N: Tensor, lengths_B: Sequence[int], settings: CorrectionSettings
 ) -> Tensor:
-    """float32 [N]: the factor of each token's policy loss; constants, so nothing is differentiated through them."""
+    """float32 [N]: the factor of each token's policy loss; constant, so no gradient flows through it."""
     log_ratio_N = _log_ratio(old_N, behaviour_N, lengths_B)
     weights_N = torch.ones_like(log_ratio_N)
     if settings.weigh != "off":
@@ -63,7 +64,8 @@ def importance_weights(
 
 
 def mismatch_metrics(old_N: Tensor, behaviour_N: Tensor, lengths_B: Sequence[int]) -> dict[str, float]:
-    """The distance in numbers, under verl's names where it has one; over every loss-bearing token of the step."""
+    """The mismatch in numbers, under verl's names where it has one; over every loss-bearing token of the
+    step."""
     delta_N = _log_ratio(old_N, behaviour_N, lengths_B)
     if delta_N.numel() == 0:
         return {}
@@ -100,7 +102,7 @@ def correction_metrics(
         "rollout_corr/rollout_is_mean": weights.mean(),
         "rollout_corr/rollout_is_min": weights.min(),
         "rollout_corr/rollout_is_max": weights.max(),
-        # Kish: 1 where all weights are equal, 1/N where one token has everything.
+        # Kish: 1 if all weights are equal, 1/N if one token has all the weight.
         "rollout_corr/rollout_is_eff_sample_size": weights.sum().square()
         / (len(weights) * weights.square().sum()).clamp_min(1e-30),
     }
@@ -150,7 +152,7 @@ LEVELS: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
     "sequence": lambda log_ratio_N, lengths_B: _of_sequence(log_ratio_N, lengths_B, torch.sum),
     "geometric": lambda log_ratio_N, lengths_B: _of_sequence(log_ratio_N, lengths_B, torch.mean),
 }
-"""Log-ratio of each token at the level asked for; a sequence's is given to all its tokens."""
+"""Log-ratio of each token at the chosen level; a sequence's ratio is given to all its tokens."""
 
 
 def _quantile(values_N: Tensor, share: float) -> Tensor:

@@ -1,6 +1,7 @@
-"""What an objective is, in words and formulas, and which ones are refused. Imports no torch: `understudy check` uses it.
+"""Names, formulas and refusals of objectives; no torch, so `understudy check` can use it.
 
-p is the teacher's full softmax, q the student's, y the token the student wrote, r = log q(y) − log p(y), sg = stop-gradient.
+p is the teacher's full softmax, q the student's, y the token the student wrote, r = log q(y) − log p(y), sg
+= stop-gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ESTIMATOR_FORMULAS = {
 }
 
 ESTIMATOR_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-"""Names other trainers use."""
+"""Names that other trainers use."""
 
 ESTIMATOR_TRUTH = {
     "k2": "expected gradient: that of reverse KL(q‖p)",
@@ -63,7 +64,7 @@ class ObjectiveDescription:
     name: str
     formula: str
     notes: tuple[str, ...] = ()
-    """What is worth knowing before a run: what the gradient really is, what a setting costs."""
+    """What to know before a run: what the gradient really is, what a setting costs."""
 
     def __str__(self) -> str:
         return "\n".join([self.name, f"  {self.formula}", *(f"  note: {note}" for note in self.notes)])
@@ -285,7 +286,8 @@ def _compose(
 
 
 def _with_reference(objective: ObjectiveDescription, coef: float, kind: str) -> ObjectiveDescription:
-    """The same objective on a leash: an estimate of KL to the reference, differentiated through the student."""
+    """The same objective plus a penalty: an estimate of KL to the reference, differentiated through the
+    student."""
     resolved = ESTIMATOR_ALIASES.get(kind, kind)
     if coef < 0:
         raise LossInputError(f"kl_coef must not be negative; got {coef:g}.")

@@ -17,7 +17,8 @@ from understudy.types.loss import LossInputs
 from understudy.types.loss_metrics import Metric, MetricMax, MetricMin, MetricSum, MetricTotal
 
 POSITION_EDGES = (0, *(4**power for power in range(2, 7)))
-"""Buckets 0-15, 16-63, … 4096+ of the position within a response; later tokens carry a worse signal, and this shows where it turns."""
+"""Buckets 0-15, 16-63, … 4096+ of the position within a response. Later tokens carry a worse signal; the
+buckets show from where on."""
 
 MEAN_COLUMNS = {
     "entropy": "actor/entropy",
@@ -84,7 +85,9 @@ def _by_position(values_N: Tensor, counts_N: Tensor, positions_N: Tensor | None)
     if positions_N is None or values_N.numel() == 0:
         return {}
     powers = torch.arange(2, len(POSITION_EDGES) + 1, device=values_N.device)
-    edges = 4**powers  # made on the device: copying six numbers there would wait for all work queued before
+    edges = (
+        4**powers
+    )  # computed on the device: copying six numbers there would wait for all work queued before
     bucket_N = torch.bucketize(positions_N, edges, right=True)
     zeros = torch.zeros(len(POSITION_EDGES), dtype=torch.float32, device=values_N.device)
     totals = zeros.index_add(0, bucket_N, (counts_N * values_N).float())
@@ -100,7 +103,7 @@ def _extremes(columns: dict[str, Tensor], counts_N: Tensor) -> dict[str, Metric]
     if not names:
         return {}
     matrix = torch.stack([columns[column] for column in names])
-    # One more column, so that no token at all still has a minimum.
+    # One more column, so that the minimum over zero tokens is defined.
     infinity = matrix.new_full((len(names), 1), float("inf"))
     counted = counts_N > 0
     low = torch.cat([torch.where(counted, matrix, infinity), infinity], 1).amin(1)

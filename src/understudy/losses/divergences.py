@@ -1,7 +1,7 @@
-"""f-divergences between a teacher p and a student q, given as log-probabilities over the last dimension.
+"""f-divergences between a teacher p and a student q, from log-probabilities over the last dimension.
 
-These are the plain twins: the maths to read, and what every fused path must equal. Each takes proper (or, with
-`tail = "drop"`, truncated) log-distributions and returns the divergence of each row, differentiable in log q.
+These are the reference formulas that every fused path must equal. Each takes proper (or, with `tail =
+"drop"`, truncated) log-distributions and returns the divergence of each row, differentiable in log q.
 
 Shape legend: … any leading shape, M outcomes.
 """
@@ -20,7 +20,7 @@ from understudy.losses.describe import DIVERGENCE_FORMULAS
 
 @dataclass(frozen=True)
 class DivergenceParameters:
-    """Shape of a divergence; each field is read by the kinds that name it."""
+    """Parameters of the divergences; each is read by the kinds that name it."""
 
     beta: float = 0.5
     """`jsd`: 0 forward KL, 1 reverse KL (TRL's convention)."""

@@ -1,8 +1,9 @@
-"""Single-sample estimators of reverse KL from the token the student wrote, with r = log q(y) − log p(y).
+"""Single-sample estimators of reverse KL from the token the student wrote, r = log q(y) − log p(y).
 
-A value and its gradient are two different things here. Averaged over y ~ q, every one of k1, k2 (to second order)
-and k3 reports reverse KL; differentiated, k1 gives nothing, k2 the gradient of reverse KL and k3 that of FORWARD KL.
-The `+` forms report one value and carry k2's gradient (straight through). `describe` refuses what cannot work.
+Value and gradient of an estimator differ. Averaged over y ~ q, each of k1, k2 (to second order) and k3
+reports reverse KL. Differentiated, k1 gives nothing, k2 the gradient of reverse KL and k3 that of FORWARD
+KL. The `+` forms report one value and carry k2's gradient (straight through). `describe` refuses what cannot
+work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 from understudy.losses.describe import ESTIMATOR_ALIASES, ESTIMATOR_FORMULAS
 
 LOG_RATIO_LIMIT = 20.0
-"""k3's exponent is held within ±20 for its value; e²⁰ already means a token the teacher finds 5·10⁸ times likelier."""
+"""k3's exponent is clamped to ±20 for its value; e²⁰ already means a token that the teacher finds 5·10⁸
+times likelier."""
 
 
 def estimate(kind: str, log_q_N: Tensor, log_p_N: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ assert ESTIMATORS.keys() == ESTIMATOR_FORMULAS.keys()
 
 
 def _limit(r: Tensor) -> Tensor:
-    """r held within ± the limit in value, with its gradient left whole."""
+    """r clamped to ± the limit in value, with its gradient unchanged."""
     return r + (r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) - r).detach()
 
 

@@ -4,8 +4,8 @@
     output = objective(StudentHead(hidden_NH, weight_VH), inputs)
     output.loss.backward()
 
-An objective is built from plain arguments, named as the keys of a recipe's `[loss]` table, and knows nothing of
-config, devices or distribution. Settings that make no sense are refused here, with the reason, before any token is spent.
+An objective is built from plain arguments, named as the keys of a recipe's `[loss]` table, and knows nothing
+of config, devices or distribution. Settings that make no sense are refused at construction, with the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Objective(ObjectiveSettings):
         return LossOutput(loss, columns["loss"], columns["logp"], build_metrics(columns, inputs))
 
     def _discounted(self, inputs: LossInputs) -> Tensor:
-        """A discounted advantage looks ahead, so it is taken from logprobs known before the step."""
+        """A discounted advantage depends on later tokens, so it is computed from logprobs known before the
+        step."""
         known = inputs.behaviour_logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
         if known is None or inputs.sequence_ids_N is None or inputs.teacher_logprobs_N is None:
             raise LossInputError(

@@ -1,7 +1,7 @@
-"""From what the student assigns to a few ids to the loss of each token: the one place where terms are put together.
+"""Per-token losses from the student's log-probabilities of a few ids; combines all loss terms.
 
-Every path (plain, chunked, Triton) reduces a row of logits to a `StudentView`, calls `token_losses` on it and chain-rules
-the view's gradients back into the logits. The formulas therefore exist once.
+Every path (plain, chunked, Triton) reduces a row of logits to a `StudentView`, calls `token_losses` on it
+and applies the chain rule from the view's gradients back to the logits. So each formula exists once.
 
 Shape legend: N tokens (a chunk of them, in the fused paths), K candidates.
 """
@@ -25,24 +25,24 @@ from understudy.types.loss import LossInputs
 
 @dataclass(frozen=True)
 class StudentView:
-    """What a loss may know of the student at each token: differentiable leaves first, then detached facts."""
+    """What a loss may read of the student at each token: differentiable leaves first, then detached values."""
 
     logp_N: Tensor
     """log q of the written token."""
     logp_NK: Tensor | None = None
     """log q of the candidates."""
     log_tail_N: Tensor | None = None
-    """log of q's mass outside the candidates; None where no tail bucket is asked for."""
+    """log of q's mass outside the candidates; None without a tail bucket."""
     divergence_N: Tensor | None = None
-    """The divergence itself, where a kernel computes it (then `logp_NK` and `log_tail_N` are no leaves)."""
+    """The divergence itself, if a kernel computes it (then `logp_NK` and `log_tail_N` are not leaves)."""
     entropy_N: Tensor | None = None
     """Detached: entropy of q."""
     overlap_NK: Tensor | None = None
     """Detached: 1 where a candidate is also among the student's own K best."""
     student_mass_N: Tensor | None = None
-    """Detached: q's mass on the candidates, where a kernel computes it."""
+    """Detached: q's mass on the candidates, if a kernel computes it."""
     teacher_mass_N: Tensor | None = None
-    """Detached: p's mass on the candidates, likewise."""
+    """Detached: p's mass on the candidates, if a kernel computes it."""
 
 
 class TokenTerms(Protocol):
@@ -150,7 +150,8 @@ def _divergence(
 
 
 def _clamped(terms: TokenTerms, values_N: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """Within [-loss_max_clamp, loss_max_clamp]; the gradient of a clamped token is 0. The column lets a metric count them."""
+    """Clamps to [-loss_max_clamp, loss_max_clamp]; the gradient of a clamped token is 0. The column lets a
+    metric count them."""
     limit = terms.loss_max_clamp
     if limit is None:
         return values_N
@@ -188,8 +189,8 @@ def _teacher_sampled(inputs: LossInputs) -> Tensor:
 
 
 def _scale_down(distill_N: Tensor, limit: float, columns: dict[str, Tensor]) -> Tensor:
-    """Scale a token's loss above the limit down to it. Its gradient shrinks by the same factor and never vanishes,
-    unlike a clamp's; the column lets a metric count how often it happened."""
+    """Scales a token's loss above the limit down to it. Its gradient shrinks by the same factor and never
+    vanishes, unlike a clamp's; the column lets a metric count how often it happened."""
     values = distill_N.detach()
     over = values > limit
     columns["clamped"] = over.float()

@@ -1,4 +1,4 @@
-"""The plain twin: whole logits, one log-softmax, autograd. What every fused path must equal.
+"""The reference path: whole logits, one log-softmax, autograd. Every fused path must equal it.
 
 Shape legend: N tokens, V vocabulary, K candidates, H hidden size.
 """
@@ -60,7 +60,7 @@ def head_logits(hidden_NH: Tensor, head: StudentHead | TeacherHead) -> Tensor:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """float64 stays (tests); everything else becomes float32."""
+    """float64 is kept (tests); everything else becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

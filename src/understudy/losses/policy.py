@@ -1,13 +1,13 @@
-"""Clipped policy gradients, for task rewards and for −k1 as an advantage alike.
+"""Clipped policy gradients, for task rewards and for −k1 as an advantage.
 
     ρ = q(y) / q_anchor(y)
     l = −min(ρ·A, clip(ρ, 1−low, 1+high)·A)            and at most dual_clip·|A| where A < 0
 
-The anchor is `old_logprobs_N` (the trainer's own, at the start of the step) where given, else the behaviour engine's.
-Truncated importance sampling multiplies l by min(q_old/q_behaviour, cap): the engine's numerics and its age enter there,
-bounded, and not in the ratio that is clipped. Without old logprobs the current policy, held constant, stands for them.
-`importance_N` is the general form: a factor made beforehand for the whole step (`correction.py`), at token or sequence
-level, with 0 where a token is dropped.
+The anchor is `old_logprobs_N` (the trainer's own, at the start of the step) if given, else the behaviour
+engine's. Truncated importance sampling multiplies l by min(q_old/q_behaviour, cap): the engine's numerics
+and the age of its weights enter there, bounded, and not in the ratio that is clipped. Without old logprobs
+the current policy, held constant, is used. `importance_N` is the general form: a factor computed beforehand
+for the whole step (`correction.py`), at token or sequence level, with 0 where a token is dropped.
 
 Shape legend: N tokens.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from understudy.errors import LossInputError
 
 LOG_RATIO_LIMIT = 20.0
-"""|log ρ| beyond this is held there (as verl does): e²⁰ overflows nothing and is clipped anyway."""
+"""|log ρ| is clamped to this (as in verl): e²⁰ does not overflow and is clipped anyway."""
 
 
 class PolicyLoss(NamedTuple):
@@ -39,7 +39,7 @@ class PolicyLoss(NamedTuple):
 
 
 class ClipSettings(NamedTuple):
-    """How far the policy may move from its anchor before a token stops pulling."""
+    """How far the policy may move from its anchor before a token's gradient is cut."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -68,7 +68,7 @@ def policy_loss(
         return result._replace(loss_N=importance_N * result.loss_N, importance_N=importance_N)
     if settings.tis_cap is None:
         return result
-    assert behaviour_logprobs_N is not None  # _anchor refuses otherwise
+    assert behaviour_logprobs_N is not None  # _anchor raises if it is None
     importance = torch.exp(anchor - behaviour_logprobs_N).clamp_max(settings.tis_cap)
     return result._replace(loss_N=importance * result.loss_N, importance_N=importance)
 

@@ -4,10 +4,10 @@
     seq-mean-token-sum    mean over sequences of Σ l
     seq-mean-token-mean   mean over sequences of mean l
 
-Peers divide by counts of the micro-batch and then average micro-batches, which makes the gradient depend on how rows
-were split. Here the denominators are those of the whole step, computed once before anything is split: each token gets
-its weight, and every loss is Σ weight · l. Micro-batches and ranks then simply add. (Where a data-parallel wrapper
-averages gradients over R ranks, scale the loss by R.)
+Many trainers divide by counts of the micro-batch and then average micro-batches, which makes the gradient
+depend on how rows were split. Here the denominators are those of the whole step, computed once before
+anything is split: each token gets its weight, and every loss is Σ weight · l. Micro-batches and ranks then
+simply add. (If a data-parallel wrapper averages gradients over R ranks, scale the loss by R.)
 
 Shape legend: B sequences, N loss-bearing tokens (N = Σ lengths_B).
 """
@@ -45,8 +45,9 @@ def token_weights(
 ) -> Tensor:
     """float32 weights [N] of the tokens of these sequences, in order.
 
-    `total` holds the denominators of the whole step where `lengths_B` is only a part of it (one rank, one
-    micro-batch); without it the given sequences are the whole. A batch without tokens gives an empty tensor.
+    `total` holds the denominators of the whole step if `lengths_B` is only a part of it (one rank, one
+    micro-batch); without it these sequences are the whole step. A batch without tokens gives an empty
+    tensor.
     """
     if mode not in get_args(Reduction):
         raise LossInputError(f"unknown reduction {mode!r}; expected one of {', '.join(get_args(Reduction))}.")

@@ -27,7 +27,7 @@ class ObjectiveSettings:
     signal: str = "topk"
     """What the teacher sent: sampled | topk | at_ids | hidden."""
     tail: Tail = "bucket"
-    """What becomes of the mass outside the candidates."""
+    """What is done with the mass outside the candidates."""
     beta: float = 0.5
     alpha: float = 0.1
     mixture_weight: float = 0.5
@@ -56,7 +56,7 @@ class ObjectiveSettings:
     backend: Backend = "auto"
     """Which fused path: Triton on a CUDA device by default, chunked torch elsewhere."""
     chunk_bytes: int | None = None
-    """Upper bound of the working memory of a fused path; None takes a default for the device."""
+    """Upper bound of the working memory of a fused path; None uses a default for the device."""
     description: ObjectiveDescription = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class ObjectiveSettings:
 
     @property
     def uses_candidates(self) -> bool:
-        """Whether the student is read at K candidate ids."""
+        """Whether the loss reads the student at K candidate ids."""
         return (
             self.distill_coef > 0
             and self.kind not in ESTIMATOR_FORMULAS
@@ -99,5 +99,5 @@ class ObjectiveSettings:
 
     @property
     def uses_full_vocabulary(self) -> bool:
-        """Whether the teacher's whole distribution is compared."""
+        """Whether the loss compares with the teacher's whole distribution."""
         return self.distill_coef > 0 and self.kind not in ESTIMATOR_FORMULAS and self.signal == "hidden"

@@ -1,12 +1,12 @@
-"""What K candidate ids leave out: the mass of the rest of the vocabulary, and what to do with it.
+"""The mass outside K candidate ids, and how a divergence accounts for it.
+
+With `bucket` the remaining mass of each side becomes one more outcome, so the divergence is one between two
+proper distributions: never negative, zero exactly at equality, and (data processing) never above the
+full-vocabulary one. The student's tail is summed over the other V − K logits rather than taken as 1 − Σ, so
+it keeps its relative precision down to e⁻⁶⁰ and its gradient is not lost in rounding. The teacher's arrives
+as K logprobs, so its tail is log(1 − Σ p) with a floor at float32 resolution.
 
 Shape legend: N tokens, K candidates, M = K or K + 1 outcomes compared.
-
-With `bucket` the remaining mass of each side becomes one more outcome, so the divergence is one between two proper
-distributions: never negative, zero exactly at equality, and (data processing) never above the full-vocabulary one. The
-student's tail is summed over the other V − K logits rather than taken as 1 − Σ, so it keeps its relative precision
-down to e⁻⁶⁰ and its gradient never drowns in rounding; the teacher's arrives as K logprobs, so its tail is
-log(1 − Σ p) with a floor at float32 resolution.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def teacher_log_tail(logprobs_NK: Tensor) -> Tensor:
 
 
 def floor_log_tail(log_tail_N: Tensor) -> Tensor:
-    """A student log-tail with its floor applied to the value only; the gradient passes through untouched."""
+    """A student log-tail with its floor applied to the value only; the gradient passes through unchanged."""
     floored = log_tail_N.clamp_min(STUDENT_LOG_TAIL_FLOOR)
     finite = torch.where(torch.isfinite(log_tail_N), log_tail_N, floored.detach())
     return finite + (floored - finite).detach()
@@ -57,7 +57,7 @@ def compared_outcomes(
 ) -> tuple[Tensor, Tensor]:
     """(log p, log q) over the outcomes to compare, [N, M] each.
 
-    `student_log_tail_N` is None where the candidates are the whole vocabulary: then there is no tail to add.
+    `student_log_tail_N` is None if the candidates are the whole vocabulary: then there is no tail.
     """
     teacher_NK = teacher_NK.to(student_NK.dtype)
     if tail == "bucket":

@@ -1,4 +1,4 @@
-"""The critic's loss for PPO with a value model: `value_loss`, and `ValueObjective`, the same as a policy calls it.
+"""The critic's loss for PPO: `value_loss`, and `ValueObjective`, its form as a policy's objective.
 
 Shape legend: N tokens.
 """
@@ -55,7 +55,8 @@ def value_loss(
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """The critic's objective on one micro-batch: `read` makes a value of each token, `returns_N` is what it should be."""
+    """The critic's objective on one micro-batch: `read` computes a value per token, `returns_N` is its
+    target."""
 
     read: Callable[[StudentHead, LossInputs], Tensor]
     clip: float = 0.5

@@ -1,10 +1,12 @@
-"""Rows of a batch → tensors for one forward pass, and the record the loss reads.
+"""Cuts a batch into tensors for one forward pass, with the record that the loss reads.
 
-The one place where a token meets its prediction: stream index t belongs to token t, and the hidden state that predicts
-it sits at position t − 1. `predict_N` holds that t − 1, as an index into the flattened [rows × longest] or [total] line.
-A row is read up to the token before its last loss-bearing one: the states after it predict nothing that is asked for.
+Alignment is decided here and nowhere else: stream index t belongs to token t, and the hidden state that
+predicts it is at position t − 1. `predict_N` holds that t − 1, as an index into the flattened [rows ×
+longest] or [total] line. A row is read up to the token before its last loss-bearing one: later states
+predict nothing that the loss reads.
 
-Shapes: B rows of a micro-batch, L longest row, T tokens of all its rows, N loss-bearing tokens, P the same per row.
+Shapes: B rows of a micro-batch, L longest row, T tokens of all its rows, N loss-bearing tokens, P the same
+per row.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ class MicroBatch:
     ids: torch.Tensor
     """int64 [B, L] (padded) or [1, T] (packed)."""
     predict_N: torch.Tensor
-    """int64: where in the flattened hidden states each loss-bearing token is predicted."""
+    """int64: index of the hidden state, in the flattened states, that predicts each loss-bearing token."""
     inputs: LossInputs
     layout: Layout
     lengths: tuple[int, ...]
-    """Tokens of each row that are read."""
+    """Tokens of each row that go through the model."""
 
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
@@ -50,9 +52,10 @@ class MicroBatch:
 
 
 class Assembler:
-    """Cuts micro-batches out of one batch. Columns stay where they are; only the rows asked for are copied.
+    """Cuts micro-batches out of one batch. Columns are not copied; only the rows of a micro-batch are.
 
-    Of a `FarBatch` it knows lengths at once, and columns of the rows that `hold` has fetched.
+    For a `FarBatch` (remote rows) it knows all lengths at once, and the columns of the rows that `hold` has
+    fetched.
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class Assembler:
         self.loss_offsets: torch.Tensor
         """int64 [rows + 1]: where each row's loss-bearing positions start among all of them."""
         self._place: torch.Tensor | None = None
-        """int64 [rows]: where `batch`, the rows held, has each row; None: where the whole batch has it."""
+        """int64 [rows]: the index of each row in `batch`, which has only the rows held; None: same as in the
+        whole batch."""
         if isinstance(batch, FarBatch):
             self.token_lengths = torch.tensor(batch.token_lengths, dtype=torch.int64)
             self.loss_offsets = torch.tensor([0, *batch.loss_lengths], dtype=torch.int64).cumsum(0)
@@ -83,7 +87,7 @@ class Assembler:
         self._check_whole()
 
     def hold(self, rows: Sequence[int]) -> None:
-        """Fetch these rows of a `FarBatch`; only they can be cut afterwards."""
+        """Fetches these rows of a `FarBatch`; only they can be cut afterwards."""
         assert isinstance(self.whole, FarBatch)
         found = self.whole.fetch(rows)
         chosen = torch.tensor(rows, dtype=torch.int64)
@@ -102,7 +106,7 @@ class Assembler:
         self._take(found, offsets)
 
     def rows(self, rows: Sequence[int]) -> Batch:
-        """These rows with their columns, fetched if need be; for the leading rank."""
+        """These rows with their columns, fetched if they are not held; called on the leading rank."""
         part = self.whole.select(rows)
         return part.here() if isinstance(part, FarBatch) else part
 
@@ -114,13 +118,13 @@ class Assembler:
         return self.loss_offsets.diff().nonzero().flatten().tolist()
 
     def loss_places(self, rows: Sequence[int]) -> torch.Tensor:
-        """int64 [N]: where the loss-bearing positions of these rows lie among all of the batch's."""
+        """int64 [N]: indexes of these rows' loss-bearing positions among those of the whole batch."""
         chosen = torch.tensor(rows, dtype=torch.int64)
         return _spans(self.loss_offsets[chosen], self.loss_offsets[chosen + 1] - self.loss_offsets[chosen])[0]
 
     def groups(self) -> list[str]:
-        """One name per row; rows of different names may not share a forward pass. Hidden-state teachers each need
-        their own head, everything else mixes freely."""
+        """One group name per row; rows of different groups never share a forward pass. Teachers that send
+        hidden states each need their own head, so each is a group; all other rows are one group."""
         return list(self.whole.teachers) if self._judged_by_hidden() else [""] * len(self.keys)
 
     def _judged_by_hidden(self) -> bool:
@@ -129,7 +133,8 @@ class Assembler:
         return self.whole.teacher_hidden is not None
 
     def cut(self, rows: Sequence[int], layout: Layout, silent: bool = False) -> MicroBatch:
-        """The named rows. `silent` gives every token weight 0: a pass that only keeps other ranks company."""
+        """The micro-batch of the named rows. `silent` gives every token weight 0: a dummy pass that keeps
+        FSDP collectives of all ranks aligned."""
         chosen = torch.tensor(rows, dtype=torch.int64)
         here = chosen if self._place is None else self._place[chosen]
         token_index_T, row_of_T, within_T = _spans(
@@ -137,7 +142,8 @@ class Assembler:
         )
         tokens_T = self.batch.tokens.values[token_index_T]
         is_loss_T = self.batch.loss_mask.values[token_index_T]
-        # Nobody reads the states from a row's last loss-bearing token on, so the model is not shown that token.
+        # No loss reads the states from a row's last loss-bearing token on, so that token is not fed to the
+        # model.
         lengths_B = torch.zeros_like(chosen).scatter_reduce(
             0, row_of_T[is_loss_T], within_T[is_loss_T], "amax"
         )
@@ -222,7 +228,7 @@ class Assembler:
         return self.teacher_heads[name]
 
     def _check_whole(self) -> None:
-        """What is given for all rows is aligned to all of them."""
+        """Checks that the columns given for all rows have one entry per row."""
         for name, column in {"weights": self.weights, "old_logprobs": self.old_logprobs}.items():
             if column is not None and not torch.equal(column.offsets, self.loss_offsets):
                 raise PolicyError(
@@ -231,7 +237,7 @@ class Assembler:
                 )
 
     def _check_columns(self) -> None:
-        """Alignment is proven here once, so that nothing later can be shifted silently."""
+        """Checks alignment once, so that a shifted column is an error here and not a wrong loss later."""
         batch, expected = self.batch, self._held_offsets
         for name in ("loss_mask", "behaviour_logprobs"):
             if not torch.equal(getattr(batch, name).offsets, batch.tokens.offsets):
@@ -281,7 +287,8 @@ def _first_difference(column: Jagged, expected: torch.Tensor, keys: Sequence[str
 def _spans(
     starts_B: torch.Tensor, lengths_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For spans [start, start + length): the flat indexes, the span each belongs to, and the place within it."""
+    """For spans [start, start + length): the flat indexes, the span each belongs to, and the index within
+    it."""
     span_T = torch.repeat_interleave(lengths_B)
     ends_B = lengths_B.cumsum(0)
     within_T = torch.arange(len(span_T)) - (ends_B - lengths_B)[span_T]

@@ -1,6 +1,7 @@
-"""Finds the rows that break a step: each row is run alone, under weights that stay as they are.
+"""Finds the rows that break a step: each row is run alone, and the weights do not change.
 
-`refusal` looks while the step is refused, on every rank; `replay` looks afterwards, on one rank, at rows read from disk.
+`refusal` searches during the refused step, on every rank. `replay` searches afterwards, on one rank, in rows
+read from disk.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def refusal(
     loss: float,
     grad_norm: float,
 ) -> PolicyError:
-    """The error, worded; its rows are handed to `policy.on_bad_rows`."""
+    """Builds the error message; hands the bad rows to `policy.on_bad_rows`."""
     bad = _unsound_rows(policy, assembler, objective, rows)
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
     names = ", ".join(assembler.keys[row] for row in bad[:8]) + (" …" if len(bad) > 8 else "")
@@ -61,8 +62,8 @@ def refusal(
 
 
 def _unsound_rows(policy: Trained, assembler: Assembler, objective: Objective, rows: list[int]) -> list[int]:
-    """Rows whose own loss or gradient is not finite. With several ranks a gradient is everybody's, so a round in
-    which no loss is broken but the gradient is accuses the row of every rank."""
+    """Rows whose own loss or gradient is not finite. With several ranks a gradient is the sum over ranks. So
+    if the gradient of a round is not finite and every loss is, the round's rows on all ranks are reported."""
     plan = policy.plan(assembler, rows, max_tokens=1)
     accused = torch.zeros(len(assembler.keys), dtype=torch.float64)
     for index, (group, counted) in enumerate(plan.passes()):
@@ -78,14 +79,14 @@ def _unsound_rows(policy: Trained, assembler: Assembler, objective: Objective, r
 
 @dataclass(frozen=True, slots=True)
 class RowFinding:
-    """What became of one row when it was run again, alone."""
+    """The result of running one row again, alone."""
 
     key: str
     loss: float
     """Its share of the step's loss."""
     grad_norm: float
     broken_columns: tuple[str, ...]
-    """Columns that came with a number which is not finite where one is needed."""
+    """Columns with a non-finite number where a finite one is needed."""
 
     @property
     def sound(self) -> bool:
@@ -93,7 +94,7 @@ class RowFinding:
 
 
 def replay(policy: Trained, refused: RefusedRows, objective: Objective) -> list[RowFinding]:
-    """Loss and gradient of each row under the policy's present weights, which stay as they are; on one rank."""
+    """Loss and gradient of each row under the policy's current weights, which do not change; on one rank."""
     heads = {
         name: TeacherHead(
             head.weight_VH.to(policy.device), None if head.bias_V is None else head.bias_V.to(policy.device),
@@ -119,7 +120,8 @@ def replay(policy: Trained, refused: RefusedRows, objective: Objective) -> list[
 
 
 def _broken_columns(refused: RefusedRows, row: int) -> tuple[str, ...]:
-    """Behaviour logprobs are NaN where nothing was sampled, which is right; elsewhere they are looked at."""
+    """Behaviour logprobs are NaN where nothing was sampled, which is correct; only sampled positions are
+    checked."""
     rows = refused.rows
     found = {name: getattr(rows, name) for name in COLUMNS} | {
         "weights": refused.weights, "old_logprobs": refused.old_logprobs

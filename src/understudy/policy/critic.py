@@ -1,8 +1,8 @@
-"""A critic is a language model whose head gives one number per token instead of a vocabulary of logits.
+"""The critic: a language model whose head gives one value per token instead of logits.
 
-Everything else is the same: micro-batches, float32 masters, refusal of broken rows, checkpoints. So a critic is a `Policy`
-over such a model. The number for token t comes from position t − 1, as its logits would: the value of what was there
-before t was written.
+Everything else is the same: micro-batches, float32 masters, refusal of broken rows, checkpoints. So a critic
+is a `Policy` over such a model. The value for token t comes from position t − 1, as its logits would: it is
+the value of the text before t.
 
 Shape legend: N loss-bearing tokens, H hidden size.
 """
@@ -18,7 +18,8 @@ from understudy.types.loss import LossInputs, StudentHead
 
 
 def give_value_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Puts a scalar head, starting at 0, in place of the vocabulary's; an embedding that was tied to it stays as it is."""
+    """Replaces the vocabulary head by a scalar head that starts at 0; an embedding that was tied to the old
+    head stays."""
     before = output_layer(model)
     head = nn.Linear(before.in_features, 1, bias=True, device=before.weight.device, dtype=before.weight.dtype)
     nn.init.zeros_(head.weight)
@@ -30,5 +31,5 @@ def give_value_head(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def token_values(head: StudentHead, inputs: LossInputs) -> torch.Tensor:
-    """float32 [N]: the plain product. What a model does to its logits afterwards (a scale, a cap) is for logits."""
+    """float32 [N]: the plain product. A model's logit scale or soft cap does not apply to values."""
     return nn.functional.linear(head.hidden_NH, head.weight_VH, head.bias_V)[:, 0].float()

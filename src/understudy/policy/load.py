@@ -1,4 +1,4 @@
-"""The student from a hub id or a folder, ready to be trained."""
+"""Loads the student from a hub id or a folder, ready for training."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def load_tokenizer(
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """The longest sequence the model was made for; models without a limit report a very large one."""
+    """The longest sequence the model was made for; a very large number for models without a limit."""
     return context_of_config(model.config)
 
 
@@ -110,7 +110,8 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def _require_source(path_or_hub_id: str) -> None:
-    """A path that looks local must exist; otherwise transformers would ask the hub and fail with a riddle."""
+    """Raises for a path that looks local and does not exist; transformers would ask the hub instead and fail
+    with an unclear error."""
     path = Path(path_or_hub_id)
     if path.is_dir():
         if not (path / "config.json").is_file():

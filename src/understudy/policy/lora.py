@@ -1,8 +1,8 @@
-"""Low-rank adapters through peft (an optional extra): the base stays frozen, small matrices beside it learn.
+"""Low-rank adapters through peft (an optional extra): the base is frozen, the adapters train.
 
-Adapters are put into the model in place, so that body, head and forward stay what they are. Engines and exports get
-merged weights under the base model's own names, or engine processes the adapters alone (`student.lora.publish`); checkpoints hold
-the adapters alone.
+Adapters are put into the model in place, so body, head and forward do not change. Engines and exports get
+merged weights under the base model's own names; engine processes may get the adapters alone
+(`student.lora.publish`). Checkpoints hold the adapters alone.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class LoraSettings:
     alpha: float = 32.0
     """The adapter's product is scaled by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Last parts of the names of the linear layers that get an adapter."""
+    """Suffixes of the names of the linear layers that get an adapter."""
     seed: int = 0
-    """Of the adapters' first values: every rank must start from the same."""
+    """Seed of the adapters' initial values, the same on every rank."""
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "targets": list(self.targets)}
@@ -41,7 +41,7 @@ class LoraSettings:
 
 
 def add_lora(model: nn.Module, settings: LoraSettings) -> None:
-    """Freezes the model and puts adapters into it; the outputs are unchanged until the first step."""
+    """Freezes the model and puts adapters into it; its outputs do not change until the first step."""
     peft, config = _peft(), peft_config(settings)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
@@ -69,7 +69,7 @@ def peft_config(settings: LoraSettings) -> Any:
 
 
 def peft_name(name: str) -> str:
-    """What peft's files call a tensor of an adapter."""
+    """The name of an adapter's tensor in peft's files."""
     return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
 
 
@@ -81,7 +81,7 @@ def is_adapter(name: str) -> bool:
 def merged_weights(
     model: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
 ) -> list[tuple[str, torch.Tensor]]:
-    """Every weight of the base model by its own name, adapters added in. `whole` gathers a sharded tensor."""
+    """Every weight of the base model by its own name, adapters merged in. `whole` gathers a sharded tensor."""
     weights = []
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -98,13 +98,14 @@ def merged_weights(
 def adapter_tensors(
     model: nn.Module, mark: bytes, whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
 ) -> list[tuple[str, torch.Tensor]]:
-    """The adapters alone, by the names of the weights they belong to, with the mark of their base: what `engines.adapters` merges."""
+    """The adapters alone, by the names of the weights they belong to, with the mark of their base: the input
+    of `engines.adapters`."""
     packed: list[tuple[str, torch.Tensor]] = []
     for name, _ in model.named_parameters():
         if name.endswith(f"{_BASE}.weight"):
             layer: Any = model.get_submodule(name.removesuffix(f"{_BASE}.weight"))
             packed += packed_adapter(name.replace(_BASE, ""), *_adapter(layer, whole))
-    return [*packed, packed_mark(mark)]  # who sends them goes by the device of the first
+    return [*packed, packed_mark(mark)]  # the mark is last: the sender reads the device from the first tensor
 
 
 def mark_of_base(
@@ -112,7 +113,7 @@ def mark_of_base(
     dtypes: Mapping[str, torch.dtype],
     whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> bytes:
-    """The mark of the frozen weights under the base model's own names, each in the type it is stored in."""
+    """A hash of the frozen weights under the base model's own names, each in its stored dtype."""
     return base_mark(
         (name.replace(_BASE, ""), whole(parameter.detach()).to(dtypes[name]))
         for name, parameter in model.named_parameters()

@@ -1,7 +1,7 @@
-"""Which rows go through the model together.
+"""Plans micro-batches: which rows go through the model together.
 
-Floating-point results depend on how a batch is composed, so composition depends only on what the rows are (length and
-key), never on the order in which they arrived. Sorting by length also keeps padding small where rows are padded.
+Floating-point results depend on how a batch is composed. So the composition depends only on the rows
+themselves (length and key), never on their order of arrival. Sorting by length also keeps padding small.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from understudy.policy.cpu.lanes import spread
 
 class Layout(StrEnum):
     PADDED = "padded"
-    """Rows side by side, filled up on the right to the longest: [rows, longest]."""
+    """One row per line, padded on the right to the longest: [rows, longest]."""
     PACKED = "packed"
-    """Rows one after another in a single line without filling: [1, total]."""
+    """Rows one after another in a single line without padding: [1, total]."""
 
 
 def plan_microbatches(
@@ -26,10 +26,11 @@ def plan_microbatches(
     layout: Layout = Layout.PADDED,
     lanes: int = 1,
 ) -> list[list[int]]:
-    """Row indexes of each micro-batch, longest rows first (so that a memory limit shows at once).
+    """Row indexes of each micro-batch, longest rows first (so that running out of memory shows at once).
 
-    A micro-batch holds at most `max_tokens` tokens, filling included; a single longer row travels alone. With several `lanes`
-    so many of them at a time hold as much, if the rows give enough.
+    A micro-batch holds at most `max_tokens` tokens, padding included; a single longer row is a micro-batch
+    of its own. With several `lanes`, the micro-batches that run at the same time hold that many together, if
+    there are enough rows.
     """
     if len(lengths) != len(keys):
         raise ValueError(f"{len(lengths)} lengths for {len(keys)} keys")

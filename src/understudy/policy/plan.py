@@ -1,7 +1,7 @@
-"""One step's passes on one rank.
+"""Plans one step's forward and backward passes on one rank.
 
-With sharded weights every pass is a meeting of all ranks, so all must make the same number of them. Who has fewer
-micro-batches keeps the others company with silent passes whose tokens weigh nothing.
+With sharded weights every pass is collective, so all ranks make the same number of passes. Ranks with fewer
+micro-batches run dummy passes whose tokens have weight 0.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ class Plan:
     mine: list[list[int]]
     """Row indexes of this rank's micro-batches."""
     rounds: int
-    """Passes every rank makes."""
+    """Passes that every rank makes, dummy passes included."""
     company: list[int]
-    """The rows of a silent pass: the shortest row of the batch."""
+    """The rows of a dummy pass: the shortest row of the batch."""
 
     def rows(self) -> list[int]:
-        """Every row this rank may need, also where each row has a pass of its own."""
+        """Every row this rank may need, also for passes of one row each."""
         mine = [row for group in self.mine for row in group]
         return mine + [row for row in self.company if row not in mine]
 
     def passes(self) -> Iterator[tuple[list[int], bool]]:
-        """(rows, whether they count), `rounds` times."""
+        """(rows, whether they count in the loss), `rounds` times."""
         for index in range(self.rounds):
             yield (self.mine[index], True) if index < len(self.mine) else (self.company, False)
 
 
 def border_of(model: PreTrainedModel) -> int | None:
-    """The length on whose two sides rows may not share a pass (`nn/rotary_border.py`)."""
+    """The length above which rows use other rotary frequencies; rows below and above it may not share a pass
+    (`nn/rotary_border.py`)."""
     return rotary_border(model.config.get_text_config().to_dict())
 
 
 def lanes_of(count: int, border: int | None) -> Lanes:
-    """One, where a border is: threads would change the rotary frequencies of each other's passes."""
+    """One lane if there is a rotary border: threads would change the rotary frequencies of each other's
+    passes."""
     return Lanes(count if border is None else 1)
 
 
 def by_length(groups: Sequence[str], lengths: Sequence[int], rotary_border: int | None) -> Sequence[str]:
-    """`groups`, each split in two where there is a border."""
+    """`groups`, each split in two at the rotary border, if there is one."""
     if rotary_border is None:
         return groups
     return [
@@ -68,8 +70,8 @@ def plan_step(
     size: int = 1,
     lanes: int = 1,
 ) -> Plan:
-    """Deals the rows out to ranks and cuts each share into micro-batches, of which `lanes` are worked on at a time; `lengths`,
-    `keys` and `groups` are by row, and rows of different groups never share a pass."""
+    """Distributes the rows over ranks and cuts each rank's share into micro-batches for `lanes` parallel
+    lanes. `lengths`, `keys` and `groups` are by row; rows of different groups never share a pass."""
     plans = []
     for share in deal_rows(rows, lengths, keys, size):
         plan: list[list[int]] = []

@@ -1,13 +1,13 @@
-"""The student being trained: one `update` per optimizer step, whatever the objective.
+"""The student being trained: one `update` per optimizer step, for any objective.
 
-    batch ──plan──> micro-batches ──forward, objective, backward──> gradients ──check──> clip ──AdamW──> new weights
+    batch ──plan──> micro-batches ──forward, objective, backward──> gradients ──check──> clip ──AdamW──> weights
 
-The caller computes the reduction weights once for the whole batch, so every micro-batch loss is a plain sum and the
-result does not depend on how the batch was split. A loss or gradient that is not finite stops the step *before* the
-weights are touched and names the rows.
+The caller computes the reduction weights once for the whole batch, so every micro-batch loss is a plain sum
+and the result does not depend on how the batch was split. A loss or gradient that is not finite stops the
+step *before* the weights change, and the error names the rows.
 
-A *step* is the trainer's: one batch. It may take several updates (mini-batches, epochs); the last of them says so with
-`ends_step`. Schedule, checkpoints and weight versions count steps; `updates` counts what the optimizer did.
+A *step* is the trainer's: one batch. It may take several updates (mini-batches, epochs); the last one has
+`ends_step` set. Schedule, checkpoints and weight versions count steps; `updates` counts optimizer steps.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """A causal language model, its optimizer and its place in the schedule.
+    """A causal language model, its optimizer and its place in the schedule. The trainer calls it from one
+    thread at a time.
 
-    With several `ranks` every rank makes the same calls with the same whole batch and takes its own share of the rows; of a
-    `FarBatch` it fetches that share alone.
+    With several `ranks` every rank makes the same calls with the same whole batch and takes its own share of
+    the rows; of a `FarBatch` (remote rows) it fetches only that share.
     """
 
     def __init__(
@@ -89,9 +90,9 @@ class Policy:
         self.rotary_border = border_of(model)
         self.lanes = lanes_of(settings.lanes, self.rotary_border)
         self.step = 0
-        """Trainer steps behind it."""
+        """Trainer steps taken."""
         self.updates = 0
-        """Optimizer steps behind it: at least as many, where batches are cut into mini-batches."""
+        """Optimizer steps taken; more than `step` if batches are cut into mini-batches."""
         self.context_length = context_length(model)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.weight_dtype = output_layer(model).weight.dtype
@@ -112,29 +113,31 @@ class Policy:
         decay = settings.ema_decay
         self.average = WeightAverage(self.optimizer.masters, decay) if decay is not None else None
         self._base_mark: bytes | None = None
-        """Of the frozen weights below adapters, once asked for."""
+        """Hash of the frozen weights below adapters, computed on first use."""
         self._head_starts = HeadStarts()
         self.on_backward: Callable[[], None] = _nothing
-        """Called on the update's thread whenever a backward pass begins: the longest time in which it needs no Python, so the best
-        for others in this process that do."""
+        """Called on the update's thread when a backward pass begins. That pass is the longest part of an
+        update that does not hold the GIL, so other threads can run Python then."""
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def _own_device(self) -> AbstractContextManager[object]:
-        """Kernels go to the current device, which in a fresh thread is the first one, wherever the student lives."""
+        """Kernels go to the current device, which in a new thread is the first one, not the student's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @property
     def can_get_ahead(self) -> bool:
-        """On a CPU, where the wait for teachers is idle time; several ranks would have to agree."""
+        """On a CPU, where waiting for teachers is idle time, and on one rank, because several would have to
+        agree."""
         return self.device.type == "cpu" and self.ranks.size == 1
 
     def get_ahead(self, rows: Callable[[], Batch | None], max_tokens_per_microbatch: int = 8192) -> None:
-        """Begins the first forward pass of the next update on a thread of its own, and returns at once (`head_start.py`). `rows`,
-        called there, gives the batch of that update as far as it is known: tokens and loss mask are read. Until it is taken
-        a head start holds as much memory as a micro-batch does while it is trained on."""
+        """Starts the first forward pass of the next update on a thread of its own and returns at once
+        (`head_start.py`). `rows` is called on that thread and returns the update's batch as far as it is
+        known: only tokens and loss mask are read. Until it is taken, a head start holds as much memory as a
+        micro-batch in training."""
         if not self.can_get_ahead:
             raise PolicyError("a head start is for a student on a CPU, on one rank")
         self._head_starts.begin(partial(self._read_ahead, rows, max_tokens_per_microbatch))
@@ -165,9 +168,9 @@ class Policy:
     ) -> StepResult:
         """One optimizer step on `batch`.
 
-        `weights` are the reduction weights of every loss-bearing token over the *global* batch ([P] per row): the loss of
-        the step is Σ weights · per-token loss. `old_logprobs` and `teacher_heads` are passed on to the objective.
-        `ends_step` is False where further updates of the same trainer step follow.
+        `weights` are the reduction weights of every loss-bearing token over the *global* batch ([P] per
+        row): the loss of the step is Σ weights · per-token loss. `old_logprobs` and `teacher_heads` are
+        passed to the objective. `ends_step` is False if further updates of the same trainer step follow.
         """
         started = time.perf_counter()
         head_start = self._head_starts.take()
@@ -221,7 +224,7 @@ class Policy:
         )
 
     def skip_step(self) -> None:
-        """A trainer step that leaves the weights alone (a critic warms up, nothing was left to learn from)."""
+        """A trainer step without an update (the critic warms up, or no row is left to train on)."""
         self.step += 1
 
     def logprobs(
@@ -238,7 +241,7 @@ class Policy:
         max_tokens_per_microbatch: int = 8192,
         temperature: float = 1.0,
     ) -> Jagged:
-        """float32 [P] per row: what `reader` makes of each loss-bearing token under the current weights."""
+        """float32 [P] per row: `reader`'s value for each loss-bearing token under the current weights."""
         self._head_starts.wait()
         assembler = Assembler(batch, _no_weights(batch))
         plan = self.plan(assembler, trainable_rows(assembler, self.context_length), max_tokens_per_microbatch)
@@ -259,8 +262,8 @@ class Policy:
         return Jagged(self.ranks.total(found).to(torch.float32), assembler.loss_offsets)
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """Whole weights by name in the student's dtype, a tied one once, adapters merged in: what an engine is given. Every
-        rank must ask."""
+        """Whole weights by name in the student's dtype, tied ones once, adapters merged in: the form engines
+        load. Collective: every rank must call it."""
         if self.settings.lora is not None:
             return [
                 (name, tensor.to(self.weight_dtype)) for name, tensor in merged_weights(self.model, whole)
@@ -268,8 +271,8 @@ class Policy:
         return [(name, whole(p.detach()).to(self._dtypes[name])) for name, p in self.model.named_parameters()]
 
     def named_adapters(self) -> list[tuple[str, torch.Tensor]]:
-        """The adapters alone, with the mark of the weights they belong to: for an engine that merges them itself
-        (`engines.adapters`). Every rank must ask."""
+        """The adapters alone, with the hash of the weights they belong to, for an engine that merges them
+        itself (`engines.adapters`). Collective: every rank must call it."""
         if self.settings.lora is None:
             raise PolicyError("this student has no adapters; set [student.lora]")
         if self._base_mark is None:
@@ -277,7 +280,7 @@ class Policy:
         return adapter_tensors(self.model, self._base_mark, whole)
 
     def averaged_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """The running average in place of the weights, in the form of `named_weights`."""
+        """The running average of the weights, in the form of `named_weights`."""
         if self.average is None:
             raise PolicyError("this run keeps no average of its weights; set ema_decay")
         if self.settings.lora is not None:
@@ -287,8 +290,8 @@ class Policy:
         return [(name, whole(value).to(self._dtypes[name])) for name, value in self.average.values.items()]
 
     def state(self) -> PolicyState:
-        """Everything an exact continuation needs, on any number of ranks. Every rank must ask; on one rank the tensors are
-        the live ones: save or copy them before the next step."""
+        """Everything needed to continue exactly, on any number of ranks. Collective: every rank must call
+        it. On one rank the tensors are the live ones: save or copy them before the next step."""
         progress: dict[str, Any] = {"step": self.step, "updates": self.updates, "random": random_state()}
         if self.settings.lora is not None:
             progress["lora"] = self.settings.lora.as_json()
@@ -302,7 +305,8 @@ class Policy:
         )
 
     def load_state(self, state: PolicyState) -> None:
-        """Continues from a saved state, in place: whoever shares the weights' memory sees the restored ones."""
+        """Continues from a saved state. Weights are restored in place, so an engine that shares their memory
+        has them too."""
         self._head_starts.take()
         mine = self._trained_tensors()
         missing, unknown = sorted(mine.keys() - state.model.keys()), sorted(state.model.keys() - mine.keys())
@@ -318,7 +322,7 @@ class Policy:
                     f"the checkpoint holds {name} as {tensor.dtype} {tuple(tensor.shape)}, the student has {dtype} "
                     f"{tuple(mine[name].shape)}; resume with the model and dtype the run was started with"
                 )
-        # A critic's tensors may lie beside the student's; whoever put them there takes them out.
+        # A critic's tensors may be stored beside the student's; the code that stored them takes them out.
         own = (item for item in state.optimizer.items() if not item[0].startswith(("ema/", "critic.")))
         optimizer = dict(own)
         self.optimizer.check_state(optimizer)
@@ -333,7 +337,7 @@ class Policy:
         restore_random_state(state.progress["random"])
 
     def _trained_tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: all of the model, or the adapters where the rest is frozen."""
+        """The tensors of a checkpoint: the whole model, or the adapters if the rest is frozen."""
         tensors = unique_tensors(self.model)
         if self.settings.lora is None:
             return tensors
@@ -352,7 +356,7 @@ class Policy:
             loss, output = self.forward(micro, objective, known_NH=known_NH)
             del known_NH
             self.on_backward()
-            # Sharded gradients come back averaged over ranks; the loss is a sum.
+            # FSDP averages gradients over ranks; the loss is a sum.
             (loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
             if counted:
                 outputs.append(replace(output, loss=loss.detach()))
@@ -361,7 +365,8 @@ class Policy:
     def _accumulate_side_by_side(
         self, assembler: Assembler, plan: Plan, objective: Objective, head_start: HeadStart | None
     ) -> list[LossOutput]:
-        """The same on several threads: each pass keeps its gradients to itself, and they are added up in the plan's order."""
+        """The same on several threads: each pass keeps its own gradients, and they are added up in the
+        plan's order."""
         weights = list(self.optimizer.weights.values())
 
         def one(place: int) -> tuple[LossOutput, tuple[torch.Tensor | None, ...]]:
@@ -395,17 +400,18 @@ class Policy:
 
 
 def _no_weights(batch: AnyBatch) -> Jagged:
-    """Reduction weights of a pass that has no loss."""
+    """Zero reduction weights, for a pass without a loss."""
     offsets = torch.tensor([0, *batch.loss_lengths], dtype=torch.int64).cumsum(0)
     return Jagged(torch.zeros(int(offsets[-1])), offsets)
 
 
 def _nothing() -> None:
-    """Nobody waits for the backward pass."""
+    """The default of `on_backward`."""
 
 
 def untouched(policy: Policy) -> bool:
-    """Whether a call that failed did nothing: the gradients are cleared, so the weights were not reached."""
+    """Whether a failed call left the weights as they were: gradients are cleared only before the optimizer's
+    step."""
     return (
         policy.ranks.size == 1
         and all(weight.grad is None for weight in policy.optimizer.weights.values())

@@ -1,4 +1,4 @@
-"""A frozen model beside the student: log-probabilities of what was written, no gradient, no optimizer."""
+"""The frozen reference model: log-probabilities of the written tokens, without gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from understudy.types.usable_ids import UsableIds
 
 
 class FrozenModel:
-    """Micro-batches are composed as the student's are, so equal weights give equal bits."""
+    """A frozen model. Micro-batches are composed as the student's are, so equal weights give bit-equal
+    results."""
 
     def __init__(self, model: PreTrainedModel, lanes: int = 1, usable: UsableIds | None = None) -> None:
         switch_off_dropout(model)

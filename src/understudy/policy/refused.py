@@ -1,9 +1,9 @@
-"""Rows of a step that was refused: everything its update read, in one file, and the same rows run again.
+"""Rows of a refused step, saved with everything their update read, for `understudy replay`.
 
-    update ──loss or gradient not finite──> RefusedRows ──save──> …safetensors ──load──> replay ──> one finding per row
+    update ──loss or gradient not finite──> RefusedRows ──save──> .safetensors ──load──> replay ──> RowFinding
 
-The file holds every column of the batch, the reduction weights, the old logprobs and the heads of the teachers concerned: with
-the weights the step started from, the same numbers come out again.
+The file holds every column of the batch, the reduction weights, the old logprobs and the heads of the
+teachers concerned. Under the weights the step started from, they give the same numbers again.
 
 Legend: P loss-bearing tokens of a row.
 """
@@ -35,17 +35,17 @@ _VALUES, _OFFSETS, _HEAD = ".values", ".offsets", "head."
 class RefusedRows:
     rows: Batch
     weights: Jagged
-    """float32 [P]: reduction weights, of the whole batch the rows were part of."""
+    """float32 [P]: reduction weights over the whole batch that the rows were part of."""
     reason: str
     step: int
-    """Steps behind the policy when it refused."""
+    """Steps the policy had taken when it refused."""
     old_logprobs: Jagged | None = None
     """float32 [P]."""
     heads: Mapping[str, TeacherHead] = field(default_factory=dict)
-    """Of the teachers that sent hidden states."""
+    """Heads of the teachers that sent hidden states."""
 
     def save(self, path: Path, about: Mapping[str, Any] | None = None) -> None:
-        """`about` is kept beside the rows, for `load`; JSON-able."""
+        """`about` is stored with the rows, for `load`; it must be JSON-able."""
         tensors: dict[str, torch.Tensor] = {}
         jagged = {name: getattr(self.rows, name) for name in COLUMNS}
         for name, column in {**jagged, "weights": self.weights, "old_logprobs": self.old_logprobs}.items():
@@ -63,13 +63,13 @@ class RefusedRows:
             "keys": self.rows.keys, **{name: getattr(self.rows, name) for name in _PER_ROW},
             "reason": self.reason, "step": self.step, "heads": facts, "about": dict(about or {}),
         }  # fmt: skip
-        # A copy each: columns may share memory, which the format does not allow.
+        # One copy each: columns may share memory, which safetensors does not allow.
         here = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         save_file(here, path, metadata={"rows": json.dumps(told)})
 
     @staticmethod
     def load(path: Path) -> tuple[RefusedRows, dict[str, Any]]:
-        """What `save` wrote."""
+        """Reads what `save` wrote: the rows and `about`."""
         try:
             with safe_open(path, "pt") as file:
                 told = json.loads((file.metadata() or {})["rows"])
@@ -98,7 +98,7 @@ class RefusedRows:
 
 
 def refused_rows(assembler: Assembler, rows: list[int], reason: str, step: int) -> RefusedRows:
-    """Some rows of a batch with all their update read."""
+    """These rows of a batch with everything their update read."""
     part, old = assembler.rows(rows), assembler.old_logprobs
     return RefusedRows(
         part,

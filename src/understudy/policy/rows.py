@@ -1,4 +1,4 @@
-"""The rows of an update: which of them are trained on, that they are here and sound, and what each of them lost."""
+"""The rows of an update: which are trained, whether they are complete and valid, and their losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from understudy.types.loss import LossOutput
 
 
 def trainable_rows(assembler: Assembler, context_length: int) -> list[int]:
-    """Rows that bear loss, after the checks that would otherwise surface as an index error deep in a kernel."""
+    """Rows that bear loss. Checks first what would otherwise surface as an index error deep in a kernel."""
     keys, lengths = assembler.keys, assembler.token_lengths
     rows = assembler.rows_with_loss()
     if not rows:
@@ -29,7 +29,7 @@ def trainable_rows(assembler: Assembler, context_length: int) -> list[int]:
 
 
 def hold_rows(assembler: Assembler, plan: Plan, ranks: Ranks, vocab_size: int) -> None:
-    """This rank's rows are here and sound. Where one rank cannot have its share, none goes on: all raise alike."""
+    """Fetches and checks this rank's rows. If one rank cannot use its share, every rank raises."""
     if not isinstance(assembler.whole, FarBatch):
         _check_ids(assembler.batch, vocab_size)
         return
@@ -55,7 +55,7 @@ def _check_ids(batch: Batch, vocab_size: int) -> None:
 
 
 def row_sums(assembler: Assembler, plan: list[list[int]], outputs: list[LossOutput]) -> torch.Tensor:
-    """float64 [1 + rows]: the loss of this rank's micro-batches, then per-token losses added up by row."""
+    """float64 [1 + rows]: the loss of this rank's micro-batches, then the per-token losses summed by row."""
     counts = assembler.loss_offsets.diff()
     sums = torch.zeros(1 + len(counts), dtype=torch.float64)
     if outputs:

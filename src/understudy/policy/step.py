@@ -1,4 +1,4 @@
-"""What an update is told once, and what it says of each step."""
+"""Settings of a policy, and the result of one of its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from understudy.types.loss_metrics import Metric
 from understudy.types.usable_ids import UsableIds
 
 BadRows = Callable[[RefusedRows], None]
-"""Called with the rows that broke a step and the reason, before the error is raised: the place to save them for replay."""
+"""Called with the rows that broke a step and the reason, before the error is raised, to save them for
+replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,14 @@ class PolicySettings:
     compile: bool = False
     """Compiles the decoder layers (`compiled.py`)."""
     loss_temperature: float = 1.0
-    """Divides the student's logits in the loss; declared apart from the rollout's temperature."""
+    """Divides the student's logits in the loss; independent of the rollout's temperature."""
     layout: Layout | None = None
-    """How rows lie in a forward pass; None chooses by device and dtype."""
+    """Layout of rows in a forward pass; None chooses by device and dtype."""
     lora: LoraSettings | None = None
-    """Trains small adapters and leaves the weights themselves frozen."""
+    """Trains small adapters; the weights themselves stay frozen."""
     lanes: int = 1
-    """Micro-batches at a time, on as many threads (`lanes.py`): for a small student on a CPU, on one rank."""
+    """Micro-batches in parallel, on as many threads (`lanes.py`): for a small student on a CPU, on one rank.
+    """
     usable: UsableIds | None = None
     """The ids that the student's softmax runs over; None: all rows of its head."""
     ema_decay: float | None = None
@@ -40,16 +42,16 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step, or several of one batch added up."""
+    """The result of one optimizer step, or of all optimizer steps of one batch together."""
 
     step: int
-    """The trainer's step it belongs to, counted from 0."""
+    """The trainer step it belongs to, counted from 0."""
     loss: float
     grad_norm: float
     """Before clipping."""
     learning_rate: float
     metrics: Mapping[str, Metric]
-    """What the objective measured, added up over the micro-batches, on the host."""
+    """The objective's metrics, merged over the micro-batches, on the host."""
     tokens: int
     """Tokens that went through the model."""
     loss_tokens: int
@@ -60,7 +62,7 @@ class StepResult:
     row_tokens: tuple[int, ...]
     """Loss-bearing tokens of each row."""
     seconds: Mapping[str, float]
-    """Wall time of `prepare`, `compute` (forward and backward) and `optimizer`, and of what was done `ahead` of them, while
-    teachers were at work."""
+    """Wall time of `prepare`, `compute` (forward and backward) and `optimizer`, and of `ahead`: the forward
+    pass made while teachers scored."""
     updates: int = 1
-    """Optimizer steps it took."""
+    """Optimizer steps taken."""

@@ -1,6 +1,6 @@
-"""Supervised training of a causal language model on given answers: how recipes make teachers and starting students.
+"""Supervised training of a causal language model, with which recipes make teachers and starting students.
 
-A plain loop for models that fit one device. A run distils; this is what happens before one, and what it is compared with.
+A plain loop for models that fit one device. It is used before a distillation run, and as a baseline for one.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """
@@ -18,12 +18,12 @@ import torch
 IGNORED = -100
 _TOLD_EVERY = 50
 Row = tuple[Sequence[int], Sequence[bool]]
-"""Tokens, and which of them the model must learn to write."""
+"""Tokens, and for each whether it is trained."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how hard one model is trained. Learning rate: short warm-up, then linear to zero or as it is."""
+    """How one model is trained. Learning rate: short warm-up, then linear to zero, or constant."""
 
     steps: int
     rows: Mapping[str, int]
@@ -60,7 +60,8 @@ class Encoded:
 
 
 def pad_rows(rows: Sequence[Row], pad_id: int) -> Encoded:
-    """Loss on the tokens marked as trained, on nothing else. Padding lies behind a row, where causal attention never looks."""
+    """Loss only on the tokens marked as trained. Padding is on the right, where causal attention never
+    looks."""
     lengths = [len(tokens) for tokens, _ in rows]
     tokens_BT = torch.full((len(rows), max(lengths)), pad_id)
     labels_BT = torch.full_like(tokens_BT, IGNORED)
@@ -97,8 +98,8 @@ def train(
 ) -> int:
     """Runs `schedule.steps` steps, fewer only if `after_step(steps taken)` returns False; returns how many.
 
-    The model is trained where it lies, on a GPU in bfloat16 over float32 weights. `rows_at_once` bounds the rows of one forward
-    and backward, and with them the memory; a whole step at once when not set.
+    The model is trained on the device it is on; on a GPU in bfloat16 over float32 weights. `rows_at_once`
+    bounds the rows of one forward and backward, and so the memory; if not set, a step is one pass.
     """
     generator = torch.Generator().manual_seed(schedule.seed)
     batches = {name: _epochs(len(encoded[name]), rows, generator) for name, rows in schedule.rows.items()}

@@ -1,4 +1,4 @@
-"""Which path reads the chunks: Triton on a GPU, torch elsewhere, or the one asked for.
+"""Chooses the path that reads the chunks: Triton on a GPU, torch otherwise, or the one named in the recipe.
 
 Shape legend: C tokens of the chunk, V vocabulary, K candidates, H hidden size.
 """
@@ -35,7 +35,7 @@ class RowReader(Protocol):
     """Reads one chunk after another for one objective and one student."""
 
     def read(self, raw_CV: Tensor, inputs: LossInputs, with_gradient: bool) -> Rows:
-        """Read a chunk of raw head outputs, which may be overwritten."""
+        """Reads a chunk of raw head outputs, which may be overwritten."""
         ...
 
     def bytes_per_row(self, vocab: int, element_size: int) -> int:
@@ -44,7 +44,7 @@ class RowReader(Protocol):
 
     @property
     def readings(self) -> int:
-        """Into how many parts a chunk is cut for reading. Above 1 the gradient is written over the chunk, unscaled."""
+        """Number of parts a chunk is read in. Above 1 the gradient is written over the chunk, unscaled."""
         ...
 
     def scaled_rows(self, x_CH: Tensor, scale_C: Tensor, out_CH: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class RowReader(Protocol):
         ...
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """gradient *= factor, in place; free where the factor is 1."""
+        """gradient *= factor, in place; no cost if the factor is 1."""
         ...
 
 
@@ -170,8 +170,8 @@ class TritonReader:
 
     @property
     def readings(self) -> int:
-        """A teacher's logits are made for half a chunk at a time: the student's own then fit a chunk large enough to fill
-        the device in the GEMM for ∂hidden, whose output is small."""
+        """A teacher's logits are computed for half a chunk at a time. The student's logits can then use a
+        chunk large enough to fill the device in the GEMM for ∂hidden, whose output is small."""
         return 2 if self.objective.uses_full_vocabulary else 1
 
     def scaled_rows(self, x_CH: Tensor, scale_C: Tensor, out_CH: Tensor) -> Tensor:
@@ -182,7 +182,8 @@ class TritonReader:
 
 
 def teacher_logits(inputs: LossInputs, vocab: int, usable: UsableIds | None) -> tuple[Tensor, LogitTransform]:
-    """Raw teacher logits of a chunk over the first `vocab` ids, unusable ones hidden, and what to do to them."""
+    """Raw teacher logits of a chunk over the first `vocab` ids, unusable ones hidden, and the transform to
+    apply to them."""
     hidden, head = inputs.teacher_hidden_NH, inputs.teacher_head
     assert hidden is not None and head is not None
     weight_VH = head.weight_VH[:vocab]

@@ -38,10 +38,12 @@ def take_candidates_kernel(
     x_ptr, ids_ptr, token_ptr, z_ids_ptr, z_token_ptr, reference_ptr, stride, count, factor, cap,
     TRANSFORM: tl.constexpr, HAS_IDS: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gather the logits at the candidates and at the written token; their maximum is the row's first reference.
+    """Gathers the logits at the candidates and at the written token; their maximum is the row's first
+    reference.
 
-    The candidates are then hidden in the row, so that its sum is that of all other ids. One warp per program: its loads
-    are served before its stores, so a written token that is a candidate as well is read in time.
+    The candidates are then hidden in the row, so that its sum is that of all other ids. One warp per
+    program: its loads complete before its stores, so a written token that is also a candidate is read in
+    time.
     """
     row = tl.program_id(0).to(tl.int64)
     base = x_ptr + row * stride
@@ -67,15 +69,17 @@ def exponentiate_rows_kernel(
     x_ptr, reference_ptr, peak_ptr, rest_ptr, moment_ptr, vocab, stride, factor, cap,
     TRANSFORM: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One pass over a row: x becomes exp(z − peak), while Σ exp(z − peak) and Σ exp(z − peak)·(z − peak) add up.
+    """One pass over a row: x becomes exp(z − peak), while Σ exp(z − peak) and Σ exp(z − peak)·(z − peak) add
+    up.
 
-    The softmax's denominator is not known yet and need not be: it is a factor of the whole row, applied to the row's
-    hidden state instead (see `triton_rows`). The peak only has to be near the maximum; where a block rises too far above
-    it, what has been written of the row is rescaled and the row goes on with the new peak.
+    The softmax's denominator is not known yet and not needed: it is a factor of the whole row, applied to
+    the row's hidden state instead (see `triton_rows`). The peak only has to be near the maximum; if a block
+    exceeds it by too much, the part of the row written so far is rescaled and the row continues with the new
+    peak.
     """
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(
         tl.int64
-    )  # the GEMM before it wrote the last rows last
+    )  # the preceding GEMM wrote the last rows last, so they are still in the cache
     base = x_ptr + row * stride
     peak = tl.load(reference_ptr + row)
     rest = tl.zeros([WIDTH], tl.float32)
@@ -87,7 +91,7 @@ def exponentiate_rows_kernel(
         z = transformed(ahead.to(tl.float32), factor, cap, TRANSFORM)
         ahead = tl.load(
             base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN
-        )  # under way while this block is done
+        )  # prefetched while this block is processed
         shifted = z - peak
         rise = tl.max(tl.max(shifted, 0), 0)
         if rise > HEADROOM:
@@ -115,8 +119,9 @@ def exponentiate_rows_kernel(
 
 @triton.jit
 def compared(z, teacher, valid, peak, rest, shape, floor, KIND: tl.constexpr, TAIL: tl.constexpr):
-    """Everything about one row's candidates: (log q, Σ exp, divergence, ∂D/∂log q per candidate, ∂D/∂log q of the tail,
-    q of the tail). `floor` is `log_prob_min_clamp`, read with TAIL = FLOORED (drop, with that clamp) only."""
+    """Computes one row's candidates: (log q, Σ exp, divergence, ∂D/∂log q per candidate, ∂D/∂log q of the
+    tail, q of the tail). `floor` is `log_prob_min_clamp`, read with TAIL = FLOORED (drop, with that clamp)
+    only."""
     e = tl.where(valid, tl.exp(z - peak), 0.0)
     total = rest + tl.sum(e, 0)
     lq = z - peak - tl.log(total)
@@ -190,11 +195,11 @@ def candidate_gradient_kernel(
     stride, count, shape, floor, factor, cap, constant,
     KIND: tl.constexpr, TAIL: tl.constexpr, HAS_IDS: tl.constexpr, TRANSFORM: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Finish the rows that `exponentiate_rows_kernel` left as exp(z − peak).
+    """Finishes the rows that `exponentiate_rows_kernel` left as exp(z − peak).
 
-    With c the coefficient of q at every other id, the gradient of a row is (c / total) · d, where d keeps the written
-    exponentials and gets, at the candidates and the token, their own gradient divided by that factor. `constant` is the
-    slope of an uncapped transform, a factor of the whole row as well.
+    With c the coefficient of q at every other id, the gradient of a row is (c / total) · d, where d keeps
+    the written exponentials and gets, at the candidates and the token, their own gradient divided by that
+    factor. `constant` is the slope of an uncapped transform, a factor of the whole row as well.
     """
     row = tl.program_id(0).to(tl.int64)
     base = d_ptr + row * stride

@@ -1,19 +1,21 @@
-"""The chunk loop: logits of a few thousand tokens at a time, gradients taken on the spot.
+"""The chunk loop: logits of a few thousand tokens at a time, gradients computed with them.
 
 For each chunk of C tokens
+
     logits = hidden · weightᵀ                     one GEMM, [C × V] in a buffer that every chunk reuses
     read   a few numbers per token                (torch_rows, triton_rows)
     l      and its gradient in those numbers      (per_token, under autograd, [C × K])
     d      gradient of the logits                 in place of the logits
     ∂hidden = d · weight,  ∂weight += dᵀ · hidden two GEMMs
 
-so the logits are computed once and never kept: three GEMMs in all, as many as an ordinary head costs. Both gradients are
-ready when the forward pass ends; the backward pass multiplies them by the incoming scalar. A chunk loop under plain
-autograd would keep every chunk alive until the backward pass and save nothing.
+so the logits are computed once and never kept: three GEMMs in all, as many as an ordinary head costs. Both
+gradients are ready when the forward pass ends; the backward pass multiplies them by the incoming scalar. A
+chunk loop under plain autograd would keep every chunk alive until the backward pass and save nothing.
 
-∂weight is accumulated across chunks in the weight's own dtype: each GEMM sums in float32 inside and rounds once per
-chunk. A float32 accumulator would cost V·H·4 bytes (2.3 GiB for a 4096-wide head) and a pass over it per chunk; with
-chunks of thousands of tokens the rounding stays well inside the dtype's own (measured in benchmarks/losses.py).
+∂weight is accumulated across chunks in the weight's own dtype: each GEMM sums in float32 inside and rounds
+once per chunk. A float32 accumulator would cost V·H·4 bytes (2.3 GiB for a 4096-wide head) and a pass over
+it per chunk; with chunks of thousands of tokens the rounding stays well inside the dtype's own (measured in
+benchmarks/losses.py).
 
 Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -40,8 +42,9 @@ the whole path under 2 GiB. On a CPU small chunks stay closer to the cache."""
 ROW_MULTIPLE = 128
 """Chunks are a multiple of the GEMM tile on a GPU."""
 WAVE_ROWS = 4096
-"""A chunk of so many rows makes ∂hidden a multiple of 128 output tiles (256 × 128 each, for widths of 1024 and up), which
-fills a GPU of 132 multiprocessors. With 2816 rows a third of them idles in that GEMM, with 5504 an eighth."""
+"""A chunk of this many rows makes ∂hidden a multiple of 128 output tiles (256 × 128 each, for widths of 1024
+and up), which fills a GPU of 132 multiprocessors. With 2816 rows a third of them idles in that GEMM, with
+5504 an eighth."""
 
 
 def fused_token_losses(
@@ -59,7 +62,7 @@ def fused_token_losses(
 
 @dataclass
 class _Job:
-    """What one call works on; `columns` is filled by the run."""
+    """The inputs of one call; the run fills `columns`."""
 
     objective: ObjectiveSettings
     student: StudentHead
@@ -185,7 +188,7 @@ def _read(
 def _add_products(
     job: _Job, result: _Result, part: slice, d_CV: Tensor, scale_C: Tensor | None, weight_VH: Tensor
 ) -> None:
-    """From the gradient of a chunk's logits, scale_C · d_CV, to those of hidden states, weight and bias."""
+    """Gradients of hidden states, weight and bias from that of a chunk's logits, scale_C · d_CV."""
     hidden_CH = job.student.hidden_NH.detach()[part]
     if result.d_hidden_NH is not None:
         d_hidden_CH = torch.mm(d_CV, weight_VH, out=result.d_hidden_NH[part])
@@ -226,7 +229,8 @@ def chunk_rows(job: _Job, count: int, vocab: int) -> int:
 
 
 def _join(chunks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Columns of all chunks end to end, moved as one matrix per chunk: a dozen small copies would show on a GPU."""
+    """Columns of all chunks concatenated, moved as one matrix per chunk: a dozen small copies would take
+    measurable time on a GPU."""
     names = list(chunks[0])
     matrix = torch.cat([torch.stack([chunk[name] for name in names]) for chunk in chunks], dim=1)
     return dict(zip(names, matrix.unbind(0), strict=True))

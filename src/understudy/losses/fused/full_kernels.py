@@ -39,11 +39,11 @@ def full_summary_kernel(
     KIND: tl.constexpr, TRANSFORM: tl.constexpr, TEACHER_TRANSFORM: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Numbers per token for a full-vocabulary divergence. KLs and their mixture need one reading of both rows; the others
-    need both normalisers first and read the rows a second time."""
+    """Numbers per token for a full-vocabulary divergence. KLs and their mixture read both rows once; all
+    other kinds need both normalisers first and read the rows a second time."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(
         tl.int64
-    )  # the GEMM before it wrote the last rows last
+    )  # the preceding GEMM wrote the last rows last, so they are still in the cache
     x_base = x_ptr + row * stride
     t_base = t_ptr + row * teacher_stride
     lanes = block_lanes(BLOCK, WIDTH)
@@ -67,7 +67,7 @@ def full_summary_kernel(
         t = transformed(y.to(tl.float32), teacher_factor, teacher_cap, TEACHER_TRANSFORM)
         x = tl.load(
             x_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN
-        )  # under way while this block is done
+        )  # prefetched while this block is processed
         y = tl.load(t_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN)
         zs = z - q_peak
         ts = t - p_peak
@@ -129,7 +129,7 @@ def full_summary_kernel(
             z = transformed(x.to(tl.float32), factor, cap, TRANSFORM)
             t = transformed(y.to(tl.float32), teacher_factor, teacher_cap, TEACHER_TRANSFORM)
             at -= BLOCK
-            x = tl.load(x_base + at, mask=at >= 0, other=HIDDEN)  # under way while this block is done
+            x = tl.load(x_base + at, mask=at >= 0, other=HIDDEN)  # prefetched while this block is processed
             y = tl.load(t_base + at, mask=at >= 0, other=HIDDEN)
             lp2 = (t - p_peak) * LOG2E - log_p_total * LOG2E
             lq2 = (z - q_peak) * LOG2E - log_q_total * LOG2E
@@ -150,10 +150,10 @@ def full_gradient_kernel(
     KIND: tl.constexpr, TRANSFORM: tl.constexpr, TEACHER_TRANSFORM: tl.constexpr, HAS_LOGP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x becomes the gradient of the raw logits; one reading of both rows, one writing of the student's.
+    """Overwrites x with the gradient of the raw logits; reads both rows once, writes the student's once.
 
-    `HAS_LOGP` says whether the loss also depends on log q of the written token (a task term); `constant` is the slope of
-    an uncapped transform.
+    `HAS_LOGP` says whether the loss also depends on log q of the written token (a task term); `constant` is
+    the slope of an uncapped transform.
     """
     row = tl.program_id(0).to(tl.int64)
     x_base = x_ptr + row * stride
@@ -180,7 +180,7 @@ def full_gradient_kernel(
         t = transformed(y.to(tl.float32), teacher_factor, teacher_cap, TEACHER_TRANSFORM)
         x = tl.load(
             x_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN
-        )  # under way while this block is done
+        )  # prefetched while this block is processed
         y = tl.load(t_base + at + BLOCK, mask=at + BLOCK < vocab, other=HIDDEN)
         lp2 = (t - p_peak) * LOG2E - log2_p_total
         lq2 = (z - q_peak) * LOG2E - log2_q_total

@@ -1,8 +1,8 @@
-"""The formulas inside the Triton kernels: those of `transform`, `divergences` and `slopes`, on the values of one block.
+"""The formulas of `transform`, `divergences` and `slopes` for Triton kernels, on the values of one block.
 
-All arithmetic is float32, whatever the logits' dtype. Kernels over whole rows count in powers of two and use the
-hardware's approximate exp2 and, for bfloat16 logits, log2 (relative error 2⁻²²): the exact library versions cost more
-instructions than the rest of a pass together. Kernels over K candidates use the exact ones.
+All arithmetic is float32, whatever the logits' dtype. Kernels over whole rows use powers of two and the
+hardware's approximate exp2 and, for bfloat16 logits, log2 (relative error 2⁻²²): the exact library versions
+cost more instructions than the rest of a pass together. Kernels over K candidates use the exact ones.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -45,15 +45,15 @@ HIDDEN = tl.constexpr(HIDDEN_LOGIT)
 TEACHER_TAIL_FLOOR = tl.constexpr(2.0**-23)
 STUDENT_LOG_TAIL_FLOOR = tl.constexpr(-60.0)
 SMALLEST_SHARE = tl.constexpr(1e-10)
-"""The row factor is kept at least this share of the largest gradient at an id, so that dividing by it is safe; the
-gradient of the other ids is then off by at most that share."""
+"""The row factor is kept at least this share of the largest gradient at an id, so that dividing by it is
+safe; the gradient of all remaining ids is then off by at most that share."""
 SMALLEST_MIX = tl.constexpr(1e-37)
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 APPROXIMATE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
-"""Whether the hardware's own exp2 and log2 can be named: not under the interpreter, not on AMD."""
+"""Whether the hardware's own exp2 and log2 can be called: not under the interpreter, not on AMD."""
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def row_units(shape, KIND: tl.constexpr):
 
 @triton.jit
 def scale_unless_one_kernel(x_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
-    """x *= factor; returns at once where the factor is 1, as it is for a plain loss.backward()."""
+    """x *= factor; returns at once if the factor is 1, as it is for a plain loss.backward()."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""The contract between the chunk loop and whoever reads a chunk of logits.
+"""The protocol between the chunk loop and the readers of a chunk of logits (torch, Triton).
 
 Shape legend: C tokens of the chunk, K candidates.
 """
@@ -24,7 +24,7 @@ class ViewGradients:
     log_tail_N: Tensor | None
     divergence_N: Tensor | None
     has_logp: bool = True
-    """False where the loss does not depend on log q of the written token, so that `logp_N` is all zeros."""
+    """False if the loss does not depend on log q of the written token, so that `logp_N` is all zeros."""
 
     def sum(self) -> Tensor:
         """Sum over all log-probability leaves of a token [C]."""
@@ -50,7 +50,8 @@ class Rows(Protocol):
 def differentiate(
     terms: TokenTerms, view: StudentView, inputs: LossInputs
 ) -> tuple[Tensor, dict[str, Tensor], ViewGradients]:
-    """(Σ weights · l, columns, gradients): runs the loss of a chunk under autograd on its few-numbers-per-token view."""
+    """(Σ weights · l, columns, gradients): runs the loss of a chunk under autograd, on the few numbers per
+    token of its view."""
     names = (
         ("logp_N", "divergence_N") if view.divergence_N is not None else ("logp_N", "logp_NK", "log_tail_N")
     )

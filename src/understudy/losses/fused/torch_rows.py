@@ -1,7 +1,7 @@
-"""One chunk of logits, read and differentiated with plain torch operations: the path for any device.
+"""One chunk of logits, read and differentiated with plain torch operations, on any device.
 
-A reader turns raw head outputs into a `StudentView`, then the view's gradients into the gradient of the raw outputs.
-It owns the chunk it is given and overwrites it.
+A reader turns raw head outputs into a `StudentView`, then the view's gradients into the gradient of the raw
+outputs. It owns its chunk and overwrites it.
 
 Shape legend: C tokens of the chunk, V vocabulary, K candidates.
 """
@@ -20,7 +20,8 @@ from understudy.losses.plain import at_least_float32, overlap_with_best
 from understudy.losses.tails import STUDENT_LOG_TAIL_FLOOR
 
 HIDDEN_FROM_SOFTMAX = 1e4
-"""How far below the row's maximum candidates are pushed while the rest is summed; e⁻¹⁰⁰⁰⁰ is an exact 0."""
+"""How far below the row's maximum candidates are pushed while the other ids are summed; e⁻¹⁰⁰⁰⁰ is an exact
+0."""
 
 
 class TorchCandidateRows:

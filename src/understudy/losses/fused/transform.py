@@ -1,4 +1,4 @@
-"""What happens to raw head outputs before the softmax, and its chain rule.
+"""The transform from raw head outputs to logits (scale, soft cap, temperature), and its derivative.
 
     z = cap(scale · x) / temperature,   cap(y) = softcap · tanh(y / softcap)
     ∂z/∂x = scale / temperature · (1 − (z · temperature / softcap)²)

@@ -1,12 +1,13 @@
-"""One chunk of logits, read and differentiated by Triton kernels: the same contract as `torch_rows`, in fewer passes.
+"""One chunk of logits, read and differentiated by Triton kernels; the protocol of `torch_rows`.
 
-Candidates: ONE pass over the chunk (read, exponentiate, write back). The gradient of a row is c·q everywhere except at
-the candidates and the written token, and q = e / total: both c and total are known only after the pass, but they are one
-factor per row, and dᵀ·hidden = eᵀ·(factor·hidden), d·weight = factor·(e·weight). So the pass writes bare exponentials,
-a small kernel overwrites the few ids that differ, and the factor is applied to [C × H] matrices instead of [C × V] ones.
+Candidates: ONE pass over the chunk (read, exponentiate, write back). The gradient of a row is c·q everywhere
+except at the candidates and the written token, and q = e / total. Both c and total are known only after the
+pass, but they are one factor per row, and dᵀ·hidden = eᵀ·(factor·hidden), d·weight = factor·(e·weight). So
+the pass writes bare exponentials, a small kernel overwrites the few ids that differ, and the factor is
+applied to [C × H] matrices instead of [C × V] ones.
 
-Full vocabulary: one pass over both chunks for the normalisers (two for divergences that need them first), one that turns
-the student's logits into their gradient.
+Full vocabulary: one pass over both chunks for the normalisers (two for divergences that need them first),
+one that turns the student's logits into their gradient.
 
 Shape legend: C tokens of the chunk, V vocabulary, K candidates.
 """
@@ -46,8 +47,8 @@ FULL_SUMMARY_TWICE = {"BLOCK": 2048, "WIDTH": 2048, "num_warps": 8}
 FULL_GRADIENT = {"BLOCK": 8192, "num_warps": 16}
 SCALE_BLOCK = 8192
 SCALE_ROW_BLOCK = 1024
-"""Launch settings, measured on an H200 (benchmarks/losses.py --tune). A summary that reads its rows twice wants few
-rows under way at a time, so that the second reading finds some of the first in the cache."""
+"""Launch settings, measured on an H200 (benchmarks/losses.py --tune). A summary that reads its rows twice is
+faster with few rows in flight, so that the second reading finds part of the first in the cache."""
 
 READ_ONCE = {KIND_CODES[kind] for kind in ("forward_kl", "reverse_kl", "mixture")}
 """Divergences whose summary needs no normaliser first."""
@@ -60,7 +61,7 @@ class KernelTransform(NamedTuple):
     factor: float
     cap: float
     constant: float
-    """∂z/∂x where it is one number for the whole row; 1 where a cap makes it the kernel's business."""
+    """∂z/∂x if it is one number for the whole row; 1 if there is a cap, whose slope the kernel computes."""
 
 
 def kernel_transform(transform: LogitTransform) -> KernelTransform:
@@ -74,7 +75,8 @@ def kernel_transform(transform: LogitTransform) -> KernelTransform:
 
 
 def kernel_divergence(kind: str, parameters: DivergenceParameters) -> tuple[int, float]:
-    """(code, shape) of a divergence; the ends of a family become the plain KLs, where the general formula divides by 0."""
+    """(code, shape) of a divergence; the ends of a family become the plain KLs, because the general formula
+    divides by 0 there."""
     if kind == "jsd":
         ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
         return KIND_CODES[ends.get(parameters.beta, kind)], parameters.beta
@@ -211,7 +213,7 @@ class TritonFullRows:
 
 
 def scale_unless_one_(gradient: Tensor, factor: Tensor) -> None:
-    """gradient *= factor on the device, without asking the host whether the factor is 1."""
+    """gradient *= factor on the device, without a synchronisation to learn whether the factor is 1."""
     blocks = triton.cdiv(gradient.numel(), SCALE_BLOCK)
     if blocks:
         scale_unless_one_kernel[(blocks,)](

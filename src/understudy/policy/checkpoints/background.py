@@ -1,4 +1,4 @@
-"""Saving while the next step already runs."""
+"""Saves checkpoints on a thread while the next step runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from understudy.policy.checkpoints.state import PolicyState
 
 
 class BackgroundSaver:
-    """Copies the state to host memory at once and writes it on a thread of its own, one save at a time.
+    """Copies the state to host memory in the caller's thread and writes it on a thread of its own, one save
+    at a time.
 
-    The trainer waits for a copy, not for a disk; a second save waits for the first. An error of a save is raised by the
-    next call, whichever it is, so none passes unseen. Every run ends with `close`.
+    The trainer waits for the copy, not for the disk; a second save waits for the first. An error of a save
+    is raised by the next call, whichever it is. Every run ends with `close`.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
@@ -26,20 +27,21 @@ class BackgroundSaver:
     def save(
         self, step: int, policy: PolicyState, extra: Mapping[str, Any] | None = None, *, copied: bool = True
     ) -> Future[Path]:
-        """Returns as soon as `policy` may change again; the future is done when the checkpoint is final. Without a copy the policy
-        may change only then."""
+        """Returns as soon as `policy` may change again; the future is done when the checkpoint is complete.
+        With `copied = False` the policy must not change before that."""
         self.wait()
         state = policy.detached() if copied else policy
         self._pending = self._writer.submit(self.store.save, step, state, dict(extra or {}))
         return self._pending
 
     def wait(self) -> Path | None:
-        """Returns when the last save is on disk (its folder), or at once when there is none under way."""
+        """Waits until the last save is on disk and returns its folder; returns at once if no save is
+        running."""
         pending, self._pending = self._pending, None
         return pending.result() if pending is not None else None
 
     def close(self) -> None:
-        """Finishes what is under way; raises what went wrong with it."""
+        """Waits for the running save and raises its error."""
         try:
             self.wait()
         finally:

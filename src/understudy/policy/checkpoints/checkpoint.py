@@ -1,7 +1,7 @@
-"""Checkpoints that a crash at any moment cannot spoil.
+"""Checkpoints that stay complete whenever the process is killed.
 
     checkpoints/
-      .tmp-step-000123-4711/   being written; a leftover of a crash, removed at the next start
+      .tmp-step-000123-4711/   being written; after a crash it is removed at the next start
       step-000100/             complete: it got its name by one rename
         model.safetensors  optimizer.safetensors  state.json
         manifest.json          size and sha256 of each file, written last
@@ -9,9 +9,10 @@
       latest                   the name of the newest, replaced atomically
       best                     any other mark; a marked checkpoint is never pruned
 
-Order of a save: files → fsync → manifest → fsync → rename → fsync of the folder → `latest`. A kill before the rename
-leaves the previous checkpoint as it was; one after it leaves a complete new one. Loading follows `latest`, checks every
-hash, and falls back to the one before with a warning. Nothing here unpickles anything.
+Order of a save: files → fsync → manifest → fsync → rename → fsync of the folder → `latest`. A kill before
+the rename leaves the previous checkpoint as it was; one after it leaves a complete new one. Loading follows
+`latest`, checks every hash, and falls back to the previous checkpoint with a warning. No pickle is read or
+written.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Checkpoint:
     extra: Mapping[str, Any]
     """What the caller gave to `save`, unchanged: data cursor, journal position, teacher manifests …"""
     skipped: tuple[str, ...] = ()
-    """Newer checkpoints that did not verify, each with the reason; empty when all is well."""
+    """Newer checkpoints that did not verify, each with the reason; usually empty."""
 
 
 class CheckpointStore:
@@ -145,13 +146,14 @@ class CheckpointStore:
         return [step for step in self.steps() if latest is not None and step <= latest][-self.keep :]
 
     def latest(self) -> int | None:
-        """The step that `latest` names, or the newest when the mark itself is lost; None when there is nothing."""
+        """The step that `latest` names, or the newest one if that file is missing; None without any
+        checkpoint."""
         steps = self.steps()
         marked = self.marked(LATEST)
         return marked if marked in steps else (steps[-1] if steps else None)
 
     def mark(self, name: str, step: int) -> None:
-        """Gives a checkpoint a lasting name (`best`); what bears one is not pruned."""
+        """Gives a checkpoint a name (`best`); a named checkpoint is not pruned."""
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", name) or _NAME.fullmatch(name):
             raise CheckpointError(f"a mark is a lower-case word such as 'best', got {name!r}")
         if step not in self.steps():
@@ -169,7 +171,7 @@ class CheckpointStore:
         return int(match[1]) if match else None
 
     def recover(self) -> list[str]:
-        """Clears what a crash left behind; returns the names of what was removed or put back.
+        """Removes what a crash left behind; returns the names of what was removed or restored.
 
         Only the one writer of this folder may call it; the first `save` does, and a run that resumes should.
         """
@@ -213,7 +215,8 @@ class CheckpointStore:
         sync_directory(folder)
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
-        """One rename; a folder of the same step (a re-run after a fallback) steps aside until the new one stands."""
+        """One rename. An existing folder of the same step (a re-run after a fallback) is moved aside until
+        the new one is in place."""
         aside = self.root / f"{_REPLACED}{final.name}-{os.getpid()}"
         if final.exists():
             shutil.rmtree(aside, ignore_errors=True)
@@ -224,8 +227,9 @@ class CheckpointStore:
         shutil.rmtree(aside, ignore_errors=True)
 
     def _prune(self) -> None:
-        """Drops the oldest beyond `keep`, never a marked one. Checkpoints of later steps than the latest (left from
-        before a deliberate return to an earlier step) go first, for nothing leads to them any more."""
+        """Deletes the oldest beyond `keep`, never a marked one. Checkpoints of steps after the latest (left
+        over from a deliberate return to an earlier step) are deleted first: nothing refers to them any more.
+        """
         latest = self.latest()
         marked = {self.marked(path.name) for path in self.root.iterdir() if path.is_file()}
         ordered = sorted(

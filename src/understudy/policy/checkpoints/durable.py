@@ -1,7 +1,7 @@
-"""Writes that are either wholly there after a crash, or not there at all.
+"""File writes that are complete after a crash or absent.
 
-A file is on disk only after its own fsync *and* the fsync of the folder that names it. Renames within one
-file system are atomic, so a reader sees the old state or the new one and nothing between.
+A file is on disk only after its own fsync *and* the fsync of its folder. Renames within one file system are
+atomic, so a reader sees the old state or the new one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BLOCK = 1 << 20
 
 
 def sync_file(path: Path) -> None:
-    """Pushes a file's bytes to the disk."""
+    """Flushes a file's bytes to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -23,7 +23,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Pushes a folder's list of names to the disk: without it a rename may be forgotten in a power cut."""
+    """Flushes a folder's entries to the disk: without it a rename may be lost in a power cut."""
     sync_file(path)
 
 
@@ -36,7 +36,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a small file so that a reader finds the old text or the new, never half of it."""
+    """Replaces a small file atomically: a reader finds the old text or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     write_text(temporary, text)
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: config, safetensors, tokenizer, generation config, model card; or its adapter alone."""
+"""Exports a checkpoint as a Hugging Face folder, or its LoRA adapter alone."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def export(
 ) -> Path:
     """Writes the student of one checkpoint to `out`, ready for `AutoModelForCausalLM.from_pretrained(out)`.
 
-    Adapters are merged; `adapter` writes them alone, as peft does, for `PeftModel.from_pretrained(base, out)`. `averaged` writes the
-    running average of the weights instead, where the run kept one.
+    The folder holds config, safetensors, tokenizer, generation config and a model card. Adapters are merged;
+    `adapter` writes them alone, in peft's layout, for `PeftModel.from_pretrained(base, out)`. `averaged`
+    writes the running average of the weights instead, if the run kept one.
 
-    `base_model` (folder or hub id) gives architecture, tokenizer and generation config. The folder appears under its
-    name only when it is complete; one that already holds something is refused.
+    `base_model` (folder or hub id) gives architecture, tokenizer and generation config. The folder gets its
+    name only when it is complete; an existing folder that is not empty is refused.
     """
     checkpoint, out = Path(run_checkpoint_dir), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -100,7 +101,7 @@ def _write_model(
 def _write_adapter(
     folder: Path, checkpoint: Path, base_model: str, revision: str | None, averaged: bool
 ) -> None:
-    """adapter_config.json and adapter_model.safetensors; the base is named, not written."""
+    """Writes adapter_config.json and adapter_model.safetensors; the base model is named there, not written."""
     adapters = _adapter_settings(checkpoint)
     if adapters is None:
         raise CheckpointError(
@@ -108,9 +109,7 @@ def _write_adapter(
         )
     config = peft_config(adapters)
     config.base_model_name_or_path, config.revision = base_model, revision
-    config.target_modules = list(
-        adapters.targets
-    )  # peft keeps a set, whose order is not the same in every process
+    config.target_modules = list(adapters.targets)  # peft keeps a set, whose order differs between processes
     config.inference_mode = True
     config.save_pretrained(str(folder))
     tensors = {
@@ -120,7 +119,7 @@ def _write_adapter(
 
 
 def model_card(card: Mapping[str, Any], title: str, library: str = "transformers") -> str:
-    """A README for the hub: what was trained, by whom it was judged, on what, how, and where it ended."""
+    """A README for the hub: student, teachers, data, objective, command and final metrics."""
     lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
     lines += [*_base_model(str(card.get("student", "")), library), *_hub_datasets(card)]
     lines += ["# license: yours to name; the base model's and the data's bind you"]
@@ -141,7 +140,8 @@ def model_card(card: Mapping[str, Any], title: str, library: str = "transformers
 
 
 def _base_model(student: str, library: str) -> list[str]:
-    """The hub's own words for what this was made from. A folder is no hub id, which the hub would refuse: the line waits for one."""
+    """The hub's metadata for the base model. The hub refuses a folder as an id, so a folder becomes a
+    comment that asks for one."""
     if not student:
         return []
     relation = f"base_model_relation: {'adapter' if library == 'peft' else 'finetune'}"
@@ -156,7 +156,7 @@ def _hub_datasets(card: Mapping[str, Any]) -> list[str]:
 
 
 def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
-    """Copies weights into a model; each must have its place there."""
+    """Copies weights into a model; raises for a tensor that the model lacks."""
     own = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -197,7 +197,7 @@ def _stored_dtype(checkpoint: Path) -> torch.dtype:
 
 
 def _words(value: Any) -> str:
-    """A value for a table cell; a folder of the training machine shrinks to its name."""
+    """A value for a table cell; an absolute path becomes its last part."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_words(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):

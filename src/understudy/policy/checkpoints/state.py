@@ -1,6 +1,6 @@
-"""Everything that must survive a restart, in a form that needs no pickle.
+"""The policy's state for checkpoints: named tensors and JSON, no pickle.
 
-Tensors go to safetensors files by name, the rest is JSON. Names are the model's own parameter names, so a
+Tensors go to safetensors files by name, the rest is JSON. Names are the model's own parameter names. So a
 checkpoint does not depend on parameter order, and a run sharded over four ranks can continue on one.
 """
 
@@ -55,7 +55,7 @@ def random_state() -> dict[str, str]:
 
 
 def restore_random_state(state: Mapping[str, str]) -> None:
-    """Puts back what `random_state` wrote; generators of devices this machine lacks are left out."""
+    """Restores what `random_state` wrote; generators of devices that this machine lacks are skipped."""
     for device, text in state.items():
         values = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
         if device == "cpu":

@@ -1,8 +1,9 @@
-"""The first forward pass of an update (of each lane, where there are several), made before its loss is known.
+"""Starts an update's first forward pass (per lane) while the teachers still score the batch.
 
-Hidden states depend on tokens and weights alone. While teachers judge a batch in processes of their own, the student can
-therefore go through its body already; the loss and the backward pass follow when the scores are there. The update takes the
-states only if they are what it would compute itself: same weights, same micro-batch. So nothing but time depends on them.
+Hidden states depend only on tokens and weights. So while teacher processes score a batch, the student can
+already run its body on it; loss and backward pass follow when the scores arrive. The update uses the states
+only if it would compute the same: same weights, same micro-batch. They change the time of a step and nothing
+else.
 
 Shapes: N loss-bearing tokens, H hidden size.
 """
@@ -25,15 +26,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class HeadStart:
     updates: int
-    """Optimizer steps behind the weights it was made with."""
+    """Number of optimizer steps the weights had taken when this was computed."""
     passes: list[tuple[MicroBatch, torch.Tensor]]
-    """The update's first micro-batches, as many as it works on at a time, and their hidden_NH with the graph that leads back
-    to the weights."""
+    """The update's first micro-batches, one per lane, and their hidden_NH with the autograd graph."""
     seconds: float
 
     def take(self, place: int, micro: MicroBatch, updates: int) -> torch.Tensor | None:
-        """[N, H] of the update's micro-batch at this place, if they are this one's under these weights; given once, because
-        their graph is used up."""
+        """[N, H] of micro-batch number `place`, or None if it was computed from another micro-batch or other
+        weights. Each can be taken once, because the backward pass consumes its graph."""
         if place >= len(self.passes):
             return None
         mine, hidden_NH = self.passes[place]
@@ -49,26 +49,28 @@ class HeadStart:
 
 
 class HeadStarts:
-    """At most one of them, under way on a thread of its own or waiting to be taken."""
+    """Holds at most one head start: running on a thread of its own, or finished and not yet taken. Called on
+    the thread that updates."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._newest: Future[HeadStart] | None = None
 
     def begin(self, work: Callable[[], HeadStart]) -> None:
-        """Returns at once; what is left of an earlier one is dropped."""
+        """Returns at once; drops an earlier head start that was not taken."""
         self.take()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="head-start")
         self._newest = self._thread.submit(work)
 
     def wait(self) -> None:
-        """Until nobody uses the model here."""
+        """Waits until the head start's thread no longer uses the model."""
         if self._newest is not None:
             wait_for([self._newest])
 
     def take(self) -> HeadStart | None:
-        """Waits; None where nothing was begun, or where it failed: the update meets the same trouble, and has words for it."""
+        """Waits. None if nothing was begun, or if it failed: the update then hits the same error and reports
+        it."""
         newest, self._newest = self._newest, None
         if newest is None:
             return None

@@ -1,9 +1,10 @@
-"""Micro-batches side by side: threads for a small student on a CPU.
+"""Runs micro-batches in parallel on threads, for a small student on a CPU.
 
-The operations of a small model are too short to be shared out among threads one by one: each would wait for the others hundreds
-of times a pass, and for a whole time slice where something else has the core. Micro-batches need nobody but themselves, and
-torch lets Python go while it computes. Each lane takes one with a single thread of torch's; the caller adds up what they bring
-in the order of the plan, so that results do not depend on who was quicker, or on whether there were lanes at all.
+The operations of a small model are too short to be split over torch's threads: each thread would wait for
+its peers hundreds of times a pass, and for a whole time slice if another process has the core. Micro-batches
+do not depend on each other, and torch releases the GIL while it computes. Each lane runs one micro-batch
+with one torch thread. The caller adds up the results in the order of the plan, so they do not depend on
+which lane is faster, nor on the number of lanes that ran.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 TOKENS_WORTH_A_LANE = 512
-"""Below, a micro-batch is mostly what every pass costs however small it is."""
+"""Below this, the fixed cost of a pass outweighs the work in it."""
 _TRIES = 8
-"""Numbers of micro-batches that are tried; rows of very different lengths may fit none of them."""
+"""How many numbers of micro-batches are tried; rows of very different lengths may fit none of them."""
 
 
 class Lanes:
     def __init__(self, count: int = 1) -> None:
-        """`count` = 1: the caller's own thread."""
+        """`count` = 1 runs everything on the caller's own thread."""
         self.count = count
         self._threads: ThreadPoolExecutor | None = None
 
     def run(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """In the order of `items`. Whether it returns or raises, nobody is at work any more."""
+        """Results in the order of `items`. No lane is still running when it returns or raises."""
         if self.count == 1 or len(items) < 2:
             return [work(item) for item in items]
         if self._threads is None:
@@ -40,11 +41,11 @@ class Lanes:
 
 
 def balanced(rows: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """`rows` in their order, cut into at most `parts` runs of about as many tokens each."""
+    """Cuts `rows`, in their order, into at most `parts` runs of about equal token counts."""
     total, seen = sum(lengths[row] for row in rows), 0
     runs: list[list[int]] = [[] for _ in range(parts)]
     for row in rows:
-        # By the middle of the row, so that none of the parts is a whole row off.
+        # Assigned by the middle of the row, so no part is off by a whole row.
         runs[min((2 * seen + lengths[row]) * parts // (2 * total), parts - 1)].append(row)
         seen += lengths[row]
     return [run for run in runs if run]
@@ -56,10 +57,11 @@ def spread(
     lanes: int,
     fits: Callable[[list[int], int], bool],
 ) -> list[list[int]]:
-    """Micro-batches cut anew, so that up to `lanes` of them at a time have about as much to do and together hold no more than one
-    did; as they are where there is too little for that. Depends on the rows and the number of lanes alone.
+    """Re-cuts micro-batches so that up to `lanes` of them run at a time with about equal work, and together
+    hold no more tokens than one did before. Returns `groups` unchanged if there are too few tokens. Depends
+    only on the rows and the number of lanes.
 
-    `fits(rows, share)`: whether they may be a micro-batch that has one `share`-th of the room.
+    `fits(rows, share)`: whether these rows fit one micro-batch of 1/`share` of the token budget.
     """
     rows = [row for group in groups for row in group]
     lanes = min(lanes, sum(lengths[row] for row in rows) // TOKENS_WORTH_A_LANE)

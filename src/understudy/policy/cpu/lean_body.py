@@ -1,9 +1,10 @@
-"""A small student's body on a CPU, layer by layer with gradients written out (`lean_layers.py`).
+"""A small student's body on a CPU, layer by layer with hand-written gradients (`lean_layers.py`).
 
-Only for models that are known to the letter and that nobody watches: anything else (adapters, hooks, biases, windows, compiled or
-checkpointed layers, shards) takes transformers' way. `lean_states` answers None there.
+Only for models whose code is known exactly and that have no hooks. Everything else (adapters, hooks, biases,
+windows, compiled or checkpointed layers, shards) runs transformers' own forward: `lean_states` returns None.
 
-Shapes: U tokens that are computed, T tokens of all rows, N read positions, F features, E features of the query heads.
+Shapes: U tokens that are computed, T tokens of all rows, N read positions, F features, E features of the
+query heads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from understudy.policy.cpu.lean_layers import Heads, Norm, Places, Rest, Turns
 from understudy.policy.forward.attention import few_runs, rows_by_runs, rows_side_by_side
 
 SMALL = 1 << 22
-"""Parameters. With larger products what is saved here no longer shows, and more is kept for the gradient."""
+"""Parameters. Larger models gain nothing measurable here, and this path keeps more for the gradient."""
 BODIES = {"LlamaModel", "Qwen3Model"}
 LAYERS = {"LlamaDecoderLayer", "Qwen3DecoderLayer"}
 SILU = {"SiLU", "SiLUActivation"}
@@ -33,9 +34,10 @@ def lean_states(
     nodes_T: Tensor | None,
     places_U: Tensor | None,
 ) -> Tensor | None:
-    """[N, F]: final states of the tokens at `read_N`, or None where the body is not known.
+    """[N, F]: final states of the tokens at `read_N`, or None if the body is not known.
 
-    `bounds` are where rows begin and end in T; `nodes_T` and `places_U` as in `packed.py`, None where tokens are not shared.
+    `bounds` are the row boundaries in T; `nodes_T` and `places_U` as in `packed.py`, None if tokens are not
+    shared.
     """
     if not is_known(body):
         return None
@@ -96,12 +98,12 @@ def _rest(layer: Any, states_UF: Tensor, mixed_TE: Tensor, places: Places) -> Te
 
 
 def is_known(body: Any) -> bool:
-    """Whether the formulas here are this body's."""
+    """Whether the formulas here compute exactly what this body does."""
     if type(body).__name__ not in BODIES or any(type(layer).__name__ not in LAYERS for layer in body.layers):
         return False
     config = body.config
     plain = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    # Code that comes with a model may build another activation than its configuration names.
+    # Model code from the hub may build another activation than its configuration names.
     silu = all(type(layer.mlp.act_fn).__name__ in SILU for layer in body.layers)
     checkpointed = any(layer.gradient_checkpointing for layer in body.layers)
     if not plain or not silu or checkpointed:
@@ -110,7 +112,7 @@ def is_known(body: Any) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is what transformers made of it, without a bias, in single precision on a CPU."""
+    """Whether a module is transformers' or torch's own, without hooks or bias, in float32 on a CPU."""
     watched = (
         "forward" in vars(module)
         or module._forward_hooks

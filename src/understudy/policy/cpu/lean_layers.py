@@ -1,16 +1,19 @@
-"""The parts of a small model's layer with their gradients written out: few operations, and no note taken of each.
+"""The parts of a small model's decoder layer as autograd Functions with hand-written gradients.
 
-Left to autograd a layer of a small model is sixty operations forward and twice as many back, most of them over in the time that
-noting them takes. Here a layer is two parts with attention between them:
+Under plain autograd a layer of a small model is sixty operations forward and twice as many backward, and
+most of them take less time than autograd's bookkeeping for them. Here a layer is two Functions with
+attention between them:
 
-    states ──norm, products, head norms, rotation──> heads ──(attention)──> mixed ──product, norm, gated feed-forward──> states
+    states ──norm, products, head norms, rotation──> heads ──(attention)──> mixed
+    mixed ──product, norm, gated feed-forward──> states
 
-Numbers are those of transformers' code up to rounding; gradients are those of the same formulas. Each formula is compiled by
-torch.jit where that is to be had: the same operations in the same order, without Python between them, which other threads can then
-have.
+Results equal those of transformers' code up to rounding; gradients are those of the same formulas. Each
+formula is compiled by torch.jit where that is available: the same operations in the same order, without
+Python between them, so the GIL is free for other threads.
 
-Shapes: U tokens that are computed, R of them that a layer goes on with, T tokens of all rows, F features, X query and key heads, Y those
-and value heads, D head size, E features of all of them, I features of the feed-forward part.
+Shapes: U tokens that are computed, R of them that a layer goes on with, T tokens of all rows, F features, X
+query and key heads, Y those and value heads, D head size, E features of all of them, I features of the
+feed-forward part.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch.nn.functional import linear
 
 
 def _without_python(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled, or as it is where this torch or this Python cannot."""
+    """The formula compiled by torch.jit, or unchanged where this torch or this Python cannot compile it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -39,21 +42,21 @@ def _without_python(formula: Callable[..., Any]) -> Callable[..., Any]:
 
 @_without_python
 def _normed(states: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """States of mean square one, and what they were multiplied with."""
+    """States scaled to mean square one, and the scale."""
     scale = states.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
     return states * scale, scale
 
 
 @_without_python
 def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of `_normed`'s states; `grad` is used up."""
+    """The gradient of `_normed`'s states; `grad` is overwritten."""
     along = (grad * normed).mean(-1, keepdim=True)
     return grad.addcmul_(normed, along, value=-1.0).mul_(scale)
 
 
 @_without_python
 def _crossed(heads_UXD: Tensor) -> Tensor:
-    """Halves of a head exchanged."""
+    """The two halves of each head swapped."""
     half = heads_UXD.shape[-1] // 2
     return torch.cat((heads_UXD[..., half:], heads_UXD[..., :half]), -1)
 
@@ -99,7 +102,7 @@ def _heads_backward(
     cosine_U1D: Tensor,
     sine_U1D: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of states, norm, weight and head norm; `grad_UYD` is used up."""
+    """Gradients of states, norm, weight and head norm; `grad_UYD` is overwritten."""
     count = head_norm_XD.shape[0]
     turned_UXD = grad_UYD[:, :count]
     grad_UXD = (turned_UXD * cosine_U1D).add_(_crossed(turned_UXD * sine_U1D))
@@ -148,7 +151,7 @@ def _rest_backward(
     up_IF: Tensor,
     down_FI: Tensor,
 ) -> list[Tensor]:
-    """Gradients of the states before, of what attention gave, and of the weights in their order."""
+    """Gradients of the states before, of attention's output, and of the weights in their order."""
     mixed_RE, hat_RF, scale_R1, normed_RF, gate_RI, open_RI, active_RI, up_RI, fed_RI = kept
     down = torch.mm(grad_RF.t(), fed_RI)
     grad_up_RI = torch.mm(grad_RF, down_FI)
@@ -172,8 +175,8 @@ def _rest_backward(
 
 
 class Turns(NamedTuple):
-    """Rotary angles by token, for any number of heads; the sine of the first half is negative, so that a rotation needs no
-    negated copy."""
+    """Rotary angles by token, for any number of heads. The sine of the first half is negated in advance, so
+    a rotation needs no negated copy."""
 
     cosine_U1D: Tensor
     sine_U1D: Tensor
@@ -260,17 +263,17 @@ class Heads(Function):
 
 
 class Places(NamedTuple):
-    """Which states a layer's second part goes on with, and where attention answered for them."""
+    """Which states a layer's second part goes on with, and where attention's output for them is."""
 
     mixed_R: Tensor | None
-    """Tokens of the rows; None: all, in their order."""
+    """Indexes of tokens of the rows; None: all, in their order."""
     states_R: Tensor | None
-    """Nodes; None: all."""
+    """Indexes of nodes; None: all."""
     distinct: bool
-    """Whether each is named once."""
+    """Whether each index appears once."""
 
     def spread_mixed(self, grad_RE: Tensor, tokens: int) -> Tensor:
-        """The gradient of all tokens' answers."""
+        """The gradient of attention's output for all tokens."""
         if self.mixed_R is None:
             return grad_RE
         grad_TE = grad_RE.new_zeros(tokens, grad_RE.shape[1])
@@ -280,7 +283,7 @@ class Places(NamedTuple):
 
 
 class Rest(Function):
-    """States [R, F] after a layer, from those before it and what attention gave [T, E]."""
+    """States [R, F] after a layer, from those before it and attention's output [T, E]."""
 
     @staticmethod
     def forward(

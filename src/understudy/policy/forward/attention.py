@@ -1,8 +1,14 @@
 """Attention over packed rows without a flash-attention package.
 
-Rows lie one after another in a single line; `cu_seq_lens_q` says where each begins. On CUDA in half precision PyTorch's
-own variable-length flash kernel does the work, or cuDNN's where `groups` says which rows are equally long; anywhere else the
-rows are laid side by side for SDPA alone, which is the plain twin the kernel is tested against. Importing this module makes `attn_implementation = "understudy_varlen"` known.
+Rows lie one after another in a single line; `cu_seq_lens_q` holds where each begins. Importing this module
+registers `attn_implementation = "understudy_varlen"` with transformers.
+
+| device and dtype | computed by |
+|---|---|
+| CUDA, half precision | PyTorch's own variable-length flash kernel |
+| CUDA, and `groups` says which rows are equally long | `grouped_attention` (cuDNN) |
+| CPU, few runs of equally long rows | SDPA on each run, without padding |
+| anything else | SDPA on padded rows: the reference that the kernels are tested against |
 
 Shapes: Q query heads, G key/value heads (Q is a multiple of G), T tokens of all rows, D head width.
 """
@@ -20,7 +26,7 @@ from understudy.nn.grouped_attention import grouped_attention
 
 VARLEN = "understudy_varlen"
 TOKENS_PER_RUN = 128
-"""What one more call of attention costs on a CPU, in tokens that need not be laid side by side."""
+"""The cost of one more attention call on a CPU, in tokens of padding saved."""
 
 
 def varlen_attention(
@@ -41,8 +47,8 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row; returns [1, T, Q, D] as transformers expects.
 
-    With `nodes_T` and `places_U` (see `packed.py`) tokens that rows share come once, and are answered once: T is then U. `groups`:
-    a table on the host (see `nn/grouped_attention.py`).
+    With `nodes_T` and `places_U` (see `packed.py`) tokens that rows share come once and are returned once: T
+    is then U. `groups` is a table on the host (see `nn/grouped_attention.py`).
     """
     twists = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if twists:
@@ -51,7 +57,7 @@ def varlen_attention(
         raise ValueError(
             "packed attention needs cu_seq_lens_q and max_length_q; the model did not pass them on to its layers"
         )
-    # `squeeze`, not `[0]`: its gradient is a view, that of an index a tensor filled and copied.
+    # `squeeze`, not `[0]`: its gradient is a view; that of an index fills and copies a tensor.
     query_QTD, key_GTD, value_GTD = (one.squeeze(0) for one in (query_1QTD, key_1GTD, value_1GTD))
     if nodes_T is not None and places_U is not None:
         query_QTD, key_GTD, value_GTD = (
@@ -103,9 +109,11 @@ def _flash(
 
 
 def few_runs(bounds: torch.Tensor) -> list[tuple[int, int]]:
-    """(rows, length) of neighbouring rows of one length, on a CPU and where there are few of them; else nothing.
+    """(rows, length) of each run of neighbouring rows of equal length, on a CPU if there are few runs; else
+    an empty list.
 
-    Rows come sorted by length, so short answers to prompts of one form are a handful of runs."""
+    Rows come sorted by length, so short answers to prompts of one form are a handful of runs.
+    """
     if bounds.device.type != "cpu":
         return []
     lengths, counts = torch.unique_consecutive(bounds.diff(), return_counts=True)
@@ -122,7 +130,7 @@ def rows_by_runs(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Rows of one length need no filling at all, and lie beside each other already."""
+    """Rows of one length need no padding and are contiguous already."""
     sizes = [rows * length for rows, length in runs]
     pieces = []
     for (rows, length), *parts in zip(
@@ -154,8 +162,8 @@ def rows_side_by_side(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Only here do the rows lie filled up beside each other; all other layers never see the filling. Under a causal
-    mask the filling, which comes last, is seen by no real token."""
+    """Pads the rows for SDPA; no other layer sees the padding. It comes last in a row, so under a causal
+    mask no real token attends to it."""
     lengths_B = bounds.diff().long()
     row_T = torch.repeat_interleave(lengths_B)
     place_T = torch.arange(len(row_T), device=row_T.device) - bounds.long()[row_T] + row_T * longest

@@ -1,7 +1,9 @@
-"""Decoder layers compiled one by one: seconds instead of minutes at the start, and one compiled layer serves them all.
+"""Compiles decoder layers one by one with torch.compile.
 
-Most of what a layer does besides its products is reading and writing memory (norms, rotary positions, gates, sums); compiled,
-those become a few kernels, forward and backward. Numbers change in their last bits, as they do on another device.
+Compiling one layer takes seconds where a whole model takes minutes, and all layers share the compiled code.
+Besides its matrix products a layer mostly reads and writes memory (norms, rotary positions, gates, sums);
+compiled, those become a few kernels, forward and backward. Results change in their last bits, as they do on
+another device.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from understudy.errors import PolicyError
 from understudy.policy.forward.head import body_of
 
 BACKEND = "inductor"
-"""torch's own compiler."""
+"""torch's default compiler."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """For any lengths, from the first micro-batch on: left to find out what varies, torch would compile a second time in the first
-    step, and once more in some later one whose last micro-batch is a short row, while everybody waits."""
+    """Compiles for any lengths (`dynamic=True`) from the first micro-batch on. Otherwise torch would
+    recompile in the first step, and again in a later one whose last micro-batch is a short row, and the
+    whole run would wait."""
     body = body_of(model)
     layers = getattr(body, "layers", None)
     if layers is None:

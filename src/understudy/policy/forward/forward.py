@@ -1,12 +1,13 @@
-"""The student's forward pass: ids in, hidden states of the predicting positions out, and the loss on top of them.
+"""The student's forward pass: ids → hidden states of the predicting positions → objective.
 
     ids ──> body ──> hidden [tokens, H] ──take t−1──> hidden_NH ──> StudentHead ──> objective
 
-Only positions that predict a loss-bearing token reach the head, and the head itself is applied by the objective. The
-objective is called *inside* the module's forward: with sharded weights that is where the head matrix exists as a whole.
+Only positions that predict a loss-bearing token reach the head, and the objective itself applies the head.
+The objective is called *inside* the module's forward, because with sharded weights the whole head matrix
+exists only there.
 
-Padded rows are filled on the right and need no attention mask: under causal attention no real token sees what comes
-after it, and the filling's own hidden states are never read.
+Padded rows are padded on the right and need no attention mask: under causal attention no real token sees
+what comes after it, and the padding's own hidden states are never read.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Objective = Callable[[StudentHead, LossInputs], LossOutput]
 Result = TypeVar("Result")
 
 _HEAD_CHUNK_ELEMENTS = 1 << 25
-"""Most logits held at once when only the sampled token's logprob is wanted: 128 MiB in float32."""
+"""Most logits held at once when only the sampled token's logprob is needed: 128 MiB in float32."""
 
 
 class StudentForward(nn.Module):
@@ -58,8 +59,8 @@ class StudentForward(nn.Module):
         temperature: float | None = None,
         known_NH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, Result]:
-        """(loss, what the objective returned). The loss stands apart because sharding hooks itself to plain tensors. `known_NH`:
-        the hidden states, where they have been computed already."""
+        """(loss, the objective's result). The loss is returned separately because FSDP hooks into plain
+        tensors only. `known_NH`: hidden states that are computed already."""
         hidden_NH = self.hidden(micro) if known_NH is None else known_NH
         head = student_head(self.model, self.facts, hidden_NH, temperature or self.temperature, self.usable)
         result = objective(head, micro.inputs)
@@ -75,9 +76,10 @@ class StudentForward(nn.Module):
 
 
 def choose_layout(model: PreTrainedModel, wanted: Layout | None = None) -> Layout:
-    """Packed where the model keeps packed rows apart, padded elsewhere. On a GPU only half precision is packed, which is what
-    the variable-length kernel takes; on a CPU laying rows side by side for attention costs less than reading filling. A model that
-    was loaded with another attention than `sdpa` keeps it, over padded rows."""
+    """Packed if the model keeps packed rows apart, else padded. On a GPU only half precision is packed,
+    which is what the variable-length kernel takes. On a CPU, rearranging rows for attention costs less than
+    computing padding. A model that was loaded with another attention than `sdpa` keeps it, over padded rows.
+    """
     weight = output_layer(model).weight
     pays = not weight.is_cuda or weight.dtype in (torch.float16, torch.bfloat16)
     pays = pays and model.config._attn_implementation in ("sdpa", VARLEN)
@@ -95,8 +97,9 @@ def choose_layout(model: PreTrainedModel, wanted: Layout | None = None) -> Layou
 
 @torch.no_grad()
 def keeps_rows_apart(model: PreTrainedModel) -> bool:
-    """Whether two packed rows give the hidden states each gives alone. Layers that ignore the row bounds (other attention
-    code, convolutions, recurrent states) or cap their attention scores show here, before they can spoil a run."""
+    """Whether two packed rows give the hidden states that each gives alone. It is False for layers that
+    ignore the row bounds (other attention code, convolutions, recurrent states) or cap their attention
+    scores."""
     embedding = model.get_input_embeddings().weight
     ids = torch.arange(12, device=embedding.device) % embedding.shape[0]
     rows = (ids[:5], ids[5:])
@@ -115,8 +118,8 @@ def keeps_rows_apart(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def attention_for(model: PreTrainedModel, layout: Layout) -> Iterator[None]:
-    """Packed rows need our own attention, backward included (checkpointed layers run again there); afterwards the model
-    is as it was, so that whoever copies it to generate gets its own attention back."""
+    """Switches the model to packed attention, for the backward pass too (checkpointed layers run again
+    there). Afterwards the model's own attention is restored, for engines that copy the model to generate."""
     before = model.config._attn_implementation
     if layout is Layout.PADDED or before == VARLEN:
         yield
@@ -129,7 +132,7 @@ def attention_for(model: PreTrainedModel, layout: Layout) -> Iterator[None]:
 
 
 def sampled_logprobs(head: StudentHead, inputs: LossInputs) -> torch.Tensor:
-    """float32 [N]: log-probability of each written token, a slice of the vocabulary product at a time."""
+    """float32 [N]: log-probability of each written token, computed for a slice of tokens at a time."""
     rows = max(1, _HEAD_CHUNK_ELEMENTS // head.vocab_size)
     pieces = []
     for start in range(0, inputs.num_tokens, rows):

@@ -1,9 +1,9 @@
-"""The student's vocabulary projection, taken apart so that a loss can do it in pieces.
+"""The student's vocabulary projection, in parts, so that a loss can apply it chunk by chunk.
 
-A full [tokens, vocabulary] tensor is the largest thing in a training step; only the loss may decide whether it exists.
-Models differ in what they do after the matrix product (a bias, a scale, Gemma's soft cap), so the parts are read from
-the config and then *checked* against the model's own forward once, at the start: an architecture with a twist we do
-not know is refused instead of being trained with wrong logits.
+A full [tokens, vocabulary] tensor is the largest one in a training step, so only the loss decides whether it
+exists. Models differ in what they do after the matrix product (a bias, a scale, Gemma's soft cap). These
+parts are read from the config and *checked* once, at the start, against the model's own forward: an
+architecture that does anything else is refused instead of being trained with wrong logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e-2
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
-    """What happens to the head's output before it is a logit."""
+    """What the model does to the head's output to make a logit."""
 
     softcap: float | None
     logit_scale: float
@@ -44,12 +44,13 @@ def student_head(
     temperature: float,
     usable: UsableIds | None = None,
 ) -> StudentHead:
-    """`usable`: the ids that the softmax runs over, where those are not all."""
+    """`usable`: the ids that the softmax runs over, if not all."""
     head = output_layer(model)
     weight_VH: torch.Tensor = head.weight
     bias_V: torch.Tensor | None = head.bias
     if usable is not None and facts.softcap is not None:
-        # A hidden logit would not survive the cap. Cutting the matrix costs a copy of its gradient per micro-batch.
+        # A hidden logit would not survive the cap, so the matrix is cut. That costs a copy of its gradient
+        # per micro-batch.
         weight_VH, bias_V = weight_VH[: usable.limit], None if bias_V is None else bias_V[: usable.limit]
         usable = None
     return StudentHead(
@@ -64,7 +65,7 @@ def student_head(
 
 
 def logits_of(head: StudentHead) -> torch.Tensor:
-    """[N, V] in float32: the formula of `StudentHead`, spelled out; call it on slices."""
+    """[N, V] in float32: the formula of `StudentHead`; call it on slices."""
     logits_NV = nn.functional.linear(head.hidden_NH, head.weight_VH, head.bias_V).float() * head.logit_scale
     if head.softcap is not None:
         logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
@@ -91,7 +92,7 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 
 @torch.no_grad()
 def verify_head(model: PreTrainedModel) -> None:
-    """Body + head must give the logits the model itself gives; a handful of tokens is enough to see."""
+    """Checks on a handful of tokens that body + head give the model's own logits."""
     embedding = model.get_input_embeddings()
     ids_1T = torch.arange(min(8, embedding.weight.shape[0]), device=embedding.weight.device)[None]
     expected_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()

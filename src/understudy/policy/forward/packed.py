@@ -1,16 +1,18 @@
-"""Rows one after another through the body, and no token more than is needed.
+"""Packed rows through the body, without computing tokens whose result is not needed.
 
-On a CPU, where every product counts, two things are left out that change no number but its rounding, and small models take a way
-of their own through their layers (`lean_body.py`):
+On a CPU two things are skipped, which changes results by rounding only:
 
-  - a beginning that several rows share is computed once (`nn/prefix_tree.py`); attention alone lays whole rows out again,
-  - the last layer's feed-forward part runs where its result is read: at the positions that predict a loss-bearing token.
+- A prefix that several rows share is computed once (`nn/prefix_tree.py`); only attention expands whole rows
+  again.
+- The last layer's feed-forward part runs only at the positions that predict a loss-bearing token.
 
-On a GPU whose attention is fastest over rows of one length (`nn/grouped_attention.py`) it is the other way round: rows are rounded
-up with a few tokens nobody looks at, where that costs little.
+Small models also take a faster path through their layers there (`lean_body.py`).
 
-Shapes: B rows, L longest row, T tokens of all rows, U tokens that are computed (T, the nodes of the rows' tree, or T and the
-filling), N read positions, H hidden size.
+On a GPU whose attention is fastest over rows of one length (`nn/grouped_attention.py`), rows are padded to
+equal lengths with a few unused tokens, where that costs little.
+
+Shapes: B rows, L longest row, T tokens of all rows, U tokens that are computed (T, the nodes of the rows'
+tree, or T and the padding), N read positions, H hidden size.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from understudy.nn.prefix_tree import prefix_tree
 from understudy.policy.cpu.lean_body import lean_states
 
 WORTH_SHARING = 0.1
-"""The share of the tokens that shared beginnings must save before they are used."""
+"""The share of tokens that shared prefixes must save before they are used."""
 BODIES = {"LlamaModel", "Qwen2Model", "Qwen3Model"}
 """Classes of transformers that are an embedding, layers, and a norm."""
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -37,22 +39,24 @@ LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What goes through the body: rows one after another, filled up or not, or the nodes of their tree."""
+    """The input of the body: rows one after another, padded or not, or the nodes of their prefix tree."""
 
     ids_1U: torch.Tensor
     position_ids_1U: torch.Tensor
     options: dict[str, Any]
-    """What the packed attention must know."""
+    """Keyword arguments for the packed attention."""
     nodes_T: torch.Tensor | None
-    """Which computed token each token of the rows is; None where each is its own."""
+    """Index of the computed token for each token of the rows; None if each token is computed for itself."""
 
 
 def lay_out(
     ids_1T: torch.Tensor, lengths: Sequence[int], *, share: bool = False, group: bool = False
 ) -> Line:
-    """`share`: compute what several rows begin with once; `group`: equal lengths beside each other. Each if it pays.
+    """`share`: compute shared prefixes once; `group`: pad rows into groups of equal length. Each is applied
+    only if it saves time.
 
-    With `group` there is a table in any case, so that a compiled layer is given the same things every time.
+    With `group` the options always hold a table, so that a compiled layer gets the same arguments every
+    time.
     """
     if group and (line := _grouped(ids_1T, lengths)):
         return line
@@ -68,7 +72,7 @@ def lay_out(
 def _bounds(bounds: np.ndarray, device: torch.device) -> dict[str, Any]:
     longest, ends = int(np.diff(bounds).max()), _to(bounds, device)
     if device.type == "cuda":
-        # A bound to the kernel; a compiled layer should see few different ones.
+        # An upper bound for the kernel, rounded up so that a compiled layer sees few different values.
         longest = 1 << (longest - 1).bit_length()
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
@@ -97,7 +101,7 @@ def _shared(ids_1T: torch.Tensor, lengths: Sequence[int], options: dict[str, Any
         return None
     longest = tree.nodes_BL.shape[1]
     real_BL = np.arange(longest) < np.asarray(lengths)[:, None]
-    # From a place among filled-up rows to one in the line.
+    # From an index in padded rows to one in the line.
     line_BL = (np.cumsum(real_BL) - 1).reshape(real_BL.shape)
     nodes_T = torch.from_numpy(tree.nodes_BL[real_BL])
     places_U = torch.from_numpy(line_BL.ravel()[tree.places_U])
@@ -165,7 +169,8 @@ def _lean(body: Any, line: Line, read_N: torch.Tensor) -> torch.Tensor | None:
 
 
 def _can_stop_early(body: Any) -> bool:
-    """Whether the last layer may be run in two parts: it is what it is thought to be, and nobody waits for it to be called."""
+    """Whether the last layer may be run in two parts: its class is known, and it has no hooks, compiled call
+    or checkpointing."""
     if type(body).__name__ not in BODIES or type(body.layers[-1]).__name__ not in LAYERS:
         return False
     watched = (body, body.layers[-1])

@@ -1,8 +1,8 @@
-"""AdamW with float32 masters, whatever the dtype of the weights.
+"""AdamW with float32 master weights, for weights of any dtype.
 
-With bfloat16 weights most updates are smaller than half a unit in the last place and would be rounded away, so the
-optimizer keeps float32 copies, adds up gradients in float32, steps those, and rounds once into the model's weights.
-With float32 weights the masters *are* the weights and nothing is copied.
+With bfloat16 weights most updates are smaller than half a unit in the last place and would be rounded away.
+So the optimizer keeps float32 copies, adds up gradients in float32, steps those, and rounds once into the
+model's weights. With float32 weights the masters *are* the weights and nothing is copied.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class AdamWSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     weight_decay: float = 0.0
-    """On matrices only; norms and biases are left alone."""
+    """On matrices only; not on norms and biases."""
     grad_clip: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     offload: bool = False
-    """Keeps masters, gradients and moments in host memory and steps there: 12 bytes a parameter less on the device, slower
-    steps. With several ranks each keeps those of its own shard."""
+    """Keeps masters, gradients and moments in host memory and steps there: 12 bytes a parameter less on the
+    device, slower steps. With several ranks each rank keeps those of its own shard."""
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """How moments are kept: float32, or a byte each (`adamw_8bit.py`)."""
+    """How moments are stored: float32, or one byte each (`adamw_8bit.py`)."""
 
 
 class MasterAdamW:
-    """The optimizer of one model; parameters are known by name, so that its state outlives any parameter order."""
+    """The optimizer of one model. State is kept by parameter name, so it does not depend on parameter order."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class MasterAdamW:
         settings: AdamWSettings,
         stored_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """`stored_dtypes` says what each weight is stored in, where that is not what it trains in: sharded weights are
-        float32 masters of a narrower student."""
+        """`stored_dtypes`: the dtype each weight is stored in, where it trains in another: sharded weights
+        are float32 masters of a half-precision student."""
         self.settings = settings
         self.weights: dict[str, nn.Parameter] = {name: p for name, p in named_parameters if p.requires_grad}
         if not self.weights:
@@ -66,7 +66,8 @@ class MasterAdamW:
         )
         known = stored_dtypes or {name: weight.dtype for name, weight in self.weights.items()}
         self.stored = tuple(name for name in self.weights if known[name] != torch.float32)
-        """Names whose masters hold more than the stored weights do, and are therefore saved beside them."""
+        """Names of weights whose float32 masters are saved as well, because the stored weights are less
+        precise."""
         matrices = [master for master in self.masters.values() if master.dim() >= 2]
         others = [master for master in self.masters.values() if master.dim() < 2]
         groups = [
@@ -94,13 +95,14 @@ class MasterAdamW:
             master.grad = None
 
     def add_gradients(self, found: Sequence[torch.Tensor | None]) -> None:
-        """What one backward pass found for `weights`, in their order: added up as `backward` itself would."""
+        """Adds what one backward pass found for `weights`, in their order, as `backward` itself would."""
         for (name, weight), grad in zip(self.weights.items(), found, strict=True):
             if grad is None:
                 continue
             master = self.masters[name]
             if master.grad is None:
-                # A copy laid out like the weight: two weights may have been given one tensor, or a turned one.
+                # A copy laid out like the weight: two weights may share one gradient tensor, or it may be
+                # transposed.
                 master.grad = torch.empty_like(weight).copy_(grad).to(master.device, torch.float32)
             else:
                 master.grad += grad.to(master.device)
@@ -112,8 +114,9 @@ class MasterAdamW:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def check_reach(self) -> None:
-        """Refuses a step whose gradient reached less than half of the weights: its loss and norm look like any other's, and
-        it would train next to nothing. Some weights may rightly go without (an expert that nobody asked)."""
+        """Refuses a step whose gradient reached less than half of the weights: its loss and norm look
+        normal, but it would train almost nothing. Some weights may legitimately have no gradient (an expert
+        that no token was routed to)."""
         without = [name for name, master in self.masters.items() if master.grad is None]
         if 2 * len(without) > len(self.masters):
             raise PolicyError(
@@ -141,7 +144,8 @@ class MasterAdamW:
         self.zero_grad()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor an exact continuation needs, by `kind/parameter name`; sharded ones as they are. Every rank must ask."""
+        """Every tensor needed to continue exactly, by `kind/parameter name`; sharded tensors stay sharded.
+        Collective: every rank must call it."""
         tensors: dict[str, torch.Tensor] = {
             f"master/{name}": self.masters[name].detach() for name in self.stored
         }
@@ -152,7 +156,7 @@ class MasterAdamW:
         return tensors
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Puts a saved state back once `check_state` finds that it fits; the model's weights are restored already."""
+        """Restores a saved state after `check_state`; the model's weights are restored already."""
         by_kind = self.check_state(tensors)
         masters = by_kind.pop("master", {})
         with torch.no_grad():
@@ -162,7 +166,7 @@ class MasterAdamW:
                 if name not in masters:
                     local(self.masters[name]).copy_(local(self.weights[name]))
         for name, master in self.masters.items():
-            # AdamW counts on the host, unless its fused kernel does the counting.
+            # AdamW keeps its step count on the host, unless its fused kernel counts.
             counter = torch.device("cpu") if self.sharded else master.device
             self.adamw.state[master] = {
                 kind: _placed(found[name], kind, master, counter) for kind, found in by_kind.items()
@@ -199,7 +203,7 @@ class MasterAdamW:
 
 
 def _placed(saved: torch.Tensor, kind: str, master: torch.Tensor, counter: torch.device) -> torch.Tensor:
-    """A saved piece of state where its parameter's master is; packed moments keep their own dtype."""
+    """A saved tensor on the device of its parameter's master; packed moments keep their own dtype."""
     if kind == "step":
         return saved.to(counter, copy=True)
     if kind.endswith("_scales"):
@@ -208,7 +212,7 @@ def _placed(saved: torch.Tensor, kind: str, master: torch.Tensor, counter: torch
 
 
 def assign(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copies a whole tensor into a target in place, or its own piece of it where the target is sharded."""
+    """Copies a whole tensor into a target in place; into a sharded target, this rank's shard of it."""
     target.copy_(like(full, target))
 
 
@@ -225,7 +229,8 @@ def _distribute(full: torch.Tensor, target: DTensor) -> DTensor:
 
 
 def _at_home(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
-    """A float32 copy, in host memory where the optimizer is offloaded; of a shard a shard, of the same ranks."""
+    """A float32 copy, in host memory if the optimizer is offloaded; a shard stays a shard, on the same
+    ranks."""
     home = torch.device("cpu") if offload else tensor.device
     if not isinstance(tensor, DTensor):
         return tensor.to(home, torch.float32, copy=True)
@@ -244,7 +249,7 @@ def _at_home(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
 
 @cache
 def _host_mesh(size: int) -> DeviceMesh:
-    """The ranks of the default group in their hosts' memory; they talk by gloo."""
+    """A device mesh of the default group's ranks over host memory (gloo)."""
     return init_device_mesh("cpu", (size,))
 
 

@@ -1,14 +1,16 @@
 """AdamW whose two moments take one byte each.
 
-Moments are cut into blocks of 256 numbers. A block keeps one float32 scale (its largest magnitude) and one byte a number:
-an index into a book of 256 values that lie dense near 1 and reach down to 10⁻⁷ by decades, so that small and large
-entries of one block both keep their leading digit. The second moment is stored as its square root, which halves its range,
-and a value above 0 is never rounded to 0: a denominator that vanished would blow its weight's step up.
+Moments are cut into blocks of 256 numbers. A block keeps one float32 scale (its largest magnitude) and one
+byte a number: an index into a table of 256 values. The table is dense near 1 and reaches down to 10⁻⁷ by
+decades, so small and large entries of one block both keep their leading digit. The second moment is stored
+as its square root, which halves its range. A value above 0 is never rounded to 0, because a zero denominator
+would make the weight's step explode.
 
 Masters stay float32; a parameter costs 2 bytes (and 1/32) of moments instead of 8.
 
-Blocks are those of the whole tensor, flattened, however many ranks hold it: a rank steps its own piece, and where the border
-of a piece cuts a block, the ranks agree on that block's scale. So codes and scales do not depend on the number of ranks.
+Blocks are those of the whole flattened tensor, however many ranks hold it. A rank steps its own piece; if
+the border of a piece cuts a block, the ranks agree on that block's scale. So codes and scales do not depend
+on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from understudy.errors import PolicyError
 
 BLOCK = 256
 _CHUNK = BLOCK * (1 << 14)
-"""Numbers that are unpacked at a time: 4 M, so that the working memory of a step stays near 100 MB."""
+"""Numbers unpacked at a time: 4 M, so that the working memory of a step stays near 100 MB."""
 _DECADES = 7
 
 
@@ -116,7 +118,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fresh_state(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Moments of 0, by the names a checkpoint stores them under; of this rank's piece, where there are several."""
+    """Zero moments, by the names a checkpoint stores them under; with several ranks, of this rank's piece."""
     blocks = piece_of(weight).blocks
     state = {"step": torch.zeros(())}
     for name, signed in (("exp_avg", True), ("exp_avg_root", False)):
@@ -127,7 +129,7 @@ def fresh_state(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def whole_scales(scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The scales of all blocks from those of this rank's; every rank must ask."""
+    """The scales of all blocks, gathered from the ranks. Collective: every rank must call it."""
     piece = piece_of(weight)
     if piece.group is None:
         return scales

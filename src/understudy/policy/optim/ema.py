@@ -1,4 +1,4 @@
-"""An exponential average of the weights: smoother than the last step's, and often better on held-out problems."""
+"""An exponential average of the weights, for evaluation and export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Takes the weights of the step just made into account."""
+        """Updates the average with the weights of the step just made."""
         torch._foreach_lerp_(
             list(self.values.values()),
             [master.detach() for master in self._masters.values()],
@@ -36,7 +36,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Puts the `ema/NAME` tensors of a saved state back."""
+        """Restores the `ema/NAME` tensors of a saved state."""
         for name, value in self.values.items():
             if f"ema/{name}" not in tensors:
                 raise CheckpointError(

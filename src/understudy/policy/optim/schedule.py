@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step: nothing to save, nothing to restore, nothing to drift."""
+"""Learning-rate schedules as pure functions of the step, without state to save or restore."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from enum import StrEnum
 class ScheduleKind(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
-    """Falls in a straight line to `final_ratio` of the peak."""
+    """Linear decay to `final_ratio` of the peak."""
     COSINE = "cosine"
-    """Falls along half a cosine to `final_ratio` of the peak."""
+    """Cosine decay to `final_ratio` of the peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Warm-up in a straight line, then the decay.
+    """Linear warm-up, then the decay.
 
-    With warm-up w, total n and peak p, step i (counted from 0) trains with p·(i+1)/w while i < w; the first decayed step is
-    i = w with the full peak, and the line or cosine would reach `final_ratio`·p at i = n, so that the last step still learns.
+    With warm-up w, total n and peak p, step i (counted from 0) trains with p·(i+1)/w while i < w. The first
+    decayed step is i = w with the full peak. The decay would reach `final_ratio`·p at i = n, so the last
+    step still learns.
 
-    >>> Schedule(ScheduleKind.LINEAR, peak=1.0, total_steps=4).at(3)
-    0.25
+        >>> Schedule(ScheduleKind.LINEAR, peak=1.0, total_steps=4).at(3)
+        0.25
     """
 
     kind: ScheduleKind = ScheduleKind.CONSTANT

@@ -1,18 +1,30 @@
-"""One rank leads, the others follow: the trainer talks to a single policy, whatever the number of ranks.
+"""Rank 0 leads, ranks 1 … n−1 follow: the trainer calls one policy, however many ranks train.
 
     trainer ──update(batch)──> LeadingPolicy (rank 0) ══command, batch══> follow() on ranks 1 … n−1
                                      │                                        │
-                                     └────────── the same Policy call on every rank ┘
+                                     └──── the same Policy call on every rank ┘
 
-A follower waits for commands and makes the same call on its own `Policy`. An error that follows from the batch (it does
-not fit, its loss is not finite) arises on every rank alike: the leader raises it, followers wait for the next command.
-A follower ends when it is told to or when the leader is gone.
+A command is one broadcast of rank 0: a JSON header with `do` and a running `number`, and named tensors.
 
-Of a `FarBatch` only names and lengths travel: each rank fetches its own rows from where the batch says they are. Where one
-of them cannot, all refuse the command alike, and the leader sends the rows themselves, from the run directory.
+| `do` | carries | a follower |
+|---|---|---|
+| `update`, `logprobs` | the batch, or the names of remote rows | makes the same call on its own `Policy` |
+| `open_rows` | the address of remote rows | connects to it |
+| `teacher_head` | a teacher's head, once | keeps it for later updates |
+| `load_state`, `load_checkpoint` | the state, or where the checkpoint is | loads it |
+| `named_weights`, `named_adapters`, `averaged_weights`, `state` | nothing | takes part in the gather |
+| `skip_step`, `stop` | nothing | counts a step; returns from `follow` |
 
-A group cannot say why it is stuck: a rank that failed alone leaves the others waiting in a collective. So the leader waits
-for its own call with one eye on a `Lookout`, which sees the other ranks from outside the group.
+An error that follows from the batch (it does not fit, its loss is not finite) is raised on every rank. The
+leader raises it to the trainer; followers report it and wait for the next command. A follower ends at
+`stop`, or when the leader is gone.
+
+For a `FarBatch` (remote rows) only names and lengths are sent, and each rank fetches its own rows. If any
+rank cannot, all ranks refuse the command, and the leader sends the rows themselves, from the run directory.
+
+A process group cannot tell why it is stuck: if one rank fails alone, the rest wait in a collective. So while
+the leader waits for its own call it polls a `Lookout`, which observes the other ranks from outside the
+group.
 """
 
 from __future__ import annotations
@@ -44,18 +56,19 @@ logger = logging.getLogger(__name__)
 
 _GLANCE_SECONDS = 0.2
 _GRACE_SECONDS = 5.0
-"""How far apart ranks may fail together."""
+"""Ranks that fail from the same cause do so within this time."""
 _NOTICE_SECONDS = 60.0
-"""How long a lost rank may take to show as lost: a cluster looks for a machine's sign of life every few seconds, several times."""
+"""How long it may take to notice a lost rank: a cluster checks a machine's heartbeat every few seconds,
+several times."""
 
 Result = TypeVar("Result")
 
 
 class Lookout(Protocol):
-    """The other ranks, seen from outside their group."""
+    """Observes ranks 1 … n−1 from outside the process group."""
 
     def lost(self) -> Exception | None:
-        """The error of a rank that is gone, in its own words; None while all live."""
+        """The error of a rank that is gone, with its own message; None while all live."""
         ...
 
     def refused(self, number: int) -> Mapping[int, str]:
@@ -63,18 +76,20 @@ class Lookout(Protocol):
         ...
 
     def send_home(self) -> None:
-        """From now on a rank that ends is no loss."""
+        """From now on a rank that ends is not reported as lost."""
         ...
 
     def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
-        """Somebody asked to stop: a rank that stands still is lost after so long, and `on_giving_up` called."""
+        """The user asked to stop: from now on a rank that makes no progress for `patience_s` counts as lost,
+        and `on_giving_up` is called."""
         ...
 
 
 class LeadingPolicy:
     """Rank 0's policy with the interface of `Policy`; every call is made on all ranks.
 
-    The objective does not travel: followers were started with their own, built from the same recipe.
+    Called on the trainer's thread; the work runs on the rank's own thread (`RankThread`). The objective is
+    not sent: followers were started with their own, built from the same recipe.
     """
 
     def __init__(
@@ -87,7 +102,7 @@ class LeadingPolicy:
         self._heads: dict[str, TeacherHead] = {}
         self._number = 0
         self.bytes_sent = 0
-        """To each of the other ranks, in commands."""
+        """Bytes of all commands, per follower."""
         self._broken: Exception | None = None
 
     @property
@@ -160,7 +175,7 @@ class LeadingPolicy:
         )
 
     def open_rows(self, address: str) -> None:
-        """Tells the other ranks where the rows of every `FarBatch` to come lie."""
+        """Tells the followers where the rows of every later `FarBatch` are."""
         self._together({"do": "open_rows", "address": address}, lambda: None)
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
@@ -176,7 +191,8 @@ class LeadingPolicy:
         return self._together({"do": "state"}, self.policy.state)
 
     def load_state(self, state: PolicyState) -> None:
-        """Sends a whole state to every rank; where ranks share a file system, `load_checkpoint` spares the traffic."""
+        """Sends a whole state to every rank; `load_checkpoint` avoids that traffic if the ranks share a file
+        system."""
         tensors = {f"model:{name}": tensor for name, tensor in state.model.items()}
         tensors |= {f"optimizer:{name}": tensor for name, tensor in state.optimizer.items()}
         self._together(
@@ -186,7 +202,7 @@ class LeadingPolicy:
         )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Every rank reads the checkpoint itself; this one has it already."""
+        """Followers read the checkpoint from disk; rank 0 has read it already."""
         root = str(checkpoint.path.resolve().parent)
         self._together(
             {"do": "load_checkpoint", "root": root, "step": checkpoint.step},
@@ -194,25 +210,26 @@ class LeadingPolicy:
         )
 
     def expect_the_end(self) -> None:
-        """What ends from now on ends with the run: nobody is to be disturbed while it is put away."""
+        """The run is ending: from now on a rank that ends is not an error."""
         if self._lookout is not None:
             self._lookout.send_home()
 
     def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
-        """Somebody asked to stop; `on_giving_up` is called where a rank then stands still for so long."""
+        """The user asked to stop; `on_giving_up` is called if a rank then makes no progress for
+        `patience_s`."""
         if self._lookout is not None:
             self._lookout.hurry(patience_s, on_giving_up)
 
     def close(self) -> None:
-        """Sends the followers home. Where the group is broken, or breaks over this, there is nobody to tell: whoever is gone by now is
-        no loss, and whoever has not heard is ended."""
+        """Tells the followers to stop. Does nothing if the group is broken, and gives up after a few seconds
+        if it breaks now: the launcher ends followers that did not get the command."""
         if self._broken is None:
             self._number += 1
             message = pack({"do": "stop", "number": self._number}, {})
             wait([self._thread.submit(lambda: _broadcast(self._group, message))], timeout=_GRACE_SECONDS)
 
     def _send_head(self, name: str, head: TeacherHead) -> None:
-        """A teacher's head travels once; it is by far the largest thing a step could carry."""
+        """Sends a teacher's head once: it is by far the largest part of a command."""
         facts = {"softcap": head.softcap, "logit_scale": head.logit_scale, "temperature": head.temperature}
         tensors = {"weight_VH": head.weight_VH} | ({} if head.bias_V is None else {"bias_V": head.bias_V})
         self._together({"do": "teacher_head", "name": name, "facts": facts}, lambda: None, tensors)
@@ -225,7 +242,7 @@ class LeadingPolicy:
         call: Callable[[AnyBatch], Result],
         **others: Jagged | None,
     ) -> Result:
-        """A command about rows: by name where ranks can fetch them, else with all their columns."""
+        """A command about rows: by name if the ranks can fetch them, else with all their columns."""
         if isinstance(batch, FarBatch):
             told, tensors = far_columns(batch, **others)
             far = batch
@@ -245,7 +262,7 @@ class LeadingPolicy:
         call: Callable[[], Result],
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> Result:
-        """The command to all ranks, and this rank's own part of it on its thread."""
+        """Sends the command to all ranks and runs this rank's part of it on its thread."""
         if self._broken is not None:
             raise self._broken
         self._number = number = self._number + 1
@@ -271,7 +288,8 @@ class LeadingPolicy:
         if isinstance(error, UnderstudyError):
             self._broken = self._out_of_step(number)
             raise error
-        # Most likely a connection that broke; whoever broke it has the better words, once it is known to be gone.
+        # Most likely a broken connection. The rank that broke it has the better error message, once it is
+        # known to be gone.
         broke = is_about_a_connection(error)
         cause = self._patiently(
             lambda: self._lookout.lost() if self._lookout else None,
@@ -285,7 +303,8 @@ class LeadingPolicy:
         raise cause or error
 
     def _out_of_step(self, number: int) -> Exception | None:
-        """After this rank's refusal: None once all others refused the same command, for then all are in step."""
+        """After rank 0 refused a command: None once every follower refused it too, because then all ranks
+        are in step."""
         lookout = self._lookout
         if lookout is None:
             return None
@@ -320,10 +339,11 @@ def follow(
     refuse: Callable[[int, str], None] | None = None,
     open_rows: Callable[[str], RowSource] | None = None,
 ) -> None:
-    """Makes the leader's calls on this rank until it says stop. A lost leader ends the wait with a RuntimeError.
+    """Makes the leader's calls on this rank until `stop`. If the leader is lost, the wait ends with a
+    RuntimeError.
 
-    `refuse(number, reason)` tells the leader's lookout that a command could not be carried out here; `open_rows(address)`
-    connects to where rows lie that are told of by name.
+    `refuse(number, reason)` reports to the leader's lookout that a command failed here; `open_rows(address)`
+    connects to the rows that commands name.
     """
     heads: dict[str, TeacherHead] = {}
     source: RowSource | None = None
@@ -392,7 +412,7 @@ def _obey(
 
 
 def _broadcast(group: Group, message: bytes | None = None) -> bytes:
-    """Rank 0's bytes on every rank."""
+    """Broadcasts rank 0's bytes; returns them on every rank."""
     size = torch.tensor([len(message) if message is not None else 0])
     dist.broadcast(size, src=0, group=group.host)
     if message is None:

@@ -1,8 +1,8 @@
-"""The one thread a rank computes on.
+"""The one thread on which a rank computes.
 
-Collectives must start in the same order on every rank, and CUDA's current device belongs to a thread; so everything a
-rank does with its group happens here, in the order it was asked for. The thread is a daemon: where a peer is lost and a
-collective never returns, the process can still end.
+Collectives must start in the same order on every rank, and CUDA's current device belongs to a thread. So
+everything a rank does with its group runs here, in the order of submission. The thread is a daemon: if a
+peer is lost and a collective never returns, the process can still end.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class RankThread:
         return future
 
     def close(self) -> None:
-        """Ends the thread after what it was asked for. What torch keeps for a thread holds its group, and a process that
-        forks while such a thread is there may hang in the child, where the thread is gone."""
+        """Ends the thread after the submitted work. torch's thread-local state keeps the process group
+        alive, and a process that forks while such a thread exists may hang in the child, where the thread is
+        gone."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -41,4 +42,4 @@ class RankThread:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
-            del job, future  # tensors of a finished call are not held until the next one
+            del job, future  # do not hold the tensors of a finished call until the next one

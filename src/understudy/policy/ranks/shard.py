@@ -1,11 +1,11 @@
-"""One student over several ranks (FSDP2), or one rank alone, behind the same few calls.
+"""One student sharded over several ranks (FSDP2), or whole on one rank, behind one protocol.
 
-Reduction weights belong to the global batch, so a rank's loss is a plain part of the sum: losses and gradients are added
-over ranks, never averaged, and the result does not depend on how many ranks there are. Rows are dealt out by length and
-key; every rank sees the whole batch's lengths and therefore knows every other rank's share without asking.
+Reduction weights belong to the global batch, so a rank's loss is a part of one sum. Losses and gradients are
+added over ranks, never averaged, and the result does not depend on the number of ranks. Rows are distributed
+by length and key; every rank knows all lengths and therefore every rank's share, without communication.
 
-Sharded weights are float32 masters; where the student is stored in half precision, FSDP computes with a rounded copy and
-adds gradients up in float32, which is what `MasterAdamW` does on one rank.
+Sharded weights are float32 masters. If the student is stored in half precision, FSDP computes with a rounded
+copy and adds gradients up in float32, which is what `MasterAdamW` does on one rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from understudy.errors import PolicyError
 from understudy.types.loss_metrics import Metric, MetricMax, MetricMin, MetricSum, MetricTotal, merge_metrics
 
 _PATIENCE = timedelta(days=30)
-"""How long a rank waits for the next command. A lost peer shows at once as a closed connection; a long rollout is no fault."""
+"""How long a rank waits for the next command. A lost peer shows at once as a closed connection; a long
+rollout is not an error."""
 
 _METRICS: dict[str, type[Metric]] = {
     kind.__name__: kind for kind in (MetricSum, MetricTotal, MetricMin, MetricMax)
@@ -41,11 +42,12 @@ class Ranks(Protocol):
     size: int
 
     def shard(self, forward: nn.Module, weight_dtype: torch.dtype) -> None:
-        """Spreads the wrapped model's weights over the ranks, in place."""
+        """Shards the wrapped model's weights over the ranks, in place."""
         ...
 
     def settle(self, forward: nn.Module) -> None:
-        """Puts whole weights away after a pass without a backward, so that nobody reads a stale copy."""
+        """Reshards after a pass without a backward, so that no later pass reads a stale copy of the whole
+        weights."""
         ...
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
@@ -53,7 +55,7 @@ class Ranks(Protocol):
         ...
 
     def merged(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Host metrics of all ranks added up."""
+        """Metrics of all ranks, merged on the host."""
         ...
 
 
@@ -83,7 +85,8 @@ class Group:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.mesh: DeviceMesh = init_device_mesh(device, (self.size,))
-        # Small host-side sums go over gloo whatever carries the gradients, so they never wait for a device.
+        # Small sums on the host go over gloo, whichever backend carries the gradients, so they never wait
+        # for a device.
         self.host = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def shard(self, forward: nn.Module, weight_dtype: torch.dtype) -> None:
@@ -118,7 +121,7 @@ class Group:
         )
 
     def _gather(self, value: Any) -> list[Any]:
-        """Every rank's small value, as JSON rather than pickle."""
+        """Gathers a small value of every rank, as JSON rather than pickle."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(text)]), group=self.host)
@@ -143,27 +146,29 @@ def join(rank: int, size: int, rendezvous: str, device: str = "cpu") -> Group:
 
 
 def leave() -> None:
-    """Ends this process's part; nothing to do where it never joined."""
+    """Leaves the process group; does nothing if this process never joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def is_about_a_connection(error: BaseException) -> bool:
-    """Whether this is what a rank sees of another one's end."""
+    """Whether this error is what a rank sees when a peer ends."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
     return isinstance(error, RuntimeError) and ("gloo" in str(error) or "Connection" in str(error))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a sharded one (every rank must ask), or the tensor itself."""
+    """The full tensor of a sharded one (collective: every rank must call it), or the tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def deal_rows(rows: Sequence[int], lengths: Sequence[int], keys: Sequence[str], size: int) -> list[list[int]]:
-    """Each rank's rows: longest first, always to the rank with the fewest tokens so far, ties to the lowest rank.
+    """Each rank's rows: longest first, each to the rank with the fewest tokens so far, ties to the lowest
+    rank.
 
-    `lengths` and `keys` are by row. A batch that divides by nothing is fine, and so is one with fewer rows than ranks.
+    `lengths` and `keys` are by row. The number of rows need not be a multiple of the ranks, and may be
+    smaller.
     """
     if size == 1:
         return [list(rows)]

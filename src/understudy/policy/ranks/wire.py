@@ -1,4 +1,4 @@
-"""A batch as bytes, for the ranks that train with the one that was handed it. Safetensors and JSON, never pickle."""
+"""A batch as bytes, from rank 0 to its followers: JSON and safetensors, never pickle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from understudy.types.jagged import Jagged
 _HEADER = struct.Struct("<Q")
 _PLAIN = ("keys", "rewards", "stop_reasons", "teachers")
 _OTHERS = ("weights", "old_logprobs")
-"""What an update is given besides its batch."""
+"""Columns of an update beside its batch."""
 
 
 def pack(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -64,7 +64,8 @@ def jagged_from(name: str, tensors: Mapping[str, torch.Tensor]) -> Jagged | None
 
 
 def far_columns(batch: FarBatch, **others: Jagged | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The names of rows, and what the trainer computed for their tokens: `others`, and what the batch has of it."""
+    """The names of rows, and the per-token columns that the trainer computed: `others`, and those in the
+    batch."""
     head = {
         "partition": batch.meta.partition,
         "keys": list(batch.keys),
@@ -85,7 +86,7 @@ def far_columns(batch: FarBatch, **others: Jagged | None) -> tuple[dict[str, Any
 def far_from(
     head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], source: RowSource
 ) -> tuple[FarBatch, dict[str, Jagged]]:
-    """The batch without what the trainer computed, and that by name."""
+    """The batch of remote rows, and separately the columns that the trainer computed, by name."""
     lengths = torch.tensor(head["loss_lengths"], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     columns: dict[str, Jagged] = {}
@@ -108,7 +109,7 @@ def far_from(
 def told_of(
     head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], source: RowSource | None
 ) -> tuple[AnyBatch, dict[str, Jagged]]:
-    """The batch of a command, and what came with it."""
+    """The batch of a command, and the columns sent with it."""
     if "far" not in head:
         given = {name: jagged_from(name, tensors) for name in _OTHERS}
         others = {name: column for name, column in given.items() if column is not None}
@@ -120,7 +121,7 @@ def told_of(
 
 
 def _grouped(marks: Mapping[str, tuple[str, ...]]) -> list[tuple[list[str], tuple[str, ...]]]:
-    """Columns that were written together share their marks."""
+    """Columns that were written together share their marks; grouped, the marks are sent once."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, own in marks.items():
         groups.setdefault(own, []).append(name)
@@ -128,7 +129,7 @@ def _grouped(marks: Mapping[str, tuple[str, ...]]) -> list[tuple[list[str], tupl
 
 
 def _by_row(name: str, column: Jagged) -> dict[str, torch.Tensor]:
-    """One number a row where all tokens of a row have the same, as reduction weights and advantages of groups do."""
+    """One number per row if all its tokens have the same, as reduction weights and group advantages do."""
     lengths = column.lengths
     filled = lengths > 0
     rows = column.values.new_zeros(len(lengths))
