@@ -1,4 +1,4 @@
-"""The same runs from Python: `understudy.distill(…)`, `understudy.train(recipe)`, `understudy.resume(run_dir)`.
+"""The Python API: `understudy.distill(…)`, `understudy.train(recipe)`, `understudy.resume(run_dir)`.
 
 All of them work in a notebook too (`run/own_thread.py`).
 """
@@ -28,7 +28,7 @@ Reward = str | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Run(RunOutcome):
-    """A run that ended: where it left its files, how it went, and what can be done next."""
+    """A run that has ended: its files, its result, and the calls that can follow."""
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -61,7 +61,8 @@ class Run(RunOutcome):
         max_new_tokens: int | None = None,
         progress: bool = True,
     ) -> dict[str, float]:
-        """Measure the latest student, or the best, as `understudy eval` does: by the run's own `data.eval` and `data.reward`, or these."""
+        """Measures the latest student, or the best, as `understudy eval` does: with the run's own
+        `data.eval` and `data.reward`, or with these."""
         from understudy.observability.live import LiveView  # noqa: PLC0415
         from understudy.run.evaluate_model import evaluate_model  # noqa: PLC0415 - imports torch
         from understudy.run.given import storable  # noqa: PLC0415 - most callers of `import understudy` need neither
@@ -84,8 +85,8 @@ class Run(RunOutcome):
     def export(
         self, out: str | Path, *, best: bool = False, averaged: bool = False, adapter: bool = False
     ) -> Path:
-        """Write the trained student as a Hugging Face folder: the latest, or the best by held-out accuracy; `averaged` its running
-        average; `adapter` its LoRA adapter alone, in peft's layout."""
+        """Writes the trained student as a Hugging Face folder: the latest, or the best by held-out accuracy.
+        `averaged` writes its running average; `adapter` its LoRA adapter alone, in peft's layout."""
         from understudy.run.export import export_run  # noqa: PLC0415 - imports torch
 
         return export_run(self.dir, Path(out), best=best, averaged=averaged, adapter=adapter)
@@ -169,7 +170,8 @@ def _as_run(outcome: RunOutcome) -> Run:
 
 
 def _teachers(given: Any) -> dict[str, dict[str, Any]]:
-    """A table for each teacher, under a name made of its key: names are parts of paths and metrics, keys are any text."""
+    """A table for each teacher, under a name made from its key: names are parts of paths and metrics, keys
+    may be any text."""
     if not isinstance(given, Mapping):
         return {"teacher": {"model": _model(given, "teacher")}}
     if not given:
@@ -196,7 +198,7 @@ def _model(given: Any, what: str) -> str:
 
 
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`section__key` as the recipe writes it."""
+    """`section__key` → `section.key`, as in a recipe."""
     for name, value in overrides.items():
         if "__" not in name.strip("_"):
             raise ConfigError(

@@ -8,20 +8,20 @@
     │   ├── TeacherReplyError       a reply arrived and is wrong: names teacher, replica, row and position
     │   └── TeacherUnavailable      no replica can answer now
     ├── EngineError                 a generation engine failed
-    ├── PolicyError                 the student being trained: a non-finite loss or gradient, a model that does not fit
+    ├── PolicyError                 the student: a non-finite loss or gradient, a model that does not fit
     ├── DataPlaneError              rows, leases, journal
-    │   ├── LeaseLost               a late writer or acker: its lease belongs to someone else now
+    │   ├── LeaseLost               a late write or ack: the lease has expired or has a new holder
     │   └── RowsUnreachable         a rank cannot fetch its rows; the run directory has them
     ├── CheckpointError             a checkpoint is missing, torn or does not fit this run
     ├── ClusterError                processes and placement
-    │   └── ChildDied               a child process ended; carries the child's own last words
-    │       └── RankLost            one of the ranks that train the student; the run may go back to its last checkpoint
-    │           ├── CriticLost      the process of the critic, which trains too
-    │           └── GivenUp         either stood still when somebody asked the run to stop
+    │   └── ChildDied               a child process ended; carries the child's last output
+    │       └── RankLost            a rank of the student; the run may go back to its last checkpoint
+    │           ├── CriticLost      the critic's process, which trains too
+    │           └── GivenUp         a rank or the critic made no progress after the user asked to stop
     └── RunDirectoryError           a run directory exists already, or is not one
 
-All of them pickle (a child process can send one), because each is built from its message alone.
-A command prints the message and exits with `exit_code`; the stack trace only shows with `--debug`.
+All of them pickle (a child process can send one), because each is built from its message alone. A command
+prints the message and exits with `exit_code`; the stack trace only shows with `--debug`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from collections.abc import Sequence
 
 
 class UnderstudyError(Exception):
-    """Base of all errors that are ours to explain."""
+    """Base of all errors that Understudy explains to the user."""
 
     exit_code = 2
 
 
 class ConfigError(UnderstudyError):
-    """A recipe is wrong. `problems` lists every one of them, so that a user mends all at once."""
+    """A recipe is wrong. `problems` lists every problem, so that a user can fix all of them at once."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
@@ -71,7 +71,7 @@ class EngineError(UnderstudyError):
 
 
 class PolicyError(UnderstudyError):
-    """The student being trained: a non-finite loss or gradient, a model that cannot be trained."""
+    """The student being trained: a non-finite loss or gradient, or a model that cannot be trained."""
 
 
 class DataPlaneError(UnderstudyError):
@@ -79,11 +79,11 @@ class DataPlaneError(UnderstudyError):
 
 
 class LeaseLost(DataPlaneError):
-    """A write or an ack came with a lease that expired or was given to someone else."""
+    """A write or an ack came with a lease that has expired or has a new holder."""
 
 
 class RowsUnreachable(DataPlaneError):
-    """A rank could not fetch the columns of its rows; they are in the run directory all the same."""
+    """A rank could not fetch the columns of its rows; the run directory still has them."""
 
 
 class CheckpointError(UnderstudyError):
@@ -95,19 +95,20 @@ class ClusterError(UnderstudyError):
 
 
 class ChildDied(ClusterError):
-    """A child process ended unexpectedly; the message starts with the child's own last words."""
+    """A child process ended unexpectedly; the message starts with the child's last output."""
 
 
 class RankLost(ChildDied):
-    """A rank that trains the student with others is gone, and with it this rank's part of the student."""
+    """A rank that trains the student is gone, and with it the rank's shard of the student."""
 
 
 class CriticLost(RankLost):
-    """The critic's process is gone, and with it what the critic learnt since the last checkpoint."""
+    """The critic's process is gone, and with it the critic's training since the last checkpoint."""
 
 
 class GivenUp(RankLost):
-    """A rank or the critic's process stood still when somebody asked to stop: what was learnt since the last checkpoint cannot be saved."""
+    """A rank or the critic's process made no progress after the user asked to stop: what was learnt since
+    the last checkpoint cannot be saved."""
 
 
 class RunDirectoryError(UnderstudyError):

@@ -1,6 +1,6 @@
-"""`understudy`: one command, one line per error, exit code 2 for what the user can mend.
+"""The command `understudy`: one line per error, exit code 2 for errors that the user can fix.
 
-Commands import what they need when they run, so `understudy check` never pays for torch.
+Commands import what they need when they run, so `understudy check` never imports torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COMMANDS = {
 
 
 def program() -> int:
-    """The command `understudy`: `main`, after which the process ends, whatever still hangs in a thread."""
+    """The entry point: runs `main`, then ends the process even if a thread still hangs."""
     outlive_the_terminal()
     code = main()
     from understudy.run.entry import leave_soon
@@ -53,7 +53,7 @@ def program() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:  # while a command is imported, too
+    except KeyboardInterrupt:  # also while a command is imported
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
@@ -73,7 +73,7 @@ def _run(words: list[str]) -> int:
         _say(error)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output (`| head`) went away: not an error of ours.
+        # The reader of our output (`| head`) has closed it, which is no error.
         sys.stderr.close()
         return 0
     except Exception as error:
@@ -98,8 +98,8 @@ def _escape(text: str) -> str:
 
 
 def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Flags and `key=value` words in any order: argparse takes the words up to the first flag and no later ones, and its
-    `parse_intermixed_args` knows no commands."""
+    """Parses flags and `key=value` words in any order: argparse takes the words up to the first flag and no
+    later ones, and its `parse_intermixed_args` does not support subcommands."""
     options, left = parser.parse_known_args(arguments)
     if left and (not hasattr(options, "overrides") or any(word.startswith("-") for word in left)):
         own: Parser = getattr(options, "own_parser", parser)
@@ -119,9 +119,10 @@ def _say(error: UnderstudyError) -> None:
 
 
 def _parser(words: Sequence[str] = ()) -> Parser:
-    """The parser of the command that `words` begin with; of all commands where they name none.
+    """The parser of the command that `words` begin with; of all commands if they name none.
 
-    The others are not imported then: `understudy quickstart` says something before it has loaded what it needs.
+    With one command named, no other command is imported: `understudy quickstart` prints something before it
+    has loaded what it needs.
     """
     named = next((word for word in words if not word.startswith("-")), "")
     parser = Parser(prog="understudy", description="On-policy distillation of language models.")

@@ -1,4 +1,4 @@
-"""What a user reads when a run ends: where it is, how it went, what to do next."""
+"""The text a user reads when a run ends: its folder, its result, the next command."""
 
 from __future__ import annotations
 

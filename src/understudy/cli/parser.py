@@ -1,4 +1,4 @@
-"""The command line's parser: a wrong command line is answered in one line, with an example that works."""
+"""The command line's parser: reports an error in one line, with an example that works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNKNOWN = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from 
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, except for what it says of an error. Its epilog is `example: ` and a whole command."""
+    """`ArgumentParser` with our own error messages. The epilog is `example: ` and a whole command."""
 
     def error(self, message: str) -> NoReturn:
         from understudy.config.base import nearest

@@ -1,4 +1,4 @@
-"""A recipe as commands take it: read, overridden, and checked as far as it can be without starting anything."""
+"""Reads a recipe for a command: overrides applied, and checked as far as possible without starting it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from understudy.planning.preflight import Findings, preflight
 def checked_recipe(
     path: Path, overrides: Sequence[str], *, progress: bool = True, findings: Findings | None = None
 ) -> Recipe:
-    """The recipe, or a `ConfigError` with every problem of its keys, models, data and ports together. `findings` takes what else was
-    found."""
+    """The recipe, or a `ConfigError` with every problem of its keys, models, data and ports together.
+    `findings` receives everything else that was found."""
     recipe, problems = examine(read_tables(path, overrides))
     if recipe is not None:
-        # A key that was wrong was taken out before this look; most findings have nothing to do with one another.
+        # Wrong keys were taken out before this check; most findings do not depend on each other.
         problems += [
             problem
             for problem in preflight(recipe, progress=progress, findings=findings)

@@ -1,7 +1,7 @@
-"""Output to a terminal that may go away.
+"""Output to a terminal that may be closed.
 
-A terminal that is closed takes no more output: what is printed from then on goes nowhere, and the command goes on to its end, or
-to the stop that SIGHUP asks for.
+After a terminal is closed, output is discarded, and the command continues to its end, or to the stop that
+SIGHUP asks for.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, TextIO, cast
 
 
 def outlive_the_terminal() -> None:
-    """From now on the end of a terminal does not end what prints to it."""
+    """From now on the command survives the closing of its terminal."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is not None:
             setattr(sys, name, cast(TextIO, ClosableTerminal(getattr(sys, name))))
 
 
 class ClosableTerminal:
-    """A stream of text that loses what it is given once its terminal is closed, instead of raising EIO."""
+    """A text stream that discards what is written once its terminal is closed, instead of raising EIO."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -47,4 +47,4 @@ class ClosableTerminal:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
-        self._stream.flush()  # what the stream still held
+        self._stream.flush()  # discards what the stream still buffered

@@ -1,4 +1,4 @@
-"""A run's curves in one picture."""
+"""Draws a run's curves as one picture."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Named places where a fault can be injected, so that a kill test can strike between any two writes.
+"""Named fault-injection points, at which a test can kill the process between any two writes.
 
 `point("checkpoint.before_rename")` does nothing unless the environment names that point:
 
-    UNDERSTUDY_FAULT="checkpoint.before_rename:3"      kill -9 this process at the third passage
+    UNDERSTUDY_FAULT="checkpoint.before_rename:3"      kill -9 this process at the third call
 
-A test sets the variable for one child process and then proves that nothing was lost.
+A test sets the variable for one child process and then checks that nothing was lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _passages: dict[str, int] = {}
 
 
 def point(name: str) -> None:
-    """A place where the process may be killed by a test; free otherwise."""
+    """Kills this process if a test asks for it here; otherwise it costs nothing."""
     wanted = os.environ.get(_VARIABLE)
     if not wanted:
         return

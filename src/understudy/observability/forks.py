@@ -1,8 +1,9 @@
-"""What belongs to this process alone: a fork of it lets go at once.
+"""Closes this process's pipes and locks in every fork of it.
 
-A reward, an agent loop or a tool may fork; a pool of processes does, by Python's own choice on Linux. The fork has every open file of
-ours, for as long as it lives, and a pool whose owner was killed waits for work for ever. By the end of a pipe others know that we are
-gone, and by a lock that nobody writes here: a fork that holds either would speak for a process that is no more.
+A reward, an agent loop or a tool may fork; `multiprocessing` pools do by default on Linux. The child
+inherits every open file of this process for as long as it lives, and a pool whose owner was killed waits for
+work for ever. Peers detect our death by EOF on a pipe or by a released lock, so a forked child that kept
+either open would hide it. Forked children must close both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _OURS: WeakKeyDictionary[object, Callable[[object], object]] = WeakKeyDictionary
 
 
 def only_here(thing: Thing, let_go: Callable[[Thing], object]) -> None:
-    """`let_go(thing)` is called in every fork of this process; not in programs that are started, which inherit nothing of ours."""
+    """Calls `let_go(thing)` in every fork of this process. Programs started with exec inherit none of our
+    files anyway."""
     _OURS[thing] = let_go  # type: ignore[assignment]
 
 

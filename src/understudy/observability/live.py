@@ -1,4 +1,4 @@
-"""What a user watches while a run runs: a live table in a terminal, plain lines anywhere else."""
+"""The live view of a run: a table in a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -70,16 +70,17 @@ class LiveView:
             self._live.stop()
 
     def phase(self, text: str) -> None:
-        """What is going on now, for work that is not a step (starting teachers, evaluating)."""
+        """Shows the current activity, for work that is not a step (starting teachers, evaluating)."""
         self._phase = text
         if self._enabled and not self._fancy and text:
             self._say(text)
 
     @contextmanager
     def work(self, text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """A bar for work that may take a while (`total` pieces, or None where nobody knows); yields a call that adds pieces.
+        """A progress bar for long work (`total` pieces, None if unknown); yields a function that adds
+        pieces.
 
-        Anywhere but in a terminal it is a line at the start and one every few seconds.
+        Outside a terminal it prints a line at the start and one every few seconds.
         """
         bar = self._others.add_task(text, total=total, visible=self._fancy)
         done, last = 0, time.monotonic()
@@ -101,11 +102,11 @@ class LiveView:
             self._others.remove_task(bar)
 
     def _say(self, text: str) -> None:
-        """A plain line; paths and names in it may hold what rich takes for markup."""
+        """Prints a plain line; paths and names in it may contain what rich would read as markup."""
         self.console.print(text, highlight=False, markup=False)
 
     def note(self, text: str) -> None:
-        """Something a user should know and keep: a pause, a restarted replica, a dead letter."""
+        """Prints a lasting message: a pause, a restarted replica, a dead letter."""
         if self._enabled:
             self.console.print(Text(f"! {text}", style="yellow"))
 

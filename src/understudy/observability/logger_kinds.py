@@ -1,7 +1,7 @@
-"""The programs metrics can be told to, each behind the same two calls.
+"""The external metric loggers (tensorboard, wandb, trackio, mlflow), each behind the same two calls.
 
-Everything they write lies in RUN/loggers/NAME unless their own environment variables say otherwise. A run that is resumed
-goes on in the same place: ids are kept in a file beside.
+Everything they write is in RUN/loggers/NAME unless their own environment variables say otherwise. A resumed
+run continues in the same place: ids are kept in a file there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def wandb_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_st
         mode=os.environ.get("WANDB_MODE") or ("online" if known else "offline"),
         settings=wandb.Settings(silent=True, console="off"),
     )
-    # Our own step as the axis: wandb's only counts up, and a resumed run goes back.
+    # Our own step as the axis: wandb's only increases, and a resumed run goes back.
     run.define_metric("*", step_metric="step")
     return _Wandb(run)
 
@@ -100,7 +100,7 @@ class _Trackio:
 def mlflow_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_step: int) -> Logger:
     """To MLFLOW_TRACKING_URI, or into files of the run directory."""
     if "MLFLOW_TRACKING_URI" not in os.environ:
-        # Recent versions ask for a database server and keep files only where one says so.
+        # Recent versions ask for a database server and accept files only if this is set.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = importlib.import_module("mlflow")
     client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or folder.resolve().as_uri())
@@ -120,7 +120,7 @@ class _Mlflow:
         self._client, self._run_id, self._metric = client, run_id, metric
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        # Its names know no @: pass@4 becomes pass_at_4.
+        # MLflow's names may not contain @: pass@4 becomes pass_at_4.
         now = int(time.time() * 1000)
         entries = [
             self._metric(name.replace("@", "_at_"), value, timestamp=now, step=step)
@@ -133,7 +133,7 @@ class _Mlflow:
 
 
 def _kept_id(folder: Path, make: Callable[[], str]) -> str:
-    """The id this run has with a logger, made once."""
+    """This run's id with a logger, made once."""
     place = folder / "run_id"
     if not place.exists():
         place.write_text(make())

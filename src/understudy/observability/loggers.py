@@ -1,10 +1,10 @@
-"""Metrics told to other programs beside metrics.jsonl: `run.loggers = ["tensorboard", "wandb"]`.
+"""Sends metrics to other programs beside metrics.jsonl: `run.loggers = ["tensorboard", "wandb"]`.
 
-    write(step, line) ──> metrics.jsonl            always, first, and what everything else in this project reads
+    write(step, line) ──> metrics.jsonl            always, and first; everything else in this project reads it
                      └──> queue ──> one thread ──> tensorboard, wandb, trackio, mlflow: as the run asks
 
-A logger is a guest: it lives on a thread of its own, and one that fails is warned about once and not asked again. No
-trouble of a logger ever reaches the training. Each package is an extra and imported only when it is asked for.
+Loggers run on a thread of their own. One that fails is warned about once and not called again, so an error
+of a logger never reaches the training. Each package is an extra and imported only if the recipe names it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class ToldMetrics(MetricsWriter):
             self._teller = None
 
     def _tell(self) -> None:
-        """The thread. Loggers are made at the first line, so that each knows where a resumed run goes on."""
+        """The thread's loop. Loggers are made at the first line, so that each knows at which step a resumed
+        run continues."""
         living: dict[str, Logger] = {}
         waiting = list(self._names)
         while (line := self._lines.get()) is not None:

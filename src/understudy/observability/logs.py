@@ -14,7 +14,8 @@ class _Redacting(logging.Formatter):
 
 
 def log_to(path: Path, level: int = logging.INFO) -> logging.Handler:
-    """Send everything below `understudy` to a file; returns the handler, so that a run can take it off again."""
+    """Sends all log records below `understudy` to a file; returns the handler, so that a run can remove it
+    again."""
     handler = logging.FileHandler(path)
     handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("understudy")

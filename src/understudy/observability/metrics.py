@@ -12,7 +12,8 @@ from typing import Any
 from understudy.observability.rundir import write_atomically
 
 WALL_CLOCK = ("time/", "perf/")
-"""Keys under these prefixes depend on the clock or on who answered first; all others repeat to the bit."""
+"""Keys under these prefixes depend on the clock or on the order of replies; all other keys repeat to the
+bit."""
 
 
 class MetricsWriter:
@@ -28,7 +29,7 @@ class MetricsWriter:
         return line
 
     def sync(self) -> None:
-        """Before a checkpoint counts on these lines."""
+        """Flushes to disk; called before a checkpoint that relies on these lines."""
         os.fsync(self._handle.fileno())
 
     def close(self) -> None:
@@ -49,13 +50,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_back(path: Path, step: int | None) -> None:
-    """Forget every line after `step` (all lines when None), so that resumed steps are written once."""
+    """Removes every line after `step` (all lines if None), so that resumed steps are written once."""
     kept = [] if step is None else [line for line in read_metrics(path) if line["step"] <= step]
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def without_clock(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What must repeat to the bit under `determinism = "full"`."""
+    """The keys that must repeat to the bit under `determinism = "full"`."""
     return {key: value for key, value in line.items() if not key.startswith(WALL_CLOCK)}
 
 

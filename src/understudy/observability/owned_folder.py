@@ -1,7 +1,8 @@
-"""Temporary folders that belong to a process: whoever finds one can tell whether its owner still lives.
+"""Temporary folders owned by a process; a lock shows other processes whether the owner still lives.
 
-The owner holds a lock on a file inside. The kernel lets go of it with the process, kill -9 included, whichever container
-or pid namespace it was in. So what a killed run left in /dev/shm is removed by its last engine process, or by the next run.
+The owner holds a lock on a file inside. The kernel releases it when the process ends, kill -9 included, in
+any container or pid namespace. So what a killed run left in /dev/shm is removed by its last engine process,
+or by the next run.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ _MARK = ".owner"
 
 
 class OwnedFolder:
-    """A new folder, ours until `close` or the end of this process."""
+    """A new folder, owned until `close` or the end of this process."""
 
     def __init__(self, prefix: str, parent: Path | None, *, tidy: bool = True) -> None:
-        """`tidy` removes what killed runs left beside it; not in a folder of the user's own, where other machines may write too and
-        not see our locks."""
+        """`tidy` removes what killed runs left beside it. Not used in a folder of the user's own: other
+        machines may write there, and do not see our locks."""
         home = Path(tempfile.gettempdir()) if parent is None else parent
         if tidy:
             remove_abandoned(home, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=home))
-        # Locked before it gets its name: nobody ever finds a mark without its owner.
+        # Locked before it gets its name: no process ever finds the file without its owner's lock.
         file = os.open(self.path / f"{_MARK}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(
             OSError
-        ):  # a file system without locks: then nobody else finds it free either
+        ):  # a file system without locks: other processes cannot lock it either, so they never see it as abandoned
             fcntl.flock(file, fcntl.LOCK_EX)
         (self.path / f"{_MARK}.new").rename(self.path / _MARK)
         self._file: int | None = file
@@ -47,7 +48,7 @@ class OwnedFolder:
 
 
 def remove_if_abandoned(folder: Path) -> None:
-    """Removes an owned folder whose owner is gone; anything else is left alone."""
+    """Removes an owned folder whose owner is gone; does nothing otherwise."""
     with _lock_of(folder) as free:
         if free:
             shutil.rmtree(folder, ignore_errors=True)
@@ -55,7 +56,7 @@ def remove_if_abandoned(folder: Path) -> None:
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
-    """What earlier runs of this user left: they were killed before they could tidy up."""
+    """Removes what earlier runs of this user left because they were killed."""
     with contextlib.suppress(OSError):
         for folder in parent.glob(f"{prefix}*"):
             with contextlib.suppress(OSError):
@@ -65,7 +66,7 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
 
 @contextlib.contextmanager
 def _lock_of(folder: Path) -> Iterator[bool]:
-    """Whether nobody holds the folder; held by us meanwhile."""
+    """Yields whether the folder has no owner; holds its lock meanwhile."""
     try:
         file = os.open(folder / _MARK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

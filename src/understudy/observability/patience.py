@@ -1,4 +1,4 @@
-"""Work that is over soon is not talked about; work that takes longer says what it is and how far it has come."""
+"""Progress of slow work: silent for the first seconds, then a bar or a line every few seconds."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from rich.progress import (
 )
 
 QUIET_SECONDS = 2.0
-"""How long nothing is said."""
+"""How long nothing is shown."""
 SHORT_SECONDS = 0.5
-"""A piece that is over so soon is not told of even then."""
+"""After that, pieces of work shorter than this are still not shown."""
 _PLAIN_SECONDS = 5.0
 _REFRESH_SECONDS = 0.2
 
 
 class Patience:
-    """`with patience.work("reading data.train", total=rows) as advance: …`; the quiet time is one for all of it together.
+    """`with patience.work("reading data.train", total=rows) as advance: …`; all work of one `Patience`
+    shares the quiet time.
 
-    A thread of its own talks, so also work that never calls `advance` is told of. In a terminal it is a bar that goes away,
-    anywhere else a line every few seconds.
+    A thread of its own prints, so work that never calls `advance` is shown too. In a terminal it is a bar
+    that disappears, otherwise a line every few seconds.
     """
 
     def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Secrets never reach a log, a config dump or a run directory."""
+"""Hides secrets before they reach a log, a config dump or a run directory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The report of a run: one picture, one table, a few rollouts before and after. Reads the run directory only.
+"""The report of a run: curves, a table, a few rollouts before and after. Reads only the run directory.
 
-The page is one file: pictures are in it as data, and its policy lets it load nothing.
+The page is one file: pictures are embedded as data, and its content policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _ROLLOUTS_PER_SOURCE = 3
 
 def write_report(run: RunDir, next_command: str | None = None) -> Path:
     """Draw curves.png and timeline.png and write report.html, which holds both; returns the page's path."""
-    # Drawing takes half a second to import, and every process of a run imports this file; few of them draw.
+    # Matplotlib takes half a second to import, and every process of a run imports this file; few of them
+    # draw.
     from understudy.observability.curves import draw_curves  # noqa: PLC0415
     from understudy.observability.timeline import draw_timeline  # noqa: PLC0415
 
@@ -43,8 +44,8 @@ def teachers_measured(table: Sequence[dict[str, Any]]) -> bool:
 
 
 def accuracy_table(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per data source: the student before and after, the teacher, and the ratio of the two. A run that ended before its
-    second evaluation has no figure after it."""
+    """One entry per data source: the student before and after, the teacher, and the ratio of the two. A run
+    that ended before its second evaluation has no figure for "after"."""
     evaluated = [line for line in metrics if any(key.startswith("val/accuracy/") for key in line)]
     if not evaluated:
         return []

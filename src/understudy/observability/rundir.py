@@ -1,21 +1,21 @@
-"""The run directory: the one interface between a run and everything that looks at it.
+"""The run directory: the only interface between a run and the tools that read it.
 
 RUN/
   recipe.json        the resolved recipe, secrets redacted
-  state.json         how the run stands: running, finished, stopped, failed, and why
+  state.json         status of the run: running, finished, stopped, failed, and why
   metrics.jsonl      one line per step; keys under `time/` and `perf/` depend on the clock, all others do not
   waits.json         what the run waits for now, refreshed while it lives (`understudy doctor RUN`)
-  data/              rows that were given as objects (`understudy.distill(data=[…])`), where there were any
-  spans.jsonl        who did what when (produce, score, update, publish, …)
+  data/              rows that were given as objects (`understudy.distill(data=[…])`), if any
+  spans.jsonl        what ran when (produce, score, update, publish, …)
   samples.jsonl      held-out rollouts of each evaluation
   rollouts/          STEP.jsonl: the rows a step was trained on, as text (`run.rollout_dump_every`)
-  dataplane/         journal.sqlite: rows, leases and the ledger; dead_letters.jsonl: rows that failed, with the reason
-  loggers/           what tensorboard, wandb, trackio and mlflow write, where they were asked for
-  refused.jsonl      rows whose loss or gradient was not finite, where there were any
+  dataplane/         journal.sqlite: rows, leases, ledger; dead_letters.jsonl: failed rows with the reason
+  loggers/           what tensorboard, wandb, trackio and mlflow write, if the recipe names them
+  refused.jsonl      rows whose loss or gradient was not finite, if any
   refused/           all that their update read, for `understudy replay`
   checkpoints/       step-000050/ …, latest, best
   logs/              one file per process
-  teachers/          what `understudy teachers RUN add | remove` asked for
+  teachers/          requests of `understudy teachers RUN add | remove`
   lock               held while the run lives
   report.html, curves.png, timeline.png
 """
@@ -44,7 +44,7 @@ class RunDir:
 
     @classmethod
     def create(cls, wanted: str | None, name: str, base: Path = Path("runs")) -> RunDir:
-        """A fresh folder; a folder that already holds a run is never written over."""
+        """Makes a new folder; a folder that already holds a run is never overwritten."""
         if wanted is not None:
             run = cls(Path(wanted))
             if not _is_free(run.path):
@@ -53,7 +53,7 @@ class RunDir:
                     f"{run.path} {what}; continue it with `understudy resume {run.path}`, or name another folder in run.dir"
                 )
         else:
-            # The random tail keeps two launches within one second apart.
+            # The random tail separates two launches within one second.
             stamp = time.strftime("%Y%m%d-%H%M%S")
             run = cls(base / f"{name}-{stamp}-{secrets.token_hex(2)}")
         try:
@@ -77,7 +77,8 @@ class RunDir:
         return run
 
     def read_recipe(self) -> dict[str, Any]:
-        """The tables of recipe.json, for the folder as it lies now: it may have been moved since the run began."""
+        """The tables of recipe.json, with paths for the folder's current location: it may have been moved
+        since the run began."""
         table: dict[str, Any] = read_json(self.recipe)
         written = Path(table["run"]["dir"] or self.path)  # a recipe.json written by hand may name no folder
         kept, here = f"{RunDir(written).data}{os.sep}", f"{self.data}{os.sep}"
@@ -147,7 +148,7 @@ class RunDir:
         return self.path / "logs"
 
     def lock(self) -> IO[str]:
-        """Held for the life of the process that trains here, so that two never write one run."""
+        """Held for the life of the training process, so that two processes never write one run."""
         try:
             handle = (self.path / "lock").open("a+")
         except OSError as error:
@@ -183,8 +184,8 @@ def _is_free(path: Path) -> bool:
 
 
 def probe_run_dir(wanted: str | None, base: Path = Path("runs")) -> None:
-    """Raises where a run directory could not be made. Permissions, mounts and quotas have many rules, so a folder is made and removed
-    again in the nearest one that exists."""
+    """Raises if a run directory could not be made. Permissions, mounts and quotas have many rules, so it
+    makes and removes a folder in the nearest existing one."""
     path = Path(wanted) if wanted is not None else base
     try:
         exists = path.exists()
@@ -201,7 +202,7 @@ def probe_run_dir(wanted: str | None, base: Path = Path("runs")) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Either the old content or the new is there, never half of one, even after kill -9."""
+    """Replaces a file: afterwards it has the old content or the new, complete, even after kill -9."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     with temporary.open("w") as handle:
         handle.write(text)
@@ -211,7 +212,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def copy_durably(source: Path, target: Path) -> Path:
-    """A copy that survives a crash once this returns; folders on the way are made."""
+    """A copy that survives a crash once this returns; makes missing folders."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     with target.open("rb") as handle:

@@ -1,6 +1,6 @@
-"""spans.jsonl: every arrow of the drawing leaves a line: name, start, end, and what it was about.
+"""spans.jsonl: one line per unit of work: name, start, end, and what it was about.
 
-Times are seconds since the run's own zero on the monotonic clock, so lines of one process compare exactly.
+Times are seconds since the run's start on the monotonic clock, so lines of one process compare exactly.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class OpenSpan:
-    """Something that has begun and not ended."""
+    """A span that has begun and not ended."""
 
     name: str
     start: float
     about: Mapping[str, Any]
     number: int = 0
     parent: int | None = None
-    """The number of the span it was opened in, also by a task that was started there; None: in none."""
+    """The number of the enclosing span, also for a task that was started in it; None at the top."""
 
 
 _within: ContextVar[int | None] = ContextVar("span", default=None)
 
 
 class _Span:
-    """The context of one span: a class, because a step has hundreds of them and a generator costs twice as much."""
+    """The context manager of one span. A class, because a step has hundreds of spans and a generator costs
+    twice as much."""
 
     __slots__ = ("_about", "_name", "_number", "_parent", "_spans", "_start")
 
@@ -60,7 +61,7 @@ class Spans:
         self._open: dict[int, OpenSpan] = {}
         self._encode = msgspec.json.Encoder(enc_hook=str).encode
         self.last_end = self._zero
-        """When anything last ended, on the monotonic clock: the sign of progress."""
+        """When a span last ended, on the monotonic clock; shows that the run makes progress."""
 
     def span(self, name: str, **about: Any) -> AbstractContextManager[None]:
         return _Span(self, name, about)
@@ -79,7 +80,7 @@ class Spans:
             self._handle.write(self._encode({"name": name, **times, **about}) + b"\n")
 
     def under_way(self) -> list[OpenSpan]:
-        """What has begun and not ended, oldest first."""
+        """The open spans, oldest first."""
         return list(self._open.values())
 
     def take_totals(self) -> dict[str, float]:
@@ -92,7 +93,7 @@ class Spans:
             self._handle.flush()
 
     def close(self) -> None:
-        """Whoever is still about something may end it all the same; nobody writes that down any more."""
+        """Closes the file. Spans that are still open may end later, but are no longer written."""
         if self._handle:
             self._handle.close()
             self._handle = None

@@ -1,4 +1,4 @@
-"""The last steps of a run as a Gantt chart: what the trainer did when, and how much was under way beside it."""
+"""The last steps of a run as a Gantt chart: the trainer's work, and the number of parallel spans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Span = dict[str, Any]
 
 
 def draw_timeline(spans_file: Path, path: Path, steps: int = _STEPS) -> bool:
-    """Draws the last `steps` updates; False where there is nothing to draw."""
+    """Draws the last `steps` updates; returns False if there is nothing to draw."""
     spans = last_steps(read_last_launch(spans_file), steps)
     if not spans:
         return False
@@ -44,7 +44,7 @@ def draw_timeline(spans_file: Path, path: Path, steps: int = _STEPS) -> bool:
 
 
 def read_last_launch(path: Path) -> list[Span]:
-    """The end of a spans file, as far as one process wrote it: lines come in order of their ends."""
+    """The end of a spans file, as far as one process wrote it: lines are in order of their ends."""
     if not path.exists():
         return []
     with path.open("rb") as handle:
@@ -54,7 +54,7 @@ def read_last_launch(path: Path) -> list[Span]:
     for line in lines:
         try:
             span = json.loads(line)
-        except json.JSONDecodeError:  # the first line of the tail, or the last of a killed run
+        except json.JSONDecodeError:  # the cut first line of the tail, or the torn last line of a killed run
             continue
         if spans and span["end"] < spans[-1]["end"]:
             spans = []
@@ -88,7 +88,7 @@ def _phases(axis: Axes, spans: Sequence[Span], zero: float) -> None:
 
 
 def _under_way(axis: Axes, spans: Sequence[Span], name: str, zero: float) -> None:
-    """How many spans of one name there are at each moment."""
+    """Draws how many spans of one name are open at each moment."""
     changes = sorted(
         [(span["start"] - zero, 1) for span in spans] + [(span["end"] - zero, -1) for span in spans]
     )

@@ -1,11 +1,12 @@
-"""Who waits for what, written down while a run lives; and said aloud when nothing has moved for long.
+"""Records what a live run waits for, and reports it when nothing has progressed for long.
 
-Everything a run does is a span, so what it waits for is what has begun and not ended. Whoever knows how spans hang together
-draws them as chains (`graph`), from a task down to what holds it up:
+Everything a run does is a span, so a run waits for its open spans. `graph`, given by the trainer, knows how
+spans depend on each other and draws them as chains, from a task down to what blocks it:
 
-    train waits for rows of produce window 3 (12 s) <- produce window 3 waits for 12 scores … <- teacher math: replica 0 …
+    train waits for rows of produce window 3 (12 s)
+      <- produce window 3 waits for 12 scores … <- teacher math: replica 0 …
 
-A watchdog never ends a run: a teacher that is away is waited for on purpose. It ends the guessing.
+A watchdog never ends a run: waiting for a lost teacher is intended. It only tells the user the reason.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS = 2.0
 Graph = Callable[[Sequence[OpenSpan], float], list[str]]
-"""What is open, and the time now: who waits for whom, a line each."""
+"""(open spans, time now) → one line per chain of waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Spans of one name that are under way."""
+    """The open spans of one name."""
 
     name: str
     count: int
     seconds: float
     """Age of the oldest."""
     about: dict[str, Any]
-    """Of the oldest."""
+    """Attributes of the oldest."""
 
     def __str__(self) -> str:
         what = ", ".join(f"{key} {value}" for key, value in self.about.items())
@@ -52,7 +53,7 @@ class Wait:
 
 
 def waiting_for(spans: Sequence[OpenSpan], now: float) -> list[Wait]:
-    """One entry per name, the one that has waited longest first."""
+    """One entry per name, the longest wait first."""
     by_name: dict[str, list[OpenSpan]] = {}
     for span in spans:
         by_name.setdefault(span.name, []).append(span)
@@ -72,13 +73,15 @@ async def watched(
     facts: Callable[[], dict[str, Any]],
     graph: Graph = lambda spans, now: [],
 ) -> AsyncIterator[None]:
-    """Keep `path` up to date while the body runs; `facts` are figures of the moment worth knowing beside the waits."""
+    """Keeps `path` up to date while the body runs; `facts` returns current figures to record beside the
+    waits."""
     ended = asyncio.Event()
     dog = asyncio.create_task(_watch(spans, path, stall_seconds, tell, facts, graph, ended), name="watchdog")
     try:
         yield
     finally:
-        # Not cancelled: a write under way on its thread would go on, and "running" be the last word.
+        # Not cancelled: a write in progress on its thread would continue, and leave "running" as the last
+        # status.
         ended.set()
         await asyncio.gather(dog, return_exceptions=True)
         _write(path, "ended", [], 0.0, facts(), [])
@@ -109,7 +112,7 @@ async def _watch(
 
 
 def _task_lines() -> list[str]:
-    """Where every task stands: the last thing to look at when no span explains a stall."""
+    """Where every asyncio task is suspended: the last resort when no span explains a stall."""
     lines = []
     for task in asyncio.all_tasks():
         frames = task.get_stack(limit=1)

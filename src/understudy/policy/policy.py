@@ -410,8 +410,8 @@ def _nothing() -> None:
 
 
 def untouched(policy: Policy) -> bool:
-    """Whether a failed call left the weights as they were: gradients are cleared only before the optimizer's
-    step."""
+    """Whether a failed call changed nothing: no gradient is left, so the optimizer did not step. One rank
+    only."""
     return (
         policy.ranks.size == 1
         and all(weight.grad is None for weight in policy.optimizer.weights.values())

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class BatchMeta(msgspec.Struct, frozen=True):
-    """The names of rows in a data plane, without their data: small enough to travel anywhere.
+    """The names of rows in a data plane, without their data: small enough to send anywhere.
 
-    A `Struct`, because every call of the data plane makes one, and a frozen dataclass takes five times as long to make.
+    A `Struct`, because every call of the data plane makes one, and a frozen dataclass takes five times as
+    long to make.
     """
 
     partition: str
@@ -24,10 +25,11 @@ class BatchMeta(msgspec.Struct, frozen=True):
     fields: tuple[str, ...] = ()
     """Columns present on every one of these rows."""
     tags: tuple[Mapping[str, Any], ...] = ()
-    """One small dict per key, or nothing at all."""
+    """One small dict per key, or empty."""
     extra: Mapping[str, Any] = {}
     marks: Mapping[str, tuple[str, ...]] = {}
-    """By column, one per key: which write of it is meant, where a queue may hold several (`dataplane/transfer_queue/write_ids.py`)."""
+    """By column, one per key: which write of the column is meant, if a queue may hold several
+    (`dataplane/transfer_queue/write_ids.py`)."""
 
     def __post_init__(self) -> None:
         if len(self.keys) > 1 and len(set(self.keys)) != len(self.keys):
@@ -41,7 +43,7 @@ class BatchMeta(msgspec.Struct, frozen=True):
         return len(self.keys)
 
     def but(self, **changes: Any) -> BatchMeta:
-        """A copy with these of its fields changed."""
+        """A copy with these fields changed."""
         return msgspec.structs.replace(self, **changes)
 
     def at(self, indexes: Sequence[int]) -> BatchMeta:
@@ -72,7 +74,7 @@ class BatchMeta(msgspec.Struct, frozen=True):
 
     @staticmethod
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
-        """Rows of several metas of one partition, one after another."""
+        """The rows of several metas of one partition, concatenated."""
         if not parts:
             raise ValueError("concat needs at least one batch")
         if len({part.partition for part in parts}) != 1:
@@ -110,8 +112,9 @@ class BatchMeta(msgspec.Struct, frozen=True):
 class Batch:
     """Rows ready to train on.
 
-    Per-token columns are aligned to `tokens` (index t belongs to token t) or, where named so, to the
-    loss-bearing positions of the row. Every column is a `Jagged` over the same rows, or one scalar a row.
+    Per-token columns are aligned to `tokens` (index t belongs to token t) or, where the field says [P], to
+    the loss-bearing positions of the row. Every column is a `Jagged` over the same rows, or one scalar a
+    row.
     """
 
     keys: tuple[str, ...]
@@ -124,9 +127,9 @@ class Batch:
     rewards: tuple[float, ...] = ()
     """NaN where a row has none."""
     stop_reasons: tuple[str, ...] = ()
-    """Why each row ended (`StopReason`); empty where nobody asks."""
+    """Why each row ended (`StopReason`); empty if the reader did not ask for it."""
     teachers: tuple[str, ...] = ()
-    """Which teacher judged each row; empty when none did."""
+    """Which teacher scored each row; empty without teachers."""
     teacher_logprobs: Jagged | None = None
     """float32 [P], per loss-bearing position."""
     teacher_ids: Jagged | None = None
@@ -136,15 +139,16 @@ class Batch:
     teacher_hidden: Jagged | None = None
     """bfloat16 [P, H]."""
     advantages: Jagged | None = None
-    """float32 [P]: of the task reward, already normalised."""
+    """float32 [P]: advantages of the task reward, already normalised."""
     importance: Jagged | None = None
-    """float32 [P]: what a policy loss is multiplied with to make up for the engine's own probabilities; 0 drops the token."""
+    """float32 [P]: importance weight of the policy loss, for the difference between engine and trainer
+    probabilities; 0 drops the token."""
     reference_logprobs: Jagged | None = None
-    """float32 [P]: of the written tokens under the frozen reference."""
+    """float32 [P]: logprobs of the written tokens under the frozen reference."""
     values: Jagged | None = None
-    """float32 [P]: the critic's, before the step."""
+    """float32 [P]: the critic's values, before the step."""
     returns: Jagged | None = None
-    """float32 [P]: what the critic learns to predict."""
+    """float32 [P]: the critic's targets."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -158,11 +162,11 @@ class Batch:
         return replace(self, **columns)  # type: ignore[arg-type]
 
     def streams(self) -> Batch:
-        """The rows with their tokens here, which these are (see `FarBatch`)."""
+        """The batch itself: its tokens are in this process already (see `FarBatch.streams`)."""
         return self
 
     def select(self, indexes: Sequence[int]) -> Batch:
-        """The named rows, in the order named."""
+        """The rows at these indexes, in the order given."""
 
         def pick(column: Jagged | None) -> Jagged | None:
             return None if column is None else column.select(indexes)

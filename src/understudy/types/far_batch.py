@@ -1,10 +1,11 @@
-"""Rows ready to train on whose columns lie elsewhere: in the memory of a cluster, where every rank fetches its own.
+"""`FarBatch`: a training batch whose columns are remote; every rank fetches only its own rows.
 
     trainer                                  rank r
     FarBatch: names, lengths, teachers  ──>  FarBatch.fetch(rows of rank r) ──> Batch of those rows
 
-What decides how a step is cut (who gets which row, denominators, advantages of groups) follows from lengths, keys and
-rewards; so the trainer needs no column of any row but its own. What it does compute itself for every token is `made`.
+How a step is cut (which rank gets which row, denominators, group advantages) follows from lengths, keys and
+rewards. So the trainer needs no columns except those of its own rows. Columns that it computes itself for
+every token are in `made`.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ if TYPE_CHECKING:
     from understudy.types.jagged import Jagged
 
 STREAMS = ("tokens", "loss_mask", "behaviour_logprobs")
-"""Columns of what was written, without what a teacher said of it."""
+"""Columns that a rollout wrote, without those of a teacher."""
 
 
 class RowSource(Protocol):
-    """Where columns are fetched from, by name."""
+    """Where columns are fetched from, by name of the row. Called by ranks (`fetch`) and by the trainer's
+    process (`bring`)."""
 
     def fetch(self, meta: BatchMeta) -> Batch:
-        """The columns `meta.fields` of these rows, in this order; `RowsUnreachable` where they cannot be had."""
+        """The columns `meta.fields` of these rows, in this order; raises `RowsUnreachable` if it cannot get
+        them."""
         ...
 
     def bring(self, meta: BatchMeta, reason: str) -> Batch:
-        """The same from the run directory, by the trainer's own process: after a fetch failed for this `reason`."""
+        """The same from the run directory, in the trainer's process, after a fetch failed for this `reason`."""
         ...
 
 
@@ -47,7 +50,7 @@ class FarBatch:
     stop_reasons: tuple[str, ...] = ()
     teachers: tuple[str, ...] = ()
     made: Mapping[str, Jagged] = field(default_factory=dict)
-    """By `Batch`'s names, float32 [P] per row: what the trainer computed itself."""
+    """By `Batch`'s column names, float32 [P] per row: columns that the trainer computed itself."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -72,7 +75,7 @@ class FarBatch:
         return replace(self, made={**self.made, **columns})
 
     def select(self, indexes: Sequence[int]) -> FarBatch:
-        """The named rows, in the order named."""
+        """The rows at these indexes, in the order given."""
         return replace(
             self,
             meta=self.meta.at(indexes),
@@ -85,16 +88,18 @@ class FarBatch:
         )
 
     def fetch(self, indexes: Sequence[int]) -> Batch:
-        """The named rows with all their columns, here."""
+        """The rows at these indexes with all their columns, in this process."""
         part = self.select(indexes)
         return part._complete(self.source.fetch(part.meta))
 
     def streams(self) -> Batch:
-        """Every row with its tokens but nothing of its teacher: for a model that lives whole in the trainer's process."""
+        """Every row with its tokens but without the teacher's columns, for a model that is whole in the
+        trainer's process."""
         return replace(self, meta=self.meta.but(fields=STREAMS)).here()
 
     def here(self) -> Batch:
-        """Every row with all its columns, in the trainer's process: fetched, or else from the run directory."""
+        """Every row with all its columns, in the trainer's process: fetched, or else read from the run
+        directory."""
         try:
             return self.fetch(range(len(self)))
         except RowsUnreachable as error:

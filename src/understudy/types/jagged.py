@@ -1,6 +1,6 @@
 """Rows of different lengths as two plain tensors.
 
-Two plain tensors serialise anywhere and hold no surprises; `torch.nested` is accepted and produced at the edge.
+Two plain tensors are easy to serialise; `torch.nested` is accepted and produced at the edge.
 
     Jagged.from_rows([tensor([7, 8, 9]), tensor([4])])
       values   [7, 8, 9, 4]      every row, one after another
@@ -21,7 +21,7 @@ import torch
 class Jagged:
     values: torch.Tensor
     offsets: torch.Tensor
-    """int64 [rows + 1], starts at 0, never falls."""
+    """int64 [rows + 1], starts at 0, never decreases."""
 
     def __post_init__(self) -> None:
         if self.offsets.dtype != torch.int64 or self.offsets.dim() != 1 or len(self.offsets) < 1:
@@ -68,13 +68,13 @@ class Jagged:
         return iter(self.values.split(self.lengths.tolist()))
 
     def count_true(self) -> tuple[int, ...]:
-        """How many values of each row are true; all rows at once."""
+        """The number of true values in each row."""
         before = self.values.new_zeros(len(self.values) + 1, dtype=torch.int64)
         torch.cumsum(self.values, 0, out=before[1:])
         return tuple(before[self.offsets].diff().tolist())
 
     def select(self, indexes: Sequence[int]) -> Jagged:
-        """The named rows, in the order named."""
+        """The rows at these indexes, in the order given."""
         rows = list(self)
         if not indexes:
             return Jagged(self.values[:0], torch.zeros(1, dtype=torch.int64))

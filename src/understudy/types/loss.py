@@ -1,14 +1,14 @@
-"""What a loss is given and what it gives back.
+"""The inputs and outputs of a loss.
 
-Shape legend: N loss-bearing tokens of a micro-batch (flat, no padding), K candidate ids per token, H hidden size,
-V vocabulary. A loss never sees sequences, padding, ranks or config: whatever the reduction needs has been folded into
-`weights_N` for the whole step beforehand (see `understudy.losses.reduce`), so a loss is always
+Shape legend: N loss-bearing tokens of a micro-batch (flat, no padding), K candidate ids per token, H hidden
+size, V vocabulary. A loss never sees sequences, padding, ranks or config: everything the reduction needs is
+folded into `weights_N` for the whole step beforehand (see `understudy.losses.reduce`), so a loss is always
 
     loss = Σ_N weights_N · l_N
 
 and therefore the same number however the tokens are split into micro-batches, packed, ordered or sharded.
 
-Example: three tokens of one response, judged by a teacher that sent its two best candidates.
+Example: three tokens of one response, scored by a teacher that sent its two best candidates.
 
     LossInputs(
         token_ids_N=tensor([5, 9, 2]),
@@ -73,7 +73,7 @@ _FLOAT_N = (
 )
 
 MASS_SLACK = 1e-2
-"""How far a row of teacher probabilities may sum above 1: bfloat16 logprobs are off by up to 0.4 % each."""
+"""How far a row of teacher probabilities may sum above 1: bfloat16 logprobs have errors up to 0.4 % each."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ class StudentHead:
     hidden_NH: Tensor
     """Final hidden states (after the last norm) of the positions that predict each of the N tokens."""
     weight_VH: Tensor
-    """Head matrix, in the dtype of `hidden_NH`; tied to the embedding or not makes no difference here."""
+    """Head matrix, in the dtype of `hidden_NH`; it may be tied to the embedding."""
     bias_V: Tensor | None = None
     """Head bias, where the model has one."""
     softcap: float | None = None
     """Final logit soft-capping (Gemma style), applied after `logit_scale`."""
     logit_scale: float = 1.0
-    """Constant the model multiplies its logits with (Cohere, Granite)."""
+    """Constant that the model multiplies its logits by (Cohere, Granite)."""
     temperature: float = 1.0
-    """Student-loss temperature; declared apart from the rollout's."""
+    """Temperature of the student in the loss; independent of the rollout's."""
     usable: UsableIds | None = None
     """Ids that the softmax runs over; None: every row of the head. Not with a soft cap: there the weight itself is cut."""
 
@@ -108,7 +108,7 @@ class StudentHead:
 
 @dataclass(frozen=True)
 class StudentLogits:
-    """Whole logits: the plain twin, for tests and small models; costs N·V memory several times over."""
+    """Whole logits: the reference form, for tests and small models; needs several times N·V memory."""
 
     logits_NV: Tensor
     """Raw logits (after softcap and scale, before temperature)."""
@@ -128,14 +128,14 @@ class StudentLogits:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """A teacher's vocabulary projection; travels once per teacher, beside per-token hidden states."""
+    """A teacher's vocabulary projection, sent once per teacher; its hidden states come per token."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
     softcap: float | None = None
     logit_scale: float = 1.0
     temperature: float = 1.0
-    """Teacher temperature; only a teacher that sends hidden states can be re-tempered."""
+    """Teacher temperature; other than 1 only for a teacher that sends hidden states."""
 
     def __post_init__(self) -> None:
         _check_head("teacher", None, self.weight_VH, self.bias_V, self.softcap, self.temperature)
@@ -143,13 +143,14 @@ class TeacherHead:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Everything about N tokens except the student's own forward pass. Build it on the CPU, then `.to(device)`:
-    values are checked once, at construction, where reading them costs no device synchronisation."""
+    """Everything about N tokens except the student's own forward pass. Build it on the CPU, then call
+    `.to(device)`: values are checked once, at construction, where reading them needs no device
+    synchronisation."""
 
     token_ids_N: Tensor
     """int64: the token the student wrote at each loss-bearing position."""
     weights_N: Tensor
-    """float32: reduction weights over the global batch; 0 switches a token off."""
+    """float32: reduction weights over the global batch; 0 gives a token no loss."""
     positions_N: Tensor | None = None
     """int64: index of the token within its response, for diagnostics by position."""
     sequence_ids_N: Tensor | None = None
@@ -173,7 +174,7 @@ class LossInputs:
     distill_advantages_N: Tensor | None = None
     """float32: per-token distillation advantage computed beforehand; replaces −k1 where present."""
     importance_N: Tensor | None = None
-    """float32, ≥ 0: policy losses are multiplied with it (old policy over behaviour, truncated); 0 drops the token."""
+    """float32, ≥ 0: factor of the policy losses (old policy over behaviour, truncated); 0 drops the token."""
     reference_logprobs_N: Tensor | None = None
     """float32: log-probability under the frozen reference."""
     old_values_N: Tensor | None = None
@@ -195,16 +196,17 @@ class LossInputs:
 
     @property
     def max_id(self) -> int:
-        """Largest token id anywhere in the record (−1 when there is none), known without touching the device."""
+        """Largest token id anywhere in the record (−1 if there is none), computed at construction without
+        reading the device."""
         return int(getattr(self, "_max_id"))  # noqa: B009 - set in __post_init__ of a frozen dataclass
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LossInputs:
-        """The same per-token record on another device; already checked, so nothing is read back. The teacher's head is
-        not moved: it is loaded once, where the loss runs."""
+        """The same record on another device; already checked, so nothing is read back. The teacher's head is
+        not moved: it is loaded once, on the device where the loss runs."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def rows(self, start: int, stop: int) -> LossInputs:
-        """Tokens start … stop as views."""
+        """Tokens start … stop−1 as views."""
         return self._map(lambda tensor: tensor[start:stop])
 
     def with_distill_advantages(self, advantages_N: Tensor) -> LossInputs:
@@ -269,7 +271,8 @@ class LossInputs:
             )
 
     def _check_values(self) -> int:
-        """Check numbers; returns the largest id so that the vocabulary check later costs nothing."""
+        """Checks the values; returns the largest id, so that the vocabulary check later needs no device
+        read."""
         for name in (*_FLOAT_N, "teacher_logprobs_NK", "teacher_hidden_NH"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.numel() and not bool(torch.isfinite(tensor).all()):
@@ -318,13 +321,13 @@ class LossOutput:
     """One objective evaluated on one micro-batch."""
 
     loss: Tensor
-    """Scalar, differentiable: Σ weights_N · l_N. Micro-batch losses of one step simply add."""
+    """Scalar, differentiable: Σ weights_N · l_N. The micro-batch losses of one step add up."""
     per_token_N: Tensor
     """float32, detached: l_N before the reduction weights."""
     logprobs_N: Tensor
     """float32, detached: the student's logprob of each written token, under the weights of this forward pass."""
     metrics: dict[str, Metric]
-    """Sums, minima and maxima; detached, on the device. `merge_metrics` adds micro-batches up."""
+    """Sums, minima and maxima; detached, on the device. `merge_metrics` combines those of micro-batches."""
 
 
 def describe_tensor(tensor: Tensor) -> str:

@@ -1,7 +1,7 @@
-"""Metrics that survive being split: sums with their weights, totals, minima, maxima.
+"""Metrics that can be merged over micro-batches and ranks: weighted sums, totals, minima, maxima.
 
-A mean of means is wrong as soon as micro-batches differ in size, so a loss hands out the sums instead and whoever logs
-them divides once, at the end. Values stay on the device until `metrics_to_host`.
+A mean of means is wrong if micro-batches differ in size. So a loss returns the sums, and the trainer divides
+once, when it logs them (`metric_results`). Values stay on the device until `metrics_to_host`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MetricSum:
 
 @dataclass(frozen=True)
 class MetricTotal:
-    """A plain sum of parts that carry their weight already, such as the loss itself."""
+    """A plain sum of parts that are weighted already, such as the loss itself."""
 
     total: Number
 
@@ -73,7 +73,7 @@ Metric = MetricSum | MetricTotal | MetricMin | MetricMax
 
 
 def merge_metrics(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
-    """Add up the metrics of several micro-batches (or ranks); a name missing from some of them is no error."""
+    """Merges the metrics of several micro-batches (or ranks); a name may be missing from some of them."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -90,7 +90,7 @@ def merge_metrics(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
 
 
 def metrics_to_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """The same metrics as Python floats, in one device transfer: what ranks send each other."""
+    """The same metrics as Python floats, in one device transfer; ranks send each other this form."""
     slots = [(name, part.name) for name, metric in metrics.items() for part in fields(metric)]
     values = [getattr(metrics[name], part) for name, part in slots]
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
@@ -103,7 +103,7 @@ def metrics_to_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
 
 
 def metric_results(metrics: dict[str, Metric]) -> dict[str, float]:
-    """Name → number, for the log. Means, minima and maxima over no token at all are left out."""
+    """Name → number, for the log. Means, minima and maxima over zero tokens are left out."""
     counted = {
         name: metric
         for name, metric in metrics_to_host(metrics).items()

@@ -22,15 +22,15 @@ class Prompt:
     """The row's place among those the run uses, counted from 0."""
     epoch: int
     data_source: str
-    """What routes the row to its teacher by default."""
+    """Chooses the row's teacher by default."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """Chat messages; empty when `text` is set."""
     text: str | None = None
-    """A plain prompt that is tokenized as it stands, without a chat template."""
+    """A plain prompt that is tokenized unchanged, without a chat template."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the dataset row (`answer`, `tools`, …), kept as it came."""
+    """Every other column of the dataset row (`answer`, `tools`, …), unchanged."""
 
 
 def row_key(prompt_key: str, session: int, index: int = 0) -> str:
-    """The key of one trained row: the prompt instance, which of its n sessions, which output of that session."""
+    """The key of one trained row: prompt instance, session number, output number within the session."""
     return f"{prompt_key}_{session}_{index}"

@@ -1,6 +1,7 @@
-"""What a teacher is asked and what it answers.
+"""A scoring request to a teacher (`ScoreItem`) and its reply (`TeacherScores`).
 
-Both are aligned to `positions`: entry p judges token `tokens[positions[p]]`, predicted from the tokens before it.
+Both are aligned to `positions`: entry p scores token `tokens[positions[p]]`, predicted from the tokens
+before it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ class Signal(StrEnum):
     AT_IDS = "at_ids"
     """full-softmax logprobs at ids the caller names per position, plus log p_T(y_t)."""
     HIDDEN = "hidden"
-    """the final hidden state before the head, plus log p_T(y_t); the head itself travels once per teacher."""
+    """the final hidden state before the head, plus log p_T(y_t); the head itself is sent once per teacher."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """One sequence to be judged."""
+    """One sequence to be scored."""
 
     key: str
     tokens: np.ndarray
     """int32 [T]."""
     positions: np.ndarray
-    """int32 [P], ascending, each in 1 … T−1: the tokens to judge."""
+    """int32 [P], ascending, each in 1 … T−1: the tokens to score."""
     signal: Signal
     k: int = 0
     """How many candidates (`topk` only)."""
@@ -40,7 +41,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """One teacher's verdict on one sequence; every logprob is of the full softmax at temperature 1."""
+    """One teacher's scores of one sequence; every logprob is of the full softmax at temperature 1."""
 
     key: str
     teacher: str
@@ -48,7 +49,7 @@ class TeacherScores:
     sampled_logprobs: np.ndarray
     """float32 [P]."""
     ids: np.ndarray | None = None
-    """int32 [P, K]: `topk` (best first) and `at_ids` (as asked)."""
+    """int32 [P, K]: `topk` (best first) and `at_ids` (as requested)."""
     logprobs: np.ndarray | None = None
     """float32 [P, K], beside `ids`."""
     hidden: np.ndarray | None = None

@@ -1,7 +1,7 @@
-"""What the student wrote: one flat token sequence with aligned per-token streams.
+"""`Trajectory`: what the student wrote, as one flat token sequence with aligned per-token streams.
 
-There are no padded prompt and response halves. Stream index t belongs to token t; the logits that
-predict token t come from position t − 1. That is the one convention of the whole system.
+There are no padded prompt and response halves. Stream index t belongs to token t; the logits that predict
+token t come from position t − 1. The whole system uses this convention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StopReason(StrEnum):
     """The token budget ran out: the sample is truncated."""
     STOP_STRING = "stop_string"
     ABORTED = "aborted"
-    """Interrupted from outside (a weight update, a shutdown); what was written so far is kept."""
+    """Interrupted from outside (a weight update, a shutdown); the tokens written so far are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     candidate_ids: np.ndarray | None = None
-    """int32 [P, K]: the student's own K best ids at each loss-bearing token, where they were asked for."""
+    """int32 [P, K]: the student's own K best ids at each loss-bearing token, if requested."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

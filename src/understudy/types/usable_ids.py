@@ -1,8 +1,9 @@
-"""Which token ids a run may produce: those with a token for the student and for every model beside it.
+"""Which token ids a run may produce: those that the student and every other model of the run have.
 
-A head often has more rows than its tokenizer has tokens (rows are padded to a round number), and one model of a pair may
-have tokens that the other lacks. Such ids are never sampled, never a teacher's candidates, and no part of a softmax:
-engines, teachers and losses all leave out the same ones, so their log-probabilities compare.
+A head often has more rows than its tokenizer has tokens (rows are padded to a round number), and one model
+of a pair may have tokens that the other lacks. Such ids are never sampled, never a teacher's candidates, and
+no part of a softmax. Engines, teachers and losses all leave out the same ids, so their log-probabilities
+compare.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HIDDEN_LOGIT = -1e30
-"""A logit that is no part of its row: its exponential is an exact 0 in float32 and bfloat16, and unlike −inf it can be subtracted
-and multiplied without turning into NaN."""
+"""The logit of an id that is left out: its exponential is an exact 0 in float32 and bfloat16, and unlike
+−inf it can be subtracted and multiplied without becoming NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,14 @@ class UsableIds:
     limit: int
     """Ids from here on are left out."""
     holes: tuple[int, ...] = ()
-    """Ids below `limit` that are left out as well; mostly there are none."""
+    """Ids below `limit` that are left out as well; usually none."""
 
     @property
     def count(self) -> int:
         return self.limit - len(self.holes)
 
     def within(self, rows: int) -> UsableIds | None:
-        """The same for a head with this many rows; None where every row is usable, so that nothing is left out."""
+        """The same for a head with this many rows; None if every row is usable."""
         if rows <= self.limit and not self.holes:
             return None
         return UsableIds(min(self.limit, rows), tuple(one for one in self.holes if one < rows))
@@ -45,7 +46,7 @@ class UsableIds:
         return logits
 
     def first_unusable(self, ids: np.ndarray) -> int | None:
-        """Where the first id stands that is left out; None where all are usable."""
+        """Index of the first id that is left out; None if all are usable."""
         outside = (ids < 0) | (ids >= self.limit)
         if self.holes:
             outside |= np.isin(ids, self.holes)

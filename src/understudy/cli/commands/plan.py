@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         options.overrides, options.simulate = (
             [*options.overrides, options.simulate],
             "",
-        )  # a word, not its run
+        )  # an override, not the run to simulate
     plan_simulation.check_flags(options)
     findings = Findings()
     recipe = checked_recipe(options.recipe, options.overrides, findings=findings)
@@ -95,7 +95,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _seating(recipe: Recipe, gpus: int | None) -> Seating:
-    """On this machine or on the one that was described; a Ray cluster's machines are only known to it."""
+    """The seats on this machine or on the one described by flags; a Ray cluster's machines are only known to
+    Ray."""
     if recipe.cluster.backend != "local":
         if gpus is not None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`understudy plan RECIPE --simulate [RUN]`: what a run would do on paper, and which split of devices it should get."""
+"""`understudy plan RECIPE --simulate [RUN]`: predicts a run's timing and its best split of devices."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(options: argparse.Namespace) -> None:
-    """Numbers that mean nothing, and flags that nobody would look at, are refused before anything is read."""
+    """Refuses values out of range, and flags that would have no effect, before reading anything."""
     given = {
         name: getattr(options, name)
         for name in (*_DEVICE_FLAGS, *_COST_FLAGS, "decode", "lengths", "prompt_tokens", "batching", "also")
@@ -97,7 +97,7 @@ def _flag(name: str) -> str:
 
 
 def _measured(run: str) -> MeasuredRun:
-    """Of a run directory that a run has written to."""
+    """Measurements of a run directory."""
     found = RunDir.open(run)
     if not found.spans.is_file():
         raise ConfigError(
@@ -149,7 +149,7 @@ def show(recipe: Recipe, options: argparse.Namespace, console: Console) -> None:
 
 
 def _schedules(own: Windows) -> list[tuple[str, Windows]]:
-    """The recipe's own first, then the same work at other bounds of staleness."""
+    """The recipe's own schedule first, then the same work at other staleness bounds."""
     label = "sync" if own.max_staleness == 0 and own.sync_every == 1 else f"staleness {own.max_staleness:g}"
     others = []
     for staleness in _STALENESS:

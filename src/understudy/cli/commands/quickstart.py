@@ -9,7 +9,7 @@ from pathlib import Path
 
 EXAMPLE = "understudy quickstart trainer.steps=20"
 _NEXT = "loss.signal=hidden  # KL over the whole vocabulary instead of the teachers' 8 best tokens"
-"""An experiment that works as well as the quickstart itself (100 % and 100 % after its 200 steps)."""
+"""A next experiment that works as well as the quickstart itself (100 % and 100 % after its 200 steps)."""
 _BEGINNING = """quickstart: a tiny student learns sums and sorting from two teachers
 200 steps take about 3 minutes on 2 cores; loading …"""
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if not options.quiet:  # before seconds of imports
+    if not options.quiet:  # before seconds of imports, so that the user sees something at once
         print(_BEGINNING, file=sys.stderr, flush=True)
     from rich.console import Console
 
@@ -37,6 +37,6 @@ def run(options: argparse.Namespace) -> int:
         from understudy.run.launch import launch
 
         code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))
-    if code == 0:  # a run that was stopped has said how it goes on
+    if code == 0:  # a stopped run has already printed how to continue
         Console().print(f"next    {next_command}", highlight=False, markup=False, soft_wrap=True)
     return code

@@ -13,7 +13,7 @@ from typing import Any
 from understudy.errors import DataError
 
 _ROWS_PER_REQUEST = 64
-"""A file may be larger than what a replica takes at once."""
+"""Rows per request: a file may be larger than what a replica accepts at once."""
 
 EXAMPLE = "understudy score http://127.0.0.1:8100 rows.jsonl --topk 8"
 

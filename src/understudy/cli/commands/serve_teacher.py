@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         token = secrets.token_urlsafe(24)
         console.print(f"token: {token}", highlight=False, markup=False)
     if token:
-        # Through the environment, so that it shows in no process list.
+        # Through the environment, so that it does not show in the process list.
         os.environ["UNDERSTUDY_TOKEN"] = token
     arguments = [
         "--model", options.model,
