@@ -1,4 +1,4 @@
-"""The fully async trainer: producers run all the time, the trainer is the one finite clock.
+"""The fully async trainer: producers run all the time, and slots bound how old a trained row may be.
 
     cursor ──> admit ──prompts──> produce ──rows──> plane ──batch──> update ──> publish
                  ▲   waits for      many at once:      rows of a      the trainer     │ every `sync_every`
@@ -6,27 +6,34 @@
                  │                  teacher, journal   they finish    enough rows     │
                  └──────────── a whole window's slots are free again ─────────────────┘
 
-Three tasks. **admit** consumes slots and prompts, starts producers, and waits for a slot. A **producer** is the sync
-trainer's `produce` for a few prompts; it waits for the engine and the teachers. **train** consumes rows and frees slots;
-it waits for rows. Nobody waits for anybody in a circle: all rows of the oldest window have their slots, and a slot is a
-place in the plane too (there are never more slots than `dataplane.max_rows` has room for, and rows are issued into it
-`reserved`), also for the prompt that replaces a filtered one. So the trainer's wait always ends, and with it the admission's.
+| task     | consumes           | produces               | waits for               |
+|----------|--------------------|------------------------|-------------------------|
+| admit    | slots and prompts  | producers              | a free slot             |
+| producer | a few prompts      | rows (`produce_step`)  | the engine, the teachers |
+| train    | rows               | weights, free slots    | rows                    |
 
-**No trained row is older than ⌈max_staleness⌉ publishes.** Number the prompts 0, 1, 2, … as they are admitted. R prompts make
-a window (batch_size · sync_every), trained between publish w and publish w + 1. There are C ≤ (1 + max_staleness) · R slots.
-A prompt takes a slot when it is admitted, and a publish frees those of the window just trained. Hence
+No two tasks wait for each other. All rows of the oldest window have their slots. A slot is also a place in
+the data plane: there are never more slots than `dataplane.max_rows` has room for, and rows are issued
+`reserved`. The prompt that replaces a filtered one keeps the slot. So the trainer's wait for rows always
+ends, and then a publish ends the admission's wait.
+
+**No trained row is older than ⌈max_staleness⌉ publishes.** Number the prompts 0, 1, 2, … as they are
+admitted. R prompts make a window (batch_size · sync_every), trained between publish w and publish w + 1.
+There are C ≤ (1 + max_staleness) · R slots. A prompt takes a slot when it is admitted, and a publish frees
+those of the window just trained. Hence
 
     prompt i, admitted after publish k:   i < k·R + C          only C prompts are in flight, and k·R are done
     its window:                           w = ⌊i / R⌋           windows are trained in order
     its age when it is trained:           w − k ≤ ⌊(C − 1) / R⌋ ≤ ⌈max_staleness⌉
 
-Its tokens are written by weights of publish k or later, so no token is older. A prompt that replaces a filtered one keeps its
-slot and its window and is written later still. With `max_staleness = 0`, C = R: each prompt is rolled out by the weights it is
-trained under, the sync trainer bit for bit. Fractions and the arithmetic itself: `windows.py`; every trained row is held
-against the bound (`RowAges.check`).
+Its tokens are written by weights of publish k or later, so no token is older. A prompt that replaces a
+filtered one keeps its slot and window and is written later still. With `max_staleness = 0`, C = R: each
+prompt is rolled out by the weights it trains, bit-identical to the sync trainer. `planning/windows.py` has
+the arithmetic, fractions included. Every trained row is checked against the bound (`RowAges.check`).
 
-A crash is harmless as in sync: windows are cut from the cursor's order, so after a resume the same prompts belong to the
-same windows; rows the journal holds are used as they are, the rest is made again under the same keys.
+Recovery after a crash works as in the sync trainer. Windows follow the cursor's order, so after a resume the
+same prompts belong to the same windows. Rows in the journal are used as they are; the others are made again
+under the same keys.
 """
 
 from __future__ import annotations
@@ -79,13 +86,13 @@ logger = logging.getLogger(__name__)
 
 
 _INTERPRETER_TURN = 0.0005
-"""Seconds after which a thread that runs Python lets another one in. The event loop, the engine's thread and the trainer's share
-one interpreter here, and an engine that comes back from the GPU has only a little to do before the GPU works again: with Python's
-own 5 ms a busy event loop would hold it up at every token."""
+"""The thread switch interval of the interpreter, in seconds. The event loop, the engine's thread and the
+trainer's thread share one interpreter. An engine that returns from the GPU has little Python to run before
+the GPU works again. With Python's default of 5 ms a busy event loop would delay it at every token."""
 
 
 async def train_fully_async(system: System, stop: Interrupts) -> int:
-    """Run until the recipe's last step, or until somebody asks to stop; returns the last step taken."""
+    """Run until the recipe's last step or a stop request. Returns the last step taken."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _INTERPRETER_TURN))
     try:
@@ -107,7 +114,7 @@ async def _train(system: System, stop: Interrupts) -> int:
         try:
             return await run.train(stop)
         finally:
-            # What is still being made is in the journal as far as it got; a resume takes it up from there.
+            # The journal holds what unfinished rows have so far. A resume continues from there.
             admission.cancel()
             run.abandon_producers()
             if run.lender is not None:
@@ -116,20 +123,23 @@ async def _train(system: System, stop: Interrupts) -> int:
 
 @dataclass(slots=True)
 class _AsyncRun:
+    """The state that the tasks of one run share. Everything runs on the event loop."""
+
     system: System
     windows: Windows
     slots: Slots
     cursor: WindowCursor
     first_step: int
     turnstile: Turnstile | None
-    """None where a publish does not wait for rollouts."""
+    """None if a publish does not wait for rollouts."""
     controller: AdmissionController | None
     rollout_meter: BusyMeter
     teacher_meter: BusyMeter
     gather: Gather | None
-    """One for the whole run, so that calls of prompts admitted at different times share batches; None: composed by key."""
+    """One for the whole run, so that calls of prompts admitted at different times share batches. None:
+    batched by key."""
     lender: Lender | None
-    """None where the trainer's device is its own (`trainer.lend_after`)."""
+    """None unless the trainer's device also generates (`trainer.lend_after`)."""
     productions: dict[int, Production] = field(default_factory=dict)
     producers: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -170,10 +180,11 @@ class _AsyncRun:
             lender=lender,
         )
 
-    # --- admit ------------------------------------------------------------------------------------------------
+    # --- admit
+    # ------------------------------------------------------------------------------------------------
 
     async def admit(self, tasks: asyncio.TaskGroup) -> None:
-        """Start producers for as many prompts as there are slots, window after window."""
+        """Start producers for as many prompts as there are free slots, window after window."""
         while not self.slots.exhausted:
             with self.system.spans.span("wait for a slot"):
                 room = await self.slots.wait_for_room()
@@ -194,10 +205,11 @@ class _AsyncRun:
         self.production(window).finish(len(prompts))
 
     async def _refill(self, window: int, prompts: Sequence[Prompt]) -> None:
-        """Other prompts in the places of those that taught nothing. A place keeps its slot and its window, and its new prompt is
-        written by weights at least as new, so the bound stands; no slot is waited for, so the trainer's wait still ends.
+        """Replaces filtered prompts by other prompts.
 
-        Prompts that a launch before took for these places do not count against `rollout.max_refills`.
+        A replacement keeps the slot and the window and is written by weights at least as new, so the
+        staleness bound holds. It waits for no slot, so the trainer's wait still ends. Replacements that an
+        earlier launch took for these places do not count against `rollout.max_refills`.
         """
         most, refills, production = self.system.recipe.rollout.max_refills, 0, self.production(window)
         while missing := await without_rows(self.system, prompts):
@@ -219,7 +231,8 @@ class _AsyncRun:
         for producer in self.producers:
             producer.cancel()
 
-    # --- train ------------------------------------------------------------------------------------------------
+    # --- train
+    # ------------------------------------------------------------------------------------------------
 
     async def train(self, stop: Interrupts) -> int:
         trainer, step, system = self.system.recipe.trainer, self.first_step, self.system
@@ -247,7 +260,8 @@ class _AsyncRun:
         return step
 
     async def take_step(self, step: int, stop: Interrupts) -> dict[str, Any]:
-        """One turn of the trainer; returns the step's metrics. `Abandoned`: nothing of the step has happened to the student."""
+        """One step; returns its metrics. Raises `Abandoned` before the update only, so the student is
+        unchanged."""
         started, spans, system = time.monotonic(), self.system.spans, self.system
         with spans.span("wait for rows", step=step, window=self.windows.of_step(step)):
             lease, batch, metrics = await stop.waiting(self._claim_lending(step))
@@ -275,7 +289,8 @@ class _AsyncRun:
         return metrics | teacher_metrics(system) | system.timings.take()
 
     async def _claim(self, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
-        """The rows of this update: the next ones of its window to be finished; all that is left for the window's last."""
+        """The rows of this update: the next finished ones of its window. The window's last update gets all
+        that are left."""
         window = self.windows.of_step(step)
         first, production = self.windows.first_step(window), self.production(window)
         if step == self.windows.last_step(window):
@@ -293,7 +308,7 @@ class _AsyncRun:
         return lease, batch, metrics
 
     async def _claim_lending(self, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
-        """The rows of this update; while they are waited for, the trainer's device may help to write them."""
+        """`_claim`; while it waits, the trainer's device may generate (`pacing/lending.py`)."""
         if self.lender is None:
             return await self._claim(step)
         started = time.monotonic()
@@ -312,7 +327,10 @@ class _AsyncRun:
         return depth.ready
 
     async def _claim_next(self, first: int, step: int, production: Production) -> Lease:
-        """A batch of whole prompts in order of arrival, or a fair share where too many of the window's rows failed."""
+        """A batch of whole prompts in order of arrival.
+
+        If too many rows of the window failed, the rest is divided evenly over the window's remaining
+        updates."""
         system, mine = self.system, {"step": first}
         fields = training_fields(system)
 
@@ -326,7 +344,7 @@ class _AsyncRun:
         complete = asyncio.create_task(production.complete.wait())
         try:
             await asyncio.wait({whole, complete}, return_when=asyncio.FIRST_COMPLETED)
-            # Rows that finished last may be on their way to the claim.
+            # The rows that finished last may reach the claim in the next turn of the event loop.
             await asyncio.sleep(0)
         finally:
             complete.cancel()
@@ -347,8 +365,11 @@ class _AsyncRun:
         return step == self.windows.last_step(self.windows.of_step(step))
 
     async def _publish(self, step: int, trainer_idle: float, rows_ready: int, stop: Interrupts) -> None:
-        """New weights to the engines. Running generations go on under them, or are waited for (`partial_rollouts`): where they do
-        not end before the run has to, nobody will need the new weights."""
+        """Publishes new weights. Running generations continue under them, or are waited for
+        (`partial_rollouts = false`).
+
+        If a stopping run cannot wait for them to end, the weights are not published: no engine will use
+        them."""
         spans = self.system.spans
         if self.turnstile is None:
             with spans.span("publish", step=step):
@@ -391,7 +412,9 @@ class _AsyncRun:
 
 
 async def _assigned(system: System, windows: Windows) -> dict[str, int]:
-    """Window by prompt of every row in flight that an earlier launch left; empty where the cursor's order says it already."""
+    """The window of every prompt with rows in flight from an earlier launch.
+
+    Empty without `rollout.filter_groups`: then the cursor's order determines the windows."""
     if not system.recipe.rollout.filter_groups:
         return {}
     rows = await system.plane.list(PARTITION)

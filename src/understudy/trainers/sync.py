@@ -5,8 +5,8 @@
                           ▲  every row: rollout → journal → teacher → journal        │
                           └────────────────── weights of version = step ─────────────┘
 
-A crash anywhere is harmless: the last checkpoint names a step, the journal is rewound to it, metrics are cut back to
-it, and the steps after it are made again from the same seeds.
+After a crash at any point, a resume loads the last checkpoint, rewinds the journal and truncates the metrics
+to its step, and makes the later steps again from the same seeds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 async def train_sync(system: System, stop: Interrupts) -> int:
-    """Run until the recipe's last step, or until somebody asks to stop; returns the last step taken."""
+    """Run until the recipe's last step or a stop request. Returns the last step taken."""
     trainer = system.recipe.trainer
     install_filters(system)
     step = system.policy.step
@@ -64,7 +64,8 @@ async def train_sync(system: System, stop: Interrupts) -> int:
 
 
 async def publish(system: System, step: int, stop: Interrupts) -> None:
-    """New weights to the engines. Where they do not take them before the run has to stop, the step is kept all the same."""
+    """Publishes new weights. If the engines do not take them before a stopping run's deadline, the step still
+    counts."""
     try:
         await stop.waiting(system.publisher.publish(step))
     except Abandoned:
@@ -72,9 +73,11 @@ async def publish(system: System, step: int, stop: Interrupts) -> None:
 
 
 async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, Any]:
-    """One turn of the drawing; returns the step's metrics. `Abandoned`: nothing of the step has happened to the student.
+    """One step of the drawing above; returns its metrics. Raises `Abandoned` before the update only, so the
+    student is unchanged.
 
-    Every wait for others is under `stop.waiting`: rows, their claim, the publish. Only the update is let finish.
+    Every wait for another process is under `stop.waiting`: rows, their claim, the publish. A started update
+    always finishes.
     """
     started = time.monotonic()
     spans = system.spans

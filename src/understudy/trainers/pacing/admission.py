@@ -1,8 +1,11 @@
-"""How far ahead producers may run, adapted to the slower side (`trainer.adapt_admission`, off by default).
+"""Adapts the number of slots to the slower of trainer and producers (`trainer.adapt_admission`).
 
-Slots bound staleness from above; fewer of them make rows fresher. So: while the trainer never waits and finished rows pile up,
-a few slots are taken away; as soon as the trainer waits for rows they are given back, up to the bound. Two dead zones keep it
-from swinging: nothing happens between them, and a change needs the same finding twice in a row.
+The number of slots bounds staleness from above, and fewer slots make rows fresher. While the trainer never
+waits and finished rows accumulate, the controller removes a few slots. When the trainer waits for rows, it
+returns them, up to the bound.
+
+Against oscillation the controller does nothing between the two thresholds, and needs the same finding at two
+publishes in a row. It is off by default.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from understudy.planning.windows import Windows
 _STARVED = 0.10
 """Share of a step the trainer may wait before producers get more slots."""
 _SATED = 0.02
+"""Share of a step below which the trainer counts as never waiting."""
 _TWICE = 2
 
 
 @dataclass(slots=True)
 class AdmissionController:
+    """Decides the ceiling of `Slots` from one observation per publish. Called by the trainer's task."""
+
     windows: Windows
     ceiling: int = field(init=False)
     _findings: int = 0
@@ -28,9 +34,10 @@ class AdmissionController:
         self.ceiling = self.windows.slots
 
     def observe(self, trainer_idle: float, rows_ahead: float) -> str | None:
-        """Once per publish: how long the trainer waited, and finished prompts beyond the window just trained, in windows.
+        """Called once per publish. Returns the decision as text if the ceiling changes.
 
-        Returns the decision in words when the ceiling moves.
+        `trainer_idle`: the share of the time the trainer waited. `rows_ahead`: finished prompts beyond the
+        window just trained, in windows.
         """
         if trainer_idle > _STARVED:
             self._findings = max(self._findings, 0) + 1

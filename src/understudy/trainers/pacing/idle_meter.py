@@ -1,4 +1,4 @@
-"""How busy somebody is: seconds with nothing in flight, as a share of the time looked at."""
+"""Idle time of an engine or teacher: the share of time with no call in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from understudy.trainers.call_batching import Lane
 
 @dataclass(slots=True)
 class BusyMeter:
-    """Counts calls in flight; idle is whenever there are none."""
+    """Counts calls in flight. Time without any counts as idle."""
 
     clock: Callable[[], float] = time.monotonic
     _in_flight: int = 0
@@ -45,7 +45,7 @@ class BusyMeter:
 
 
 def metered(lane: Lane, meter: BusyMeter) -> Lane:
-    """The same lane, watched."""
+    """The same lane, with its calls counted by `meter`."""
 
     async def run(items: Sequence[Any]) -> Sequence[Any]:
         meter.enter()

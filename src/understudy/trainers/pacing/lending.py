@@ -1,16 +1,18 @@
-"""The trainer's device, lent to rollouts while it waits for rows (`trainer.lend_after`, off by default).
+"""Generates on the trainer's device while the trainer waits for rows (`trainer.lend_after`, off by default).
 
-    calls ──> places of the engines elsewhere ──free──> generate there
-                     │ all taken                           ▲
-                     ▼                                     │ cut off: the rest, behind what was written
-              places here, while the trainer waits ──> generate here, with the very tensors that are trained
+    calls ──> remote engines have capacity? ──yes──> generate there
+                     │ no                               ▲
+                     ▼                                  │ aborted: continue after the tokens written so far
+              the trainer waits: local engine ──> generate here, with the tensors that are trained
 
-The engines elsewhere (`rollout.processes`, servers) are filled first. What finds no place there may be written here, by an engine in the
-trainer's process that shares the student's tensors; so it may run only while nobody trains. Before the update begins it is
-cut off: each generation keeps what it has and goes on elsewhere, with per-token versions and a seed of its own for the rest.
+The remote engines (`rollout.processes`, servers) are filled first. A call beyond their capacity may run on an
+engine in the trainer's process. That engine shares the student's tensors, so it may run only while the
+trainer does not train. Before an update it is aborted: each generation keeps its tokens and continues on a
+remote engine, with per-token versions and a new seed.
 
-Lending begins after the trainer has waited `lend_after` seconds in a step, and only once it has waited so long in two steps
-running; it ends when rows were there in time twice running. So one slow batch decides nothing.
+In a step, the local engine opens after the trainer has waited `lend_after` seconds. This is switched on after
+the trainer has waited that long in two steps in a row, and switched off after rows came in time in two steps
+in a row. So one slow batch changes nothing.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ _TWICE = 2
 
 @dataclass(slots=True)
 class LendingDecision:
-    """Whether to lend at all, from how long the trainer waited in each step."""
+    """Whether the trainer's device generates at all, from how long the trainer waited in each step."""
 
     after: float
     lends: bool = False
     _findings: int = 0
-    """Steps in a row that speak for a change."""
+    """Steps in a row whose wait calls for a change."""
 
     def observe(self, waited: float) -> str | None:
-        """Once per step; the decision in words when it changes."""
+        """Called once per step. Returns the decision as text if it changes."""
         starved = waited > self.after
         self._findings = self._findings + 1 if starved is not self.lends else 0
         if self._findings < _TWICE:
@@ -60,19 +62,24 @@ class LendingDecision:
 
 @dataclass(slots=True)
 class Lender:
-    """Two engines behind one lane; the one here is open between `open` and `close`."""
+    """Routes calls to the remote engines or to the local one. The local engine takes calls between `open` and
+    `close`.
+
+    Producers call `run` and the trainer's task calls `while_waiting`, all on the event loop.
+    """
 
     here: Engine
     lane: Lane
-    """Of the engines elsewhere."""
+    """The lane of the remote engines."""
     places_there: int
-    """Calls they write at once."""
+    """How many calls the remote engines decode at once."""
     places_here: int
+    """How many calls the local engine decodes at once."""
     decision: LendingDecision
     served: int = 0
-    """Calls written here, at least in part, since `take_counts`."""
+    """Calls generated locally, at least in part, since `take_counts`."""
     cut: int = 0
-    """Of them, cut off and gone on elsewhere."""
+    """How many of them were aborted and continued on a remote engine."""
     _at_there: int = 0
     _at_here: int = 0
     _is_open: bool = False
@@ -85,7 +92,7 @@ class Lender:
         size = len(requests)
         if await self._seat(size):
             try:
-                # From the seat to the engine's queue nobody else runs, so `close` cannot come between.
+                # No other task runs between `_seat` and the engine's queue, so `close` cannot come between.
                 written = await self.here.generate(requests)
             finally:
                 self._at_here -= size
@@ -99,10 +106,10 @@ class Lender:
             await self._tell()
 
     async def _seat(self, size: int) -> bool:
-        """Waits for places; whether they are here."""
+        """Waits until an engine has capacity for `size` calls. True: the local engine."""
         async with self._changed:
             while True:
-                # A call bigger than all the places goes when nobody else is there.
+                # A batch larger than `places_there` goes when the remote engines are empty.
                 if self._at_there == 0 or self._at_there + size <= self.places_there:
                     self._at_there += size
                     return False
@@ -129,7 +136,7 @@ class Lender:
         await self._tell()
 
     async def close(self) -> None:
-        """Returns when nothing is written here any more."""
+        """Aborts the local engine. Returns when it has stopped decoding."""
         self._is_open = False
         await self.here.abort()
         async with self._changed:
@@ -138,7 +145,8 @@ class Lender:
 
     @asynccontextmanager
     async def while_waiting(self, version: int) -> AsyncIterator[None]:
-        """Around the trainer's wait for rows: lends after a while, and has the device back at the end."""
+        """Wraps the trainer's wait for rows. The local engine opens after `decision.after` seconds and is
+        closed at the end."""
         opening = asyncio.create_task(self._open_later(version)) if self.decision.lends else None
         try:
             yield
@@ -159,7 +167,8 @@ class Lender:
 
 
 def rest_of(request: GenerateRequest, written: Generation) -> GenerateRequest:
-    """What is left to write. Its randomness is its own: a request's begins anew with each engine."""
+    """The request for the tokens still to be written. It has a new seed, because each engine starts a
+    request's random numbers anew."""
     done = len(written.tokens)
     if not done:
         return request
@@ -183,7 +192,7 @@ def joined(first: Generation, rest: Generation) -> Generation:
 
 
 def lender_of(system: System) -> Lender | None:
-    """The spare engine of a run that lends, paused."""
+    """The `Lender` of a run with `trainer.lend_after`, its local engine paused; None without."""
     rollout, after = system.recipe.rollout, system.recipe.trainer.lend_after
     if after is None:
         return None

@@ -1,4 +1,4 @@
-"""Who may roll out now: many rollouts at once, or one publish and no rollout."""
+"""The gate between rollouts and publishes: many rollouts at once, or one publish and no rollout."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 
 
 class Turnstile:
-    """`partial_rollouts = false`: a publish waits for the rollouts under way, and new ones wait for the publish.
+    """With `partial_rollouts = false`, a publish waits for the rollouts under way, and new rollouts wait for
+    the publish.
 
-    It is closed before the wait begins, so that a stream of new rollouts cannot put a publish off for ever.
+    The gate closes before the wait begins, so new rollouts cannot delay a publish for ever. Producers enter
+    `rollout`, the trainer's task calls `close` and `open`, all on the event loop.
     """
 
     def __init__(self) -> None:
@@ -34,7 +36,7 @@ class Turnstile:
                 self._empty.set()
 
     async def close(self) -> None:
-        """Returns once nobody rolls out; nobody will until `open`."""
+        """Returns when no rollout is under way. None starts until `open`."""
         self._open.clear()
         await self._empty.wait()
 

@@ -1,4 +1,4 @@
-"""The gate between prompts and producers: a count that waits."""
+"""The slots that bound how many prompts are in flight, and the progress of one window's prompts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from understudy.planning.windows import Windows
 
 @dataclass(slots=True)
 class Production:
+    """The progress of one window. Producers update it; the trainer's task waits for `complete`."""
+
     unfinished: int
-    """Prompts not yet admitted, or not yet through."""
+    """Prompts not yet admitted, or not yet finished."""
     filtered: int = 0
-    """Prompts that taught nothing and were taken out (`rollout.filter_groups`)."""
+    """Prompts without a learning signal that were removed (`rollout.filter_groups`)."""
     refills: int = 0
-    """The most often one of its places had to be filled again."""
+    """How often its most refilled place was refilled."""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def finish(self, prompts: int) -> None:
@@ -25,10 +27,10 @@ class Production:
 
 
 class Slots:
-    """Says how many prompts may be admitted, and wakes the admission when a publish frees some.
+    """How many prompts may be admitted. A publish frees slots and wakes the admission task.
 
-    `ceiling` may be lowered below the windows' own number of slots (never under one window): that only makes rows
-    fresher, so the bound stands.
+    `ceiling` may be lowered below `windows.slots`, but not below one window. That only makes rows fresher, so
+    the staleness bound still holds.
     """
 
     def __init__(self, windows: Windows, admitted: int, published: int) -> None:
@@ -63,7 +65,7 @@ class Slots:
         self.admitted += count
 
     def publish(self) -> None:
-        """Weights that include one more window are out: its slots are free."""
+        """Weights trained on one more window were published, so its slots are free."""
         self.published += 1
         self._changed.set()
 

@@ -1,4 +1,4 @@
-"""How old trained rows are, in publishes: checked against the bound, and measured."""
+"""The age of trained rows in publishes: checked against the bound, and measured."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from understudy.trainers.row_columns import SIZES
 
 @dataclass(frozen=True, slots=True)
 class RowAges:
+    """The ages of one batch's rows."""
+
     keys: tuple[str, ...]
     ages: tuple[int, ...]
-    """Publishes between the oldest weights that wrote a token of the row and those it is trained under."""
+    """Publishes between the oldest weights that wrote a token of the row and the weights it trains."""
     spans: tuple[int, ...]
-    """Publishes between the oldest and the newest weights that wrote the row: above 0 for a partial rollout."""
+    """Publishes between the oldest and the newest weights that wrote the row: above 0 for a partial
+    rollout."""
 
     @staticmethod
     async def of(plane: DataPlane, lease: Lease, windows: Windows, step: int) -> RowAges:
@@ -29,7 +32,8 @@ class RowAges:
         return RowAges(tuple(lease.meta.keys), ages, spans)
 
     def check(self, bound: int) -> None:
-        """The bound holds by construction; a row beyond it means the construction is broken, and must not be trained."""
+        """Raises for a row older than `bound`. The bound holds by construction, so such a row means a fault
+        in the trainer."""
         for key, age in zip(self.keys, self.ages, strict=True):
             if age > bound:
                 raise DataPlaneError(

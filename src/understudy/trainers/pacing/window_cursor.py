@@ -1,4 +1,4 @@
-"""The prompt cursor of a run that takes prompts ahead of training."""
+"""The prompt cursor of the fully async trainer, which takes prompts ahead of training."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ class Cursor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """A prompt of a later window, come by on the way to one of an earlier window."""
+    """A prompt that belongs to another window than the one prompts were being taken for."""
 
     prompt: Prompt
     before: dict[str, Any]
-    """The cursor's place just before it."""
+    """The cursor's state just before it."""
 
 
 class WindowCursor:
-    """Hands out prompts like the cursor it wraps, but `state` is where the oldest window not yet wholly trained begins.
+    """Hands out prompts like the cursor it wraps, but its `state` is the start of the oldest window not fully
+    trained.
 
-    A resume starts there: prompts of that window which were trained already are known to the ledger and not made again.
+    A resume starts there. Prompts of that window that were trained already are in the ledger and are not made
+    again.
 
-    Where filtered prompts are replaced (`refill`), which prompt a window gets depends on timing: a replacement is taken
-    after prompts of later windows. So a resume goes by what the journal says: `assigned` names the window of every prompt with rows in
-    flight, and a prompt met on the way to another window is kept for its own. Every prompt of a window was taken after the
-    window's first one, so going on from there meets all of them.
+    If filtered prompts are replaced (`refill`), the prompts of a window depend on timing: a replacement is
+    taken after prompts of later windows. A resume therefore follows the journal. `assigned` names the window
+    of every prompt with rows in flight. A prompt that the cursor meets while it fills another window is kept
+    for its own window. Every prompt of a window was taken after the window's first prompt, so a cursor that
+    starts there meets all of them.
     """
 
     def __init__(
@@ -43,12 +46,12 @@ class WindowCursor:
         self._taken = trained * windows.size
         self._trained = trained
         self._assigned = dict(assigned or {})
-        """Windows of prompts the cursor has yet to come by."""
+        """Windows of prompts that the cursor has not reached yet."""
         self._passed: dict[int, list[_Passed]] = {}
         self._starts: dict[int, dict[str, Any]] = {trained: cursor.state()}
 
     def take(self, count: int) -> list[Prompt]:
-        """Prompts for the next `count` places, which lie in one window."""
+        """Prompts for the next `count` places, which belong to one window."""
         prompts = self._next(self._taken // self._windows.size, count)
         self._taken += count
         if self._taken % self._windows.size == 0:
@@ -89,6 +92,6 @@ class WindowCursor:
         return prompts + self._cursor.take(count - len(prompts))
 
     def _place(self) -> dict[str, Any]:
-        """From where on every prompt that was not handed out yet will be met."""
+        """The earliest cursor state from which every prompt not handed out yet comes."""
         places = [kept[0].before for kept in self._passed.values()]
         return min([*places, self._cursor.state()], key=lambda place: (place["epoch"], place["place"]))

@@ -1,10 +1,10 @@
-"""Rows that ranks fetch for themselves, where columns lie in TransferQueue.
+"""Batches whose columns each rank fetches from TransferQueue itself.
 
-    trainer's process                                rank r (rank 0 is the trainer's process too)
-    ledger: names, lengths ──FarBatch──command──>    QueueRows.fetch(its own rows) <──columns── TransferQueue
+    trainer's process                                rank r (rank 0 runs in the trainer's process)
+    ledger: keys, lengths ──FarBatch──command──>     QueueRows.fetch(its own rows) <──columns── TransferQueue
 
-The trainer's process sees columns of rank 0's share alone. Where the queue is lost, it reads the batch from the run
-directory and sends it to the other ranks, as it does on one machine.
+The trainer's process reads only the columns of rank 0's rows. If the queue is lost, it reads the whole batch
+from the run directory and sends it to the other ranks, as it does on one machine.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _HIDDEN_DTYPE = "hidden_dtype"
 
 
 class QueueRows:
-    """A rank's `RowSource`: its own connection to the queue."""
+    """A rank's `RowSource`: its connection to the queue and the batch it fetched last."""
 
     def __init__(self, address: str, patience: float) -> None:
-        """`address` is what `address_of` told; a fetch that takes longer than `patience` seconds failed."""
+        """`address` comes from `address_of`. A fetch that takes longer than `patience` seconds fails."""
         queue: Any = importlib.import_module("understudy.dataplane.transfer_queue.plane")
         told = json.loads(address)
         self._reader = queue.QueueReader(queue.QueueAddress.load(told["queue"]), prefix=told["prefix"])
@@ -47,7 +47,8 @@ class QueueRows:
         return int(self._reader.bytes_got)
 
     def fetch(self, meta: BatchMeta) -> Batch:
-        """Called on a thread without an event loop. Asked for the same rows again (another epoch), it has them still."""
+        """The rows of `meta`. Called on a thread without an event loop. The same `meta` again (another epoch)
+        is not read again."""
         if self._last is not None and self._last[0] == meta:
             return self._last[1]
         self._last = None
@@ -71,7 +72,7 @@ class QueueRows:
 
 
 class LeadingRows(QueueRows):
-    """Rank 0's, which can also turn to the ledger."""
+    """Rank 0's `RowSource`, which can also read rows from the run directory (`bring`)."""
 
     def __init__(self, plane: Any, address: str, patience: float) -> None:
         super().__init__(address, patience)
@@ -89,7 +90,7 @@ class LeadingRows(QueueRows):
 
 
 def address_of(plane: Any) -> str:
-    """Where a plane's columns lie, for `QueueRows`."""
+    """The queue address of a plane's columns, as JSON for `QueueRows`."""
     link = plane.shelf.link
     return json.dumps({"queue": link.address.dump(), "prefix": link.partition_id("")})
 
@@ -97,7 +98,7 @@ def address_of(plane: Any) -> str:
 async def open_far_rows(
     plane: DataPlane, policy: LeadingPolicy, patience: float, on_close: Callable[[Callable[[], None]], Any]
 ) -> LeadingRows:
-    """Connect every rank to the queue that this plane's columns travel by."""
+    """Connect every rank to the queue of this plane."""
     address = address_of(plane)
     rows = LeadingRows(plane, address, patience)
     on_close(rows.close)

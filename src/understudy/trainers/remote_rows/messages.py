@@ -1,11 +1,15 @@
-"""What the run and a worker that writes rows itself say to each other, inside `rollout.worker_wire`'s bytes.
+"""Messages between the trainer and a worker on another machine that writes rows itself.
 
-RowSettings   what such a worker needs once
-KeptRow       a trajectory it wrote: where its columns lie, and what the run decides by
-ScoreOrder    rows to be judged at one replica's door, by name; a few items (the fixed tokens) with their tokens
-RecallOrder   rows whose verdict a worker remembers from another row with the same tokens
-MixOrder      a row that several teachers were asked about, whose opinions are to be made one verdict
-ScoreAnswer   where the verdicts lie, or what went wrong in the words the teacher's pool understands
+They travel as opaque bytes inside the messages of `rollout/workers/messages.py`.
+
+| message     | direction         | content |
+|-------------|-------------------|---------|
+| RowSettings | trainer -> worker | sent once: where the run directory and the queue are, and the reward |
+| KeptRow     | worker -> trainer | a trajectory that was written: sizes, reward, location of its columns |
+| ScoreOrder  | trainer -> worker | rows, by key, for one replica to score; fixed tokens are sent inline |
+| RecallOrder | trainer -> worker | rows whose scores the worker has cached from rows with the same tokens |
+| MixOrder    | trainer -> worker | partial scores of several teachers, to be mixed into final scores |
+| ScoreAnswer | worker -> trainer | the location of the scores, or an error that the pool can handle |
 """
 
 from __future__ import annotations
@@ -23,33 +27,34 @@ from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
 SCORE, RECALL, MIX = "score", "recall", "mix"
-"""The errands."""
+"""The kinds of errand that a worker carries out for the trainer."""
 
 
 class Use(StrEnum):
-    """What scores are for."""
+    """What a teacher's scores are used for."""
 
     VERDICT = "verdict"
-    """The row's own."""
+    """Final scores: the row is trained on them."""
     OPINION = "opinion"
-    """Of one teacher among several, to be mixed with the others'."""
+    """Partial scores: one teacher's part of a mixture."""
     REST = "rest"
-    """Of the same teacher, on candidates of the others."""
+    """Cross scores: the same teacher's logprobs at the candidates of the other teachers in the mixture."""
 
 
 class RowSettings(msgspec.Struct):
     folder: str
-    """The data plane's, in the run directory."""
+    """The data plane's folder in the run directory."""
     queue: str
-    """`far_rows.address_of`."""
+    """The address of the queue, from `batches.address_of`."""
     partition: str
     patience: float
     disk_bytes: float | None
     reward: str | None
     deadline_seconds: float
-    """Of one reward."""
+    """The time limit of one reward call."""
     digests: bool = False
-    """Whether some teacher's scores are remembered, so that rows with the same tokens must be told."""
+    """Whether rows need a content digest: some teacher caches its scores, and rows with the same tokens must
+    be recognised."""
 
 
 class KeptRow(msgspec.Struct):
@@ -58,29 +63,29 @@ class KeptRow(msgspec.Struct):
     loss: int
     """Loss-bearing tokens."""
     candidates: int
-    """The student's own ids per loss-bearing token; 0 where none were asked for."""
+    """The student's candidate ids per loss-bearing token; 0 if the recipe needs none."""
     reward: float | None
     seconds: dict[str, float]
     written: Written
     digest: bytes = b""
-    """Of what a teacher is told of it, where digests are wanted."""
+    """The digest of what is sent to a teacher; empty unless `RowSettings.digests` is set."""
     failed: str = ""
-    """Why it cannot be trained on; then nothing of it was written."""
+    """Why the row cannot be trained on. If set, none of its columns were written."""
 
 
 class External(msgspec.Struct, frozen=True):
-    """What is needed to speak to a server that is not one of ours."""
+    """What a client needs to connect to a teacher server that Understudy did not start."""
 
     vocab_size: int
     vocab_fingerprint: str
     model: str
     backend: str
     k: int = 0
-    """The K of the recipe, tried first when the server is asked what it can give."""
+    """The recipe's K, tried first when the client probes how many logprobs the server returns."""
 
 
 class Door(msgspec.Struct, frozen=True):
-    """Where one replica of a teacher answers."""
+    """The address of one teacher replica."""
 
     teacher: str
     replica: str
@@ -88,11 +93,11 @@ class Door(msgspec.Struct, frozen=True):
     token: str | None
     external: External | None = None
     usable: UsableIds | None = None
-    """The ids of this run."""
+    """The token ids that this run may use."""
 
 
 class Inline(msgspec.Struct):
-    """The tokens of an item that is not a row."""
+    """The tokens of an item that is not a row, sent with the message."""
 
     tokens: bytes
     positions: bytes
@@ -105,10 +110,12 @@ class OrderItem(msgspec.Struct, omit_defaults=True):
     k: int
     inline: Inline | None = None
     mark: str = ""
-    """Which write of the row is meant (`dataplane/transfer_queue/write_ids.py`)."""
+    """The id of the write that is meant, if a row was written more than once
+    (`dataplane/transfer_queue/write_ids.py`)."""
     use: Use = Use.VERDICT
     ids_at: list[SpillRef] = []
-    """Where the ids to be judged lie, side by side: other teachers' best."""
+    """Where the ids to score are stored: the top-K ids of the mixture's other teachers, one column block
+    each."""
 
 
 class ScoreOrder(msgspec.Struct):
@@ -116,7 +123,7 @@ class ScoreOrder(msgspec.Struct):
     items: list[OrderItem]
     seconds: float | None
     remember_bytes: int = 0
-    """Of this teacher's scores the worker keeps as much in memory."""
+    """How many bytes of this teacher's scores the worker caches in memory."""
 
 
 class RecallItem(msgspec.Struct):
@@ -131,13 +138,13 @@ class RecallOrder(msgspec.Struct):
 
 
 class OpinionAt(msgspec.Struct):
-    """One teacher's scores of a row, by where they lie."""
+    """One teacher's partial scores of a row, by location."""
 
     teacher: str
     weight: float
     best: Written
     rest: Written | None
-    """Its logprobs at the others' candidates."""
+    """Its cross scores: logprobs at the other teachers' candidates. None where the signal needs none."""
 
 
 class MixOrder(msgspec.Struct):
@@ -152,13 +159,13 @@ class Verdict(msgspec.Struct, omit_defaults=True):
     teacher: str
     written: Written | None = None
     logprobs: bytes = b""
-    """float32, of an inline item."""
+    """float32 logprobs of an inline item, which are returned and not stored."""
     memory: str = ""
-    """What it is remembered as, where it is."""
+    """The name of the worker's cache entry; empty if the scores were not cached."""
     size: int = 0
-    """Of memory that takes."""
+    """The cache entry's size in bytes."""
     ids_digest: bytes = b""
-    """Of an opinion's candidates, where rows are told by their digests."""
+    """The digest of partial scores' candidate ids; empty unless `RowSettings.digests` is set."""
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -169,7 +176,7 @@ class ScoreAnswer(msgspec.Struct):
 
 
 ROWS = "rows"
-"""The worker could not get at the rows, or at what it remembered; no teacher was asked."""
+"""The worker could not read the rows or the cache entry; it sent no request to a teacher."""
 TROUBLES: dict[str, type[TeacherError]] = {
     "reply": TeacherReplyError,
     "timeout": ReplicaTimeout,
@@ -178,7 +185,7 @@ TROUBLES: dict[str, type[TeacherError]] = {
     "unavailable": TeacherUnavailable,
     "teacher": TeacherError,
 }
-"""Narrowest first: how a pool treats a failed request depends on its kind."""
+"""Error classes by name, subclasses before their bases. The pool handles a failed request by its class."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_settings = msgspec.msgpack.Decoder(RowSettings).decode

@@ -1,11 +1,13 @@
-"""A row's mixture of teachers, where its scores lie elsewhere: asked about here, weighed by a worker.
+"""Mixtures of teachers for remote rows: the trainer orders the requests, a worker mixes the scores.
 
-    each teacher's K best ──> opinions in the run directory ──where they lie──> each teacher at the others' ids ──> the same
-    MixOrder: where all of them lie, and their weights ──> worker: `teacher/mixture.py` ──> the row's verdict, run directory and queue
+    1. every teacher: its top K                        ──> partial scores (run directory)
+    2. every teacher: at the other teachers' top K     ──> cross scores (run directory), signal TOPK only
+    3. MixOrder: locations and weights ──> a worker    ──> final scores (run directory and queue)
 
-The questions are those of `opinions_of`, in its order, and the arithmetic is its own, so the verdict is that of a local run to the
-bit. Opinions are not put into the queue: they are read once, and the run directory outlives the worker that wrote them.
-Where a teacher could only be asked from the trainer's process, the others' opinions are read by it and mixed there.
+Requests come in the same order as in `opinions_of`, with the same arithmetic, so the final scores are
+bit-identical to those of a local run. Partial scores do not go into the queue: they are read once, and the
+run directory outlives the worker that wrote them. If one teacher had to be asked from the trainer's process,
+that process reads the other teachers' partial scores and mixes them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from understudy.types.scores import ScoreItem, Signal, TeacherScores
 async def score_far_mixture(
     scoring: FarScoring, item: FarScoreItem, shares: Mapping[str, float], ask: Ask
 ) -> TeacherScores:
-    """The verdict of several teachers on a row; a `FarScores`, unless it had to be made here."""
+    """A row's final scores, mixed from several teachers. A `FarScores`, unless the trainer's process had to
+    mix them."""
     needed_signals(item.signal)
     names = heaviest_first(shares)
     if len(names) == 1:
@@ -58,7 +61,10 @@ async def score_far_mixture(
 async def _about_the_others(
     scoring: FarScoring, item: FarScoreItem, own: int, best: Sequence[TeacherScores]
 ) -> ScoreItem:
-    """One teacher's second question: by where the others' candidates lie, or with them where some are here."""
+    """The request for one teacher's cross scores.
+
+    It names the location of the other teachers' candidates, or carries their ids if some scores are in this
+    process."""
     others = [one for i, one in enumerate(best) if i != own]
     far = _far(others)
     if len(_far(best)) < len(best):

@@ -1,13 +1,15 @@
-"""Rows that workers on other machines write themselves: the trainer's process learns their names, sizes and rewards.
+"""Rollouts by workers on other machines that write their rows themselves.
 
-    run ──Begin──> worker: loop, reward, columns into run directory and queue ──KeptRow──> ledger and journal (here)
+    trainer ──Begin──> worker: loop, reward, columns into run directory and queue ──KeptRow──> trainer: ledger
 
-Where engines are processes of their own, or servers, generations do not pass here either: a worker is told which of them it may bring its
-tokens to, and together with whom they are written (docs/decisions/0016-tokens-past-the-trainer.md, 0017-tokens-to-servers.md).
+The trainer's process gets a row's key, sizes and reward. If engines are separate processes or servers,
+generations do not pass through it either: it tells a worker which engine to send its tokens to and which
+batch they belong to (docs/decisions/0016-tokens-past-the-trainer.md, 0017-tokens-to-servers.md).
 
-Exactly once as ever: a row counts from the moment `adopt` took it, and a worker that died before is replaced by another that makes
-the row again. What the dead one left, or writes late, is in the queue under a name of its own (`dataplane/transfer_queue/write_ids.py`) that is
-cleared with its row, and in the run directory in a segment of its own that nobody refers to.
+Each row is recorded exactly once: it counts from the moment `adopt` takes it. If a worker dies before that,
+another worker makes the row again. What the dead worker wrote, or writes late, has its own write id in the
+queue (`dataplane/transfer_queue/write_ids.py`), which is cleared with the row, and its own segment in the run
+directory, to which nothing refers.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ MODULE = "understudy.trainers.remote_rows.worker"
 
 
 def writes_rows(recipe: Recipe, processes: HostLauncher) -> bool:
-    """Whether this run's workers write rows themselves: they are on other machines, and so is the queue."""
+    """Whether this run's workers write rows themselves: they run on other machines and rows go through
+    TransferQueue."""
     return (
         recipe.dataplane.backend == "transfer_queue"
         and recipe.rollout.workers > 0
@@ -53,8 +56,10 @@ def writes_rows(recipe: Recipe, processes: HostLauncher) -> bool:
 
 
 def brings_tokens(recipe: Recipe, engine: Engine) -> bool:
-    """Whether such workers speak to the engine themselves. A trainer that lends its device may write any row by itself, and a
-    server that is named by this machine's loopback is this machine's alone."""
+    """Whether such workers send tokens to the engine themselves.
+
+    Not with `trainer.lend_after`, because then the trainer may generate any row. Not for a server on this
+    machine's loopback either, because workers on other machines cannot reach it."""
     if recipe.trainer.lend_after is not None:
         return False
     near = any(is_loopback(urlsplit(url).hostname or "") for url in recipe.rollout.urls)
@@ -62,12 +67,12 @@ def brings_tokens(recipe: Recipe, engine: Engine) -> bool:
 
 
 def brings_tokens_to_servers(recipe: Recipe, processes: HostLauncher) -> bool:
-    """Whether servers that the run starts are to be reached by workers elsewhere."""
+    """Whether servers that the run starts must be reachable from remote workers."""
     return writes_rows(recipe, processes) and recipe.trainer.lend_after is None
 
 
 def settings_of(recipe: Recipe, run: RunDir, plane: Any, partition: str) -> bytes:
-    """What each such worker needs."""
+    """The encoded `RowSettings` that every such worker gets."""
     return wire.encode(
         wire.RowSettings(
             str(run.dataplane.absolute()),
@@ -84,7 +89,7 @@ def settings_of(recipe: Recipe, run: RunDir, plane: Any, partition: str) -> byte
 
 @dataclass(frozen=True, slots=True)
 class FarRow:
-    """A row of the ledger as its maker told of it."""
+    """A row of the ledger, as the worker that made it reported it."""
 
     key: str
     tokens: int
@@ -92,14 +97,16 @@ class FarRow:
     """Loss-bearing tokens."""
     candidates: int
     maker: int | None = None
-    """The life of the worker that has its tokens at hand."""
+    """The life (one process start) of the worker that holds its tokens in memory; None if none does."""
     mark: str = ""
-    """Which write of it the ledger took."""
+    """The id of the write that the ledger took."""
     digest: bytes = b""
-    """Of what a teacher is told of it; empty where nobody knows or asks."""
+    """The digest of what is sent to a teacher; empty if unknown or not needed."""
 
 
 class RowWorkers:
+    """The workers of a run and the data plane their rows go to. Used on the trainer's event loop."""
+
     def __init__(
         self, workers: LoopWorkers, plane: Any, partition: str, *, bring_tokens: bool = False
     ) -> None:
@@ -115,8 +122,9 @@ class RowWorkers:
         tags_of: TagsOf,
         add_seconds: Callable[[str, Mapping[str, float]], None],
     ) -> list[FarRow | wire.KeptRow]:
-        """One session, its rows in the ledger afterwards; not where its group was taken out meanwhile. Outputs that failed are
-        told as they came."""
+        """Runs one session and puts its rows into the ledger, unless their group was filtered out meanwhile.
+
+        Failed outputs are returned as `KeptRow`."""
         answer = await self.workers.run_kept(prompt, context)
         rows = wire.decode_kept(answer.body)
         for row in rows:
@@ -133,8 +141,10 @@ class RowWorkers:
         ]
 
     async def _adopt(self, rows: Mapping[str, Written], tags: Mapping[str, Mapping[str, Any]]) -> None:
-        """All outputs of a session at once. Where some are settled already, only those that are still in flight: their copies in
-        the queue were cleared with the refusal."""
+        """Puts all outputs of a session into the ledger at once.
+
+        If some are settled already, only those still in flight are taken. They are taken without their copies
+        in the queue, which the refused attempt cleared."""
         try:
             await self.plane.adopt(self.partition, rows, tags)
         except LeaseLost:
@@ -145,7 +155,8 @@ class RowWorkers:
                     await self.plane.adopt(self.partition, left, {key: tags[key] for key in left})
 
     async def stored(self, key: str, with_candidates: bool) -> FarRow:
-        """A row that an earlier launch wrote and did not get judged; what judging needs of it is put into the queue."""
+        """A row that an earlier launch wrote without scores. The columns that scoring needs are put into the
+        queue."""
         meta = BatchMeta(self.partition, (key,))
         sizes = (await self.plane.get(meta, (SIZES,)))[SIZES][0]
         own = (CANDIDATES,) if with_candidates else ()
@@ -153,7 +164,7 @@ class RowWorkers:
         if with_candidates:
             width = (await self.plane.get(meta, own))[CANDIDATES].values.shape[1]
         mark = ""
-        with suppress(DataPlaneError):  # the queue is lost: the row is judged from the run directory
+        with suppress(DataPlaneError):  # the queue is lost: the row is scored from the run directory
             there = await self.plane.hand_over(meta, ("tokens", "loss_mask", *own))
             mark = there.marks.get("tokens", ("",))[0]
         return FarRow(key, sizes["tokens"], sizes["loss"], width, mark=mark)

@@ -1,15 +1,16 @@
-"""Teachers judge rows that the trainer's process has never seen: a worker carries the question and keeps the answer.
+"""Teacher scoring of remote rows: a worker sends the request to the replica and stores the scores.
 
-    pool (here): which replica, when, how long, again ──ScoreOrder──> worker ──tokens──> replica
-    ledger (here) <──where the scores lie── pool: fixed tokens right? <──ScoreAnswer── worker <──scores──┘
+    pool: replica, deadline, retry ────────ScoreOrder──────> worker ──tokens──> replica
+    ledger <──location── pool: fixed tokens <──ScoreAnswer── worker <──scores──────┘
 
-To the pool a replica looks as ever (`ScoringClient`): deadlines, retries, ejections, second requests after a straggler and the
-fixed tokens that ride along are its own. Requests are composed as without workers, so under `determinism = "full"` the scores
-are the same to the bit. Of two answers the pool keeps one, and the ledger takes that one's name: what the other worker wrote
-lies under another. Scores that are remembered are `far_cache.py`, mixtures of teachers `remote_rows/mixture.py`.
+The pool sees a replica through the usual protocol (`ScoringClient`). Deadlines, retries, ejections, hedged
+requests for stragglers and the fixed tokens of the canary stay in the pool. Requests are composed as without
+workers, so under `determinism = "full"` the scores are bit-identical. If two workers answer one request, the
+pool keeps one answer and the ledger stores that answer's location; the other worker's scores lie under
+another write id. `FarScoreCache` below caches scores; mixtures are in `remote_rows/mixture.py`.
 
-The trainer's process asks by itself, reading rows from the run directory, where a worker cannot: the queue is lost, no worker
-lives, or an external server is named by this machine's loopback.
+The trainer's process reads rows from the run directory and asks the replica itself where no worker can: the
+queue is lost, no worker is alive, or an external server's address is this machine's loopback.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from understudy.types.usable_ids import UsableIds
 
 @dataclass(frozen=True, slots=True)
 class FarScoreItem(ScoreItem):
-    """A row to be judged, by name. Its arrays have the right lengths and nothing in them."""
+    """A row to be scored, by key. Its arrays have the right lengths and hold zeros."""
 
     maker: int | None = None
     mark: str = ""
     digest: bytes = b""
-    """Of what the arrays would hold; empty where nobody knows."""
+    """The digest of the row's real arrays; empty if unknown."""
     use: wire.Use = wire.Use.VERDICT
     others: tuple[FarScores, ...] = ()
-    """Whose candidates are the ids to judge."""
+    """The partial scores of other teachers, whose candidates are the ids to score."""
 
     @staticmethod
     def of(row: FarRow, signal: Signal, k: int) -> FarScoreItem:
@@ -76,35 +77,38 @@ class FarScoreItem(ScoreItem):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Scores that a worker remembers."""
+    """A reference to scores in a worker's cache."""
 
     life: int
     name: str
     size: int
-    """Bytes of its memory."""
+    """Bytes of the worker's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FarScores(TeacherScores):
-    """A verdict that lies where its row does."""
+    """Scores by location: a worker stored them in the run directory, final scores in the queue too."""
 
     written: Written = field(default_factory=lambda: Written({}))
     ticket: Any = None
-    """Held until the ledger knows it."""
+    """Held until the ledger has recorded the scores."""
     memory: Memory | None = None
     ids_digest: bytes = b""
-    """Of an opinion's candidates."""
+    """The digest of partial scores' candidate ids."""
 
 
 class FarScoring:
-    """Between the teachers' pools, which are there first, and the workers."""
+    """Passes requests of the teachers' pools to the workers, on the trainer's event loop.
+
+    The pools are built before the workers start, so `open` adds the workers later.
+    """
 
     def __init__(self) -> None:
         self._workers: RowWorkers | None = None
         self._asked: Counter[str] = Counter()
-        """Rows by how many requests about them are under way."""
+        """Requests under way, per row key."""
         self.rows_judged_here = 0
-        """Whose tokens and scores passed the trainer's process after all."""
+        """Rows that were scored by the trainer's process because no worker could."""
 
     def open(self, workers: RowWorkers) -> None:
         self._workers = workers
@@ -116,12 +120,15 @@ class FarScoring:
         remember_bytes: int = 0,
         usable: UsableIds | None = None,
     ) -> Connect:
-        """Clients that know both ways to a teacher's replicas; workers remember so much of its scores."""
+        """Wraps `connect`: the clients ask a replica through a worker, or directly where no worker can.
+
+        Each worker caches up to `remember_bytes` of the teacher's scores."""
 
         def both(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
             direct = connect(teacher, replica, endpoint)
             door = wire.Door(teacher, replica, endpoint.url, endpoint.token, external, usable)
-            # A replica of our own told its machine's address; somebody's server may be this machine's alone.
+            # Our own replicas report an address that other machines reach. An external server may be on the
+            # loopback.
             reachable = None if external and is_loopback(endpoint.url) else door
             return FarClient(self, direct, reachable, remember_bytes)
 
@@ -130,7 +137,7 @@ class FarScoring:
     async def ask(
         self, door: wire.Door, items: Sequence[ScoreItem], timeout: float | None, remember_bytes: int = 0
     ) -> list[TeacherScores] | None:
-        """By a worker; None where none can."""
+        """Scores by way of a worker; None if no worker can."""
         order = wire.ScoreOrder(door, [_order(item) for item in items], timeout, remember_bytes)
         rows = [item for item in items if isinstance(item, FarScoreItem)]
         self._asked.update(item.key for item in rows)
@@ -143,7 +150,9 @@ class FarScoring:
                     del self._asked[item.key]
 
     def _preferred(self, rows: Sequence[FarScoreItem]) -> int | None:
-        """Who has most of these rows at hand; anybody, where they are being asked about already: it may be the worker that is slow."""
+        """The worker that holds most of these rows in memory.
+
+        None (any worker) if a request for them is under way already: that worker may be the slow part."""
         if any(self._asked[item.key] > 1 for item in rows):
             return None
         makers = Counter(item.maker for item in rows if item.maker is not None)
@@ -152,7 +161,7 @@ class FarScoring:
     async def recall(
         self, teacher: str, memories: Sequence[Memory], items: Sequence[FarScoreItem]
     ) -> list[TeacherScores] | None:
-        """Scores that one worker remembers, as these rows' own; None where it does not any more."""
+        """Stores one worker's cached scores as the scores of these rows; None if an entry was evicted."""
         named = [
             wire.RecallItem(item.key, memory.name, item.use)
             for memory, item in zip(memories, items, strict=True)
@@ -161,7 +170,7 @@ class FarScoring:
         return await self._errand(wire.RECALL, order, items, memories[0].life)
 
     async def mix(self, item: FarScoreItem, opinions: Sequence[wire.OpinionAt]) -> TeacherScores | None:
-        """Several teachers' opinions as one verdict, made by a worker; None where none can."""
+        """Final scores that a worker mixes from several teachers' partial scores; None if no worker can."""
         order = wire.encode(wire.MixOrder(item.key, str(item.signal), item.k, list(opinions)))
         found = await self._errand(wire.MIX, order, [item], item.maker)
         return None if found is None else found[0]
@@ -198,7 +207,7 @@ class FarScoring:
         ]
 
     async def brought(self, scores: TeacherScores) -> TeacherScores:
-        """An opinion with its numbers, read by this process from the run directory."""
+        """The scores with their arrays, read by this process from the run directory."""
         if not isinstance(scores, FarScores):
             return scores
         assert self._workers is not None
@@ -231,7 +240,7 @@ class FarScoring:
 
 
 class FarClient:
-    """One replica (a `ScoringClient`): asked about rows through a worker, about anything else from here."""
+    """A `ScoringClient` of one replica. Remote rows are scored through a worker, everything else directly."""
 
     def __init__(
         self, scoring: FarScoring, near: ScoringClient, door: wire.Door | None, remember_bytes: int = 0
@@ -244,7 +253,7 @@ class FarClient:
     async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
         if not any(isinstance(item, FarScoreItem) for item in items):
             return await self._near.score(items, timeout)
-        # Beside rows by name only the fixed tokens may be told: their answer comes back without candidates.
+        # Only the fixed tokens may be sent inline beside remote rows: an inline answer carries no candidates.
         by_name = all(isinstance(item, FarScoreItem) or item.key == FIXED_TOKENS for item in items)
         if self._door is not None and by_name:
             found = await self._scoring.ask(self._door, items, timeout, self._remember_bytes)
@@ -280,7 +289,7 @@ def _order(item: ScoreItem) -> wire.OrderItem:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address means the machine it is used on."""
+    """Whether a URL names the loopback, which every machine resolves to itself."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -289,11 +298,12 @@ def is_loopback(url: str) -> bool:
 
 
 _NO_KEY = b""
-"""Of a question whose rows' contents are not known here: it is asked, and not remembered."""
+"""The key of a request with a row of unknown digest: it is sent and not cached."""
 
 
 class FarScoreCache:
-    """A `PoolCache`. Names that were not used for longest leave when the scores they stand for reach `max_bytes`."""
+    """A `PoolCache` (LRU) of references to scores that workers cache. `max_bytes` bounds the scores they
+    refer to."""
 
     def __init__(self, scoring: FarScoring, teacher: str, max_bytes: int) -> None:
         self.hits = 0
@@ -303,7 +313,7 @@ class FarScoreCache:
         self._held_bytes = 0
         self._memories: OrderedDict[bytes, list[Memory]] = OrderedDict()
         self._here = ScoreCache(max_bytes)
-        """Of requests that no worker could carry out."""
+        """Scores of requests that no worker could carry out."""
 
     def parts(self, manifest: Manifest, items: Sequence[ScoreItem]) -> list[tuple[bytes, list[int]]]:
         own = [

@@ -1,14 +1,18 @@
-"""An agent-loop worker on another machine that writes its rows itself, and has them judged.
+"""An agent-loop worker on another machine that writes its rows and sends them to teachers itself.
 
-    Grant ──> tokens of a turn ──> an engine process or a server ──> what was written, kept here (`rollout/workers/generations.py`)
-    loop ──trajectories──> reward ──> columns into run directory and queue ──KeptRow──> the run
-    ScoreOrder ──> tokens (at hand, or from the queue) ──> the teacher's replica ──> scores the same way ──ScoreAnswer──> the run
-    RecallOrder, MixOrder ──> scores that were given before (`worker_scores.py`) ──> the same way
+| on              | the worker                                                               | and answers |
+|-----------------|--------------------------------------------------------------------------|-------------|
+| Grant           | sends a turn's tokens to an engine process or server, keeps the new tokens | nothing   |
+| end of the loop | runs the reward, writes columns to run directory and queue               | KeptRow     |
+| ScoreOrder      | sends tokens (in memory or from the queue) to the replica, writes scores | ScoreAnswer |
+| RecallOrder     | writes scores from its cache for another row (`worker_scores.py`)        | ScoreAnswer |
+| MixOrder        | mixes several teachers' scores of a row and writes the result            | ScoreAnswer |
 
-So what the trainer's process sees of a row is its name, its sizes, its reward and where its columns lie. Which replica is
-asked, when, and again after a failure, is decided there, by the teacher's pool; here a request is carried out.
+The trainer's process sees only a row's key, sizes, reward and the location of its columns. The teacher's pool
+in the trainer's process decides which replica is asked, when, and whether a request is repeated. The worker
+only carries requests out.
 
-Started as `python -m understudy.trainers.remote_rows.worker`, in the place of `understudy.rollout.workers.process`.
+Started as `python -m understudy.trainers.remote_rows.worker` instead of `understudy.rollout.workers.process`.
 """
 
 from __future__ import annotations
@@ -50,10 +54,16 @@ from understudy.types.scores import ScoreItem, Signal
 from understudy.types.trajectory import Trajectory
 
 _AT_HAND_BYTES = 256 * 2**20
-"""Of token ids of rows that were not judged yet; others are fetched from the queue."""
+"""Memory for the token ids of rows that were not scored yet. Rows beyond it are read from the queue."""
 
 
 class RowKeeper:
+    """Writes, scores and mixes rows for one worker process.
+
+    State: the connection to the queue, rows not scored yet, cached scores, clients of engines and replicas.
+    `rollout/workers/process.py` calls it on the worker's event loop.
+    """
+
     def __init__(self, setup: Setup, renderer: Renderer) -> None:
         settings = wire.decode_settings(setup.extra)
         queue: Any = importlib.import_module("understudy.dataplane.transfer_queue.writer")
@@ -163,7 +173,7 @@ class RowKeeper:
         return answer
 
     async def _items(self, wanted: Sequence[wire.OrderItem]) -> list[ScoreItem]:
-        """With their tokens, in the order asked."""
+        """The items with their tokens, in the order of `wanted`."""
         found = {item.key: wire.from_inline(item, item.inline) for item in wanted if item.inline is not None}
         rows = [item for item in wanted if item.inline is None]
         others = {item.key: await self._verdicts.ids(item.ids_at) for item in rows if item.ids_at}
@@ -187,7 +197,7 @@ class RowKeeper:
         return [found[item.key] for item in wanted]
 
     async def _client(self, door: wire.Door) -> ScoringClient:
-        """Kept per replica; another one where it answers elsewhere now, after a restart."""
+        """The client of a replica. It is replaced if the replica's address changed after a restart."""
         place = (door.teacher, door.replica)
         known = self._clients.get(place)
         if known is not None and known[0] == door:
@@ -224,7 +234,7 @@ def client_of(door: wire.Door) -> ScoringClient:
 
 
 async def _answered(work: Coroutine[Any, Any, list[wire.Verdict]]) -> bytes:
-    """Where the verdicts lie, or that what they are made of could not be read."""
+    """The encoded answer; trouble `ROWS` if the scores needed could not be read."""
     try:
         return wire.encode(wire.ScoreAnswer(await work))
     except RowsUnreachable as error:
@@ -238,7 +248,8 @@ def _score_item(
     own: np.ndarray | None,
     others: np.ndarray | None,
 ) -> ScoreItem:
-    """`own` are the student's ids, `others` those of other teachers; only `at_ids` asks about either."""
+    """`own` are the student's candidate ids, `others` those of other teachers. Only the signal `at_ids` uses
+    either."""
     positions = np.flatnonzero(mask).astype(np.int32)
     ids = None
     if item.signal == Signal.AT_IDS:
@@ -247,7 +258,8 @@ def _score_item(
 
 
 class _AtHand:
-    """What this worker wrote and nobody has judged yet, the newest first to stay."""
+    """Rows that this worker wrote and that have no final scores yet. The oldest are dropped beyond
+    `_AT_HAND_BYTES`."""
 
     def __init__(self) -> None:
         self._rows: OrderedDict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = OrderedDict()
@@ -263,7 +275,8 @@ class _AtHand:
             self.drop(next(iter(self._rows)))
 
     def get(self, key: str, mark: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-        """As written under this mark: another worker may have made the row since, with other tokens."""
+        """The row if it was written under this mark. Another worker may have made it again since, with other
+        tokens."""
         return self._rows.get(key) if self._marks.get(key) == mark else None
 
     def drop(self, key: str) -> None:

@@ -1,8 +1,11 @@
-"""What a worker does with scores it was given: keep them where they belong, remember them, mix several teachers' into one.
+"""What a worker does with a teacher's scores: store, cache, and mix those of several teachers.
 
-verdict          run directory and queue, for the row
-opinion, rest    of one teacher among several: the run directory alone, until all are there and are mixed
-memory           scores as they came, for a row with the same tokens; the run says when, by name (`far_cache.py`)
+| scores              | stored in               | read                                               |
+|---------------------|-------------------------|----------------------------------------------------|
+| final (`VERDICT`)   | run directory and queue | by the ranks that train on the row                 |
+| partial (`OPINION`) | run directory           | by the worker that mixes them, on a `MixOrder`     |
+| cross (`REST`)      | run directory           | the same                                           |
+| cached              | this worker's memory    | for a row with the same tokens, on a `RecallOrder` |
 """
 
 from __future__ import annotations
@@ -28,19 +31,22 @@ _Kept = tuple[TeacherScores, wire.Use]
 
 
 class Verdicts:
+    """Stores scores for one worker and caches them by teacher. Used on the worker's event loop."""
+
     def __init__(self, writer: Any, partition: str, *, digests: bool) -> None:
-        """`writer` is a `RowWriter`; `digests` says whether rows are told by what is in them."""
+        """`writer` is a `RowWriter`. `digests`: whether partial scores carry the digest of their candidate
+        ids."""
         self._writer = writer
         self._partition = partition
         self._digests = digests
         self._memories: dict[str, ScoreCache] = {}
-        """By teacher."""
+        """Cached scores by teacher."""
         self._names = Marking()
 
     async def keep(
         self, order: wire.ScoreOrder, scores: Sequence[TeacherScores], ticket: int
     ) -> list[wire.Verdict]:
-        """Of everything that was asked, in its order."""
+        """Stores the scores of all items of `order`. Answers come in the order of the items."""
         asked = list(zip(order.items, scores, strict=True))
         told = await self._write([(one, item.use) for item, one in asked if item.inline is None], ticket)
         if order.remember_bytes:
@@ -51,7 +57,8 @@ class Verdicts:
         return [next(rows) if item.inline is None else wire.inline_verdict(one) for item, one in asked]
 
     async def recall(self, order: wire.RecallOrder, ticket: int) -> list[wire.Verdict]:
-        """The same for rows whose scores are remembered; `RowsUnreachable` where they are not any more."""
+        """Stores cached scores for other rows with the same tokens. `RowsUnreachable` if an entry was
+        evicted."""
         memory, rows = self._memories.get(order.teacher), []
         for item in order.items:
             named = ScoreItem(item.key, _NOTHING, _NOTHING, Signal.SAMPLED)
@@ -62,7 +69,7 @@ class Verdicts:
         return await self._write(rows, ticket)
 
     async def mix(self, order: wire.MixOrder, ticket: int) -> list[wire.Verdict]:
-        """Several teachers' opinions on a row as its verdict."""
+        """Mixes several teachers' partial scores of a row into its final scores and stores them."""
         item = ScoreItem(order.key, _NOTHING, _NOTHING, Signal(order.signal), order.k)
         best = [await self._scores(order, one) for one in order.opinions]
         opinions = []
@@ -75,7 +82,7 @@ class Verdicts:
         return await self._write([(mix(opinions, item), wire.Use.VERDICT)], ticket)
 
     async def ids(self, places: Sequence[SpillRef]) -> np.ndarray:
-        """Other teachers' candidates, side by side."""
+        """Other teachers' candidate ids, concatenated along the last axis."""
         return np.concatenate(await self._writer.arrays(places), axis=1)
 
     async def _scores(self, order: wire.MixOrder, one: wire.OpinionAt) -> TeacherScores:
@@ -95,7 +102,7 @@ class Verdicts:
         ]
 
     def _digest(self, scores: TeacherScores, use: wire.Use) -> bytes:
-        """An opinion's candidates are what the other teachers are asked about."""
+        """The digest of partial scores' candidate ids, at which the other teachers are asked next."""
         return content_digest(scores.ids) if self._digests and use is wire.Use.OPINION else b""
 
     def _remember(self, teacher: str, scores: TeacherScores, most_bytes: int) -> str:
@@ -106,13 +113,14 @@ class Verdicts:
 
 
 def scores_of(key: str, teacher: str, signal: Signal, cells: dict[str, Any]) -> TeacherScores:
-    """An opinion, or the rest of one, as far as it was written."""
+    """Partial or cross scores from the arrays that were stored."""
     sampled_P = cells.get(LOGPROBS, np.zeros(0, np.float32))
     return TeacherScores(key, teacher, signal, sampled_P, cells.get(IDS), cells.get(TOPK_LOGPROBS))
 
 
 def _columns(scores: TeacherScores, use: wire.Use) -> dict[str, Any]:
-    """What is written of these scores; whose they are the run knows, unless they are a row's own."""
+    """The columns to store. Only final scores include the teacher's name: for the rest the trainer knows
+    it."""
     if use is wire.Use.REST:
         return {TOPK_LOGPROBS: scores.logprobs}
     columns = score_columns(scores)
