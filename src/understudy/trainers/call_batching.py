@@ -1,26 +1,26 @@
-"""Concurrent calls become batches.
+"""Joins concurrent calls of many samples into batches for an engine or a teacher.
 
-Many samples are in the making at once, and each asks for one generation or one score at a time. An engine and a
-teacher work best on batches. This file joins the calls, under one of two rules:
+Many samples are produced at once, and each makes one call at a time, for a generation or for scores. Engines
+and teachers are fastest on batches. Calls are joined under one of two rules:
 
-`Cohort` (determinism "full"): a batch is composed by KEY. A cohort is a fixed set of samples. Whenever every living
-    member is waiting and nothing is in flight, all waiting calls are sorted by key, cut into chunks and launched.
-    Which calls wait at such a moment depends on what the samples do, never on who was quicker; so batches, and with them
-    every bit of every result, repeat. Cohorts overlap: one is scored while the next one generates. A batch whose tokens
-    are held by a worker that left comes back: its other calls wait until the sample that lost them asks again.
+`Cohort` (determinism "full"): batches are composed by KEY. A cohort is a fixed set of samples. When every
+    living member waits and nothing is in flight, all waiting calls are sorted by key, cut into chunks and
+    launched. Which calls wait at that moment depends on what the samples do, not on their speed, so batches
+    and results repeat to the bit. Cohorts overlap: one is scored while the next one generates. If a worker that
+    held a call's tokens leaves, its batch is returned: the other calls wait until that sample calls again.
 
-`Arrivals` (determinism "fast"): a call goes out the moment it is made. Engines batch continuously and so do teachers, so
-    holding calls back to fill a batch would only add waiting. No barrier anywhere. Only calls for scores that are made within
-    two milliseconds, as when rows end with the same decode step, share requests: hundreds of requests cost more than what
-    they carry.
+`Arrivals` (determinism "fast"): a call goes out at once. Engines and teachers batch continuously, so holding
+    calls back to fill a batch would only add waiting. There is no barrier. Only score calls made within two
+    milliseconds, as when rows end in the same decode step, share requests: hundreds of separate requests cost
+    more than their contents.
 
         member A ──generate──┐                       ┌─ chunk 0 ──> lane.run([...])
         member B ──generate──┼── all wait? sort, cut ┤
         member C ──score─────┘                       └─ chunk 1 ──> lane.run([...])
 
-Under both rules one bad call costs one call. What a lane is known to refuse (`Lane.check`) fails before it joins a batch. A batch
-that is refused all the same is asked again in halves, in the order of its calls, until the bad call is alone: which calls share
-a batch then depends on the calls alone, so results still repeat.
+Under both rules one bad call fails alone. An item that fails `Lane.check` joins no batch. A batch that is
+refused anyway is sent again in halves, in the order of its calls, until the bad call is alone. Which calls
+share a batch then depends on the calls only, so results still repeat.
 """
 
 from __future__ import annotations
@@ -40,41 +40,46 @@ _NOT_ONE_CALLS_FAULT = (
     EngineError,
     TeacherUnavailable,
     MemoryError,
-    RuntimeError,  # torch's word for memory that ran out, among others
+    RuntimeError,  # torch raises it when memory runs out, among others
 )
-"""Asking again for fewer calls would not tell which of them is bad."""
+"""Errors that no single call causes: a batch that raises one is not halved."""
 
 _AT_ONCE_S = 0.002
-"""An engine tells of rows that ended with one step one after another; so long it takes for a few dozen."""
+"""How long score calls are collected. An engine reports rows that end in one step one by one; a few dozen
+take this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How calls that arrive together go in one batch."""
+    """How calls that arrive together are split into batches."""
 
     servers: Callable[[], int]
-    """How many share the lane's work now; each gets its part."""
+    """How many servers share the lane's work now. Calls are divided evenly among them."""
     weight: Callable[[Any], int]
-    """Of a call's item."""
+    """The weight of a call's item."""
     most: int
-    """What the items of one batch weigh together, unless there is but one."""
+    """The maximum total weight of one batch. A single item may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Where calls of one kind go: an engine, or one teacher."""
+    """The destination of one kind of calls: an engine, or one teacher."""
 
     name: str
     run: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
     limit: int
-    """Calls in one batch at most."""
+    """The maximum number of calls in one batch."""
     sharing: Sharing | None = None
-    """None where every arriving call goes alone: rows of an engine end one by one, and a batch is answered whole."""
+    """None: every arriving call goes alone. So for an engine, whose rows end one by one while a batch is
+    answered as a whole."""
     check: Callable[[Any], None] | None = None
-    """Raises for an item that the lane would refuse: the caller gets that error, and its item joins no batch."""
+    """Raises for an item that the lane would refuse. The caller gets that error, and the item joins no
+    batch."""
 
 
 class Gather(Protocol):
+    """Joins calls into batches. Used on the event loop by the samples' tasks."""
+
     def member(self) -> AbstractAsyncContextManager[None]: ...
     async def call(self, lane: Lane, key: str, item: Any) -> Any: ...
 
@@ -99,7 +104,7 @@ def _halves(calls: Sequence[_Call]) -> tuple[Sequence[_Call], Sequence[_Call]]:
 
 
 async def _run(lane: Lane, calls: Sequence[_Call]) -> None:
-    """Launch one batch and hand each caller its own result or error. Raises `BearerGone`."""
+    """Launch one batch and give each caller its result or error. Raises `BearerGone`."""
     try:
         results = await _results(lane, calls)
     except BearerGone:
@@ -119,10 +124,10 @@ async def _run(lane: Lane, calls: Sequence[_Call]) -> None:
 
 @dataclass(slots=True)
 class Cohort:
-    """Batches by key; see the head of the file."""
+    """Batches by key (see the module's docstring). Every sample enters as a member, calls, and leaves."""
 
     size: int
-    """How many members will come; the first batch waits for all of them."""
+    """The number of members. The first batch waits until all of them have entered."""
     _entered: int = 0
     _running: int = 0
     _in_flight: int = 0
@@ -150,7 +155,9 @@ class Cohort:
         try:
             return await call.result
         except asyncio.CancelledError:
-            if call.result.cancelled():  # given up while waiting: this member was not counted back in
+            if (
+                call.result.cancelled()
+            ):  # cancelled while waiting: `_chunk` did not count this member as running
                 self._running += 1
             raise
 
@@ -174,8 +181,8 @@ class Cohort:
         except BearerGone:
             back = [call for call in calls if not call.result.done()]
         finally:
-            # The callers only wake after this task. They count as running from now on, or another member might see
-            # nobody running and launch too early.
+            # The callers wake only after this task. They count as running from now on, or another member
+            # might see no running member and launch too early.
             self._running += sum(not call.result.cancelled() for call in calls) - len(back)
             self._in_flight -= 1
         if back:
@@ -184,7 +191,8 @@ class Cohort:
 
 
 class _Member(AbstractAsyncContextManager[None]):
-    """A sample's time in its cohort; a class, because every sample has one and a generator costs several times as much."""
+    """A sample's membership in its cohort. A class, because every sample has one and a generator costs
+    several times as much."""
 
     __slots__ = ("_cohort",)
 
@@ -199,11 +207,11 @@ class _Member(AbstractAsyncContextManager[None]):
 
 
 class Arrivals:
-    """Calls go at once; engines and teachers merge what arrives."""
+    """Calls go out at once. Engines and teachers merge what arrives."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Lane, list[_Call]]] = {}
-        """Since the last were sent."""
+        """Calls per lane since the last batch was sent."""
 
     def member(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -244,7 +252,7 @@ def _parts(lane: Lane, calls: Sequence[_Call]) -> list[list[_Call]]:
 
 
 def _together(lane: Lane, calls: Sequence[_Call]) -> None:
-    """One batch, given up when every caller has gone."""
+    """Launch one batch. It is cancelled when all its callers have been cancelled."""
     task = asyncio.create_task(_each(lane, calls))
 
     def leave(_: asyncio.Future[Any]) -> None:
@@ -256,7 +264,7 @@ def _together(lane: Lane, calls: Sequence[_Call]) -> None:
 
 
 async def _each(lane: Lane, calls: Sequence[_Call]) -> None:
-    """As `_run`; the halves of a batch that was refused are given up by themselves."""
+    """As `_run`, but each half of a refused batch is launched, and cancelled, on its own."""
     try:
         results = await _results(lane, calls)
     except Exception as error:

@@ -1,12 +1,12 @@
-"""Where a run stands, saved and taken up again.
+"""Saves a run's state as a checkpoint and restores it on resume.
 
-Saving runs beside training (`trainer.async_save`): the state is copied, the copy is written while the next step runs. Only
-when a checkpoint is final are the journal's rows let go of, so a kill at any moment finds the last final checkpoint and
+With `trainer.async_save` the state is copied, and the copy is written while the next step runs. The journal
+frees rows only when a checkpoint is final. So after a kill at any moment there is a final checkpoint and
 everything after it.
 
 A checkpoint of step s holds the policy after s steps and the cursor after s batches. The journal's ledger and
-metrics.jsonl hold at least everything up to s (both are made durable before the checkpoint gets its name) and maybe
-more; on resume that more is forgotten, under `determinism = "fast"` only as far as it was trained.
+metrics.jsonl are made durable before the checkpoint gets its name, so they hold at least everything up to s.
+What they hold beyond s is discarded on resume; under `determinism = "fast"` only the part that was trained.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 def training_state(system: System) -> PolicyState:
-    """Student and critic as one state. The critic's tensors lie with the optimizer's: nobody exports them by accident."""
+    """Student and critic as one state. The critic's tensors are stored with the optimizer's, so an export
+    leaves them out."""
     state = system.policy.state()
     if system.critic is None:
         return state
@@ -50,13 +51,13 @@ def training_state(system: System) -> PolicyState:
     return replace(
         state,
         optimizer={**state.optimizer, **extra},
-        # A run has one state of chance, the trainer's, wherever its critic sits.
+        # A run has one random state, the trainer's, even if its critic is in another process.
         progress={**state.progress, "critic": {**own.progress, "random": state.progress["random"]}},
     )
 
 
 def restore_critic(system: System, state: PolicyState) -> None:
-    """Put the critic back from what `training_state` wrote."""
+    """Load the critic's part of a state from `training_state`."""
     found: Mapping[str, Any] | None = state.progress.get("critic")
     if (system.critic is None) != (found is None):
         raise CheckpointError(
@@ -68,14 +69,15 @@ def restore_critic(system: System, state: PolicyState) -> None:
 
 
 def checkpoint_due(system: System, step: int, line: Mapping[str, Any]) -> bool:
-    """Whether the step just taken, whose metrics are `line`, is to be saved: by the count, as the last, or as the best."""
+    """Whether to save the step just taken, with metrics `line`: it is due by count, the last, or the best so
+    far."""
     trainer = system.recipe.trainer
     best = trainer.keep_best and system.best.consider(step, line)
     return best or step % trainer.checkpoint_every == 0 or step == trainer.steps
 
 
 async def save_checkpoint(system: System, step: int) -> None:
-    """Returns when training may go on; `finish_saving` waits for the disk as well."""
+    """Returns when training may continue. `finish_saving` also waits for the disk."""
     await finish_saving(system)
     with system.spans.span("checkpoint", step=step):
         await system.plane.sync()
@@ -87,7 +89,8 @@ async def save_checkpoint(system: System, step: int) -> None:
             "rows_trained": system.tally.rows_trained,
         }
         state, beside = await asyncio.to_thread(training_state, system), system.recipe.trainer.async_save
-        # Always the saver's thread: a run that ends in the midst of it waits there, so that the next attempt finds nobody writing.
+        # Always on the saver's thread: a run that ends meanwhile waits there, so the next attempt finds no
+        # writer.
         written = await asyncio.to_thread(partial(system.saver.save, step, state, extra, copied=beside))
         if beside:
             system.saving.add(system.background.create_task(_when_final(system, written), name="checkpoint"))
@@ -96,7 +99,8 @@ async def save_checkpoint(system: System, step: int) -> None:
 
 
 async def finish_saving(system: System) -> None:
-    """Returns when every checkpoint under way is final and the journal has let go of what it need not keep."""
+    """Returns when every checkpoint under way is final and the journal has freed the rows it need not
+    keep."""
     while system.saving:
         task = system.saving.pop()
         with (
@@ -106,13 +110,14 @@ async def finish_saving(system: System) -> None:
 
 
 async def _when_final(system: System, written: Future[Path]) -> None:
-    # Who is cancelled here must not take back a save that has not begun: the saver would tell of that instead of the trouble.
+    # Shielded: a cancellation here must not cancel a save that has not begun, or the saver would report that
+    # instead of the original error.
     await asyncio.shield(asyncio.wrap_future(written))
     await _let_go(system)
 
 
 async def _let_go(system: System) -> None:
-    """Once a checkpoint is final: mark it if it is the best, and free what no resume can need."""
+    """After a checkpoint is final: mark it if it is the best, and free rows that no resume can need."""
     point("sync.after_checkpoint")
     if system.recipe.trainer.keep_best:
         await asyncio.to_thread(system.best.mark, system.checkpoints)
@@ -127,13 +132,13 @@ def last_checkpoint(run: RunDir, keep: int) -> Checkpoint | None:
 
 
 def forget_after(run: RunDir, step: int | None) -> None:
-    """Cut the run's plain files back to a checkpoint (None: to the very start)."""
+    """Truncate metrics and samples to a checkpoint's step (None: to the start)."""
     cut_back(run.metrics, step)
     cut_back(run.samples, step)
 
 
 async def restore(system: System, checkpoint: Checkpoint) -> None:
-    """Put a freshly built system where the checkpoint stands."""
+    """Load a checkpoint into a newly built system."""
     verify_teachers(checkpoint.extra["teachers"], system.manifests)
     if isinstance(system.policy, LeadingPolicy):
         await asyncio.to_thread(system.policy.load_checkpoint, checkpoint)
@@ -142,12 +147,13 @@ async def restore(system: System, checkpoint: Checkpoint) -> None:
     await asyncio.to_thread(restore_critic, system, checkpoint.policy)
     system.cursor.restore(checkpoint.extra["cursor"])
     system.tally.rows_trained = int(checkpoint.extra["rows_trained"])
-    # The launch before may have been killed between the checkpoint and what follows it.
+    # The previous launch may have been killed between the checkpoint and this call.
     await _let_go(system)
 
 
 def verify_teachers(saved: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> None:
-    """A resumed run must be judged by the same teachers: manifests and scores of the fixed tokens tell."""
+    """Raises unless a resumed run has the same teachers, by their manifests and their scores of the fixed
+    tokens."""
     for name, before in saved.items():
         if name not in now:
             raise CheckpointError(f"teacher {name} of this run is gone; put it back, or start a new run")

@@ -1,4 +1,4 @@
-"""How well a step used the machine: tokens per second, model FLOPs, memory. All names are under `perf/`."""
+"""Performance metrics of a step: tokens per second, model FLOPs, memory, bytes sent (all under `perf/`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from understudy.weights.publish import CopiedWeights
 
 
 def teacher_metrics(system: System) -> dict[str, float]:
-    """Per teacher: latency, queue, retries, ejections; per replica: its share of the tokens, and the same."""
+    """Latency, queue, retries and ejections per teacher and per replica, and each replica's share of the
+    tokens."""
     return {
         f"perf/{name}": value
         for pool in system.pools.values()
@@ -38,23 +39,29 @@ PEAK_FLOPS = {
     "A10": 125e12,
     "4090": 165e12,
 }
-"""Dense half-precision FLOP/s by a part of the device's name, as the makers state them."""
+"""Dense half-precision FLOP/s by a part of the device's name, as the vendors state them."""
 
 
 _KILO = 1 if sys.platform == "darwin" else 1024
-"""getrusage counts bytes on macOS and KiB elsewhere."""
+"""getrusage counts bytes on macOS and KiB on other systems."""
 
 
 def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[str, float]:
-    """Of one step that took `seconds` in all; call it once per step, for the memory peak starts again.
+    """Metrics of one step that took `seconds`. Call it once per step, because it resets the memory peak.
 
-    `bytes_sent` (rank 0 to each other rank) and `bytes_fetched` (rows, by rank 0) count from the start of the launch, and so do
-    bytes between the trainer's process and workers that write rows themselves, the queue, engine processes and servers (of generations),
-    or the critic's process.
-    `published_bytes` are those of the last version, to each engine.
+    Byte counts start at the launch, except `published_bytes`: the last version's bytes to each engine.
+
+    | metrics | bytes |
+    |---|---|
+    | `perf/ranks/bytes_sent` | from rank 0 to each other rank |
+    | `perf/ranks/bytes_fetched` | rows fetched by rank 0 |
+    | `perf/workers/*` | between the trainer's process and workers that write rows themselves |
+    | `perf/queue/*` | between the trainer's process and the queue |
+    | `perf/engines/*` | generations, between the trainer's process and engine processes or servers |
+    | `perf/critic/*` | between the trainer's process and the critic's |
     """
     model, device = system.policy.model, system.policy.device
-    updating = max(sum(result.seconds.values()), 1e-9)  # nothing, where a step left the weights alone
+    updating = max(sum(result.seconds.values()), 1e-9)  # empty if the step updated no weights
     flops_per_second = model_flops(model, result.tokens) / updating / system.recipe.trainer.ranks
     metrics = {
         "perf/completion_tokens_per_second": result.loss_tokens / seconds,
@@ -96,9 +103,9 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
 
 
 def model_flops(model: torch.nn.Module, tokens: int) -> float:
-    """What forward and backward of these tokens need: 2 per weight and token forward, 2 for the gradients of activations, 2
-    more for those of weights that are trained. Looking up an embedding costs nothing; attention scores and recomputed
-    layers are not counted."""
+    """FLOPs of forward and backward: per weight and token 2 forward, 2 for the gradients of activations, and
+    2 for the gradient of each trained weight. Embedding lookups, attention scores and recomputed layers are
+    not counted."""
     lookup = model.get_input_embeddings().weight  # type: ignore[operator]
     head = model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and head.weight is lookup

@@ -1,4 +1,4 @@
-"""Models as a run needs them: on their device, with the ids that end and pad a sequence."""
+"""Loads a model on its device, with the ids that end and pad a sequence."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ class LoadedModel:
     context: int
     device: torch.device
     stop_ids: tuple[int, ...]
-    """Ids that end a turn: the generation config's, and the tokenizer's own EOS."""
+    """Ids that end a turn: those of the generation config, and the tokenizer's EOS."""
 
     @property
     def rotary_border(self) -> int | None:
-        """The length beyond which its rotary embedding changes; None where it never does."""
+        """The length beyond which the rotary embedding changes; None if it never does."""
         return rotary_border(self.model.config.get_text_config().to_dict())
 
     @property
     def steady_context(self) -> int:
-        """Most tokens of a sequence that is generated: what the model holds, on the near side of that length."""
+        """The maximum length of a generated sequence: the context length, or `rotary_border` if that is
+        shorter."""
         return min(self.context, self.rotary_border or self.context)
 
     @property
     def pad_id(self) -> int:
-        """Filling that is never attended to: any id would do."""
+        """The padding id. Padding is never attended to, so any id works."""
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else self.stop_ids[0]
 
     def twin(self) -> LoadedModel:
-        """The same model with tensors of its own."""
+        """A copy of the model with its own tensors."""
         return replace(self, model=copy.deepcopy(self.model))
 
     def sharing_twin(self) -> LoadedModel:
-        """The same tensors in modules of its own: an engine may give those other code, and the trained model keeps its own."""
+        """A copy with its own modules and the same tensors. An engine may replace the modules' code; the
+        trained model keeps its."""
         return replace(self, model=sharing_copy(self.model))
 
     def engine(
@@ -102,7 +104,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def put_student(model: PreTrainedModel, saved: PolicyState) -> None:
-    """Put a checkpoint's student into a model that was loaded as the run's was; adapters are added first."""
+    """Load a checkpoint's student into a model that was loaded like the run's. Adapters are added first."""
     if adapters := saved.progress.get("lora"):
         add_lora(model, LoraSettings.from_json(adapters))
     copy_weights(model, saved.model)
@@ -110,7 +112,8 @@ def put_student(model: PreTrainedModel, saved: PolicyState) -> None:
 
 @torch.no_grad()
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Put a checkpoint's weights into a model; a tied tensor is stored once, so a missing twin is fine."""
+    """Copy a checkpoint's weights into a model. A tied tensor is stored once, so its second name may be
+    missing."""
     own = model.state_dict()
     for name, tensor in weights.items():
         own[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""The rows of a run, read once, without those that are too long for it."""
+"""Reads a run's training and held-out prompts, and handles those that are too long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from understudy.rollout.render import Renderer
 
 _NO_LIMIT = 1 << 30
 _AT_A_TIME = 256
-"""Prompts rendered in one go, which is half the work."""
+"""Prompts rendered in one batch, which halves the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,12 @@ class PromptData:
     train: Dataset
     eval: Dataset | None
     notes: list[str] = field(default_factory=list)
-    """What the user is to be told of them."""
+    """Notes for the user."""
 
 
 def open_data(recipe: Recipe) -> PromptData:
-    """Reads the rows a recipe names. Where prompts have a limit of their own, all are rendered with the student's tokenizer."""
+    """Reads the recipe's datasets. If prompts have a length limit, all are rendered with the student's
+    tokenizer."""
     train = load_dataset(recipe.data.train, "data.train")
     held_out = load_dataset(recipe.data.eval, "data.eval") if recipe.data.eval else None
     notes: list[str] = []
@@ -45,7 +46,8 @@ def open_data(recipe: Recipe) -> PromptData:
 def without_overlong(
     recipe: Recipe, dataset: Dataset, role: str, tokenizer: PreTrainedTokenizerBase, context: int
 ) -> tuple[Dataset, list[str]]:
-    """The rows as `data.overlong` wants them, and what is to be said of them; tokenizer and context are the student's."""
+    """The rows after `data.overlong` was applied, and notes for the user. Tokenizer and context are the
+    student's."""
     if not _is_limited(recipe):
         return dataset, []
     loops = LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options)

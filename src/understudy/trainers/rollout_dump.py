@@ -1,15 +1,18 @@
-"""`run.rollout_dump_every`: the rows a step is trained on, as text, in `rollouts/STEP.jsonl`.
+"""Writes the rows a step is trained on as text, `rollouts/STEP.jsonl` (`run.rollout_dump_every`).
 
-One JSON object a row, in the order of the batch:
+One JSON object per row, in the order of the batch:
 
 | key | is |
 |---|---|
-| `key`, `prompt`, `completion` | the row, what the student was given, and everything after it (tools' answers included), special tokens shown |
-| `reward`, `stop_reason`, `turns`, `tokens` | as journalled; `tokens` counts those the student wrote |
-| `teacher`, `kl` | who judged it, and the mean of log q(y) - log p(y) over the written tokens, q as sampled |
+| `key` | the row's key |
+| `prompt`, `completion` | what the student got, and all after it (tool answers too), with special tokens |
+| `reward`, `stop_reason`, `turns` | as journalled |
+| `tokens` | how many tokens the student wrote |
+| `teacher` | the teacher that scored the row |
+| `kl` | the mean of log q(y) - log p(y) over the written tokens, q as sampled |
 
-Rows are read from the data plane, wherever their columns lie, and decoded in a thread while the update runs. They leave the plane
-with their ack, so the file is there before it. A step that is made again after a resume replaces its file.
+Rows are read from the data plane and decoded in a thread while the update runs. The ack removes them from the
+plane, so the file is written before the ack. A step that is made again after a resume replaces its file.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ _JUDGED = (SCORED, "teacher_logprobs")
 
 
 class RolloutDump:
-    """Turns rows into text. Works in a thread, beside a renderer that encodes: neither changes the tokenizer's settings."""
+    """Turns rows into text in a thread. The renderer may encode at the same time: neither changes the
+    tokenizer's settings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -76,7 +80,8 @@ class RolloutDump:
 
 
 async def with_rollout_dump(system: System, lease: Lease, step: int, work: Awaitable[Result]) -> Result:
-    """What `work`, an update, gives; the step's rows are on disk by then, where this step is one to be written."""
+    """The result of `work`, an update. The step's rows are on disk when it returns, if this step is to be
+    dumped."""
     every = system.recipe.run.rollout_dump_every
     if not every or step % every:
         return await work
@@ -91,7 +96,7 @@ async def with_rollout_dump(system: System, lease: Lease, step: int, work: Await
 
 
 async def _dump(system: System, lease: Lease, step: int) -> None:
-    """Trouble with the file costs the file, never the step."""
+    """Writes the file. An error here is logged and does not fail the step."""
     names = _WRITTEN if system.router is None else (*_WRITTEN, *_JUDGED)
     try:
         with serving(system.plane):

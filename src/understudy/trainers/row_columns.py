@@ -1,4 +1,4 @@
-"""Rollouts and scores as columns of the data plane, and such columns as a batch laid out for training."""
+"""Converts rollouts and scores to columns of the data plane, and columns to a batch for training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from understudy.types.scores import TeacherScores
 from understudy.types.trajectory import Trajectory
 
 SCORED = "teacher"
-"""The column that is there once a row's scores are."""
+"""The column with the teacher's name, which a row has once it has scores."""
 CANDIDATES = "candidate_ids"
-"""The column of the student's own best ids, where the teacher is asked about them."""
+"""The column of the student's top ids, for teachers that score them."""
 SIZES = "sizes"
-"""The column that says how long a row is, and which weights wrote it, for whoever does not read the row."""
+"""The column with a row's lengths and weight versions, for code that does not read the tokens."""
 FACTS = (SIZES, "reward", "stop_reason", "turns", "metrics")
-"""A few numbers and words a row: what the trainer decides and reports by."""
+"""Small columns, without per-token data, that the trainer uses for decisions and metrics."""
 
 
 def sizes_of(trajectory: Trajectory) -> dict[str, int]:
-    """A row's `SIZES`; versions are −1 where no token of it was generated."""
+    """A row's `SIZES`. Versions are −1 if none of its tokens was generated."""
     versions = [version for version in set(trajectory.weight_versions.tolist()) if version >= 0]
     return {
         "tokens": len(trajectory.tokens),
@@ -77,7 +77,7 @@ def fact_columns(judged: bool) -> tuple[str, ...]:
 
 
 def token_columns(loss: LossConfig, judged: bool) -> tuple[str, ...]:
-    """Columns with an entry a token: what goes through the model and the loss."""
+    """Columns with an entry per token, which the model and the loss read."""
     if not judged:
         return STREAMS
     scored = (*STREAMS, "teacher_logprobs")
@@ -89,7 +89,8 @@ def token_columns(loss: LossConfig, judged: bool) -> tuple[str, ...]:
 def assemble(
     keys: Sequence[str], columns: Mapping[str, Any], hidden_dtype: torch.dtype = torch.bfloat16
 ) -> Batch:
-    """Columns of the data plane as one batch; hidden states meet a head in the head's own precision."""
+    """Columns of the data plane as one batch. `hidden_dtype`: the precision of the teacher's head, for its
+    hidden states."""
     ids, hidden = columns.get("teacher_ids"), columns.get("teacher_hidden")
     batch = Batch(
         keys=tuple(keys),
@@ -105,7 +106,7 @@ def assemble(
     )
     if hidden is None:
         return batch
-    # bfloat16 travels as its bits, because numpy has no bfloat16.
+    # bfloat16 is stored as raw bits, because numpy has no bfloat16.
     states = Jagged(hidden.values.view(torch.bfloat16), hidden.offsets)
     return replace(batch, teacher_hidden=_cast(states, hidden_dtype))
 
@@ -115,7 +116,7 @@ def rewards_of(columns: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def rollout_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
-    """What the rows of a step look like, under verl's names where it has one; from their `FACTS`."""
+    """Metrics of a step's rows from their `FACTS`, under verl's names where it has one."""
     sizes, stops = columns[SIZES], columns["stop_reason"]
     lengths = np.array([row["loss"] for row in sizes])
     metrics = {
@@ -135,7 +136,7 @@ def rollout_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
         metrics |= {"num_turns/min": float(min(turns)), "num_turns/mean": float(np.mean(turns))}
         metrics["num_turns/max"] = float(max(turns))
     own = [dict(row) for row in columns["metrics"]]
-    # What loops and rewards counted: tool calls, parts of a reward.
+    # Metrics from agent loops and rewards: tool calls, parts of a reward.
     for name in sorted({name for row in own for name in row}):
         metrics[f"rollout/{name}"] = float(np.mean([row[name] for row in own if name in row]))
     return metrics

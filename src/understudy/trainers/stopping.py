@@ -1,14 +1,19 @@
-"""Ctrl-C, SIGTERM or a closed terminal once: finish the step, save, leave. Ctrl-C or SIGTERM after that: leave now. No orphan either way.
+"""How a run stops on a signal: finish the step, save, exit; on a second signal, exit at once.
 
-    signal ──> the step ends by itself within PATIENCE_S ───────────────────────┐
-          └──> it still waits (rows, a publish, answers to an evaluation): given up ┴──> save the last finished step ──> leave
+| event                                 | effect                                                       |
+|---------------------------------------|--------------------------------------------------------------|
+| first SIGINT, SIGTERM or SIGHUP       | finish the step, save the last finished step, exit           |
+| the step still waits after PATIENCE_S | cancel the wait (rows, a publish, an evaluation), save, exit |
+| still closing LEAVE_S after the save  | end child processes and this process                         |
+| second SIGINT or SIGTERM              | end child processes and this process                         |
+| signal not handled for DEAF_S         | the same: a coroutine blocks the event loop                  |
 
-What computes is let finish; what waits is waited for only so long, because what it waits for may never come (a reward that hangs,
-a teacher that is stopped). Leaving has its own limit, LEAVE_S, counted from the save: then whatever has not ended is ended. And where
-the event loop itself does not hear the signal for DEAF_S (somebody's coroutine blocks it), the process leaves as by a kill.
+A computation is always finished. A wait is bounded, because its end may never come (a reward that hangs, a
+stopped teacher). No child process survives in any of these cases.
 
-On a thread that is not the main one there are no signals. Where a `CALLER` waits for the run (`own_thread.py`), it stops the run
-instead, and is let go wherever the process would end: the process is not the run's own.
+There are no signals on a thread other than the main one. If a `CALLER` waits for the run on another thread
+(`run/own_thread.py`), the caller stops the run instead. Where the process would end, only the caller's wait
+ends, because the process is not the run's.
 """
 
 from __future__ import annotations
@@ -31,34 +36,36 @@ EXIT_NOW = 130
 PATIENCE_S = 8.0
 """How long a step may go on waiting after the first interrupt."""
 LEAVE_S = 12.0
-"""How long processes and connections may take to close once everything is saved."""
+"""How long processes and connections may take to close after the save."""
 DEAF_S = 25.0
-"""How long the event loop may take to hear a signal at all."""
+"""How long the event loop may take to handle a signal."""
 _CANCEL_S = 3.0
 Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
 class Caller:
-    """Waits for a run on another thread, and gets the interrupts that are meant for it."""
+    """A thread that waits for a run on another thread, and receives its interrupts."""
 
     leave: Callable[[], None]
-    """Ends the waiting at once; may be called on any thread."""
+    """Ends the caller's wait at once. May be called on any thread."""
     stop: Callable[[], None] | None = None
-    """Interrupts the run, as a SIGINT would; None while there is nothing that could be stopped orderly."""
+    """Interrupts the run as a SIGINT would. None while there is no run to stop."""
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
 
 
 class Abandoned(Exception):
-    """Somebody asked to stop, and this was still waiting `PATIENCE_S` later."""
+    """A wait was cancelled because it had not ended `PATIENCE_S` after a stop request."""
 
 
 class Interrupts:
-    """`with Interrupts(on_first) as stop:` … `stop.requested` is looked at between steps, `stop.waiting(…)` within them.
+    """Signal handlers of a run. `with Interrupts(on_first) as stop:` installs them.
 
-    Until `training` is set, the first interrupt cancels the task that is starting things up: there is nothing to save.
+    The trainer checks `stop.requested` between steps and wraps every wait within a step in `stop.waiting(…)`.
+    Until `training` is set, the first interrupt cancels the task that starts the run, because there is
+    nothing to save.
     """
 
     def __init__(self, on_first: Callable[[str], None], on_second: Callable[[], None] = lambda: None) -> None:
@@ -77,23 +84,26 @@ class Interrupts:
         self._asked = False
 
     def starting(self, on_second: Callable[[], None]) -> None:
-        """Things are being started up (again); `on_second` ends them at once."""
+        """The run's parts are being started, for the first time or again. `on_second` ends them at once."""
         self.training = False
         self._on_second = on_second
         self._when_told.clear()
 
     def when_told(self, action: Callable[[], None]) -> None:
-        """Called on the event loop when somebody asks to stop what was started up last; at once where that has happened already."""
+        """Calls `action` on the event loop at a stop request, or now if there was one. `starting` clears the
+        list."""
         if self.requested:
             action()
         else:
             self._when_told.append(action)
 
     async def waiting(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` gives, which waits for others; `Abandoned` where it waits too long after somebody asked to stop. Once
-        something was given up, nothing more is waited for: an evaluation must not see weights whose publish was given up.
+        """The result of `work`, which waits for other tasks or processes. `Abandoned` if it is not done
+        `PATIENCE_S` after a stop request. After one abandoned wait every later one is abandoned too: an
+        evaluation must not use weights whose publish was abandoned.
 
-        Whoever is told that it was given up, or is cancelled, closes next what the work uses: so it is over by then, if it can be.
+        On `Abandoned` or a cancellation the caller next closes what `work` uses. So `work` gets `_CANCEL_S`
+        to end first.
         """
         if self._gave_up:
             work.close()
@@ -113,12 +123,13 @@ class Interrupts:
                 if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                     logger.warning("what was given up ended with %s: %s", type(error).__name__, error)
         self._gave_up = True
-        # Threads that hang may hold all places of the old one, and saving needs some.
+        # Hanging threads may fill the old executor, and saving needs free threads.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="leaving"))
         raise Abandoned
 
     def leaving(self, last_words: Callable[[], None]) -> None:
-        """All is saved. What has not closed `LEAVE_S` from now is ended, the process included, after these `last_words`."""
+        """Called after the save. If the process is not gone in `LEAVE_S`, calls `last_words` and ends
+        children and process."""
 
         def end() -> None:
             last_words()
@@ -140,7 +151,8 @@ class Interrupts:
                 loop.add_signal_handler(number, self._interrupt, number)
             except (ValueError, RuntimeError):  # not the main thread: the caller's own handlers stay
                 continue
-            # The loop hears of the signal by its own pipe; this one is called even where the loop is blocked.
+            # The loop gets the signal through its own pipe. This handler is called even if the loop is
+            # blocked.
             signal.signal(number, self._received)
             self._installed.append(number)
         return self
@@ -181,7 +193,7 @@ class Interrupts:
         if self._unheard is not None:
             self._unheard.cancel()
         if self.requested and number is signal.SIGHUP:
-            return  # a closed terminal sends it by the shell and by the kernel: no second wish to stop
+            return  # shell and kernel both send it when a terminal closes: this is no second request
         if self.requested:
             self._leave_now()
             return
@@ -199,7 +211,7 @@ class Interrupts:
 
 
 def _daemon(seconds: float, action: Callable[[], None]) -> threading.Timer:
-    """Acts after so many seconds, unless it is cancelled or the process ends first."""
+    """A started timer that does not keep the process alive."""
     timer = threading.Timer(seconds, action)
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""One run's parts, put together by `build` and used by the two verbs."""
+"""`System`: the parts of one run, assembled by `assembly/build.py` and used by produce and update."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ PARTITION = "train"
 
 @dataclass
 class Tally:
-    """What the run has done so far, this launch and earlier ones."""
+    """Counts of the run so far. Only `rows_trained` includes earlier launches."""
 
     rows_trained: int = 0
     dead_letters: int = 0
     issued: int = 0
     steps_without_advantage: int | None = 0
-    """From the first step of this launch on; None once a step has had an advantage, or the user was told."""
+    """Counted from the first step of this launch. None once a step had an advantage or the user was told."""
 
 
 @dataclass
 class MicroBatches:
-    """What this launch found out about the size of its micro-batches (`out_of_memory.py`)."""
+    """The size of micro-batches in this launch (`learn/out_of_memory.py`)."""
 
     most_tokens: int | None = None
-    """What the GPU's memory allows, where that is less than the recipe asks for."""
+    """What the GPU's memory allows, if that is less than the recipe's size."""
 
     def tokens(self, recipe: Recipe) -> int:
         return recipe.trainer.micro_batch_tokens if self.most_tokens is None else self.most_tokens
@@ -70,6 +70,8 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class System:
+    """The parts of one run. Both trainers and their tasks use it on the event loop."""
+
     recipe: Recipe
     run: RunDir
     tokenizer: PreTrainedTokenizerBase
@@ -85,7 +87,7 @@ class System:
     """None when the run has no teacher and learns from rewards alone."""
     teacher_lanes: Mapping[str, Lane]
     teacher_heads: Mapping[str, TeacherHead]
-    """By teacher, where rows carry hidden states."""
+    """By teacher. Empty unless rows carry hidden states."""
     plane: DataPlane
     cursor: PromptCursor | WindowCursor
     loops: Loops
@@ -97,26 +99,28 @@ class System:
     view: LiveView
     deterministic: bool
     manifests: Mapping[str, Mapping[str, Any]]
-    """What each teacher said it is, stored with checkpoints and compared on resume."""
+    """Each teacher's manifest, stored with checkpoints and compared on resume."""
     saver: BackgroundSaver
     background: asyncio.TaskGroup
-    """Work beside the steps; what fails there ends the run."""
+    """Tasks beside the steps. A failure in one of them ends the run."""
     best: BestSoFar
     critic: ValueModel | None = None
     """The value model of a run whose advantages need one."""
     reference: FrozenModel | None = None
-    """The frozen model of a run that keeps its student near one."""
+    """The frozen model of a run with a KL penalty to a reference."""
     far_rows: LeadingRows | None = None
-    """Where ranks fetch their own rows from; None: the trainer's process reads a batch and hands it on."""
+    """The source from which ranks fetch their own rows. None: the trainer's process reads a batch and sends
+    it to them."""
     row_workers: RowWorkers | None = None
-    """Workers on other machines that write their rows themselves; None: the trainer's process writes every row."""
+    """Workers on other machines that write their rows themselves. None: the trainer's process writes every
+    row."""
     far_scoring: FarScoring | None = None
-    """How such rows are judged."""
+    """Scores the rows of such workers."""
     turnstile: Turnstile | None = None
-    """Rollouts pass it, where a publish has to wait for them."""
+    """The gate that rollouts pass, if a publish waits for them."""
     tally: Tally = field(default_factory=Tally)
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
     timings: BatchTimings = field(default_factory=BatchTimings)
-    """Where the time of the rows made since the last step went."""
+    """Time per phase of the rows made since the last step."""
     saving: set[asyncio.Task[None]] = field(default_factory=set)
-    """Checkpoints under way."""
+    """Checkpoints that are being written."""

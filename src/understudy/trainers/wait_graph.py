@@ -1,15 +1,15 @@
-"""Who waits for whom, as chains from a task of the run down to what holds it up.
+"""The wait graph of a run: chains from a waiting task to the part it waits for.
 
     train waits for rows of window 3 (12 s)
         <- produce window 3 waits for 12 scores of teacher math (oldest 00000-0000031_0_0, 12 s)
         <- teacher math: 12 requests under way; replica 0 healthy, 12 requests
 
-Drawn from what is open at this moment: a span knows the span it was opened in (its producer), spans of a window name the window,
-and these relations hold:
+Built from the spans that are open now. A span knows its parent (the producer), and spans of a window name the
+window. The edges:
 
     train        wait for rows ──> the producers of that window         drain ──> rollouts under way
     admission    wait for a slot ──> train, whose publish frees it
-    a producer   rollout ──> engine and agent loops      reward ──> the reward function      score ──> that teacher's replicas
+    a producer   rollout ──> engine and agent loop   reward ──> reward function   score ──> teacher's replicas
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class Edge:
 
 
 class _State(Edge):
-    """The end of a chain: what is known of somebody whose own waits cannot be seen from here."""
+    """The end of a chain: the state of a part that has no spans here, such as a teacher."""
 
     def __str__(self) -> str:
         return f"{self.waiter}: {self.what}"
 
 
 def wait_graph(spans: Sequence[OpenSpan], now: float, states: Mapping[str, str]) -> list[str]:
-    """One line per way from a task to what holds it up. `states` describe those that cannot be looked into, by name."""
+    """One line per path from a task to the part it waits for. `states`: descriptions, by name, of parts
+    without spans."""
     edges = [*_tasks(spans, now), *_producers(spans, now)]
     edges += [_State(name, state) for name, state in states.items()]
     return [chain for edge in edges if edge.waiter in _TASKS for chain in _chains(edge, edges)]
@@ -56,7 +57,7 @@ def _chains(edge: Edge, edges: Sequence[Edge]) -> list[str]:
 
 
 def _tasks(spans: Sequence[OpenSpan], now: float) -> list[Edge]:
-    """The trainer, the admission, an evaluation."""
+    """The edges of the trainer, the admission and an evaluation."""
     edges = []
     for span in spans:
         since = f" ({now - span.start:.0f} s)"
@@ -78,7 +79,7 @@ def _tasks(spans: Sequence[OpenSpan], now: float) -> list[Edge]:
 
 
 def _producers(spans: Sequence[OpenSpan], now: float) -> list[Edge]:
-    """What the samples of each producer wait for; those that wait for the same are one edge."""
+    """What the samples of each producer wait for. Samples that wait for the same thing share an edge."""
     by_number = {span.number: span for span in spans}
     groups: dict[tuple[str, str, str | None], list[OpenSpan]] = {}
     for span in spans:
@@ -98,7 +99,7 @@ def _producers(spans: Sequence[OpenSpan], now: float) -> list[Edge]:
 
 
 def _awaited(span: OpenSpan) -> tuple[str, str | None]:
-    """What a sample waits for in this span, and whose state tells more."""
+    """What a sample waits for in this span, and the name of the part whose state explains more."""
     match span.name:
         case "rollout":
             return "rollout by the engine and its agent loop", None

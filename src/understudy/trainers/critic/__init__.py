@@ -1,1 +1,1 @@
-"""The critic as the trainer sees it: in this process or in one of its own."""
+"""The critic, in the trainer's process or in its own."""

@@ -1,8 +1,8 @@
-"""The critic of a run: values before a step, its own updates beside the student's, its place in a checkpoint.
+"""The critic of a run: its values before a step, its own updates, and its state in a checkpoint.
 
-ValueModel  what a step asks of a critic, wherever it is
-├── Critic     whole in the trainer's process, with the leading rank where there are several
-└── FarCritic  the same `Critic` in a process of its own, here or on another machine (`remote.py`)
+ValueModel     the protocol a step uses
+├── Critic     in the trainer's process, which is rank 0's where there are several ranks
+└── FarCritic  a client of a `Critic` in its own process, on this or another machine (`remote.py`)
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _MODEL, _OPTIMIZER = "critic.model/", "critic.optimizer/"
 
 
 class ValueModel(Protocol):
-    """A critic as a step sees it. Calls block, and are made from one thread at a time, never that of the event loop."""
+    """The critic as a step uses it. Calls block. They come from one thread at a time, never from the event
+    loop's."""
 
     @property
     def alone(self) -> bool:
@@ -39,18 +40,20 @@ class ValueModel(Protocol):
 
     @property
     def untouched(self) -> bool:
-        """After a call that ran out of memory: whether it left everything as it was."""
+        """After a call that ran out of memory: whether weights and optimizer are unchanged."""
         ...
 
     def begin_values(self, rows: Callable[[], Batch], max_tokens: Callable[[], int]) -> Callable[[], Jagged]:
-        """Whoever gives float32 [P] per row: the value of each loss-bearing token under the current weights. A critic elsewhere
-        computes them from now on, one in this process when they are asked for."""
+        """Returns a function that gives float32 [P] per row: the value of each loss-bearing token under the
+        current weights.
+
+        A critic in another process starts to compute now, one in this process when the function is called."""
         ...
 
     def update(self, batch: Batch, weights: Jagged, max_tokens: int, ends_step: bool) -> StepResult: ...
 
     def skip_step(self) -> None:
-        """A trainer step that leaves the critic as it is."""
+        """A trainer step without an update of the critic."""
         ...
 
     def state(self) -> PolicyState: ...
@@ -94,7 +97,7 @@ class Critic:
 
 
 def critic_metrics(batch: Batch, result: StepResult) -> dict[str, Metric]:
-    """What the critic knew before the step, and what its updates did."""
+    """Metrics of the critic's values before the step, and of its updates."""
     assert batch.values is not None and batch.returns is not None
     values_N, returns_N = batch.values.values.double(), batch.returns.values.double()
     spread = float(returns_N.var(correction=0))
@@ -110,7 +113,7 @@ def critic_metrics(batch: Batch, result: StepResult) -> dict[str, Metric]:
 
 
 def critic_state(state: PolicyState) -> PolicyState:
-    """The critic's own part of what `training_state` wrote."""
+    """The critic's part of a state from `training_state`."""
 
     def under(prefix: str) -> dict[str, torch.Tensor]:
         return {

@@ -1,14 +1,20 @@
-"""What passes between the trainer and a critic in a process of its own: commands and answers as `policy/ranks/wire.py` packs them.
+"""Messages between the trainer and a critic in its own process, packed by `policy/ranks/wire.py`.
 
-    {"do": "values", "batch", "max_tokens"}              columns ──> values
-    {"do": "update", "batch", "max_tokens", "ends_step"} columns, weights ──> {"result"}
-    {"do": "skip_step"}
-    {"do": "state"} ──> {"progress", "bytes"}            then {"do": "part", "names"} ──> tensors, until all were sent
-    {"do": "take"}  tensors, until all were sent         then {"do": "load_state", "progress"}
+| command (`do`) | fields                             | tensors          | answer                   |
+|----------------|------------------------------------|------------------|--------------------------|
+| `values`       | `batch`, `max_tokens`              | columns          | tensors: values          |
+| `update`       | `batch`, `max_tokens`, `ends_step` | columns, weights | `result`                 |
+| `skip_step`    |                                    |                  |                          |
+| `state`        |                                    |                  | `progress`, `bytes`      |
+| `part`         | `names`                            |                  | tensors: part of a state |
+| `take`         |                                    | part of a state  |                          |
+| `load_state`   | `progress`                         |                  |                          |
 
-Every answer says the critic's `step`. A refusal is an answer too: `refused` with the kind of error and its words, and the keys of
-the rows that broke an update. A state travels in parts, so that neither side holds it twice. No number is turned into text save
-JSON's own of a float, which is exact.
+`part` follows `state`, and `take` precedes `load_state`; each is repeated until all tensors were sent.
+
+Every answer has the critic's `step`. A refusal is an answer with `refused`: the class of the error, its
+message, and the keys of the rows that broke an update. A state is sent in parts so that neither side holds it
+twice. Floats pass through JSON exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from understudy.types.loss_metrics import Metric, MetricMax, MetricMin, MetricSu
 
 PATH = "/v1/command"
 PART_BYTES = 256 << 20
-"""Of a state at a time; a tensor that is larger goes alone."""
+"""The size of one part of a state. A larger tensor is a part of its own."""
 _KINDS: Mapping[str, type[Metric]] = {
     kind.__name__: kind for kind in (MetricSum, MetricTotal, MetricMin, MetricMax)
 }
@@ -37,15 +43,17 @@ _MODEL, _OPTIMIZER = "model:", "optimizer:"
 
 
 def for_critic(batch: Batch) -> Batch:
-    """The rows without what teachers said of them. Everything else goes along, also what a critic does not read: its update
-    refuses rows of which any number is not finite, and so the step stops before either model is touched."""
+    """The rows without teacher scores. All other columns are sent, including those a critic does not read.
+
+    The critic's update refuses rows with any number that is not finite, so the step stops before either model
+    changes."""
     return replace(
         batch, teacher_logprobs=None, teacher_ids=None, teacher_topk_logprobs=None, teacher_hidden=None
     )
 
 
 def told_of_result(result: StepResult) -> dict[str, Any]:
-    """JSON-able; its metrics are on the host already."""
+    """The result as JSON types. Its metrics must be on the host already."""
     told = {field.name: getattr(result, field.name) for field in fields(result)}
     told["metrics"] = {name: [type(one).__name__, asdict(one)] for name, one in result.metrics.items()}
     return {**told, "seconds": dict(result.seconds)}
@@ -58,7 +66,7 @@ def result_from(told: Mapping[str, Any]) -> StepResult:
 
 
 def told_of_refusal(error: UnderstudyError | torch.OutOfMemoryError) -> dict[str, str]:
-    # CUDA's own error may come as a subclass; the trainer only knows the one that torch documents.
+    # CUDA may raise a subclass. The trainer only handles the class that torch documents.
     kind = _OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
     return {"kind": kind, "message": str(error)}
 
@@ -92,7 +100,7 @@ def sizes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def parts(sizes: Mapping[str, int], most: int = PART_BYTES) -> list[list[str]]:
-    """Names in their order, cut into parts of at most `most` bytes; every part has one name at least.
+    """Names in order, split into parts of at most `most` bytes. Every part has at least one name.
 
     >>> parts({"a": 3, "b": 3, "c": 9, "d": 1}, 6)
     [['a', 'b'], ['c'], ['d']]

@@ -1,10 +1,11 @@
-"""The critic in a process of its own, started and watched by the run, as a step sees it.
+"""The client of a critic in its own process, and the monitor of that process.
 
-    trainer: values, update ──command──> critic_process.py, here or on a Ray pool (`cluster.roles.critic`)
-                            <──answer── its Critic
+    trainer: values, update ──command──> assembly/processes/critic.py, on this machine or on a
+                            <──answer──  Ray pool (`cluster.roles.critic`)
 
-It trains, so it cannot be started again by itself: what it learnt since the last checkpoint is gone with it. Then the run goes back
-to that checkpoint as for a lost rank (`restarts.py`), or ends with the critic's own last words.
+A lost critic cannot be restarted alone, because its updates since the last checkpoint are lost with it. The
+run goes back to that checkpoint, as for a lost rank (`run/restarts.py`), or ends with the last lines of the
+critic's log.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ from understudy.types.jagged import Jagged
 _LOOK_SECONDS = 0.5
 _HURRIED_BEAT_S = 0.5
 _NOTICE_SECONDS = 60.0
-"""How long a lost process may take to show as lost: a cluster looks for a machine's sign of life every few seconds, several times."""
+"""How long it may take until a lost process is reported as lost: a cluster waits for several missed
+heartbeats of a machine."""
 Told = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 class CriticWatch:
-    """The critic's process, seen from outside."""
+    """Monitors the critic's process: whether it lives and answers /health. Runs on the trainer's event
+    loop."""
 
     def __init__(
         self,
@@ -58,7 +61,8 @@ class CriticWatch:
         beat_s: float = 5.0,
         silence_s: float = 60.0,
     ) -> None:
-        """`silence_s`: how long it may leave /health unanswered, which is asked every `beat_s`."""
+        """`beat_s`: the interval of /health requests. `silence_s`: how long they may fail before the critic
+        counts as lost."""
         self._child, self._said_before, self._elsewhere = child, said_before, elsewhere
         self._beat_s, self._silence_s = beat_s, silence_s
         self._silent: CriticLost | GivenUp | None = None
@@ -72,11 +76,14 @@ class CriticWatch:
         return self._sent_home
 
     def send_home(self) -> None:
-        """From now on a critic that ends is no loss."""
+        """From now on the end of the critic's process is expected."""
         self._sent_home = True
 
     def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
-        """Somebody asked to stop: a critic that computes is waited for as before, one that stands still only so long from now on."""
+        """Called on a stop request. A critic that does not answer counts as lost after `patience_s` from now
+        on.
+
+        A critic that computes still answers /health and is waited for as before."""
         self._patience_s, self._on_giving_up = patience_s, on_giving_up
         self._hurried.set()
 
@@ -89,14 +96,14 @@ class CriticWatch:
         return self._silent
 
     async def watch(self, channel: HostChannel) -> None:
-        """Returns never; raises once the process is lost, also while nobody asks it anything."""
+        """Never returns. Raises once the process is lost, even while no command is under way."""
         while (gone := self.lost()) is None:
             await asyncio.sleep(_LOOK_SECONDS)
         channel.give_up(str(gone))
         raise gone
 
     async def feel_pulse(self, channel: HostChannel) -> None:
-        """Finds a process that is stopped, and a machine that does not even hang up."""
+        """Detects a stopped process, and a machine that is gone without closing its connections."""
         heard = time.monotonic()
         unhurried = asyncio.create_task(self._feel(channel, heard, self._beat_s, self._silence_s))
         hurried = asyncio.create_task(self._hurried.wait())
@@ -118,7 +125,7 @@ class CriticWatch:
             )
 
     async def _feel(self, channel: HostChannel, heard: float, beat_s: float, silence_s: float) -> None:
-        """Returns once the process, which lives, has not answered for so long."""
+        """Returns once the process has been alive but silent for `silence_s`."""
         while True:
             await asyncio.sleep(beat_s)
             if await channel.alive(silence_s):
@@ -128,7 +135,8 @@ class CriticWatch:
 
 
 class FarCritic:
-    """A `ValueModel` that asks a process. Calls block, so they are not made on the event loop's own thread."""
+    """A `ValueModel` that sends commands to the critic's process. Calls block, so the update's thread makes
+    them."""
 
     def __init__(
         self,
@@ -155,15 +163,16 @@ class FarCritic:
         return self._untouched
 
     def expect_the_end(self) -> None:
-        """What ends from now on ends with the run."""
+        """The run ends: from now on the end of the critic's process is expected."""
         self._watch.send_home()
 
     def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
-        """Somebody asked to stop; `on_giving_up` is called where it then stands still for so long."""
+        """Called on a stop request. `on_giving_up` is called if the critic then does not answer for
+        `patience_s`."""
         self._watch.hurry(patience_s, on_giving_up)
 
     def waiting(self, now: float) -> str | None:
-        """What it is asked for at this moment, and since when; for whoever wonders why a run does not move."""
+        """The command under way and its age, for the report on a run that stands still."""
         asked = self._asked
         return None if asked is None else f"{asked[0]} ({now - asked[1]:.0f} s)"
 
@@ -221,12 +230,12 @@ class FarCritic:
         return asyncio.run_coroutine_threadsafe(self._channel.ask(PATH, message), self._loop)
 
     def _outcome(self, asking: Future[bytes], learnt: tuple[Batch, Jagged] | None = None) -> Told:
-        """The answer to a command; `learnt` are the rows of an update, kept where they break it."""
+        """The answer to a command. `learnt`: the rows of an update, which are saved if they break it."""
         try:
             answer, found = unpack(asking.result())
         except HostLost as error:
             raise self._lost(error) from None
-        except EngineError as error:  # a fault of ours over there; its log has the rest
+        except EngineError as error:  # a fault in the critic's process, whose log has the details
             raise PolicyError(str(error)) from None
         finally:
             self._asked = None
@@ -239,7 +248,7 @@ class FarCritic:
         return answer, found
 
     def _lost(self, error: HostLost) -> CriticLost | GivenUp:
-        """A connection that broke; whoever broke it has the better words, once it is known to be gone."""
+        """The error for a broken connection. It waits for the monitor to find out why the process is gone."""
         deadline = time.monotonic() + _NOTICE_SECONDS
         while time.monotonic() < deadline and not self._watch.sent_home:
             if (gone := self._watch.lost()) is not None:

@@ -1,4 +1,4 @@
-"""What a set of judged answers says about a student: accuracy, avg@k, pass@k. Pure arithmetic, no models."""
+"""Accuracy, avg@k and pass@k of a set of rewards. Pure arithmetic, no models."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 
 
 def pass_at(samples: int, solved: int, k: int) -> float:
-    """The chance that at least one of `k` samples solves a problem, estimated without bias from `samples` of which `solved`
-    did: 1 − C(n−c, k) / C(n, k), one minus the share of k-subsets that hold no solution."""
+    """The unbiased estimate of the probability that at least one of `k` samples solves a problem.
+
+    From n = `samples` of which c = `solved` did: 1 − C(n−c, k) / C(n, k), one minus the share of k-subsets
+    without a solution."""
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be estimated from {samples} samples")
     return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
@@ -30,7 +32,7 @@ def mean_by_source(sources: Sequence[str], values: Sequence[float]) -> dict[str,
 def sampled_measures(
     sources: Sequence[str], rewards: Sequence[Sequence[float]], solved_at: float
 ) -> dict[str, float]:
-    """`avg@k` (mean reward) and `pass@1`, `pass@2`, `pass@4` … `pass@k` over problems with k judged samples each."""
+    """`avg@k` (mean reward) and `pass@1`, `pass@2`, `pass@4` … `pass@k` over problems with k rewards each."""
     k = len(rewards[0])
     solved = [sum(reward >= solved_at for reward in judged) for judged in rewards]
 

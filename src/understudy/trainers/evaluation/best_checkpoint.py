@@ -1,7 +1,7 @@
-"""The best checkpoint of a run: of the step whose held-out accuracy was highest, the earliest of equals.
+"""Tracks the best checkpoint of a run: the step with the highest held-out accuracy, the earliest of equals.
 
-Which step that is follows from metrics.jsonl, so a resumed run knows it without any file of its own. The start, before
-any training, has no checkpoint and does not count.
+The step follows from metrics.jsonl, so a resumed run needs no other file. Step 0, before any training, has no
+checkpoint and does not count.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ MEASURE = "val/accuracy"
 
 
 class BestSoFar:
+    """The best step so far and its accuracy. The trainer calls it after each evaluation and each
+    checkpoint."""
+
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self.step: int | None = None
         self.value: float | None = None
@@ -32,7 +35,7 @@ class BestSoFar:
         return True
 
     def mark(self, store: CheckpointStore) -> None:
-        """Makes the mark on disk agree, where the checkpoint exists."""
+        """Updates the mark on disk, if the best step has a checkpoint."""
         if self.step is not None and self.step in store.steps() and store.marked(BEST) != self.step:
             store.mark(BEST, self.step)
 

@@ -1,10 +1,12 @@
-"""Held-out accuracy: answers to problems nothing was trained on, judged by the recipe's reward.
+"""Held-out accuracy: the student answers held-out problems and the recipe's reward judges the answers.
 
-`val/accuracy` is of greedy answers. With `trainer.eval_k` each problem is also sampled k times at the rollout's own
-temperature: `val/avg@k`, `val/pass@1` … `val/pass@k`. All names come once over everything and once per data source. Seeds
-belong to the problem, not to the step, so two evaluations differ by the weights alone.
+`val/accuracy` is measured on greedy answers. With `trainer.eval_k` each problem is also sampled k times at
+the rollout's temperature: `val/avg@k`, `val/pass@1` … `val/pass@k`. Every metric comes over all problems and
+per data source. Seeds depend on the problem and not on the step, so two evaluations differ only by the
+weights.
 
-Answers that cannot be had or judged count as unsolved: `val/failed` says how many, and each is a dead letter with its reason.
+An answer whose generation or reward failed counts as unsolved. `val/failed` counts them, and each is a dead
+letter with its reason.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ _KEPT_SAMPLES = 8
 _MAX_BATCH = 64
 _SHOWN = 3
 _EVAL = "eval"
-"""The partition of the ledger that holds answers which failed."""
+"""The partition of the ledger that holds failed answers."""
 
 
 async def evaluate(system: System, step: int, teachers: bool = False) -> dict[str, float]:
-    """Accuracy of the student now, per data source; with `teachers`, once, that of each teacher on its own rows."""
+    """The student's accuracy now, per data source. With `teachers`, also that of each teacher on the rows it
+    scores."""
     if not system.eval_prompts or not system.recipe.data.reward:
         return {}
     trainer, prompts = system.recipe.trainer, system.eval_prompts
@@ -70,7 +73,8 @@ def measures(
     judged: Sequence[Sequence[Trajectory]],
     solved_at: float,
 ) -> dict[str, float]:
-    """`accuracy` of greedy answers, of the sampled ones what `sampled_measures` gives, and how many of all `failed`."""
+    """`accuracy` of the greedy answers, `sampled_measures` of the sampled ones, and how many of all
+    `failed`."""
     sources = [prompt.data_source for prompt in prompts]
     found = {f"accuracy{name}": value for name, value in _accuracy(prompts, answers).items()}
     if judged:
@@ -88,7 +92,7 @@ def measures(
 
 
 def eval_prompts(dataset: Dataset, samples: int | None) -> list[Prompt]:
-    """The held-out problems in file order, the first `samples` of them; no shuffling, so every run has the same ones."""
+    """The first `samples` held-out problems in file order. Not shuffled, so every run has the same ones."""
     count = len(dataset) if samples is None else min(samples, len(dataset))
     return [dataset.prompt(i, key=f"eval-{i:07d}", epoch=0) for i in range(count)]
 
@@ -103,11 +107,12 @@ def _reward(trajectory: Trajectory, failed: float = 0.0) -> float:
 
 
 async def _bury(system: System, step: int, failures: Sequence[Failure], who: str) -> None:
-    """Each failed answer in the ledger, issued and dead, so that it is in the dead-letter file and an audit still balances."""
+    """Issues and dead-letters each failed answer, so that it is in the dead-letter file and an audit still
+    balances."""
     for failure in failures:
         name = f"{failure.prompt.key}-step{step:06d}-{who}{failure.asked}"
         key = row_key(name, failure.session)
-        # Not new: a launch before has buried it, and kept it.
+        # Not issued: an earlier launch has dead-lettered it already.
         if await system.plane.issue(_EVAL, [key], step=step, reserved=True):
             await system.plane.dead_letter(_EVAL, key, failure.reason, {"trace": failure.trace})
     if failures:
@@ -117,7 +122,7 @@ async def _bury(system: System, step: int, failures: Sequence[Failure], who: str
 
 
 async def _teacher_accuracy(system: System) -> dict[str, float]:
-    """Each teacher answers the problems it would judge: the mark the student is measured against."""
+    """The accuracy of each teacher on the problems it scores, as a baseline for the student."""
     assert system.router is not None
     metrics: dict[str, float] = {}
     for name, teacher in system.recipe.teachers.items():
@@ -152,7 +157,7 @@ async def _teacher_accuracy(system: System) -> dict[str, float]:
 
 
 def _sole_teacher(system: System, prompt: Prompt) -> str | None:
-    """Who judges this row; None for a row judged by a mixture, which no single teacher answers for."""
+    """The teacher that scores this row; None for a row that a mixture scores."""
     assert system.router is not None
     if prompt.columns.get(system.recipe.data.mixture_key) is not None:
         return None
@@ -160,7 +165,7 @@ def _sole_teacher(system: System, prompt: Prompt) -> str | None:
 
 
 def _keep(system: System, step: int, answers: Sequence[Trajectory]) -> None:
-    """A few rollouts of each evaluation, always the same problems, for the report."""
+    """Appends a few answers to samples.jsonl, always for the same problems. The report shows them."""
     kept: dict[str, int] = defaultdict(int)
     with system.run.samples.open("a") as handle:
         for prompt, trajectory in zip(system.eval_prompts, answers, strict=True):
@@ -182,7 +187,7 @@ def _keep(system: System, step: int, answers: Sequence[Trajectory]) -> None:
 
 
 async def evaluate_first(system: System, stop: Interrupts) -> None:
-    """How good the student is before its first step, and its teachers; there is nothing to save yet."""
+    """Evaluates student and teachers before the first step. There is nothing to save yet."""
     with suppress(Abandoned):
         line = await stop.waiting(evaluate(system, step=0, teachers=True))
         if line:
@@ -190,7 +195,10 @@ async def evaluate_first(system: System, stop: Interrupts) -> None:
 
 
 async def evaluated(system: System, step: int, line: dict[str, Any], stop: Interrupts) -> dict[str, Any]:
-    """The metrics of a step just taken, with its held-out accuracy as far as there is time for it."""
+    """The metrics of the step just taken, with held-out accuracy unless a stop request cut the evaluation
+    short.
+
+    If the evaluation fails, the step is saved before the error is raised."""
     try:
         return line | await stop.waiting(evaluate(system, step))
     except Abandoned:

@@ -1,7 +1,8 @@
-"""A student before a set of problems: answers, each judged by the reward.
+"""Lets a model answer a set of problems, and runs the reward on each answer.
 
-An answer that cannot be had or judged (its agent loop or its reward raised, its reward is no number) counts as unsolved, and its
-reason is kept: one bad problem is data here as it is in training. What is not the problem's own fault still ends the evaluation.
+If the agent loop or the reward of an answer raises, or the reward is not finite, the answer counts as
+unsolved and the reason is kept. An infrastructure error, which is not the problem's fault, still ends the
+evaluation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import StopReason, Trajectory
 
 Advance = Callable[[int], None]
-"""Told how many answers more are there."""
+"""Called with the number of newly finished answers."""
 
 
 def ignore(answers: int) -> None:
@@ -36,7 +37,7 @@ def ignore(answers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An answer that counts as unsolved because it could not be had or judged."""
+    """An answer that counts as unsolved because its agent loop or its reward failed."""
 
     prompt: Prompt
     asked: str
@@ -44,7 +45,7 @@ class Failure:
     session: int
     error: Exception
     written: Trajectory | None = None
-    """What the student wrote, where only judging it failed."""
+    """What the model wrote, if only the reward failed."""
 
     @property
     def reason(self) -> str:
@@ -57,6 +58,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Examiner:
+    """Answers problems with one engine, in batches composed by key. Used on the event loop."""
+
     engine: Engine
     loops: Loops
     rewards: Rewards
@@ -66,17 +69,18 @@ class Examiner:
     max_batch: int
     seed: int = 0
     failures: list[Failure] = field(default_factory=list)
-    """Of all answers so far, in order of problem and session. Their trajectories have no reward."""
+    """The failures of all answers so far, in order of problem and session. Their trajectories have no
+    reward."""
 
     async def greedy(self, prompts: Sequence[Prompt], advance: Advance = ignore) -> list[Trajectory]:
-        """One answer per problem, in their order."""
+        """One greedy answer per problem, in order."""
         sampling = replace(self.sampling, temperature=0.0, candidates=0)
         return await self._attempts([(prompt, 0) for prompt in prompts], sampling, advance, "greedy")
 
     async def sampled(
         self, prompts: Sequence[Prompt], k: int, advance: Advance = ignore
     ) -> list[list[Trajectory]]:
-        """k answers per problem at the rollout's own temperature."""
+        """k answers per problem at the rollout's temperature."""
         sampling = replace(self.sampling, candidates=0)
         pairs = [(prompt, session) for prompt in prompts for session in range(k)]
         flat = await self._attempts(pairs, sampling, advance, "sampled")
@@ -85,10 +89,11 @@ class Examiner:
     async def _attempts(
         self, pairs: Sequence[tuple[Prompt, int]], sampling: Sampling, advance: Advance, asked: str
     ) -> list[Trajectory]:
-        """Judged answers in the order asked for; batches are composed by key, so they repeat to the bit."""
+        """Answers with rewards, in the order of `pairs`. Batches are composed by key, so answers repeat to
+        the bit."""
         lane = Lane("generate", self.engine.generate, self.max_batch)
         broken: list[Exception] = []
-        """What an engine raised that is no word about a problem (its memory ran out, say)."""
+        """Engine errors that no problem caused, such as a lack of memory."""
 
         async def one(prompt: Prompt, session: int, cohort: Cohort) -> Trajectory | Failure:
             async def generate(tokens: np.ndarray, wanted: Sampling, turn: int) -> Generation:
@@ -131,7 +136,7 @@ class Examiner:
 
 
 def unjudged(failure: Failure) -> Trajectory:
-    """An answer without a reward, in the place of one that failed: what was written, or nothing."""
+    """The trajectory of a failed answer, without a reward: the tokens that were written, or none."""
     if failure.written is not None:
         return replace(failure.written, reward=None)
     tokens, versions = np.zeros(0, np.int32), np.zeros(0, np.int32)

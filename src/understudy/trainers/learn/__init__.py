@@ -1,1 +1,1 @@
-"""The second verb: rows become optimizer steps."""
+"""Update: rows become optimizer steps."""

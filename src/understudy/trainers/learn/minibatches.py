@@ -1,8 +1,8 @@
-"""One batch, several optimizer steps: which rows each of them sees, and their results added up.
+"""Splits a batch into mini-batches for several optimizer steps, and combines their results.
 
-A batch is gone through `epochs` times, each time in another order and cut into mini-batches of whole prompts. The order
-is a hash of (run seed, step, epoch, prompt): it repeats to the bit and does not depend on who arrived first. Advantages
-were computed for the whole batch beforehand, so it does not matter which rows share a mini-batch.
+Each of `epochs` passes over the batch has its own order and is cut into mini-batches of whole prompts. The
+order is a hash of (run seed, step, epoch, prompt), so it repeats and does not depend on the order of arrival.
+Advantages were computed for the whole batch before, so it does not matter which rows share a mini-batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def split_rows(
 ) -> list[list[int]]:
     """Row indexes of every update, in the order of the updates.
 
-    `prompts_each` bounds a mini-batch; what does not divide evenly is spread, so that sizes differ by at most one prompt
-    (a last mini-batch of one prompt would move the weights as far as a full one, on far less evidence).
+    `prompts_each` bounds a mini-batch. A remainder is spread, so that sizes differ by at most one prompt: a
+    last mini-batch of one prompt would move the weights as much as a full one, on much less data.
 
     >>> split_rows(["a_0_0", "a_1_0", "b_0_0"], [0, 1, 2], None, 1, seed=0, step=0)
     [[0, 1, 2]]
@@ -48,7 +48,8 @@ def split_rows(
 
 
 def combine(parts: Sequence[tuple[list[int], StepResult]], rows_in_batch: int) -> StepResult:
-    """The updates of one step as one result: means over updates, row losses as means over epochs, tokens and time added up."""
+    """The updates of one step as one result: means over updates, row losses as means over epochs, sums of
+    tokens and time."""
     results = [result for _, result in parts]
     first, count = results[0], len(results)
     if count == 1 and len(parts[0][0]) == rows_in_batch:
@@ -76,7 +77,8 @@ def combine(parts: Sequence[tuple[list[int], StepResult]], rows_in_batch: int) -
 
 
 def _mean_metrics(results: Sequence[StepResult]) -> dict[str, Metric]:
-    """Means weigh by tokens as ever; totals (losses that carry their weight already) become means over updates."""
+    """Means stay weighted by tokens. Totals (losses that carry their weight already) become means over
+    updates."""
     merged = merge_metrics(dict(result.metrics) for result in results)
     return {
         name: MetricTotal(metric.total / len(results)) if isinstance(metric, MetricTotal) else metric

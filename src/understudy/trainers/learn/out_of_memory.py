@@ -1,9 +1,12 @@
-"""A GPU that ran out of memory: smaller micro-batches where that helps.
+"""Retries a step that ran out of GPU memory with smaller micro-batches.
 
-How many tokens a forward and backward holds decides what it needs, and nothing else but rounding. So a step that met a full
-GPU before it touched a weight is taken again with half of them, and the run keeps to that. Not where a run must repeat to
-the bit (`run.determinism = "full"`): what else was on the GPU would decide its rounding. And not on several ranks: the
-others are in the middle of a pass that the one without memory has left.
+The number of tokens per micro-batch determines the memory of forward and backward. It changes results by
+rounding only. So a step that ran out of memory before it changed a weight is retried with half the tokens,
+and the run keeps that size.
+
+It is not retried under `run.determinism = "full"`, where other users of the GPU would then decide the
+rounding. Nor with several ranks, because the other ranks are in the middle of a pass that the failed rank has
+left.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ if TYPE_CHECKING:
 
 
 MOST_HALVINGS = 3
-"""At a time: an eighth of what was asked for is another recipe."""
+"""The maximum number of halvings in one call. A run that needs less than an eighth of the size needs another
+recipe."""
 Result = TypeVar("Result")
 
 
 def within_memory(system: System, learner: object, batch: AnyBatch, work: Callable[[int], Result]) -> Result:
-    """`work(tokens)`, a call of `learner` (a policy or a critic) with `batch`; again with half the tokens where the GPU's memory was too small."""
+    """`work(tokens)`, a call of `learner` (a policy or a critic) with `batch`. Retried with half the tokens
+    if memory ran out."""
     asked = tokens = system.micro_batches.tokens(system.recipe)
     for halvings in range(MOST_HALVINGS + 1):
         try:
@@ -38,7 +43,7 @@ def within_memory(system: System, learner: object, batch: AnyBatch, work: Callab
             tokens = smaller
         else:
             break
-        # Out of the handler: the error's traceback keeps the tensors of the pass that failed.
+        # Outside the handler, because the error's traceback keeps the tensors of the failed pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if tokens < asked:
@@ -51,14 +56,14 @@ def within_memory(system: System, learner: object, batch: AnyBatch, work: Callab
 
 
 def _longest_row(batch: AnyBatch) -> int:
-    """In tokens: no micro-batch can hold fewer."""
+    """The length of the longest row in tokens. No micro-batch can be smaller."""
     lengths = batch.token_lengths if isinstance(batch, FarBatch) else batch.tokens.lengths.tolist()
     return max(lengths, default=0)
 
 
 def _may_try_again(system: System, learner: object) -> bool:
-    """One rank, no promise of bits, and nothing happened yet."""
+    """Whether there is one rank, no full determinism, and no weight was changed yet."""
     if system.deterministic:
         return False
-    # A critic says it of itself: it may be in another process.
+    # A critic has its own property, because it may be in another process.
     return untouched(learner) if isinstance(learner, Policy) else bool(getattr(learner, "untouched", False))

@@ -1,10 +1,10 @@
-"""What a batch is given before the first update of its step: everything that must be known of the weights as they were.
+"""Computes what a batch needs before the first update of its step, under the weights before the step.
 
     old logprobs ──> importance weights
     reference logprobs ──> penalty ─┐
     rewards ──over-long penalty─────┴──> advantages <──> values of the critic
 
-Computed once for the whole batch: mini-batches, micro-batches and ranks only cut it up afterwards.
+Computed once for the whole batch, before it is split into mini-batches, micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def correction_settings(loss: LossConfig) -> CorrectionSettings:
 
 
 def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
-    """Whether the trainer's own logprobs before the step enter this loss.
+    """Whether the loss needs the trainer's logprobs from before the step.
 
-    With one update they equal the ones of its own forward pass: the ratio is 1 and nothing is gained. A divergence has no
-    ratio at all.
+    With one update they equal those of the update's own forward pass, so the ratio is 1. A divergence has no
+    ratio.
     """
     if loss.correction.measure or correction_settings(loss).active:
         return True
@@ -62,7 +62,7 @@ def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
 
 
 def corrected(batch: AnyBatch, old: Jagged, loss: LossConfig) -> tuple[AnyBatch, dict[str, float]]:
-    """The batch with its importance weights, where the recipe asks for some, and the distance in numbers."""
+    """The batch with importance weights, if the recipe has a correction, and metrics of the mismatch."""
     lengths = old.lengths.tolist()
     behaviour_N = behaviour_of(batch)
     metrics = mismatch_metrics(old.values, behaviour_N, lengths)
@@ -75,7 +75,7 @@ def corrected(batch: AnyBatch, old: Jagged, loss: LossConfig) -> tuple[AnyBatch,
 
 
 def behaviour_of(batch: AnyBatch) -> torch.Tensor:
-    """[N]: the engine's logprobs of the loss-bearing tokens, all rows one after another."""
+    """[N]: the engine's logprobs of the loss-bearing tokens, rows concatenated."""
     here = batch.streams()
     return here.behaviour_logprobs.values[here.loss_mask.values]
 
@@ -86,7 +86,7 @@ TOLD_AFTER = 3
 
 @dataclass
 class Prepared:
-    """A batch ready to be cut into updates."""
+    """A batch ready to be split into updates."""
 
     batch: AnyBatch
     old_logprobs: Jagged | None = None
@@ -138,7 +138,8 @@ def prepare(system: System, batch: AnyBatch, updates: int) -> Prepared:
 
 
 def _tell_of_no_advantage(system: System, ready: Prepared) -> None:
-    """One note where the first steps of a launch have no advantage at all: such a task term changes no weight."""
+    """Notes once that the first steps of a launch had no advantage, so that the task term changes no
+    weight."""
     so_far, advantages = system.tally.steps_without_advantage, ready.batch.advantages
     if so_far is None or advantages is None:
         return
@@ -168,9 +169,10 @@ def with_advantages(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> AnyBatch:
-    """Task rewards as one advantage per loss-bearing token; group-based kinds are normalised within each prompt's group.
+    """Task rewards as one advantage per loss-bearing token. Group-based kinds are normalised within each
+    prompt's group.
 
-    `penalty_N` is taken off the reward of each token (KL to a reference). `gae` also sets `returns`.
+    `penalty_N` (KL to a reference) is subtracted from the reward of each token. `gae` also sets `returns`.
     """
     rewards_B = torch.tensor(batch.rewards)
     lengths_B = batch.loss_lengths
@@ -207,20 +209,20 @@ def penalised(batch: AnyBatch, max_length: int, buffer: int | None, penalty: flo
 
 
 def rows_to_train(batch: AnyBatch, overlong: str) -> list[int]:
-    """Rows that bear loss; without those that ran out of budget, where the recipe drops them."""
+    """Rows with loss-bearing tokens, without those cut at the length limit if the recipe drops them."""
     cut = [overlong == "drop" and reason == StopReason.LENGTH for reason in batch.stop_reasons]
     cut = cut or [False] * len(batch)
     return [row for row, length in enumerate(batch.loss_lengths) if not cut[row] and length]
 
 
 def rows_of_updates(recipe: Recipe, batch: AnyBatch, step: int) -> list[list[int]]:
-    """The rows of each optimizer step of this batch, in the order they are taken."""
+    """The rows of each optimizer step of this batch, in order."""
     rows, trainer = rows_to_train(batch, recipe.rollout.overlong), recipe.trainer
     return split_rows(batch.keys, rows, trainer.mini_batch_size, trainer.epochs, recipe.run.seed, step)
 
 
 def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor | None:
-    """float32 [N]: `kl_coef` times the estimate at the weights before the step; constants."""
+    """float32 [N]: `kl_coef` times the KL estimate under the weights before the step, without gradients."""
     known = ready.batch.reference_logprobs
     if coef == 0 or known is None:
         return None
@@ -232,7 +234,8 @@ def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor 
 
 
 def _reward_metrics(ready: Prepared, penalty_N: torch.Tensor | None) -> None:
-    """verl's names: `critic/rewards` after penalties (`critic/score` is before them), `critic/advantages` per token."""
+    """verl's names: `critic/rewards` after penalties (`critic/score` is before them), `critic/advantages` per
+    token."""
     batch = ready.batch
     assert batch.advantages is not None
     rewards = torch.tensor(batch.rewards, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""What is kept of a step whose loss or gradient was not finite: its rows, and the weights it started from.
+"""Saves the rows and initial weights of a step whose loss or gradient was not finite.
 
-`refused.jsonl` names the rows with the reason; `refused/step-….safetensors` holds all the update read of them. `understudy replay`
-runs them again (`replay.py`).
+`refused.jsonl` lists the rows and the reason. `refused/step-….safetensors` holds everything the update read
+of them. `understudy replay` runs them again (`run/replay.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def keep_refused(run: RunDir, role: str, refused: RefusedRows) -> None:
-    """`role`: whose update it was, "student" or "critic"."""
+    """`role`: the model that refused the rows, "student" or "critic"."""
     run.refused_rows.mkdir(exist_ok=True)
     path = run.refused_rows / f"step-{refused.step:06d}-{role}.safetensors"
     refused.save(path, {"role": role})
@@ -37,9 +37,11 @@ def keep_refused(run: RunDir, role: str, refused: RefusedRows) -> None:
 
 
 async def keep_weights(system: System, step: int, saved: int) -> None:
-    """After a refusal: save `step`, the last one taken, whose weights the refused update started from; a replay needs them.
+    """After a refusal, saves `step`, the last one taken. A replay needs its weights, from which the refused
+    update started.
 
-    Only where the refused update was its step's first: otherwise the weights are already on their way to the next step.
+    Only if a step has one update: with more, an earlier update of the refused step may have changed the
+    weights.
     """
     if step == saved or not _one_update_a_step(system.recipe):
         return

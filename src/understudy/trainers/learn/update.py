@@ -1,11 +1,11 @@
-"""The second verb: rows become one step of the student (and of its critic).
+"""Update: leased rows become one step of the student, and of its critic.
 
     lease ──columns──> Batch ──prepare──> old logprobs, values, advantages
                                               │
                  epochs × mini-batches ───────┴──reduction weights──> policy.update(objective) ──> metrics
 
-What a step needs to know of the weights before it is computed once for the whole batch (`prepare.py`); reduction weights
-once for each mini-batch. So nothing below depends on how a mini-batch is split.
+Everything that depends on the weights before the step is computed once for the whole batch (`prepare.py`).
+Reduction weights are computed once per mini-batch. So results do not depend on how a mini-batch is split.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
 
 async def far_batch_of(system: System, lease: Lease) -> tuple[FarBatch, dict[str, float]] | None:
-    """The rows of a lease by name, whatever the queue lacks of them uploaded first; None: the queue is lost."""
+    """The rows of a lease by key. Columns missing in the queue are uploaded first. None: no queue, or it is
+    lost."""
     rows, loss, judged = system.far_rows, system.recipe.loss, system.router is not None
     if rows is None or rows.lost:
         return None
@@ -85,7 +86,7 @@ __all__ = ["assemble", "claim_batch", "learn", "step_metrics", "update", "with_a
 async def claim_batch(system: System, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
     """Lease every row made for this step, in order of key, and lay its columns out for training.
 
-    Its producers have ended: a row that is not complete now never will be.
+    Called after the step's producers have ended: a row that is incomplete then raises an error.
     """
     fields, mine = training_fields(system), {"step": step}
     depth = await system.plane.depth(PARTITION, fields=fields, where=mine, step=step)
@@ -114,7 +115,7 @@ async def _never_complete(system: System, step: int, fields: Sequence[str]) -> D
 
 
 async def batch_of(system: System, lease: Lease) -> tuple[AnyBatch, dict[str, float]]:
-    """Leased rows laid out for training: by name where every rank fetches its own, else with their columns."""
+    """Leased rows as a batch: by key if every rank fetches its own rows, otherwise with their columns."""
     far = await far_batch_of(system, lease)
     if far is not None:
         return far
@@ -125,17 +126,20 @@ async def batch_of(system: System, lease: Lease) -> tuple[AnyBatch, dict[str, fl
 
 
 _LEARNER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="understudy-update")
-"""The same thread every time: what torch plans for a kernel (cuDNN's attention, some 40 ms a shape) it keeps for the thread."""
+"""One thread for all updates, because torch caches kernel plans per thread (cuDNN's attention: about 40 ms
+per shape)."""
 
 
 async def update(system: System, batch: AnyBatch) -> StepResult:
-    """One trainer step, on a thread of its own so that health checks and the display go on meanwhile."""
+    """One trainer step on the update thread, so that health checks and the display continue on the event
+    loop."""
     job = partial(contextvars.copy_context().run, learn, system, batch)
     return await asyncio.get_running_loop().run_in_executor(_LEARNER, job)
 
 
 def learn(system: System, batch: AnyBatch) -> StepResult:
-    """Every optimizer step of one batch: `trainer.epochs` times its mini-batches, the critic's first, then the student's."""
+    """All optimizer steps of one batch: `trainer.epochs` times its mini-batches, first the critic's, then the
+    student's."""
     recipe, policy, critic = system.recipe, system.policy, system.critic
     parts = rows_of_updates(recipe, batch, policy.step)
     if not parts:
@@ -183,7 +187,7 @@ def _teach_student(system: System, ready: Prepared, parts: Sequence[list[int]]) 
 
 
 def _cut(batch: AnyBatch, rows: list[int], reduction: Reduction) -> tuple[AnyBatch, Jagged]:
-    """Some rows of a batch with their reduction weights, whose denominators are those of all of these rows."""
+    """Some rows of a batch with their reduction weights, whose denominators cover exactly these rows."""
     part = batch if len(rows) == len(batch) else batch.select(rows)
     lengths: tuple[int, ...] = part.loss_lengths
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
@@ -191,7 +195,7 @@ def _cut(batch: AnyBatch, rows: list[int], reduction: Reduction) -> tuple[AnyBat
 
 
 def _nothing_to_learn(system: System, batch: AnyBatch) -> StepResult:
-    """A step that leaves the student as it is."""
+    """A step without an update of the student."""
     system.policy.skip_step()
     return StepResult(
         step=system.policy.step - 1,
@@ -229,6 +233,6 @@ def step_metrics(result: StepResult, batch: AnyBatch) -> dict[str, float]:
 
 
 def training_fields(system: System) -> tuple[str, ...]:
-    """The columns of a row that can be trained on."""
+    """The columns that a row must have to be trained on."""
     judged = system.router is not None
     return (*token_columns(system.recipe.loss, judged), *fact_columns(judged))

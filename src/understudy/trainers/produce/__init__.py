@@ -1,1 +1,1 @@
-"""The first verb: prompts become complete rows."""
+"""Produce: prompts become complete rows."""

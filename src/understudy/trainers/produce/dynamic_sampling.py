@@ -1,12 +1,13 @@
-"""A step's rows, with prompts that teach nothing replaced: DAPO's dynamic sampling.
+"""DAPO's dynamic sampling: fills a step and replaces prompts without a learning signal.
 
-    cursor ──prompts──> produce ──> the plane evicts groups without a signal ──> as many new prompts as are missing
+    cursor ──prompts──> produce ──> the plane evicts groups without a signal ──> a new prompt for each
                            ▲                                                              │
                            └──────────────────────────────────────────────────────────────┘
 
-A prompt whose sessions all got one reward has no advantage anywhere. The plane looks at a group when its last session is
-rolled out and evicts it in the same transaction; evicted rows are counted apart from dead letters. New prompts come from
-the cursor in its order and how many are asked for follows from rewards alone, so a run repeats to the bit.
+A prompt whose sessions all got the same reward has no advantage. The data plane checks a group when its last
+session is rolled out and evicts it in the same transaction. Evicted rows are counted separately from dead
+letters. New prompts come in the cursor's order and their number depends on rewards only, so a run repeats to
+the bit.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from understudy.types.prompt import Prompt
 
 
 def install_filters(system: System) -> None:
-    """Tell the plane what to look for; it forgets when the process ends."""
+    """Install the group filter in the plane, which keeps it until the process ends."""
     if system.recipe.rollout.filter_groups:
         system.plane.filter_groups(PARTITION, GroupFilter(no_signal))
 
 
 async def fill_step(system: System, step: int) -> dict[str, float]:
-    """Produce `batch_size` prompts for this step, again and again where groups are filtered; returns what it took."""
+    """Produce `batch_size` prompts for this step, with refills if groups are filtered. Returns the refill
+    metrics."""
     wanted, rollout = system.recipe.trainer.batch_size, system.recipe.rollout
     await produce_step(system, system.cursor.take(wanted), step)
     if not rollout.filter_groups:
@@ -52,7 +54,8 @@ def refill_metrics(filtered: int, refills: int) -> dict[str, float]:
 
 
 def removal_metrics(system: System) -> dict[str, float]:
-    """Rows taken out since the last step and why: evicted (a group without signal, or one that lost a member) or failed themselves."""
+    """Rows removed since the last step, by reason: evicted (a group without signal, or one that lost a
+    member) or dead-lettered."""
     metrics = {"rows/evicted": 0.0, "rows/dead_letters": 0.0}
     names = {"evicted": "rows/evicted", "dead": "rows/dead_letters"}
     for (kind, reason), count in sorted(system.plane.take_removed(PARTITION).items()):
@@ -75,8 +78,10 @@ async def without_rows(system: System, prompts: Sequence[Prompt]) -> int:
 
 
 async def prompts_held(system: System, step: int) -> int:
-    """How many prompts of this step have a complete row. Of prompts that an earlier launch took in place of others, rows may be in
-    flight that are still to be made: they are taken from the cursor again."""
+    """How many prompts of this step have a complete row.
+
+    Replacements that an earlier launch took may have incomplete rows in flight. They are taken from the
+    cursor again."""
     rows, fields = await system.plane.list(PARTITION), set(training_fields(system))
     complete = {key for key, row in rows.items() if row.tags.get("step") == step and fields <= {*row.columns}}
     return len({split_key(key)[0] for key in complete})

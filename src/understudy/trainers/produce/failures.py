@@ -1,4 +1,4 @@
-"""What a failure means: one sample's own fault becomes a dead letter with a reason; anything else ends the run."""
+"""Sorts failures: one sample's own fault becomes a dead letter; an infrastructure error ends the run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import asyncio
 from understudy.errors import ClusterError, DataError, DataPlaneError, EngineError
 
 INFRASTRUCTURE = (ClusterError, DataPlaneError, EngineError)
-"""Not one sample's fault: these end the run."""
+"""Errors that no single sample causes. They end the run."""
 
 
 class SampleFailed(DataError):
-    """Why a sample failed. The message is the whole reason: a timeout, or what a worker or an earlier launch told."""
+    """A sample failed. The message is the full reason: a timeout, or what a worker or an earlier launch
+    reported."""
 
 
 def reason_of(error: Exception) -> str:
-    """For the dead letter."""
+    """The reason text of the dead letter."""
     return str(error) if isinstance(error, SampleFailed) else f"{type(error).__name__}: {error}"
 
 
 def own_fault(error: Exception) -> Exception:
-    """The error, where it is one sample's own fault. Raises it where it must end the run, and `CancelledError` where the sample
-    was given up: a loop may answer its cancellation with another error."""
+    """Returns the error if it is one sample's own fault, and raises it if it must end the run.
+
+    Raises `CancelledError` if the sample's task was cancelled: an agent loop may turn its cancellation into
+    another error."""
     if isinstance(error, INFRASTRUCTURE):
         raise error
     if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -30,8 +33,8 @@ def own_fault(error: Exception) -> Exception:
 
 
 def timed(error: Exception, clock: asyncio.Timeout, what: str, limit: float) -> Exception:
-    """Names what took too long, where `clock` ran out; otherwise the error as it is. A loop may answer the end of its time with
-    an error of its own."""
+    """An error that names `what` if `clock` expired, otherwise `error`. An agent loop may turn its timeout
+    into another error."""
     if not clock.expired() or isinstance(error, INFRASTRUCTURE):
         return error
     return SampleFailed(f"{what} took longer than rollout.deadline_seconds = {limit:g}")

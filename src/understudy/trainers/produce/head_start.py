@@ -1,10 +1,11 @@
-"""The student's first forward pass of a step, while teachers judge the rows.
+"""Runs the first forward pass of a step's update while the teachers score its rows (CPU only).
 
-    rollouts ──last one is there──┬──> teachers judge all rows (their processes) ────────────┬──> loss, backward
-                                  └──> the student reads the first micro-batch (a thread) ───┘
+    rollouts ──all finished──┬──> teachers score all rows (their processes) ──────────────┬──> loss, backward
+                             └──> the student's pass over the first micro-batch (thread) ─┘
 
-On a CPU a sync step otherwise leaves a core idle: the trainer waits for the teachers, then they wait for it. The update takes
-what was computed here only if it would compute the very same (`policy/cpu/head_start.py`), so results do not depend on it.
+On a CPU a sync step otherwise leaves a core idle: the trainer waits for the teachers, then they wait for it.
+The update uses the result only if it would compute exactly the same (`policy/cpu/head_start.py`), so results
+do not depend on it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from understudy.types.trajectory import Trajectory
 
 
 class Ahead:
-    """Collects a step's rollouts and sets the student to work on them when the last one is there."""
+    """Collects a step's rollouts on the event loop, and starts the student's forward pass after the last
+    one."""
 
     def __init__(self, system: System, policy: Policy, samples: int) -> None:
-        """`samples`: how many must have been seen. One that fails is never seen, and then nothing is begun."""
+        """`samples`: how many must be seen before the pass starts. If one fails, it never starts."""
         self._system, self._policy, self._missing = system, policy, samples
         self._rows: list[Trajectory] = []
         self._over = False
 
     def saw(self, rows: Sequence[Output]) -> None:
-        """All outputs of one sample."""
+        """Called with all outputs of one sample."""
         if any(isinstance(row, Failed) for row in rows):
             return
         self._rows += [row for row in rows if isinstance(row, Trajectory)]
@@ -44,17 +46,17 @@ class Ahead:
             after_turns(TURNS, self._begin)
 
     def over(self) -> None:
-        """Every row has been judged: what was not begun by now comes too late."""
+        """Called when every row has its scores: a pass that has not started is not worth starting."""
         self._over = True
 
     def _begin(self) -> None:
-        """Once teachers have been asked: their work takes longest, and the student's thread wants Python as much as the request
-        to them does."""
+        """Starts the pass after the requests to teachers were sent. Teachers take longest, and the student's
+        thread competes with the requests for the interpreter."""
         if not self._over:
             self._policy.get_ahead(self._first_rows, self._system.micro_batches.tokens(self._system.recipe))
 
     def _first_rows(self) -> Batch | None:
-        """What the first update of the step will be given, as far as it is known."""
+        """The rows of the step's first update, as far as they are known."""
         recipe, batch = self._system.recipe, _streams(self._rows)
         parts = rows_of_updates(recipe, batch, self._policy.step)
         if not parts:
@@ -63,14 +65,15 @@ class Ahead:
 
 
 def ahead_of(system: System, samples: int) -> Ahead | None:
-    """None where it cannot help (a GPU works through its queue anyway, and a single core has no time to spare) or where the rows
-    of the update are not known before they are judged."""
+    """None if a head start cannot help, or if the rows of the update are not known before they are scored.
+
+    It does not help on a GPU, which works through its queue anyway, nor on a single core."""
     recipe, policy = system.recipe, system.policy
     useful = (
         system.router is not None
-        and system.critic is None  # its update would need memory beside what is kept here
+        and system.critic is None  # its update needs memory while the states are kept
         and system.row_workers is None
-        and recipe.loss.signal != "hidden"  # micro-batches go by teacher there
+        and recipe.loss.signal != "hidden"  # micro-batches are grouped by teacher then
         and not recipe.rollout.filter_groups
         and _cores() > 1
     )
@@ -80,12 +83,12 @@ def ahead_of(system: System, samples: int) -> Ahead | None:
 
 
 def _cores() -> int:
-    """Those this process may use."""
+    """The number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _streams(rows: Sequence[Trajectory]) -> Batch:
-    """What a forward pass needs of these rows."""
+    """The columns of these rows that a forward pass needs."""
     offsets = torch.tensor([0, *(len(row.tokens) for row in rows)], dtype=torch.int64).cumsum(0)
 
     def column(arrays: Sequence[np.ndarray], dtype: torch.dtype) -> Jagged:

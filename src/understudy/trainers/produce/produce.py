@@ -1,17 +1,18 @@
-"""The first verb: a prompt becomes complete rows in the data plane.
+"""Produce: a prompt becomes complete rows in the data plane.
 
     prompt ──agent loop──> trajectories ──reward──┬──> teacher ──> scores ──┬──> journal
                                                   └──> journal ─────────────┘
 
-The rollout is journalled while its teacher reads it, and also where the teacher fails, so an outage never costs a finished
-rollout; scores are journalled after it (`row_journal.py`).
+The rollout is journalled while its teacher scores it. It is journalled even if the teacher fails, so an
+outage loses no finished rollout. Scores are journalled after it (`row_journal.py`).
 
-A session is one attempt at a prompt. Its agent loop returns one output or several, and each is a row: `{prompt}_{session}_0`,
-`…_1`, …. A session whose loop fails (its template, its tool) becomes a dead letter under the key of its output 0. An output whose
-reward or score fails becomes a dead letter alone. All outputs of a session are journalled in one write, so a resume finds a
-session that is still to be rolled out, or all of its outputs.
+A session is one attempt at a prompt. Its agent loop returns one or several outputs, and each is a row:
+`{prompt}_{session}_0`, `…_1`, …. A session whose loop fails (its template, its tool) becomes a dead letter
+under the key of its output 0. An output whose reward or score fails becomes a dead letter alone. All outputs
+of a session are journalled in one write, so a resume finds either none or all of them.
 
-Where workers on other machines write rows themselves (`rollouts.py`), the same steps are taken for rows known by name.
+If workers on other machines write rows themselves (`remote_rows/rollouts.py`), the same steps are taken for
+rows known by key.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ from understudy.types.trajectory import StopReason, Trajectory
 logger = logging.getLogger(__name__)
 
 FAILED = "failed"
-"""The tag of an output whose reward failed, until it is set aside: the reason."""
+"""The tag of an output whose reward failed, until it becomes a dead letter. Its value is the reason."""
 
 
 async def produce_step(
     system: System, prompts: Sequence[Prompt], step: int, gather: Gather | None = None
 ) -> None:
-    """Produce every session of these prompts; what the journal already holds is reused as it is.
+    """Produce every session of these prompts. Rows that the journal already holds are reused.
 
-    `gather` joins their calls with those of prompts produced elsewhere; without one they are joined among themselves, and the
-    student may read them before they are judged (`produce/head_start.py`).
+    `gather` joins their calls with those of other producers. Without it, calls are joined among these prompts
+    only, and the student's first forward pass may start before the rows are scored (`produce/head_start.py`).
     """
     samples = [(prompt, session) for prompt in prompts for session in range(system.recipe.rollout.n)]
     keys = [row_key(prompt.key, session) for prompt, session in samples]
     tags = {key: _tags(prompt, step) for key, (prompt, _) in zip(keys, samples, strict=True)}
-    # A step's rows, or a window's, have their room already (`config/checks/capacity.py`): they stand in no line, least of all behind rows
-    # that are trained after them.
+    # `reserved`: the plane has room for the rows of a step or window (`config/checks/capacity.py`). They must
+    # not wait, least of all behind rows that are trained after them.
     with system.spans.span("issue rows", step=step):
         issued = set(
             await system.plane.issue(
@@ -91,8 +92,8 @@ async def produce_step(
 
 
 def _group_policy(system: System) -> GroupPolicy:
-    """Rows of one prompt are claimed together: its sessions, and the outputs of each. Where one session is all there is, no other
-    is to be dropped."""
+    """Rows of one prompt, all sessions and their outputs, are claimed together. With one session per prompt,
+    a failed output drops no other row."""
     rollout = system.recipe.rollout
     return GroupPolicy(rollout.group_failure) if rollout.n > 1 else GroupPolicy.TRAIN_REST
 
@@ -107,7 +108,9 @@ def _by_session(rows: Mapping[str, RowInfo]) -> dict[tuple[str, int], dict[str, 
 
 
 def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
-    """Under full determinism samples are grouped by key; each group generates and is scored as one."""
+    """Samples in groups of `rollout.max_batch` by key under full determinism, otherwise in one group.
+
+    Each group's calls are batched together."""
     size = system.recipe.rollout.max_batch if system.deterministic else max(len(samples), 1)
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
@@ -122,7 +125,8 @@ async def _produce(
     journal: RowJournal,
     ahead: Ahead | None,
 ) -> None:
-    """One session's whole path; `held` are its rows in flight. Never raises for what is the session's own fault."""
+    """Produces one session. `held`: its rows in flight. The session's own faults become dead letters and are
+    not raised."""
     async with gather.member():
         outputs: Sequence[Output]
         safe: Awaitable[None] | None = None
@@ -135,14 +139,14 @@ async def _produce(
             if ahead is not None and outputs:
                 ahead.saw(outputs)
             try:
-                # One after another: a member of a cohort waits for one thing at a time.
+                # One after another: a member of a cohort may have one call at a time.
                 for one in outputs:
                     await _complete(system, prompt, one, gather, journal, safe)
             finally:
                 if safe is not None:
                     await safe
         except Exception as error:
-            # None of its outputs is in the journal: what the session is known by is its first.
+            # None of the session's outputs is in the journal, so the key of its first output stands for it.
             await _bury(system, row_key(prompt.key, session), own_fault(error))
 
 
@@ -166,9 +170,11 @@ async def _complete(
     journal: RowJournal,
     safe: Awaitable[None] | None,
 ) -> None:
-    """Adds the teacher's scores to an output that is `safe`. One that fails is set aside; the session's others are not touched.
+    """Adds the teacher's scores to an output. A failed output becomes a dead letter; the session's other
+    outputs are unaffected.
 
-    No deadline: a teacher that does not answer is waited for, and the rollout is in the journal.
+    `safe` is done when the rollout is in the journal. There is no deadline: a teacher that does not answer is
+    waited for.
     """
     scores, failure = None, output.error if isinstance(output, Failed) else None
     if system.router is not None and not isinstance(output, Failed):
@@ -182,7 +188,7 @@ async def _complete(
         await _bury(system, output.key, failure)
     elif isinstance(scores, FarScores):
         assert system.row_workers is not None
-        with suppress(LeaseLost):  # its group was taken out meanwhile
+        with suppress(LeaseLost):  # its group was removed meanwhile
             await system.row_workers.plane.adopt(PARTITION, {output.key: scores.written})
     elif scores is not None:
         await journal.put(lambda: Written({output.key: score_columns(scores)}))
@@ -191,12 +197,13 @@ async def _complete(
 def _journal(
     system: System, journal: RowJournal, prompt: Prompt, outputs: Sequence[Output], step: int
 ) -> Awaitable[None] | None:
-    """Makes all outputs of a session durable in one write, so that a resume finds all of them or none; a moment later, because
-    teachers are asked first. None where a worker has written them.
+    """Makes all outputs of a session durable in one write, so that a resume finds all of them or none.
 
-    An output that failed has no columns, and a tag that says why: a resume sets it aside too. Where its group was taken out
-    meanwhile (a sibling failed, or there was no signal), the session is dropped. It still goes on to its teacher: whether it was
-    quicker than its sibling must not decide what else is scored with it.
+    The write comes a few turns later, because requests to teachers go first. None if a worker has written the
+    rows. A failed output has no columns and a tag with the reason, so a resume dead-letters it too. If its
+    group was removed meanwhile (a sibling failed, or there was no signal), the session's rows are dropped. It
+    is scored all the same: its speed relative to its siblings must not decide what else is in its teacher's
+    batch.
     """
     if system.row_workers is not None:
         return None
@@ -218,7 +225,7 @@ def _journal(
 async def _score(
     system: System, prompt: Prompt, trajectory: Trajectory | FarRow, gather: Gather
 ) -> TeacherScores:
-    """Asks the row's teacher, or its mixture of them."""
+    """Scores from the row's teacher, or from its mixture of teachers."""
     assert system.router is not None
     weights = prompt.columns.get(system.recipe.data.mixture_key)
     teacher = system.router.route(routing_value(system, prompt)) if weights is None else None
@@ -240,7 +247,7 @@ async def _score(
 
 
 def _score_item(system: System, trajectory: Trajectory | FarRow) -> ScoreItem:
-    """What the teacher is asked about this rollout."""
+    """The request to the teacher for this rollout."""
     loss = system.recipe.loss
     lacks = trajectory.candidates == 0 if isinstance(trajectory, FarRow) else trajectory.candidate_ids is None
     if loss.signal == "at_ids" and lacks:
@@ -267,7 +274,7 @@ def routing_value(system: System, prompt: Prompt) -> Any:
 
 
 async def _bury(system: System, key: str, error: Exception) -> None:
-    """One bad sample is data, not a crash; too many of them stop the run."""
+    """Dead-letters a row. The run ends when there are more than `trainer.max_dead_letters` allows."""
     reason = reason_of(error)
     logger.warning("dead letter %s: %s", key, reason)
     try:
@@ -275,7 +282,7 @@ async def _bury(system: System, key: str, error: Exception) -> None:
             PARTITION, key, reason, {"trace": traceback.format_exception(error)[-6:]}
         )
     except LeaseLost:
-        return  # its group was taken out already, and this row with it
+        return  # its group was removed already, and this row with it
     system.tally.dead_letters += 1
     allowed = max(
         system.recipe.trainer.max_dead_letters
@@ -298,7 +305,7 @@ def _is_rolled_out(row: RowInfo) -> bool:
 
 
 async def _held_outputs(system: System, held: Mapping[str, RowInfo]) -> list[Output]:
-    """What an earlier launch journalled of a session and did not complete; others of its outputs may be settled."""
+    """The outputs of a session that an earlier launch journalled and did not complete."""
     outputs: list[Output] = []
     for key, row in held.items():
         if FAILED in row.tags:
@@ -314,7 +321,7 @@ async def _held_outputs(system: System, held: Mapping[str, RowInfo]) -> list[Out
 
 
 async def _stored(system: System, key: str) -> Trajectory:
-    """A rollout as it lies in the plane."""
+    """A rollout read from the data plane."""
     streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
     own = (CANDIDATES,) if system.sampling.candidates else ()
     columns = await system.plane.get(BatchMeta(PARTITION, (key,)), (*streams, *own, "stop_reason"))
@@ -331,14 +338,14 @@ async def _stored(system: System, key: str) -> Trajectory:
 
 
 def _tags(prompt: Prompt, step: int) -> dict[str, Any]:
-    """What rows are chosen by: after a resume the journal may hold rows of several steps."""
+    """The tags that claims select rows by. After a resume the journal may hold rows of several steps."""
     return {"step": step, "data_source": prompt.data_source}
 
 
 def _row_tags(
     system: System, prompt: Prompt, step: int, reward: float | None, failed: str = ""
 ) -> dict[str, Any]:
-    """The same once a row is there: its reward too, where groups are looked at, and why it failed."""
+    """`_tags` of a finished row, with its reward if groups are filtered, or the reason if it failed."""
     tags = _tags(prompt, step)
     if failed:
         tags[FAILED] = failed

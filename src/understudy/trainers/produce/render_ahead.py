@@ -1,8 +1,8 @@
-"""The next step's prompts, rendered while this step's update runs.
+"""Renders the next step's prompts while this step's update runs.
 
-Rendering is the host's work and needs no weights; in a sync step the event loop has nothing else to do while a thread or a GPU
-updates the student. Only what the cursor shows is rendered: nothing is issued, so a checkpoint, a stop or a crash knows
-nothing of it, and a step that does come to other prompts renders those.
+Rendering is CPU work and needs no weights. In a sync step the event loop is otherwise idle while a thread or
+a GPU updates the student. The prompts are only peeked from the cursor and none is issued, so checkpoints,
+stops and crashes are not affected. If the next step gets other prompts, it renders those.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from understudy.trainers.system import System
 Result = TypeVar("Result")
 
 PIECE = 32
-"""Prompts rendered at a time: one or two milliseconds, after which the update's thread has its turn at Python again."""
+"""Prompts rendered at a time. They take one or two milliseconds; then the update's thread can get the
+interpreter."""
 
 
 async def with_next_prompts(system: System, work: Awaitable[Result]) -> Result:
-    """What `work`, an update, gives; the prompts of the next step are rendered beside its backward pass, as far as there is time."""
+    """The result of `work`, an update. Prompts of the next step are rendered during its backward pass, as
+    many as time allows."""
     cursor = system.cursor
     if system.recipe.rollout.workers or not isinstance(cursor, PromptCursor):
         return await work  # workers render their prompts themselves
@@ -43,11 +45,11 @@ async def _render(system: System, cursor: PromptCursor) -> None:
 
 
 async def _backward(system: System) -> None:
-    """Waits until the student's gradients are being computed. Before that the update's thread needs Python itself: whatever else
-    ran here would take its time, not add to it."""
+    """Waits until the student's backward pass begins. Before that the update's thread needs the interpreter,
+    and rendering would delay it."""
     policy = system.policy
     if not isinstance(policy, Policy):
-        return  # it works in processes of its own
+        return  # it works in other processes
     begun, loop, before = asyncio.Event(), asyncio.get_running_loop(), policy.on_backward
 
     def tell() -> None:

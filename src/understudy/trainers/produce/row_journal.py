@@ -1,11 +1,12 @@
-"""Rows on their way into the data plane: those that are ready in the same moment are written together.
+"""Writes rows to the data plane, with one `put` for rows that are ready at the same moment.
 
     sample A ──put──┐                     ┌─ one put of all of them ──> journal
     sample B ──put──┼── a few turns later ┤
     sample C ──put──┘                     └─ each sample is told that its rows are safe
 
-Writing a row is Python's work, and so is asking a teacher about it. What a teacher is waiting for comes first; rows are written
-while it works. They are written whatever becomes of the question, so an outage still costs no finished rollout.
+Writing a row and sending it to a teacher both need the interpreter. The request to the teacher goes first,
+and the row is written while the teacher works. It is written even if the request fails, so a teacher outage
+loses no finished rollout.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from understudy.observability.faults import point
 from understudy.trainers.system import PARTITION
 
 TURNS = 16
-"""Of the event loop, in which requests to teachers are encoded and sent: httpx needs four for one, and three for every other."""
+"""Turns of the event loop before rows are written, so that requests to teachers are encoded and sent first:
+httpx needs four turns for one request, and three for each further one."""
 
 Tags = Mapping[str, Mapping[str, Any]]
 
 
 def after_turns(turns: int, work: Callable[[], None]) -> None:
-    """Calls `work` once everybody who is ready now, and whom that wakes, has had this many turns."""
+    """Calls `work` after this many turns of the event loop. Tasks that are ready now, and those they wake,
+    run first."""
     if turns == 0:
         work()
     else:
@@ -37,7 +40,7 @@ def after_turns(turns: int, work: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What is put of one sample."""
+    """The columns and tags that are written for one sample."""
 
     rows: Mapping[str, Columns]
     tags: Tags = field(default_factory=dict)
@@ -50,7 +53,8 @@ class _Sample:
 
 
 class RowJournal:
-    """Of one step's samples. A sample that is no longer wanted (its group was taken out meanwhile) is dropped by itself."""
+    """Writes the rows of one step's samples, on the event loop. A sample whose group was removed meanwhile is
+    dropped alone."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
@@ -58,8 +62,10 @@ class RowJournal:
         self._writing: set[asyncio.Task[None]] = set()
 
     def put(self, write: Callable[[], Written], *, turns: int = 1) -> asyncio.Future[None]:
-        """All rows of a sample, or more columns of them, as `write` lays them out so many turns later; done when they survive
-        kill -9."""
+        """Writes all rows of a sample, or further columns of them. `write` is called after `turns` turns to
+        lay them out.
+
+        The future is done when the rows would survive kill -9."""
         sample = _Sample(write, asyncio.get_running_loop().create_future())
         self._open.append(sample)
         if len(self._open) == 1:
@@ -77,7 +83,7 @@ class RowJournal:
         for sample in samples:
             try:
                 written.append((sample, sample.write()))
-            except Exception as error:  # that sample's own trouble
+            except Exception as error:  # fails this sample only
                 _settle(sample, error)
         trouble: BaseException | None = None
         try:
@@ -96,14 +102,15 @@ class RowJournal:
         try:
             await self._plane.put(PARTITION, rows, tags)
             point("row_journal.after_put")
-        except LeaseLost:  # nothing was written: find out whose work is not wanted
+        except LeaseLost:  # nothing was written: put each sample alone, and drop the removed ones
             held = await self._plane.list(PARTITION)
             for one in written:
                 with suppress(LeaseLost):
                     await self._put_one(one, held)
 
     async def _put_one(self, one: Written, held: Collection[str]) -> None:
-        """A sample's rows in one write. Where some are settled (their session is rolled out once more), only those in flight."""
+        """A sample's rows in one write. If some are settled (their session is rolled out again), only those
+        in flight."""
         try:
             await self._plane.put(PARTITION, one.rows, one.tags)
         except LeaseLost:
@@ -115,7 +122,7 @@ class RowJournal:
 
 
 def _settle(sample: _Sample, trouble: BaseException | None) -> None:
-    if sample.safe.done():  # whoever waited was cancelled
+    if sample.safe.done():  # the waiting task was cancelled
         return
     if trouble is None:
         sample.safe.set_result(None)

@@ -1,12 +1,12 @@
-"""One session of a prompt: its agent loop and the reward of each output, under the session's deadline.
+"""Runs one session of a prompt: its agent loop and the reward of each output, under a deadline.
 
     prompt ──agent loop──> outputs 0, 1, … ──reward of each──> Trajectory, or Failed with the reason
 
-A loop may return several outputs (a sub-agent, a branch, a context reset). Where the loop fails there is no output. Where a
-reward fails, that output alone has failed.
+A loop may return several outputs (a sub-agent, a branch, a context reset). If the loop fails, there is no
+output. If a reward fails, only its output fails.
 
-`rollout.deadline_seconds` covers what the session does itself: waiting for the engine does not count. Each reward has what the
-loop left of it, so that one that hangs does not cost the other outputs.
+`rollout.deadline_seconds` covers the session's own work; waiting for the engine does not count. Each reward
+gets the time that the loop left, so that one hanging reward does not fail the other outputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from understudy.types.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An output that cannot be trained on, and why."""
+    """An output that cannot be trained on, and its error."""
 
     key: str
     error: Exception
@@ -43,7 +43,7 @@ Output = Trajectory | FarRow | Failed
 
 
 async def roll_out(system: System, prompt: Prompt, session: int, gather: Gather) -> list[Trajectory | Failed]:
-    """The outputs of one session, judged, in this process. Raises where there is none."""
+    """Runs one session in this process. Returns its outputs with rewards; raises if the agent loop fails."""
     key, limit = row_key(prompt.key, session), system.recipe.rollout.deadline_seconds
     clock = asyncio.timeout(limit)
     gate = system.turnstile.rollout() if system.turnstile else nullcontext()
@@ -59,7 +59,7 @@ async def roll_out(system: System, prompt: Prompt, session: int, gather: Gather)
         for one in outputs:
             system.timings.add(one.key, one.extra.get("seconds", {}))
             system.timings.lengths(one.key, len(one.tokens), int(one.loss_mask.sum()))
-        # No due time: the loop left a generation running behind it, which stopped the clock.
+        # `due` is None if the loop returned while a generation was still running, which stops the clock.
         left = limit if due is None else due - asyncio.get_running_loop().time()
         return [await _judged(system, prompt, one, left) for one in outputs]
 
@@ -81,8 +81,10 @@ async def _judged(
 async def roll_out_far(
     system: System, workers: RowWorkers, prompt: Prompt, session: int, gather: Gather, tags_of: TagsOf
 ) -> list[FarRow | Failed]:
-    """The same by a worker, which judges and writes what its loop made and tells where that lies. It gives each reward
-    `rollout.deadline_seconds`; the clock here is for a worker that does not answer."""
+    """Runs one session on a worker, which runs the rewards, writes the rows and reports their location.
+
+    The worker gives each reward `rollout.deadline_seconds`. The clock here is for a worker that does not
+    answer."""
     key, limit = row_key(prompt.key, session), system.recipe.rollout.deadline_seconds
     clock, what = asyncio.timeout(limit), "agent loop"
 
@@ -113,7 +115,7 @@ def loop_context(
     clock: asyncio.Timeout,
     judging: Callable[[int], None] | None = None,
 ) -> LoopContext:
-    """What the loop is given. `clock` stands still while the loop waits for the engine."""
+    """The context of an agent loop. `clock` is stopped while the loop waits for the engine."""
     key = row_key(prompt.key, session)
 
     def seed(turn: int) -> int:
@@ -146,8 +148,9 @@ def loop_context(
 
 
 class _Stopped:
-    """Stops a session's clock while it waits for the engine; in a cohort it waits for the other members too. A class, because
-    a step has hundreds of them and a generator costs several times as much."""
+    """Stops a session's clock while it waits for the engine, and in a cohort for the other members.
+
+    A class, because a step has hundreds of them and a generator costs several times as much."""
 
     __slots__ = ("_clock", "_left")
 
