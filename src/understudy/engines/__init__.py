@@ -1,16 +1,30 @@
-"""Generation behind one small protocol.
+"""Generation engines behind one protocol: token ids in, token ids with logprobs out.
 
-base.Engine       what a rollout sees: tokens in, tokens with logprobs and weight versions out
-hf.HFEngine       in this process, over a transformers model: the oracle, CPU or one GPU
-                  schedule    who is written next           writing    rows as the host sees them
-                  padded, kv  keys and values in one block  slots      in a pool, steps as CUDA graphs
-                  sampling    the exact rule by which a token is drawn
-                  lean_forward  plain decoders on a CPU  prefix_tree  rows that begin alike, read once
-pretrained        loads a model, for trainers and teachers too   rotary_border  lengths that may not share a forward pass
-hosted            the hf engine in processes of its own: host is such a process, host_wire what both sides say
-                  far, hosted_far, compositions, deposits   batches by name, whose tokens others bring to the process
-remote            servers: RemoteEngine over a dialect (dialects: vllm, sglang, openai) and replicas (balance, health);
-                  delivery    new weights for them   gpu_handover  on the trainer's own GPU, by a copy on the device
-                  pieces      one generation by a server, whoever asks   remote_far, visits   where rollout workers ask
-vllm              vLLM servers we start, watch and restart; vllm_host is the process around one, vllm_side its worker part
+base            the `Engine` protocol that rollouts call, its requests and its generations
+replicas        load balancing and back-off over several servers or engine processes
+remote_tokens   requests whose tokens a rollout worker holds and sends to the engine itself
+
+local/          `HFEngine`: decodes in this process with a transformers model, on a CPU or one GPU
+    scheduler       which rows are decoded next, on one thread
+    rows            the host-side record of rows being decoded
+    padded, kv_padded   keys and values in one padded block per batch: every model, every device
+    slots, kv_pool      keys and values in a preallocated pool, decode steps as CUDA graphs: GPU
+    sampling        the exact rule by which a token is drawn
+    kernels/        Triton kernels of the decode step
+
+hosted/         `HostedEngine`: the hf engine in processes of its own
+    process, app    the engine process and its HTTP routes
+    engine, client  the trainer's side: placement, restarts, connections
+    messages        the binary frames between the two
+    weights         delivery of new weights to engine processes
+    remote_calls, worker_client   batches whose tokens rollout workers send to the process
+
+servers/        `RemoteEngine`: vLLM, SGLang and OpenAI-compatible servers
+    dialects        the wire format of each kind of server
+    continuation    one generation assembled from several HTTP requests
+    engine, weights, gpu_handover   balancing, retries, delivery of new weights
+    vllm, vllm_process, vllm_proxy  vLLM servers that we start, monitor and restart
+    remote_calls, worker_client     requests that rollout workers send to servers themselves
+
+vllm_side/      code that runs inside vLLM's own interpreter
 """

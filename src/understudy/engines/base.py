@@ -1,7 +1,7 @@
-"""What an engine is: token ids in, token ids with logprobs and weight versions out.
+"""The `Engine` protocol: token ids in, token ids with logprobs and weight versions out.
 
-Text never crosses this line. A request carries the ids the model must see, a generation carries the ids it wrote,
-so what the trainer trains on is what the engine produced. The module needs no torch: rollout workers import it.
+Engines take and return ids, never text. So the trainer trains on exactly the ids that the engine drew.
+The module needs no torch: rollout workers import it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Sampling:
     usable: UsableIds | None = None
     """The only ids that are ever drawn or reported, and the only ones in the softmax; None: every row of the head."""
     head_rows: int = 0
-    """Of the model, where `usable` is given: servers must be told one by one which ids they may not draw."""
+    """Rows of the model's head; needed with `usable`, because servers take a list of the ids they may not
+    draw."""
 
     def unusable_ids(self) -> list[int]:
         """The ids of the head that are never drawn."""
@@ -79,29 +80,31 @@ class GenerateRequest:
     """One continuation to write."""
 
     key: str
-    """Names the request in errors and metrics; unique within a batch."""
+    """Identifies the request in errors and metrics; unique within a batch."""
     tokens: np.ndarray
-    """int32 [T]: everything the model must see."""
+    """int32 [T]: the whole context."""
     sampling: Sampling
     seed: int
-    """63 bits. The tokens drawn depend on (weights, tokens, sampling, seed) and not on the neighbours in the batch."""
+    """63 bits. The tokens drawn depend on (weights, tokens, sampling, seed), not on other rows of the
+    batch."""
     session: str = ""
     """Requests with the same session share a prefix: a server may keep them on one replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What was written for one request; the streams of a token share an index."""
+    """The tokens generated for one request, and arrays aligned with them by index."""
 
     tokens: np.ndarray
-    """int32 [N]: stop token included where one ended it."""
+    """int32 [N]: includes the stop token, if one ended the generation."""
     logprobs: np.ndarray
     """float32 [N]: under the distribution actually sampled from."""
     weight_versions: np.ndarray
-    """int32 [N]: the weights that wrote each token; they differ within one generation after a live update."""
+    """int32 [N]: the weights that each token was drawn with; they differ within one generation after a live
+    update."""
     stop_reason: StopReason
     candidate_ids: np.ndarray | None = None
-    """int32 [N, K], best first, where `Sampling.candidates` = K asked for them."""
+    """int32 [N, K], best first, if `Sampling.candidates` = K asks for them."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.weight_versions):
@@ -117,38 +120,40 @@ class Generation:
 
 
 class Engine(Protocol):
-    """A student that writes.
+    """Generates with the student. The trainer calls it from its event loop.
 
-    `generate` takes ONE batch composed by the caller and answers in the same order. Its results depend on the
-    batch's composition and the requests' seeds alone: never on the clock, nor on other calls under way. (Tokens do
-    not even depend on the composition; the last bits of logprobs may, because floating-point sums do.) An engine
-    built for throughput may say otherwise and merge calls as they arrive.
+    `generate` takes one batch composed by the caller and returns generations in the same order. The result
+    depends on the batch's composition and the requests' seeds alone: never on the clock or on other calls
+    in flight. (Tokens do not even depend on the composition. The last bits of logprobs may, because
+    floating-point sums do.) An engine built for throughput may document otherwise and merge calls as they
+    arrive.
     """
 
     @property
     def version(self) -> int:
-        """The weights new tokens are written with; −1 before any were published."""
+        """The version of the weights that new tokens are drawn with; −1 before the first publish."""
         ...
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]: ...
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Publishes weights. Running generations go on under the new ones; each token keeps its own version.
+        """Publishes weights. Running generations continue under them; each token keeps its own version.
 
-        No tensors at all means the engine already holds them (shared parameters): only the version changes.
+        An empty `tensors` means that the engine shares the trained parameters: only the version changes.
         """
         ...
 
     async def pause(self) -> None:
-        """Returns once no token is being computed. Requests wait, running generations keep what they have."""
+        """Returns once no token is being computed. Requests wait; running generations keep their tokens."""
         ...
 
     async def resume(self) -> None: ...
 
     async def abort(self) -> None:
-        """Ends every running and waiting generation with `StopReason.ABORTED`, what was written so far kept."""
+        """Ends every running and waiting generation with `StopReason.ABORTED`; tokens drawn so far are
+        kept."""
         ...
 
     async def close(self) -> None:
-        """Frees what the engine holds. Running generations fail; closing twice is fine."""
+        """Releases memory, connections and processes. Running generations fail. May be called twice."""
         ...

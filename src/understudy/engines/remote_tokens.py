@@ -1,11 +1,16 @@
-"""Requests whose tokens are held by another process, which brings them to the engine by itself.
+"""Requests whose tokens stay on a rollout worker, which sends them to the engine's host itself.
 
-    engine: which host, which call ──Grant──> bearer ──tokens──> host ──what was written──> bearer ──Brought──> engine
+    from               message                                            to
+    engine (trainer)   `Grant`: host, call, key, seed                     worker
+    worker             tokens, sampling                                   host
+    host               generated tokens, logprobs, versions               worker
+    worker             `Brought`: length, stop reason, version range      engine (trainer)
 
-The engine composes, places and repeats such a batch as any other, and sees lengths. The host is an engine process of ours, or a
-server (vLLM, SGLang, OpenAI), which gives a generation in pieces where weights change: each is a call, and goes on from another.
-Who dies when, and what then, is in docs/decisions/0016-tokens-past-the-trainer.md and 0017-tokens-to-servers.md. The module
-needs no torch: rollout workers import it.
+The engine composes, places and retries such a batch like any other, but sees lengths only. The host is one
+of our engine processes, or a server (vLLM, SGLang, OpenAI). A server returns a generation in pieces when
+weights change in the middle of it. Each piece is one call and continues from the call before.
+docs/decisions/0016-tokens-past-the-trainer.md and 0017-tokens-to-servers.md list what happens when a
+process dies. The module needs no torch: rollout workers import it.
 """
 
 from __future__ import annotations
@@ -26,22 +31,22 @@ PATIENCE_S = 600.0
 
 
 class BearerGone(EngineError):
-    """Whoever had a request's tokens has left; the rest of its batch may be composed anew."""
+    """The worker that held a request's tokens is gone; the rest of its batch may be composed again."""
 
 
 class Trouble(StrEnum):
-    """Why nothing was brought."""
+    """Why a worker returned no generation."""
 
     WAY = "way"
-    """Nobody was reached there, or the connection broke."""
+    """The host was not reached, or the connection broke."""
     SERVER = "server"
-    """It was reached, and gave nothing that is good."""
+    """The host was reached and gave no valid answer."""
     REFUSED = "refused"
-    """It will not have the request, nor would another."""
+    """The host refuses the request, and any other host would too."""
 
 
 class NotBrought(EngineError):
-    """The tokens, or what was written for them, did not get from one side to the other; both may be well."""
+    """The request or its answer was lost between worker and host; both processes may be alive."""
 
     def __init__(self, problem: str, trouble: Trouble = Trouble.WAY) -> None:
         super().__init__(problem)
@@ -49,59 +54,64 @@ class NotBrought(EngineError):
 
 
 class CallGivenUp(EngineError):
-    """Whoever composed the batch, or could not write it, knows why; who brought tokens to it waits to be asked again."""
+    """The batch was cancelled or could not be generated; the worker keeps its tokens and the engine asks
+    again."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """Where one request's tokens are wanted."""
+    """Tells a worker where to send one request's tokens."""
 
     call: int
-    """The batch it belongs to, there."""
+    """The number of its batch on the host."""
     url: str
     token: str | None
     key: str
     session: str
     seed: int
     after: int | None = None
-    """The call whose tokens this one goes on from; the generation begins where there is none."""
+    """The call that this one continues; None where the generation begins."""
     server: ServerOrder | None = None
-    """How it is asked, where it is a server and no engine process of ours."""
+    """How to ask, if the host is a server; None for one of our engine processes."""
 
 
 class Brought(msgspec.Struct, frozen=True, array_like=True):
-    """What the bearer tells of what was written; the rest stays with it."""
+    """A worker's report of a generation; the tokens themselves stay on the worker."""
 
     tokens: int
-    """In this call and in those it went on from."""
+    """Of this call and of the calls that it continues."""
     stop_reason: StopReason
     oldest: int = -1
     newest: int = -1
-    """Versions of the weights that wrote it; −1 where nothing was written."""
+    """Versions of the weights that drew the tokens; −1 if there are none."""
 
 
 class Bearer(Protocol):
-    """Who has a request's tokens."""
+    """The holder of one request's tokens: the engine's handle on a session of a rollout worker."""
 
     async def bring(self, grant: Grant) -> Brought:
-        """Returns when it has what was written; may be asked again under another call. `NotBrought`, `BearerGone`."""
+        """Returns once the worker has the generation; may be called again under another call number.
+
+        Raises `NotBrought` or `BearerGone`.
+        """
         ...
 
     def cut(self, call: int) -> None:
-        """The server has handed back everything it had: what did not come in a moment never does. `bring` returns what there is."""
+        """Says that the server has returned everything it had: `bring` waits a moment longer, then returns
+        what came."""
         ...
 
     def give_up(self) -> None:
-        """It took longer than the request's patience: the request fails, and `bring` with it."""
+        """Fails the request, and `bring` with it, because its `patience_s` is over."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FarRequest(GenerateRequest):
-    """One continuation to write, by name. Its tokens are as many as there are, and none of them is known."""
+    """A remote request: the worker holds its tokens. `tokens` has the right length and only zeros."""
 
     bearer: Bearer = field(kw_only=True)
     patience_s: float = PATIENCE_S
-    """How long the tokens may be on their way to the host, and what was written on its way back."""
+    """Longest time for the tokens to reach the host, and for the generation to come back."""
 
     @staticmethod
     def of(
@@ -113,13 +123,13 @@ class FarRequest(GenerateRequest):
         bearer: Bearer,
         patience_s: float = PATIENCE_S,
     ) -> FarRequest:
-        """How tokens are drawn is the bearer's to know; the engine counts by lengths."""
+        """The worker knows the real sampling settings; the engine only needs lengths."""
         blank = np.broadcast_to(np.int32(0), length)
         return FarRequest(key, blank, Sampling(max_new_tokens), seed, session, patience_s, bearer=bearer)
 
 
 def told_of(brought: Brought) -> Generation:
-    """A generation whose arrays have the right lengths and nothing in them, but for the oldest version."""
+    """A placeholder generation: arrays of the right length, zeros except for the oldest weight version."""
 
     def blank(value: np.generic) -> np.ndarray:
         return np.broadcast_to(value, brought.tokens)

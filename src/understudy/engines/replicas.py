@@ -1,10 +1,10 @@
-"""The servers behind one remote engine: which of them gets a request, and which is left alone for a while.
+"""Load balancing over the servers of one engine: session affinity, outstanding tokens, back-off.
 
-Legend of a replica's life:  serving ──failures in a row──> resting ──back-off over──> serving
+States of a replica:  serving ──failures in a row──> resting ──back-off over──> serving
 
-A session stays on the replica that holds its prefix unless that one is resting; new sessions go to the replica with
-the fewest outstanding tokens. A failed request leaves its tokens behind as a debt that fades, so that a server that
-fails fast does not look idle and draw all the traffic.
+A session stays on the replica that has its prefix cached, unless that replica is resting. New sessions go
+to the replica with the fewest outstanding tokens. A failed request adds its tokens to the replica's debt,
+which decays. Without it a server that fails fast would look idle and receive all the traffic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from understudy.errors import EngineError
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of batches and of what was written for them, to and from all engine processes or servers so far; HTTP's own words not counted."""
+    """Bytes of requests and answers to and from all engine processes or servers so far, without HTTP
+    headers."""
 
     sent: int = 0
     received: int = 0
@@ -28,8 +29,11 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """So often in a row without having done anything useful: an engine process by having served for `steady_s`, a vLLM server, whose
-    start alone may take minutes, by having answered a request."""
+    """Limits on restarts in a row of one process.
+
+    The count starts again at 0 once the process proves useful. For an engine process: it served for
+    `steady_s`. For a vLLM server, whose start alone may take minutes: it answered a request.
+    """
 
     most: int = 5
     first_wait_s: float = 0.5
@@ -50,16 +54,16 @@ REMEMBERED_SESSIONS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server answers."""
+    """The address of a server or engine process."""
 
     url: str
     socket: str | None = None
     """A Unix domain socket; the url's host then only fills the Host header."""
     key: str | None = field(default=None, repr=False)
     shares_memory: bool = True
-    """Whether the server sees this machine's memory, and so weights that lie in it."""
+    """Whether the server can map weights from this machine's memory."""
     gpu: str | None = None
-    """The id of the GPU that holds its weights, where it told."""
+    """The id of the GPU that holds its weights, if the server reported one."""
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ class Replica:
     outstanding_tokens: int = 0
     sent_tokens: int = 0
     answers: int = 0
-    """Requests it answered well, in all its lives."""
+    """Valid answers, over all restarts."""
     failures: int = 0
     rests: int = 0
     resting_until: float = 0.0
@@ -77,7 +81,7 @@ class Replica:
     debt_at: float = 0.0
     last_problem: str = ""
     label: str | None = ""
-    """What the server was told to call its weights; None where it does not know the word."""
+    """The name we gave the server for its weights; None if the server has no such route."""
 
     def weight(self, now: float) -> tuple[float, int]:
         return self.outstanding_tokens + self.debt * 0.5 ** (
@@ -86,7 +90,7 @@ class Replica:
 
 
 class Replicas:
-    """Balances by outstanding tokens. The clock is handed in, so that tests need not wait."""
+    """The replicas and their load. Called on the engine's event loop; the clock is injected for tests."""
 
     def __init__(self, endpoints: Sequence[Endpoint], clock: Callable[[], float] = time.monotonic) -> None:
         if not endpoints:
@@ -96,9 +100,9 @@ class Replicas:
         self._homes: OrderedDict[str, Replica] = OrderedDict()
 
     def pick(self, session: str, tokens: int, avoiding: Collection[str] = ()) -> Replica | None:
-        """The replica to send to, which then counts as busy with `tokens`; None while all of them rest.
+        """The replica to send to, its load increased by `tokens`; None while all of them rest.
 
-        One of those named in `avoiding` only where no other serves.
+        A replica named in `avoiding` is chosen only if no other serves.
         """
         now = self._clock()
         serving = [replica for replica in self.all if replica.resting_until <= now]
@@ -134,12 +138,12 @@ class Replicas:
             replica.rests, replica.failures, replica.resting_until = replica.rests + 1, 0, now + rest
 
     def withdrawn(self, replica: Replica, tokens: int) -> None:
-        """The request was given up by its caller: says nothing about the replica."""
+        """The caller cancelled the request, which says nothing about the replica's health."""
         replica.outstanding_tokens -= tokens
 
     @property
     def present(self) -> list[Replica]:
-        """All but those known to be gone; resting ones are there and must hear of new weights."""
+        """All but those known to be gone. Resting replicas are included: they must receive new weights."""
         return [replica for replica in self.all if replica.resting_until != math.inf]
 
     def gone(self, replica: Replica) -> None:

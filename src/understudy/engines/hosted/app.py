@@ -1,13 +1,15 @@
-"""The HTTP face of an engine process: who may ask, what is refused, and how.
+"""The HTTP application of an engine process: routes, authentication, refusals.
 
-    POST /v1/generate   one composed batch in, its generations in the same order out (frames of `host_wire`)
-    POST /v1/compose    one batch by name; answered when it was written       POST /v1/deposit   one request of it (`compositions`)
-    POST /v1/weights    load a snapshot from the folder both sides know, or one that is broadcast, under a new version
-    POST /v1/pause      answered once no token is being computed       POST /v1/resume
+    POST /v1/generate   one composed batch in, its generations in the same order out (frames of `messages.py`)
+    POST /v1/compose    one batch by its keys; answered when it has been generated
+    POST /v1/deposit    one request of such a batch, sent by a rollout worker; answered with its generation
+    POST /v1/weights    loads a snapshot from the shared folder, or receives a broadcast, under a new version
+    POST /v1/pause      answered once no token is being computed
+    POST /v1/resume
     POST /v1/abort      ends every call up to the one named
     GET  /health        the only route that needs no token
 
-Refusals are JSON {"error": {"kind", "message"}} with a 4xx; the server stays up whatever it is sent.
+Refusals are JSON {"error": {"kind", "message"}} with a 4xx. No input ends the server.
 """
 
 from __future__ import annotations
@@ -63,14 +65,17 @@ class _Deposit:
 class _Composition:
     deposits: dict[str, _Deposit] = field(default_factory=dict)
     came: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set with every deposit."""
+    """Set at every deposit."""
     composed: bool = False
     begun: bool = False
 
 
 class Compositions:
+    """Batches that wait for the requests workers send to them, by call number. Used on the event loop
+    only."""
+
     def __init__(self, write: Write) -> None:
-        """`write` takes a call's number and its batch."""
+        """`write` generates: it takes a call's number and its batch."""
         self._write = write
         self._calls: dict[int, _Composition] = {}
 
@@ -78,7 +83,7 @@ class Compositions:
         return len(self._calls)
 
     async def deposit(self, call: int, request: GenerateRequest) -> Generation:
-        """Brings one request of a call; what was written for it."""
+        """Adds one request to a call and returns its generation."""
         one = self._calls.setdefault(call, _Composition())
         if request.key in one.deposits:
             raise FrameError(f"{request.key} was brought to call {call} already")
@@ -94,7 +99,8 @@ class Compositions:
                     self._calls.pop(call, None)
 
     async def run(self, order: ComposeOrder) -> list[str]:
-        """Waits for the deposits and has them written; the keys that did not come in time, where some did not."""
+        """Waits for the deposits and generates the batch. Returns the keys that did not arrive in time, if
+        any."""
         if len(set(order.keys)) != len(order.keys) or not order.keys:
             raise FrameError(f"call {order.call} names {len(order.keys)} keys; expected some, each once")
         one = self._calls.setdefault(order.call, _Composition())
@@ -127,9 +133,9 @@ MAX_CALL_BYTES = 1 << 30
 _SNAPSHOT = re.compile(r"v-?\d{1,18}\.safetensors")
 _LARGEST_ORDER = 4096
 _LARGEST_WEIGHTS_ORDER = 16 << 20
-"""Names every tensor of a broadcast."""
+"""Large, because it names every tensor of a broadcast."""
 _LARGEST_COMPOSE_ORDER = 16 << 20
-"""Names every row of a batch."""
+"""Large, because it names every row of a batch."""
 _REFUSED = (
     (FrameError, 400, "frame"),
     (TransferBroken, BROKEN_TRANSFER, "transfer"),
@@ -142,8 +148,11 @@ Order = TypeVar("Order")
 
 
 class HostApp:
-    """One engine behind HTTP. `weights` is the only folder snapshots are read from; broadcasts are met at `address`, and pass
-    through memory of `device` where NCCL carries them."""
+    """One engine behind HTTP. Handlers run on the server's event loop.
+
+    `weights` is the only folder that snapshots are read from. `address` is this process's address in a
+    broadcast group. With NCCL, broadcasts pass through memory of `device`.
+    """
 
     def __init__(
         self,
@@ -155,7 +164,7 @@ class HostApp:
         device: str = "cpu",
         adapted: AdaptedModel | None = None,
     ) -> None:
-        """`adapted` is the engine's own model, where it can take adapters alone."""
+        """`adapted` wraps the engine's own model, if it accepts adapters without whole weights."""
         self._engine, self._weights, self._adapted = engine, weights, adapted
         self._receiver, self._receiving = Receiver(address, device), asyncio.Lock()
         self._aborted_through = -1
@@ -186,7 +195,7 @@ class HostApp:
         return Response(encode_answer(self._engine.version, generations), media_type=CONTENT_TYPE)
 
     async def _written(self, call: int, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        if call <= self._aborted_through:  # the abort overtook it on the way
+        if call <= self._aborted_through:  # the abort arrived before the call
             return [_nothing_written() for _ in requests]
         return await self._engine.generate(requests)
 
@@ -208,13 +217,13 @@ class HostApp:
         async with self._receiving:
             tensors: Iterable[tuple[str, Tensor]] = self._tensors(order.file)
             if order.stream is not None:
-                # Tokens go on being written meanwhile; the new weights are taken over when all of them are here.
+                # Decoding continues during the transfer; the weights are copied in once all have arrived.
                 tensors = await asyncio.to_thread(self._receiver.receive, order.stream)
             await self._engine.update_weights(order.version, await asyncio.to_thread(self._whole, tensors))
         return as_json({"version": self._engine.version})
 
     def _whole(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Whole weights as they came; adapters merged into the base they belong to."""
+        """Whole weights unchanged; adapters merged into their base."""
         coming = iter(tensors)
         first = next(coming, None)
         if self._adapted is None or first is None:
@@ -225,7 +234,7 @@ class HostApp:
         return chain([first], coming)
 
     def _tensors(self, file: str | None) -> Iterator[tuple[str, Tensor]]:
-        """One tensor after another, so that a snapshot is never held twice."""
+        """Reads a snapshot one tensor at a time, so that it is never in memory twice."""
         if file is None:
             return
         if self._weights is None or not _SNAPSHOT.fullmatch(file):

@@ -1,4 +1,4 @@
-"""HTTP to one engine process: what it says, or that it is gone."""
+"""The HTTP client of one engine process; raises `HostLost` when the process is gone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from understudy.weights.broadcast import TransferBroken
 
 
 class HostLost(EngineError):
-    """The process does not answer any more; what it was asked may be asked again elsewhere."""
+    """The process no longer answers; its requests may be sent to another process."""
 
 
 class HostChannel:
-    """Kept-alive connections to one process, from its start to its end."""
+    """Keep-alive connections to one process for its lifetime. Used on the engine's event loop."""
 
     def __init__(self, name: str, endpoint: Endpoint, traffic: Traffic | None = None) -> None:
         self.name = name
@@ -31,14 +31,14 @@ class HostChannel:
         self._http = httpx.AsyncClient(
             base_url=endpoint.url,
             headers={"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {},
-            # No deadline on work: a batch takes as long as it takes. Whether the process lives is asked apart.
+            # No read timeout: a batch may take any time. Liveness is checked separately (`alive`).
             timeout=httpx.Timeout(None, connect=10.0),
             transport=Connections(),
             trust_env=False,
         )
 
     async def ask(self, path: str, frame: bytes) -> bytes:
-        """A frame for a frame; both are counted."""
+        """Sends a frame and returns the answer's frame; both count as traffic."""
         self._traffic.sent += len(frame)
         answer = await self._post(path, frame, CONTENT_TYPE)
         self._traffic.received += len(answer)
@@ -67,14 +67,15 @@ class HostChannel:
             asking.cancel()
         if response.status_code >= 400:
             reason = _reason(response)
-            if reason is None:  # not in our words: the server is being ended, and its last requests with it
+            if reason is None:  # not our error format: the server is shutting down
                 raise HostLost(f"{self.name} at {path}: status {response.status_code} {response.text[:100]}")
             broken = response.status_code == BROKEN_TRANSFER
             raise (TransferBroken if broken else EngineError)(f"{self.name}: {reason}")
         return response.content
 
     def give_up(self, problem: str) -> None:
-        """Whoever waits for an answer waits no longer: a machine that is gone does not even hang up."""
+        """Fails all pending requests with `HostLost`. Needed because a dead machine does not close its
+        connections."""
         if not self._given_up.done():
             self._given_up.set_result(problem)
 
