@@ -1,15 +1,16 @@
-"""The client of engine processes: an `Engine` whose tokens are written elsewhere, on this machine or another.
+"""`HostedEngine`: an `Engine` over engine processes ("hosts") on this machine or remote ones.
 
     generate ──batch──> host chosen by hash (composed) or by outstanding tokens (continuous) ──> answers, in order
                           │ dies
-                          └──> started again ──newest weights──> serves; what was in flight is asked again
+                          └──> restarted ──newest weights──> serves; batches in flight are sent again
 
-A host's life:   serving ──connection lost, or silent──> gone ──restart, newest weights, paused if we are──> serving
-                                                           └──`Restarts.most` in vain──> given up
+States of a host:
+    serving ──connection lost, or silent──> gone ──restart, newest weights, our pause state──> serving
+                                              └──`Restarts.most` failures──> given up
 
-Asking again is safe: a generation is a pure function of (weights, tokens, sampling, seed). The weights may have moved on
-meanwhile, and then the tokens say so: each carries the version it was written with. Hosts are twins, so under composed
-batching it does not matter to any bit which of them wrote a batch.
+A retry is safe: a generation is a pure function of (weights, tokens, sampling, seed). If the weights
+changed in between, the tokens carry the newer version. All hosts hold the same weights. So under composed
+batching the bits of a generation do not depend on which host computed it.
 """
 
 from __future__ import annotations
@@ -39,31 +40,35 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 5.0
 _TRIES = 5
-"""Times one batch may lose its host: a batch that kills every process it meets is that batch's fault."""
+"""Attempts per batch. A batch that loses its host this often probably crashes it, so the batch fails."""
 _NOT_BROUGHT_PAUSE_S = 0.5
 
 
 class HostKeeper(Protocol):
-    """Whoever owns the processes; hosts are called replica-0, replica-1, …"""
+    """The launcher that owns the processes. Hosts are called replica-0, replica-1, …"""
 
     async def restart(self, name: str) -> Endpoint:
-        """Ends what is left of the process, starts it anew, and returns where it answers once it can write."""
+        """Ends what is left of the process, starts a new one, and returns its address once it can
+        generate."""
         ...
 
     async def stop(self, name: str) -> None: ...
 
     def alive(self, name: str) -> bool:
-        """Whether the process is there, as far as its launcher knows."""
+        """Whether the process exists, as far as its launcher knows."""
         ...
 
 
 class HostedEngine:
     """An `Engine` over one or several engine processes that hold the same weights.
 
-    patience_s   how long a batch waits for a host that serves before the engine is given up
-    silence_s    a host that leaves /health unanswered this long is started again
-    restarts     when a host that does not stay up is given up; without any host left, whoever waits is told why
-    notify       is told in words when a host is lost and when it is back
+    Holds the connections, the load and the restart count of each host. The trainer calls it on one event
+    loop.
+
+    patience_s   how long a batch waits for a host that serves, before it fails
+    silence_s    a host that does not answer /health for this long is restarted
+    restarts     when a host that does not stay up is given up; if no host is left, waiting batches fail
+    with the reason notify       called with a message when a host is lost and when it is back
     """
 
     def __init__(
@@ -88,14 +93,14 @@ class HostedEngine:
         self._patience_s, self._silence_s = patience_s, silence_s
         self._restarts = restarts or Restarts()
         self._in_vain = {host.name: 0 for host in self._replicas.all}
-        """Restarts since the host last served for a while."""
+        """Restarts since the host last served for `Restarts.steady_s`."""
         self._served_since = dict.fromkeys(self._in_vain, time.monotonic())
         self._notify = notify or (lambda message: None)
         self._version = version
         self._changing = asyncio.Lock()
-        """Held while weights or the pause change, so that a host that comes back gets what is newest."""
+        """Held while weights or the pause state change, so that a restarted host gets the newest of both."""
         self._news = asyncio.Condition()
-        """Told when a host is back, on abort and on close: what those who wait for a host wait for."""
+        """Notified when a host is back or given up, on abort and on close; `_host` waits on it."""
         self._calls = self._aborts = 0
         self._aborting = asyncio.Lock()
         self._paused = self._closed = False
@@ -112,13 +117,14 @@ class HostedEngine:
 
     @property
     def outstanding_tokens(self) -> Mapping[str, int]:
-        """By host: prompt and new tokens of what it has been asked for."""
+        """By host: prompt and new tokens of its requests in flight."""
         return {host.name: host.outstanding_tokens for host in self._replicas.all}
 
     # --- generation -------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Of a `FarRequest` the tokens do not pass here: its generation tells lengths."""
+        """Tokens of a remote request (`FarRequest`) do not pass through here: its generation holds lengths
+        only."""
         if not requests:
             return []
         if self._batching is Batching.COMPOSED:
@@ -134,7 +140,8 @@ class HostedEngine:
         return await self._batch([request], lambda size: self._replicas.pick(request.session, size))
 
     def _by_hash(self, requests: Sequence[GenerateRequest], size: int) -> Replica | None:
-        """The same batch goes to the same host, whatever the others are doing; to the next in line while that one is gone."""
+        """The same batch goes to the same host, regardless of load; to the next by hash while that host is
+        gone."""
         keys = "\n".join(request.key for request in requests)
 
         def place_in_line(host: Replica) -> bytes:
@@ -150,11 +157,11 @@ class HostedEngine:
     async def _batch(
         self, requests: Sequence[GenerateRequest], choose: Callable[[int], Replica | None]
     ) -> list[Generation]:
-        """Asks until a host answers, the whole batch again each time its host was lost."""
+        """Sends the whole batch again each time its host was lost, until a host answers."""
         size = sum(len(request.tokens) + request.sampling.max_new_tokens for request in requests)
         aborts, problem = self._aborts, ""
         for _ in range(_TRIES):
-            # A call sent while an abort is on its way would be taken for one that it means.
+            # A call sent while an abort is in flight would be aborted with the calls before it.
             async with self._aborting:
                 pass
             host = await self._host(lambda: choose(size), aborts)
@@ -191,7 +198,7 @@ class HostedEngine:
         return decode_answer(answer, len(requests))[1]
 
     async def _host(self, choose: Callable[[], Replica | None], aborts: int) -> Replica | None:
-        """Waits for a host that serves; None when the batch was aborted first."""
+        """Waits for a host that serves; None if the batch was aborted first."""
         deadline = time.monotonic() + self._patience_s
         async with self._news:
             while True:
@@ -252,7 +259,8 @@ class HostedEngine:
             await self._tell_all("/v1/abort", AbortOrder(self._calls))
 
     async def _tell_all(self, path: str, order: AbortOrder | None = None) -> None:
-        """Every host that serves; one that is lost on the way is told when it is back."""
+        """Sends an order to every serving host. A host lost meanwhile gets the current state after its
+        restart."""
 
         async def tell(host: Replica) -> None:
             channel = self._channels[host.name]
@@ -265,10 +273,12 @@ class HostedEngine:
             raise EngineError("the engine is closed")
         await asyncio.gather(*(tell(host) for host in self._serving))
 
-    # --- life and death of hosts ------------------------------------------------------------------------------
+    # --- loss and restart of hosts
+    # ----------------------------------------------------------------------------
 
     def _lost(self, host: Replica, channel: HostChannel, problem: str) -> None:
-        """Told by whoever noticed; news of a process that has been replaced meanwhile says nothing about the new one."""
+        """Marks a host as gone and restarts it. Ignored if `channel` belongs to a process already
+        replaced."""
         if self._closed or host.name in self._reviving or self._channels[host.name] is not channel:
             return
         host.last_problem = problem
@@ -303,7 +313,8 @@ class HostedEngine:
             self._news.notify_all()
 
     async def _bring_back(self, host: Replica) -> None:
-        """A new process with the newest weights, and paused where we are: only then does it get requests."""
+        """Starts a new process, gives it the newest weights and our pause state, and only then lets it
+        serve."""
         endpoint = await self._keeper.restart(host.name)
         old, fresh = self._channels[host.name], HostChannel(host.name, endpoint, self.traffic)
         host.endpoint, self._channels[host.name] = endpoint, fresh
@@ -320,7 +331,8 @@ class HostedEngine:
             self._news.notify_all()
 
     async def _feel_pulse(self) -> None:
-        """Finds hosts that died idle, and those that are stopped: a connection alone would wait for them for ever."""
+        """Finds hosts that died while idle and hosts that hang; a pending request alone would wait for
+        ever."""
 
         async def feel(host: Replica) -> None:
             channel = self._channels[host.name]
@@ -345,7 +357,7 @@ class HostedEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         async with self._news:
             self._news.notify_all()
-        # The processes go first: what is in flight then fails by itself.
+        # Stop the processes first: requests in flight then fail by themselves.
         await asyncio.gather(*(self._keeper.stop(host.name) for host in self._replicas.all))
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
         self._delivery.close()

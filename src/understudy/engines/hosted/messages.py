@@ -1,9 +1,9 @@
-"""The bytes between a trainer and an engine in a process of its own: a msgpack header, then raw little-endian arrays.
+"""The wire format between trainer and engine process: a msgpack header, then raw little-endian arrays.
 
     frame = magic "UDEN" · header bytes u32 · header (msgpack) · arrays, one after another, in the header's order
 
-No pickle, and no number is ever turned into text. A header names every array that follows it with its type and shape, so
-a frame that was cut, grew or was damaged is told apart before anything is computed.
+No pickle, and no number is converted to text. The header lists every array that follows with its type and
+shape. So a frame that was truncated, extended or damaged is rejected before anything is computed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MAGIC = b"UDEN"
 PREFIX = struct.Struct("<4sI")
 CONTENT_TYPE = "application/x-understudy-engine-frame"
 BROKEN_TRANSFER = 409
-"""Status of an order for weights that did not arrive whole: the engine goes on under those it had."""
+"""Status of a weights order whose tensors did not all arrive: the engine keeps its current weights."""
 GIVEN_UP = 410
-"""Status of a deposit whose call came to nothing."""
+"""Status of a deposit whose call was given up."""
 MAX_HEADER_BYTES = 64 << 20
 _TYPES = {"<i4": np.int32, "<f4": np.float32, "<u2": np.uint16, "|b1": np.bool_}
 _STREAMS = tuple(field.name for field in fields(Generation) if field.name != "stop_reason")
-"""Every array a generation carries, whatever they are: a stream added there travels without a change here."""
+"""Every array of a generation; one added to `Generation` is sent without a change here."""
 
 
 class FrameError(EngineError):
@@ -40,7 +40,7 @@ class FrameError(EngineError):
 
 
 class ArrayNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What one of the arrays behind the header is."""
+    """Name, type and shape of one array behind the header."""
 
     name: str
     type: str
@@ -52,13 +52,14 @@ class WireRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     session: str
     seed: int
     sampling: int
-    """Which of the header's sampling settings: a batch mostly shares one."""
+    """Index into the header's sampling settings; most batches share one."""
     tokens: int
 
 
 class CallHeader(msgspec.Struct, forbid_unknown_fields=True):
     call: int
-    """Counted up by the client; an abort names the last call it means, however the two overtake each other."""
+    """Incremented by the client. An abort names the last call it applies to, so their order of arrival is
+    irrelevant."""
     samplings: list[Sampling]
     requests: list[WireRequest]
 
@@ -70,12 +71,15 @@ class WireGeneration(msgspec.Struct, array_like=True, forbid_unknown_fields=True
 
 class AnswerHeader(msgspec.Struct, forbid_unknown_fields=True):
     version: int
-    """The weights the engine held when it answered."""
+    """Version of the engine's weights when it answered."""
     generations: list[WireGeneration]
 
 
 class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /v1/weights`: the file is one name inside the folder both sides know. Neither changes the version alone."""
+    """`POST /v1/weights`: load `file`, a name in the shared folder, or receive `stream`.
+
+    With neither, only the version changes.
+    """
 
     version: int
     file: str | None = None
@@ -84,24 +88,25 @@ class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):
 
 class AbortOrder(msgspec.Struct, forbid_unknown_fields=True):
     through: int
-    """Every call up to this one."""
+    """Applies to every call up to this one."""
 
 
 class ComposeOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /v1/compose`: a batch by name, whose requests others bring (`POST /v1/deposit`, a call frame of one request)."""
+    """`POST /v1/compose`: a batch by its keys. Workers send its requests (`POST /v1/deposit`, frames of one
+    request)."""
 
     call: int
     keys: list[str]
-    """In the order they are written in."""
+    """In batch order."""
     patience_s: float | None = None
-    """How long deposits may take."""
+    """How long to wait for deposits; None: without limit."""
 
 
 class Composed(msgspec.Struct, forbid_unknown_fields=True):
-    """The answer, once the call is over."""
+    """The answer to a `ComposeOrder`, once the call is over."""
 
     missing: list[str]
-    """Keys that did not come in time; then nothing was written."""
+    """Keys that did not arrive in time; if there are any, nothing was generated."""
 
 
 _calls = msgspec.msgpack.Decoder(CallHeader)

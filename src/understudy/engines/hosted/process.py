@@ -76,8 +76,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
-    """The student as the trainer loads it: safetensors only, the same attention, so that bits agree; and the same once more, for
-    adapters of it."""
+    """Loads the student as the trainer does (safetensors only, the same attention), so that bits agree.
+
+    Returns the engine, and the same model wrapped for adapters.
+    """
     if args.trust_remote_code and args.revision is None and not Path(args.model).is_dir():
         raise EngineError(
             f"--trust-remote-code for {args.model} runs code from the hub: pin it with --revision"
@@ -87,7 +89,8 @@ def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
         model = load_causal_lm(args.model, dtype=DTYPES[args.dtype], attention=args.attention, **options)
     except CannotLoadError as error:
         raise EngineError(f"the model {args.model} cannot be loaded: {error}") from error
-    # The parameters keep requires_grad, as the trained ones do: without it torch picks other kernels, and other last bits.
+    # Parameters keep requires_grad, as in training: without it torch picks other kernels, with other last
+    # bits.
     engine = HFEngine(
         model,
         max_batch=args.max_batch,
@@ -102,7 +105,7 @@ def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
 
 
 def _detokenize(model: str, options: dict[str, Any]) -> Detokenize | None:
-    """Only stop strings need one; a folder without a tokenizer serves everything else."""
+    """Needed for stop strings only; without a tokenizer in the folder everything else works."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, **options)
     except (OSError, ValueError, KeyError):
@@ -122,7 +125,7 @@ async def run(args: argparse.Namespace, sock: socket.socket, token: str | None) 
             write_ready_file(args.ready_file, url=url_of(sock), gpu=gpu_id(args.device))
         log.info("the engine writes at %s (%s, %s, %s)", url_of(sock), args.model, args.dtype, args.device)
 
-    # Whoever ends an engine wants nothing more from it: requests in flight are not waited for.
+    # On shutdown do not wait for requests in flight: the launcher needs no more answers.
     await serve(app.asgi, sock, ready, keep_alive=3600, hurried=True)
     await engine.close()
 

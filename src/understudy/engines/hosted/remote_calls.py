@@ -1,8 +1,9 @@
-"""One call of a batch whose tokens others hold: the host is told the names, each bearer where to bring its tokens.
+"""One call of a batch whose tokens are on workers: the host gets the keys, each worker a grant.
 
-    host <──ComposeOrder── here ──Grant──> bearers ──tokens──> host        all have their part, and the host has answered: done
+    host <──ComposeOrder── trainer ──Grant──> workers ──tokens──> host
 
-The call fails as soon as one of them does; what the others had begun is given up then.
+The call is done when every worker has its generation and the host has answered. It fails as soon as one of
+them fails; all other tasks of the call are cancelled then.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _composed = msgspec.json.Decoder(Composed)
 async def composed_call(
     channel: HostChannel, door: Endpoint, call: int, requests: Sequence[FarRequest]
 ) -> list[Generation]:
-    """Lengths, stop reasons and versions, in order. `HostLost`, `BearerGone`, or `NotBrought` where both sides live."""
+    """Runs the call. The generations hold lengths, stop reasons and versions, in the order of `requests`.
+
+    Raises `HostLost`, `BearerGone`, or `NotBrought` if host and worker are both alive.
+    """
     patience = min(request.patience_s for request in requests)
     order = ComposeOrder(call, [request.key for request in requests], patience)
     host = asyncio.ensure_future(channel.ask("/v1/compose", msgspec.json.encode(order)))
@@ -41,7 +45,7 @@ async def composed_call(
     try:
         await _all(host, bringing, requests, patience)
     except NotBrought as error:
-        # A host that is going is seen by its bearers first.
+        # Workers notice a dying host first: check whether it is alive.
         if not await channel.alive(_SIGN_OF_LIFE_S):
             raise HostLost(f"{channel.name}: {error}") from error
         raise
@@ -58,7 +62,7 @@ async def _all(
     requests: Sequence[FarRequest],
     patience: float,
 ) -> None:
-    """Returns when everybody is done; the first failure ends it, the host's before others'."""
+    """Waits for the host and all workers. Raises the first failure; the host's takes precedence."""
     waiting: set[asyncio.Future[Any]] = {host, *bringing}
     left: float | None = None
     while waiting:
@@ -69,7 +73,7 @@ async def _all(
                 request.key for request, task in zip(requests, bringing, strict=True) if not task.done()
             }
         elif host in done:
-            left = patience  # it has answered everybody
+            left = patience  # the host has answered every worker
             missing = set(_composed.decode(host.result()).missing)
         if missing:
             await _leave_out(missing, bringing, requests)
@@ -87,7 +91,7 @@ async def _leave_out(
     ]
     for bearer, _ in late:
         bearer.give_up()
-    await asyncio.wait([task for _, task in late])  # until whoever waits for them knows
+    await asyncio.wait([task for _, task in late])  # until the failed requests' callers are told
     raise BearerGone(
         f"{len(late)} of {len(requests)} requests were not brought, or did not get their answer, in time"
     )

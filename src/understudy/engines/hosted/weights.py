@@ -1,12 +1,13 @@
-"""How new weights reach engine processes: through memory where they share it, by broadcast where they do not.
+"""Delivers new weights to engine processes: by shared memory on this machine, by broadcast to others.
 
-    this machine      one safetensors file in /dev/shm, mapped by all of them            (`hosted_weights`)
-    other machines    buckets to all of them at once, through a group of their own       (`weight_broadcast`)
+    this machine      one safetensors file in /dev/shm, mapped by all hosts
+    (`weights/snapshots.py`) other machines    buckets to all hosts at once, through a process group
+    (`weights/broadcast.py`)
 
-    publish ──> all far hosts in one group ──a member dies──> each of the others again, by itself ──> who fails now is lost
+    publish ──> all remote hosts in one group ──a member dies──> each remaining host alone ──fails──> lost
 
-So a publish ends, whoever dies in the middle of it: after two rounds, each with a deadline. A host counts as having a
-version only when it has confirmed it; one that has not is asked for nothing until it was started again and has the newest.
+So a publish always ends: after two rounds, each with a deadline. A host has a version only once it has
+confirmed it. A host that has not gets no requests until it was restarted and has the newest weights.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from understudy.weights.snapshots import Snapshots
 logger = logging.getLogger(__name__)
 
 _STALL_S = 20.0
-"""How long one bucket, or a meeting, may take before the group counts as broken."""
+"""How long one bucket, or joining a group, may take before the group counts as broken."""
 _CONFIRM_S = 60.0
-"""After the last bucket a host only copies in memory, between two tokens."""
+"""How long a host may take to confirm: after the last bucket it only copies in memory, between two tokens."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """A broadcast group that stands, for as long as its members are these."""
+    """A broadcast group, used again while its members stay the same."""
 
     members: tuple[HostChannel, ...]
     name: str
@@ -61,7 +62,10 @@ class _Group:
 
 
 class WeightDelivery:
-    """Keeps the newest weights, for hosts that come back. Calls must not overlap, save for `close`."""
+    """Sends weights to hosts and keeps the newest for hosts that restart.
+
+    `HostedEngine` calls it on its event loop. Calls must not overlap, except with `close`.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class WeightDelivery:
         stall_s: float = _STALL_S,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`address`: where hosts on other machines reach this one."""
+        """`address`: this machine's address as seen from remote hosts."""
         self._snapshots, self._address = snapshots, address
         self._stall_s, self._bucket_bytes = stall_s, bucket_bytes
         self._meeting: MeetingPlace | None = None
@@ -80,11 +84,11 @@ class WeightDelivery:
         self._file: str | None = None
         self._packed: PackedWeights | None = None
         self._spare: list[Tensor] = []
-        """Memory of buckets that nobody sends any more."""
+        """Buffers of earlier buckets that no thread sends from any more."""
         self._lent = False
-        """Whether somebody may still send from the newest buckets."""
+        """Whether a sending thread may still read the newest buckets."""
         self._device = torch.device("cpu")
-        """Where the weights are that are sent."""
+        """The device of the published weights."""
         self._stage: Stage | None = None
         self._notes: set[str] = set()
         self._nccl_failed = False
@@ -96,13 +100,14 @@ class WeightDelivery:
     async def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], hosts: Sequence[HostChannel]
     ) -> dict[HostChannel, HostLost]:
-        """Tells every host; those that were lost on the way, and why. What a host refuses is raised."""
+        """Sends the weights to every host. Returns the hosts lost meanwhile, with the reason; raises a
+        refusal."""
         named = list(tensors)
         if not named:
             return await self._tell(hosts, WeightsOrder(version))
         near = [host for host in hosts if host.shares_memory]
         far = [host for host in hosts if not host.shares_memory]
-        # Only what was written whole takes the place of the newest: a host that comes back gets that one.
+        # Replace the newest weights only once the file is complete: a restarted host gets the newest.
         file = await asyncio.to_thread(self._snapshots.write, version, named) if near or not far else None
         if self._packed is not None:
             self._spare, self._lent = [] if self._lent else self._packed.flats, False
@@ -126,7 +131,8 @@ class WeightDelivery:
         return lost
 
     async def give(self, version: int, host: HostChannel) -> None:
-        """The newest weights for one host, as version `version`; raises when it does not take them."""
+        """Sends the newest weights to one host as version `version`; raises if the host does not confirm
+        them."""
         if self._file is None and self._packed is None:
             await host.order("/v1/weights", WeightsOrder(version))
         elif host.shares_memory:
@@ -144,7 +150,7 @@ class WeightDelivery:
     # --- hosts on other machines ------------------------------------------------------------------------------
 
     async def _broadcast(self, version: int, far: Sequence[HostChannel]) -> dict[HostChannel, HostLost]:
-        """To all at once; those who missed it because another died get it each by themselves."""
+        """Sends to all remote hosts at once; then to each host alone that missed it because another died."""
         if not far:
             return {}
         if self._group is None or self._group.members != tuple(far):
@@ -176,7 +182,7 @@ class WeightDelivery:
         return lost | {host: one for host, one in zip(again, outcomes, strict=True) if one is not None}
 
     def _backend_for(self, far: Sequence[HostChannel]) -> GroupBackend:
-        """What every member says of itself decides; a choice that might surprise is said once."""
+        """Chooses by what every member reports of itself. Logs once why a choice is not the expected one."""
         members = [
             Member("the trainer", gpu_id(self._device)),
             *(Member(host.name, host.gpu) for host in far),
@@ -192,12 +198,16 @@ class WeightDelivery:
             logger.warning("%s", text)
 
     async def _alone(self, version: int, host: HostChannel) -> HostLost | None:
-        """A group of the trainer and one host, so that nobody else's end is in the way; by gloo, which asks the least of both."""
+        """Sends to one host in a group of two, so that no other member can break it; by gloo, which needs
+        no GPU."""
         missed = await self._stream(version, _Group((host,), self._next_name()))
         return HostLost(f"{host.name} did not get the weights: {missed[host]}") if missed else None
 
     async def _stream(self, version: int, group: _Group) -> dict[HostChannel, EngineError]:
-        """Sends what is packed through a group; who did not confirm, and why. A host's own refusal is raised."""
+        """Sends the packed weights through a group. Returns the hosts that did not confirm, with the reason.
+
+        Raises a host's own refusal.
+        """
         assert self._packed is not None
         if self._meeting is None:
             self._meeting = MeetingPlace(self._address)
@@ -212,7 +222,7 @@ class WeightDelivery:
         ]
         sending = asyncio.ensure_future(asyncio.to_thread(self._send, group, orders[0], self._packed))
         try:
-            # One that fails breaks the group for all: from then on only its members' deadlines are waited for.
+            # One failure breaks the group for all members: then only wait until their deadlines have passed.
             waiting: list[asyncio.Future[None]] = [sending, *telling]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
             broken = any(one.done() and one.exception() for one in waiting)
@@ -220,9 +230,7 @@ class WeightDelivery:
             answers = zip(group.members, telling, strict=True)
             return {host: problem for host, answer in answers if (problem := _problem(answer)) is not None}
         finally:
-            if (
-                not sending.done()
-            ):  # it ends with its deadline; the memory it reads from is its own until then
+            if not sending.done():  # the thread ends at its deadline and reads the buckets until then
                 self._lent = True
             sending.add_done_callback(lambda done: done.cancelled() or done.exception())
             for answer in telling:
@@ -237,7 +245,9 @@ class WeightDelivery:
             send(group.joined, packed, self._staged(group))
         except (RuntimeError, TransferBroken) as error:
             problem = str(error)
-        if problem:  # outside of the handler, so that nothing holds the group: its end tells the others
+        # Outside the handler, so that no traceback references the group: other members detect its
+        # destruction.
+        if problem:
             drop(group.joined, order)
             group.joined = None
             raise TransferBroken(problem)
@@ -286,7 +296,7 @@ class WeightDelivery:
 
 
 def _problem(answer: asyncio.Future[None]) -> EngineError | None:
-    """Why a host does not have the weights; what it refuses for a reason of its own is raised."""
+    """Why a host does not have the weights, or None; raises a host's own refusal."""
     if not answer.done():
         return TransferBroken("it did not confirm them in time")
     problem = answer.exception()

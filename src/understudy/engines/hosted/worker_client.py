@@ -1,4 +1,4 @@
-"""A worker's way to engine processes: brings the tokens of a request where they were granted a place, and has what was written.
+"""A rollout worker's client of engine processes: sends a request's tokens to the granted host.
 
 The module needs no torch: rollout workers import it.
 """
@@ -18,13 +18,17 @@ _CONNECT_S = 10.0
 
 
 class Deposits:
-    """Kept-alive connections, by host. Whether a host lives is watched by whoever grants: here an answer is waited for."""
+    """Keep-alive connections by host, on a worker's event loop. The trainer monitors hosts; here we only
+    wait."""
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, str | None], httpx.AsyncClient] = {}
 
     async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling) -> Generation:
-        """What the engine wrote behind `tokens`; `NotBrought` where they did not get there, or it did not get back; `CallGivenUp`."""
+        """Sends the request and returns its generation.
+
+        Raises `NotBrought` if the request or its answer was lost, `CallGivenUp` if the call was cancelled.
+        """
         request = GenerateRequest(grant.key, tokens, sampling, grant.seed, grant.session)
         try:
             response = await self._host(grant).post(
@@ -50,7 +54,7 @@ class Deposits:
             self._hosts[place] = httpx.AsyncClient(
                 base_url=grant.url,
                 headers={"Authorization": f"Bearer {grant.token}"} if grant.token else {},
-                # No deadline on work: a batch takes as long as it takes.
+                # No read timeout: a batch may take any time.
                 timeout=httpx.Timeout(None, connect=_CONNECT_S),
                 transport=Connections(),
                 trust_env=False,

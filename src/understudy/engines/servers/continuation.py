@@ -1,9 +1,10 @@
-"""One generation by a server, piece by piece: how it is asked for, checked and put together, whoever asks.
+"""One generation by a server in pieces: builds each request, checks each answer, joins the pieces.
 
-    prompt ──ask──> server ──piece──> prompt and piece ──ask──> server ──piece──> …        until one ends otherwise than by an abort
+    prompt ──ask──> server ──piece──> prompt and piece ──ask──> server ──piece──> …
 
-The trainer's process asks where it holds the tokens itself (`remote.py`), a rollout worker where it does (`servers/worker_client.py`). The module
-needs no torch: rollout workers import it.
+It ends with the first piece that was not aborted. The process that holds the tokens asks: the trainer
+(`servers/engine.py`) or a rollout worker (`servers/worker_client.py`). The module needs no torch: rollout
+workers import it.
 """
 
 from __future__ import annotations
@@ -23,37 +24,37 @@ from understudy.serving.connections import Connections
 from understudy.types.trajectory import StopReason
 
 PAUSED = 423
-"""What the door of a server of ours answers while weights change (`vllm_proxy.py`): ask again when they have."""
+"""Status of our proxy (`vllm_proxy.py`) while weights change: ask again afterwards."""
 NOBODY_BEHIND = 502
-"""What a door answers when the server behind it does not."""
+"""Status of our proxy when vLLM behind it does not answer."""
 _REFUSALS = (400, 401, 403, 404, 422)
 
 
 class RefusedError(EngineError):
-    """The server understood the request and will not have it: asking again or elsewhere is no use."""
+    """The server understood and rejected the request: a retry, there or on another server, is no use."""
 
 
 class UnreachableError(EngineError):
-    """Nobody answers there any more: the server has died, or its machine has."""
+    """The address no longer answers: the server or its machine has died."""
 
 
 class ServerOrder(msgspec.Struct, frozen=True, array_like=True):
-    """How a server is to be asked for one piece; the request itself is known to whoever has its tokens."""
+    """How to ask a server for one piece. The holder of the tokens adds the request itself."""
 
     dialect: str
     name: str
-    """Of the server, in errors."""
+    """The server's name in errors."""
     model: str
     version: int
-    """Of the weights it holds."""
+    """Version of the server's weights."""
     label: str | None
-    """What it was told to call them; empty or None where it was not."""
+    """The name we gave the server for its weights; empty or None if we gave none."""
     seeded: bool
     timeout_s: float
 
     @property
     def salt(self) -> str:
-        """Keeps the server from reading what the weights of another version left in its prefix cache."""
+        """Prevents hits on prefix-cache entries that another version of the weights computed."""
         return f"weights-{self.version}"
 
     @property
@@ -62,7 +63,7 @@ class ServerOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pieces:
-    """What was written for one request so far; `before` is what earlier pieces of it gave."""
+    """The tokens generated for one request so far; `before` holds those of earlier pieces."""
 
     def __init__(self, request: GenerateRequest, before: Generation | None = None) -> None:
         self.request = request
@@ -79,11 +80,11 @@ class Pieces:
         return len(self._tokens)
 
     def ask(self, order: ServerOrder) -> Ask:
-        """For the rest."""
+        """The request for the remaining tokens."""
         request = self.request
         seed = request.seed if order.seeded else None
         if self._tokens and order.seeded:
-            # The server starts a new stream of random numbers: it must not be the old one again.
+            # The server starts a new random stream for each piece, so each piece needs another seed.
             digest = blake2b(f"{request.seed}/{self.written}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little") >> 1
         tokens = np.concatenate([request.tokens, np.asarray(self._tokens, dtype=np.int32)])
@@ -118,7 +119,8 @@ async def fetch(
     traffic: Traffic | None = None,
     connect_s: float | None = None,
 ) -> Piece:
-    """One piece; `RefusedError`, `UnreachableError` or another `EngineError` where the server gave none that is good."""
+    """Asks for one piece; raises `RefusedError`, `UnreachableError` or another `EngineError` if there is no
+    valid one."""
     dialect = order.language
     timeout = httpx.Timeout(order.timeout_s, connect=connect_s or order.timeout_s, pool=None)
     body = dialect.body(ask)
@@ -127,7 +129,7 @@ async def fetch(
         return Piece([], [], StopReason.ABORTED)
     piece = dialect.read(reply_of(response, order.name, dialect.generate), ask)
     if order.label and piece.labels and piece.labels != {order.label}:
-        # A server that came back with other weights than we gave it must not write a row.
+        # A server that restarted with other weights than ours must not generate training rows.
         held = ", ".join(sorted(piece.labels))
         raise EngineError(
             f"{order.name} wrote with weights it calls {held}; expected {order.label}. Was it restarted?"
@@ -144,7 +146,7 @@ async def post(
     timeout: httpx.Timeout | float,
     traffic: Traffic | None = None,
 ) -> httpx.Response | None:
-    """A good answer; None where the server's door is shut for a while."""
+    """Posts and returns a successful response; None if the server's proxy is paused."""
     content = msgspec.json.encode(body)
     if traffic is not None:
         traffic.sent += len(content)
@@ -168,7 +170,7 @@ def reply_of(response: httpx.Response, name: str, path: str) -> Json:
     if not response.content:
         return {}
     try:
-        # A long row's logprobs: several times quicker than json.
+        # msgspec decodes a long row's logprobs several times faster than json.
         reply: Any = msgspec.json.decode(response.content)
     except msgspec.DecodeError as error:
         raise EngineError(
@@ -190,7 +192,8 @@ def failure(name: str, dialect: Dialect, path: str, error: httpx.HTTPError) -> E
 
 
 def check_candidates(dialect: Dialect, sampling: Sampling) -> None:
-    """Servers name candidates of the distribution they sample from, so it must rank ids as the model does."""
+    """Refuses candidates with filters: servers rank the filtered distribution, we need the model's own
+    ranking."""
     if not sampling.candidates:
         return
     filtered = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1

@@ -1,10 +1,10 @@
-"""The wire formats of generation servers: how to ask for tokens, and how to read the answer.
+"""Wire formats of generation servers: request bodies, and parsing and checking of answers.
 
     VLLM      POST /inference/v1/generate   token ids in, token ids and logprobs out, nothing detokenised
     SGLANG    POST /generate                the same in SGLang's words
     OPENAI    POST /v1/completions          a server that takes ids as prompt and can return ids (`return_token_ids`)
 
-Only values live here; sending, retrying and balancing are `remote.py`'s.
+Pure functions and values only. `continuation.py` sends; `engine.py` retries and balances.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from understudy.types.trajectory import StopReason
 Json = dict[str, Any]
 
 MOST_BIASED = 1024
-"""Ids that a request may name as never to be drawn; vLLM takes no more."""
+"""Most ids that a request may ban by `logit_bias`; vLLM's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one HTTP request brought: a whole generation, or the part before an interruption."""
+    """The result of one HTTP request: a whole generation, or the part before an interruption."""
 
     tokens: list[int]
     logprobs: list[float]
     stop_reason: StopReason
     labels: frozenset[str] = frozenset()
-    """What the server itself calls the weights that wrote this; empty where it does not say."""
+    """The server's names for the weights that drew these tokens; empty if it does not report them."""
     candidates: tuple[list[int], ...] = ()
-    """The model's own best ids at each token, where they were asked for."""
+    """The model's own best ids at each token, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One HTTP request to make for a generation (or for the rest of one)."""
+    """One HTTP request for a generation, or for the rest of one."""
 
     request: GenerateRequest
     tokens: np.ndarray
-    """Prompt and what was written before."""
+    """The prompt and the tokens generated before."""
     max_new_tokens: int
     seed: int | None
-    """None: the server draws as it likes."""
+    """None: the server chooses its own randomness."""
     salt: str
-    """Names the weights: servers must not reuse prefixes that other weights computed."""
+    """Identifies the weights, so that servers do not reuse prefixes computed by other weights."""
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One server's language. Routes that are None do not exist there."""
+    """The wire format of one kind of server. Routes that are None do not exist there."""
 
     name: str
     generate: str
@@ -64,7 +64,7 @@ class Dialect:
     read: Callable[[Json, Ask], Piece]
     health: str = "/health"
     pause: tuple[str, Json] | None = None
-    """Path and body; in-flight requests must come back with what they have."""
+    """Path and body. In-flight requests must return the tokens they have."""
     resume: tuple[str, Json] | None = None
     abort: tuple[str, Json] | None = None
     forget: tuple[str, Json] | None = None
@@ -74,13 +74,15 @@ class Dialect:
     loaded: Callable[[Json, int], bool] = lambda reply, version: True
     """Whether the answer to `load` says that every worker has this version."""
     label: Callable[[int], tuple[str, Json]] | None = None
-    """Tells the server what to call its weights, so that each answer says which wrote it; may be unknown to it."""
+    """Sets the server's name for its weights, which each answer then reports; older servers lack the
+    route."""
     candidates: bool = False
     """Whether answers can name the model's best ids at each token."""
 
 
 def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -> Piece:
-    """Refuses what would poison a row: other lengths, ids that are none, logprobs that are no log-probabilities."""
+    """Refuses answers that would corrupt a row: wrong lengths, invalid ids, values that are no
+    log-probabilities."""
     key = ask.request.key
     if not isinstance(tokens, list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
         raise EngineError(
@@ -100,7 +102,8 @@ def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -
 
 
 def best_ids(entries: Iterable[tuple[Any, Any]], ask: Ask) -> list[int]:
-    """The K likeliest of one token's (id, logprob) entries; the written token may be among them and rank below."""
+    """The K likeliest of one token's (id, logprob) entries; the drawn token may be listed too, with a lower
+    rank."""
     wanted = ask.request.sampling.candidates
     found = {int(i): float(x) for i, x in entries if isinstance(x, (int, float)) and math.isfinite(x)}
     if len(found) < wanted:
@@ -112,15 +115,16 @@ def best_ids(entries: Iterable[tuple[Any, Any]], ask: Ask) -> list[int]:
 
 
 def _id_of(entry: Mapping[str, Any]) -> int:
-    """Newer versions of vLLM write `token_id`, older ones a text."""
+    """The id of one entry: newer versions of vLLM send `token_id`, older ones the text "token_id:…"."""
     found = entry.get("token_id")
     return int(str(entry.get("token")).removeprefix("token_id:")) if found is None else int(found)
 
 
 def _no_filters(sampling: Sampling) -> Json:
-    """Settings that vLLM's and SGLang's samplers share by name."""
+    """Sampling settings with the same name in vLLM and SGLang."""
     unusable = sampling.unusable_ids()
-    # A request must stay small; where more ids are unusable, a row that holds one is set aside after the fact.
+    # A request must stay small. With more unusable ids than this, a row that holds one is discarded
+    # afterwards.
     bias = {str(number): -100.0 for number in unusable} if 0 < len(unusable) <= MOST_BIASED else None
     return {
         **({} if bias is None else {"logit_bias": bias}),
@@ -129,7 +133,7 @@ def _no_filters(sampling: Sampling) -> Json:
         "top_k": sampling.top_k or -1,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
-        # Only the ids asked for end a generation, never the model folder's own idea of them.
+        # Only the requested ids end a generation, not the end-of-sequence ids of the model folder.
         "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_ids),
     }
@@ -141,7 +145,7 @@ def _vllm_body(ask: Ask) -> Json:
         **_no_filters(sampling),
         "max_tokens": ask.max_new_tokens,
         **({} if ask.seed is None else {"seed": ask.seed}),
-        # One more than needed: the written token is counted among them, wherever it ranks.
+        # One more than needed: the drawn token is always listed, whatever its rank.
         "logprobs": sampling.candidates and sampling.candidates + 1,
         "detokenize": bool(sampling.stop_strings),
         "stop": list(sampling.stop_strings),
@@ -194,7 +198,7 @@ def _openai_read(reply: Json, ask: Ask) -> Piece:
     choice = _first(reply, "choices", ask)
     logprobs = choice.get("logprobs") or {}
     tokens = choice.get("token_ids")
-    if tokens is None:  # some servers write ids in place of the texts
+    if tokens is None:  # some servers send ids in place of the texts
         names = logprobs.get("tokens") or []
         ids = [
             name.removeprefix("token_id:")

@@ -1,14 +1,16 @@
-"""Generation by servers: vLLM, SGLang, or anything that speaks their wire formats.
+"""`RemoteEngine`: generation by vLLM, SGLang or any server with one of their wire formats.
 
-A generation may take several HTTP requests. When weights change, the server hands back what it has; the rest is asked
-for again under the new weights, prompt and written tokens together, and the caller notices nothing but the versions:
+A generation may take several HTTP requests. When weights change, the server returns the tokens it has. The
+engine then asks for the rest under the new weights, with prompt and generated tokens as the new prompt. The
+caller sees a difference in the weight versions only:
 
     ask ──> server ──stop──> done
      ▲         └──abort, because weights changed──> keep the tokens, wait for the gate ─┐
      └──────────────────────────────────────────────────────────────────────────────────┘
 
-Asking again is safe at any time: what a request may give depends on (weights, tokens, sampling, seed) alone. Who asks is whoever
-holds the tokens: this process, or a rollout worker that is told which server to ask (`servers/remote_calls.py`).
+A retry is always safe: the result of a request depends on (weights, tokens, sampling, seed) alone. The
+process that holds the tokens asks: this one, or a rollout worker that is told which server to ask
+(`servers/remote_calls.py`).
 """
 
 from __future__ import annotations
@@ -53,12 +55,16 @@ _WAY_CUT_PAUSE_S = 0.5
 class RemoteEngine:
     """An `Engine` over one or several servers that hold the same weights.
 
-    deadline      for one HTTP request: `deadline_s` plus `deadline_per_token_s` for each token asked for
-    patience_s    how long a request looks for a server that answers before the engine is given up
-    snapshots     where weights are written for the servers to read; memory (/dev/shm) by default
-    address       where servers on other machines reach this one, for weights that are broadcast to them
-    seeded        whether requests carry their seeds: a server that keeps a stream of random numbers for each request
-                  samples row by row, and batches change the last bits all the same
+    Holds the replicas' load, the gate that is closed while weights change, and the number of requests in
+    flight. The trainer calls it on one event loop.
+
+    deadline      of one HTTP request: `deadline_s` plus `deadline_per_token_s` for each token asked for
+    patience_s    how long a request is retried before it fails
+    snapshots     folder for weights that servers read; in memory (/dev/shm) by default
+    address       this machine's address as seen from remote servers, for broadcasts of weights
+    seeded        whether requests carry their seeds. With a seed per request a server samples row by row,
+    which is
+                  slower, and the batch still changes the last bits
     """
 
     def __init__(
@@ -109,7 +115,8 @@ class RemoteEngine:
     # --- generation -------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Of a `FarRequest` the tokens do not pass here: its generation tells lengths."""
+        """Tokens of a remote request (`FarRequest`) do not pass through here: its generation holds lengths
+        only."""
         for request in requests:
             length, new = len(request.tokens), request.sampling.max_new_tokens
             if length == 0 or length + new > self._max_length:
@@ -139,7 +146,7 @@ class RemoteEngine:
         return writing.generation()
 
     async def _gate_opens(self, aborts: int) -> bool:
-        """Waits while weights change; False when the generation was aborted since it began."""
+        """Waits while weights change; False if the generation was aborted since it began."""
         while not self._closed and self._aborts == aborts:
             if self._open.is_set():
                 return True
@@ -154,7 +161,7 @@ class RemoteEngine:
         return False
 
     async def _piece_unless_aborted(self, writing: _Near | FarWriting) -> None:
-        """A server that knows no abort is left to finish on its own; what it would have said is lost."""
+        """Fetches one piece. If the server has no abort route, an abort here just discards its answer."""
         if self._dialect.abort is not None:
             await self._piece(writing)
             return
@@ -171,14 +178,15 @@ class RemoteEngine:
             aborted.cancel()
 
     async def _piece(self, writing: _Near | FarWriting) -> None:
-        """Asks until a server answers well, or weights change; each failure is held against the server that failed."""
+        """Retries until a server gives a valid answer or weights change; each failure counts against its
+        server."""
         request, version = writing.request, self._version
         left = request.sampling.max_new_tokens - writing.written
         size = len(request.tokens) + writing.written + left
         deadline = time.monotonic() + self._patience_s
         problem = "all of them are resting after failures"
         out_of_reach: set[str] = set()
-        # Where it waited to ask again, weights may have begun to change, or have changed: it asks for the new ones.
+        # Weights may change between two attempts: then return, and `_generate` asks under the new ones.
         while time.monotonic() < deadline:
             if not self._open.is_set() or self._version != version or self._closed:
                 return
@@ -230,7 +238,7 @@ class RemoteEngine:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """A request under way, which control waits for."""
+        """Counts a request in flight; `_stop_all` waits until there is none."""
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -247,7 +255,7 @@ class RemoteEngine:
         if response is None:
             raise EngineError(f"{replica.name} answers {path} only when weights have changed")
         if not response.headers.get("content-type", "application/json").startswith("application/json"):
-            return {"answer": response.text[:300]}  # some say in plain words that they did it
+            return {"answer": response.text[:300]}  # some servers confirm in plain text
         return reply_of(response, replica.name, path)
 
     # --- control ----------------------------------------------------------------------------------------------
@@ -265,7 +273,7 @@ class RemoteEngine:
                     await self._go_on(tell=not was_idle)
 
     async def replace(self, name: str, endpoint: Endpoint) -> None:
-        """A server was started anew: gives it the newest weights before it gets any request."""
+        """After a restart of a server: gives it the newest weights before it gets any request."""
         replica = self._replica(name)
         old, self._clients[name] = self._clients[name], client_of(endpoint, self._connections)
         replica.endpoint = endpoint
@@ -279,7 +287,7 @@ class RemoteEngine:
         return replica
 
     def withdraw(self, name: str) -> None:
-        """A server is known to be gone: it gets nothing until `replace`."""
+        """Marks a server as gone: it gets no requests until `replace`."""
         self._replicas.gone(self._replica(name))
         self._far.void(CallVoid(f"{name} is gone"), name)
 
@@ -303,7 +311,10 @@ class RemoteEngine:
             await self._far.cut()
 
     async def _stop_all(self, tell: bool = True) -> None:
-        """Closes the gate and brings every request home, finished or not. Servers that have none need not be told."""
+        """Closes the gate and waits until every request has returned, finished or not.
+
+        `tell=False` skips the pause order: idle servers need none.
+        """
         self._open.clear()
         if self._dialect.pause is not None and tell:
             await self._tell_all(self._dialect.pause)
@@ -320,7 +331,7 @@ class RemoteEngine:
         await asyncio.gather(*(self._control(replica, path, body) for replica in self._replicas.present))
 
     async def _control(self, replica: Replica, path: str, body: Json) -> None:
-        """Like `_post`, but not counted as a generation in flight: those are what control waits for."""
+        """Like `_post`, but not counted as in flight: control waits for the requests in flight."""
         try:
             await post(self._clients[replica.name], replica.name, self._dialect, path, body, self._deadline_s)
         except UnreachableError:
@@ -328,7 +339,7 @@ class RemoteEngine:
                 raise
 
     async def _answers(self, replica: Replica) -> bool:
-        """Whether this process reaches the server now."""
+        """Whether the server answers this process's health check now."""
         try:
             client = self._clients[replica.name]
             return (await client.get(self._dialect.health, timeout=_SIGN_OF_LIFE_S)).status_code < 500
@@ -336,11 +347,11 @@ class RemoteEngine:
             return False
 
     def _give_up(self, replica: Replica) -> bool:
-        """Whether somebody brings this unreachable server back; nobody does, unless we started it."""
+        """Whether an unreachable server will be restarted: only subclasses that own their servers do that."""
         return False
 
     def _check_hope(self) -> None:
-        """Raises where none of the servers will ever serve again; they may always, unless we start them."""
+        """Raises if no server will ever serve again; only subclasses that own their servers can know."""
 
     async def close(self) -> None:
         if self._closed:
@@ -355,7 +366,7 @@ class RemoteEngine:
 
 
 class _Near:
-    """One request's progress, where its tokens are held here."""
+    """The progress of one request whose tokens are in this process."""
 
     def __init__(
         self, request: GenerateRequest, clients: Mapping[str, httpx.AsyncClient], traffic: Traffic

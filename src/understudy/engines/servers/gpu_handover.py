@@ -1,8 +1,8 @@
-"""New weights for vLLM servers on the trainer's own GPU: mapped once, then copied on the device.
+"""New weights for vLLM servers on the trainer's own GPU: CUDA handles opened once, then device copies.
 
-The server opens the trained tensors by their CUDA handles, which travel as text, not as pickles, and keeps them open. An
-optimizer step changes them in place, so a publication is one small request and a copy at the speed of memory. Servers on
-other GPUs decline, and get a snapshot instead.
+The server opens the trained tensors by their CUDA handles and keeps them open. Handles are sent as text,
+not as pickles. An optimizer step changes the tensors in place, so a publish is one small request and a copy
+at memory speed. Servers on other GPUs decline and get a snapshot instead.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ Call = Callable[[str, list[str]], Awaitable[dict[str, Any]]]
 
 
 class GpuHandover:
-    """What one engine's servers have mapped."""
+    """Which tensors each server of one engine has mapped. Called on the engine's event loop."""
 
     def __init__(self) -> None:
         self._attached: dict[str, tuple[int, ...]] = {}
         """By replica: the addresses of the tensors it has open."""
         self._declined: set[str] = set()
         self.copy_seconds = 0.0
-        """What the last copy took inside a server, without the way there."""
+        """Duration of the last copy inside a server, without the request."""
 
     def forget(self, replica: str) -> None:
-        """It was started anew and has nothing open."""
+        """After a restart the replica has no tensors open."""
         self._attached.pop(replica, None)
 
     async def attach(self, replica: str, call: Call, tensors: Sequence[tuple[str, Tensor]]) -> bool:
-        """Whether the replica has these tensors open, written to the end; False where it must get them another way."""
+        """Whether the replica has these tensors open, with all writes finished; False if it needs a
+        snapshot."""
         if replica in self._declined or not tensors or any(not tensor.is_cuda for _, tensor in tensors):
             return False
         addresses = tuple(tensor.data_ptr() for _, tensor in tensors)
         device = tensors[0][1].device
         torch.cuda.current_stream(
             device
-        ).synchronize()  # the optimizer's writes are done before anybody reads them
+        ).synchronize()  # the optimizer's writes end before the server reads them
         if self._attached.get(replica) != addresses:
             self._attached.pop(replica, None)
             gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -56,7 +57,7 @@ class GpuHandover:
         return True
 
     async def copy(self, replica: str, call: Call, version: int) -> None:
-        """The replica takes over what it has open, as this version."""
+        """The replica copies the open tensors into its model, as this version."""
         answers = _results(await call("understudy_copy", [str(version)]))
         if any(answer.get("version") != str(version) for answer in answers):
             raise EngineError(f"{replica} did not take over weights version {version}: {str(answers)[:300]}")
@@ -64,7 +65,7 @@ class GpuHandover:
 
 
 def shared_fields(tensor: Tensor) -> dict[str, Any]:
-    """What another process needs to open a CUDA tensor, as JSON."""
+    """The fields another process needs to open a CUDA tensor, as JSON."""
     _, arguments = reduce_tensor(tensor.detach())
     (_, size, stride, offset, _, dtype, _, handle, storage_size, storage_offset, _,
      counter, counter_offset, event, event_sync) = arguments  # fmt: skip

@@ -1,10 +1,16 @@
-"""Generations by servers whose tokens others hold: the engine says which server and when, the bearer asks it and keeps what came.
+"""Calls in flight of remote requests: a rollout worker asks the server, the engine says which and when.
 
-    engine: gate open, a server chosen ──Grant: server, version, after call 3──> bearer ──prompt and tokens so far──> server
-    weights change: servers stop and hand back what they have ──> bearer ──Brought: how many, aborted──> engine ──> gate …
+    from      message                                                         to
+    engine    `Grant`: server, version, the call it continues (gate open)     worker
+    worker    prompt and tokens so far                                        server
+    server    the next tokens, aborted if weights change                      worker
+    worker    `Brought`: how many tokens, stop reason                         engine, which waits at the
+    gate if aborted
 
-While weights change every call must be told of before they may: a request that reached a server too late would be answered by the new
-ones. Whoever still waits then is told that no answer comes (`cut`), and whoever does not say anything is not listened to any more.
+All calls must end before weights change: the new weights would answer a request that reaches the server too
+late. So once the servers have stopped, the engine tells each waiting worker that no answer will come
+(`cut`). Calls of workers that still do not report within `CUT_PATIENCE_S` are void: their results are
+ignored.
 """
 
 from __future__ import annotations
@@ -31,17 +37,17 @@ from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 
 CUT_PATIENCE_S = 30.0
-"""How long a publish waits for bearers to say what they have, once servers have stopped."""
+"""How long a publish waits for workers' reports, once servers have stopped."""
 
 Lives = Callable[[Replica], Awaitable[bool]]
 
 
 class CallVoid(EngineError):
-    """Whatever comes of this call is not listened to any more; nothing is known of its server."""
+    """The call was dropped and its result is ignored; this says nothing about the server."""
 
 
 class WayCut(EngineError):
-    """The server lives, and the bearer does not reach it."""
+    """The server is alive, but the worker cannot reach it."""
 
 
 @dataclass(slots=True)
@@ -49,11 +55,12 @@ class _Call:
     replica: str
     request: FarRequest
     void: asyncio.Future[None]
-    """Fails when nobody waits for the call any more."""
+    """Set to an exception when the call is dropped."""
 
 
 class FarCalls:
-    """The calls under way. `lives` asks a server by this process's own connection."""
+    """The calls in flight of one engine, on its event loop. `lives` checks a server over this process's
+    connection."""
 
     def __init__(self, lives: Lives) -> None:
         self._lives = lives
@@ -69,7 +76,11 @@ class FarCalls:
         return next(self._numbers)
 
     async def bring(self, replica: Replica, request: FarRequest, grant: Grant) -> Brought:
-        """What its bearer has then. `BearerGone`; `CallVoid`; or why the server is to be asked again, or another, or none."""
+        """Sends the grant and returns the worker's report.
+
+        Raises `BearerGone`, `CallVoid`, `WayCut` (ask again, rather another server), `RefusedError` (do not
+        ask again), or another `EngineError` (a failure of this server).
+        """
         assert grant.server is not None
         call = _Call(replica.name, request, asyncio.get_running_loop().create_future())
         self._open[grant.call] = call
@@ -81,7 +92,7 @@ class FarCalls:
             done, _ = await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 request.bearer.give_up()
-                await asyncio.wait([bringing])  # until whoever waits for the row knows
+                await asyncio.wait([bringing])  # until the row's caller is told
                 raise BearerGone(f"{request.key} was not brought to {replica.name} in time")
             if not bringing.done():
                 call.void.result()
@@ -108,7 +119,7 @@ class FarCalls:
         return UnreachableError(text)
 
     async def come_home(self) -> None:
-        """Servers have stopped: returns once every bearer has said what it has, or is not listened to any more."""
+        """After servers have stopped: returns once every worker has reported or its call is void."""
         await self.cut()
         try:
             async with asyncio.timeout(CUT_PATIENCE_S):
@@ -119,19 +130,19 @@ class FarCalls:
             )
 
     async def cut(self) -> None:
-        await asyncio.sleep(0)  # a grant that is being given is given first
+        await asyncio.sleep(0)  # let grants that are being sent go first
         for number, call in list(self._open.items()):
             call.request.bearer.cut(number)
 
     def void(self, why: EngineError, replica: str | None = None) -> None:
-        """Those of one server, or all."""
+        """Drops the calls of one server, or all calls."""
         for call in self._open.values():
             if replica in (None, call.replica) and not call.void.done():
                 call.void.set_exception(why)
 
 
 class FarWriting:
-    """One request's progress, as its bearer told it."""
+    """The progress of one remote request, as its worker reported it."""
 
     def __init__(self, request: FarRequest, calls: FarCalls) -> None:
         self.request = request

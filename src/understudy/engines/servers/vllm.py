@@ -1,7 +1,8 @@
-"""vLLM servers as child processes: started by a launcher that is handed in, watched, and started again when they die.
+"""vLLM servers as child processes: started by an injected launcher, monitored, restarted when they die.
 
-One that the launcher puts on another machine is reached over the network, through a door that asks for the run's token; and so is
-one beside us that others are to reach (`VLLMSettings.address`).
+A remote server is reached over the network, through a proxy that asks for the run's token
+(`vllm_proxy.py`). So is a server on this machine that remote workers use (`VLLMSettings.address`). All
+other servers listen on a Unix socket.
 """
 
 from __future__ import annotations
@@ -26,29 +27,30 @@ _SCREEN_CHARACTERS = 300
 
 
 class Child(Protocol):
-    """A process a launcher started."""
+    """A process that a launcher started."""
 
     @property
     def alive(self) -> bool: ...
 
     ready: dict[str, Any]
-    """What it wrote into its ready file."""
+    """The content of its ready file."""
 
 
 class ChildLauncher(Protocol):
-    """Whoever owns processes. `understudy.cluster.local.LocalProcesses` is one."""
+    """The owner of child processes, for example `understudy.cluster.local.LocalProcesses`."""
 
     async def start(
         self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
     ) -> Child:
-        """Starts `python -m module …` with `--ready-file` and `--watch-fd` and returns when it says it is ready."""
+        """Starts `python -m module …` with `--ready-file` and `--watch-fd`; returns when its ready file
+        appears."""
         ...
 
     async def stop(self, name: str) -> None: ...
 
 
 class HostLauncher(ChildLauncher, Protocol):
-    """A launcher that may start processes on other machines too."""
+    """A launcher that can also start processes on other machines."""
 
     @property
     def address(self) -> str: ...
@@ -58,7 +60,7 @@ class HostLauncher(ChildLauncher, Protocol):
     def shares_memory(self, name: str) -> bool: ...
 
     def last_words(self, name: str) -> str:
-        """The end of what a process said."""
+        """The end of a process's output."""
         ...
 
 
@@ -67,16 +69,16 @@ class VLLMSettings:
     python: str
     """The interpreter of an environment that has vLLM."""
     model: str
-    """The student's folder; weights published later replace what is in it."""
+    """The student's folder; published weights later replace the loaded ones."""
     max_length: int
     max_batch: int = 256
     dtype: str = "auto"
     options: tuple[str, ...] = ()
-    """More words for vLLM's command line, as they are."""
+    """Further arguments for vLLM's command line, passed unchanged."""
     env: tuple[Mapping[str, str], ...] = field(default=({},))
-    """Environment of each replica (CUDA_VISIBLE_DEVICES); as many replicas as entries."""
+    """The environment of each replica (CUDA_VISIBLE_DEVICES); one replica per entry."""
     address: str | None = None
-    """Where a server on this machine listens, for workers elsewhere to reach it; on a Unix socket alone where not given."""
+    """Address that servers on this machine listen on for remote workers; None: on a Unix socket only."""
 
     def arguments(self) -> list[str]:
         words = ["--python", self.python, "--model", self.model, "--max-length", str(self.max_length)]
@@ -85,7 +87,7 @@ class VLLMSettings:
 
 
 class VLLMEngine(RemoteEngine):
-    """A `RemoteEngine` that owns its servers. Make it with `start_vllm`."""
+    """A `RemoteEngine` that owns its servers: one task per replica restarts it. Created by `start_vllm`."""
 
     def __init__(
         self,
@@ -115,10 +117,10 @@ class VLLMEngine(RemoteEngine):
         return self._children
 
     async def _watch(self, name: str) -> None:
-        """Starts the replica again whenever its process has died; it serves once it has the newest weights.
+        """Restarts the replica whenever its process has died; it serves once it has the newest weights.
 
-        What counts is whether it answers: one that is started again and again without having answered a request in between is
-        given up, with its own last words.
+        A replica that is restarted `Restarts.most` times without answering a request in between is given
+        up. The error shows the end of its output.
         """
         replica, limits, in_vain, answered = self._replica(name), self._restarts, 0, 0
         while True:
@@ -144,7 +146,7 @@ class VLLMEngine(RemoteEngine):
             self._tell(f"vLLM {name} is back, with weights of version {self.version}")
 
     async def _bring_back(self, name: str) -> None:
-        """One whose process lives and only was out of reach keeps it, unless it does not answer now either."""
+        """Reconnects to a process that is alive and was only unreachable; otherwise starts a new process."""
         if self._servers.must_start(name, self._children[name]):
             await self._servers.stop(name)
             self._children[name] = await self._servers.start(name)
@@ -156,7 +158,7 @@ class VLLMEngine(RemoteEngine):
         self._tell(self._given_up[replica.name])
 
     def _tell(self, news: str) -> None:
-        """The log gets all of it, the screen one line."""
+        """Logs the whole message and shows one line of it."""
         logger.warning("%s", news)
         self._notify(_in_one_line(news))
 
@@ -177,19 +179,19 @@ class VLLMEngine(RemoteEngine):
 
 
 class _Servers:
-    """Starts and ends servers, here or wherever the launcher has a place for them."""
+    """Starts and stops servers, on this machine or where the launcher places them."""
 
     def __init__(self, settings: VLLMSettings, launcher: HostLauncher) -> None:
         self.settings, self.launcher = settings, launcher
         self._token = secrets.token_urlsafe(24)
         self._failures: dict[str, str] = {}
-        """Of the last start or the last word with a replica, where that failed."""
+        """By replica: why its last start or reconnection failed."""
 
     async def start(self, name: str) -> Child:
         arguments, env = self.settings.arguments(), dict(self.settings.env[int(name.rpartition("-")[2])])
         elsewhere = self.launcher.is_elsewhere(process_name(name))
         if elsewhere or self.settings.address is not None:
-            # On another machine that machine's own address.
+            # On a remote machine 127.0.0.1 stands for that machine's own address.
             arguments += ["--bind", "127.0.0.1:0" if elsewhere else f"{self.settings.address}:0"]
             # Through the environment: command lines are readable by every user of the machine.
             env["UNDERSTUDY_TOKEN"] = self._token
@@ -204,7 +206,7 @@ class _Servers:
         return not child.alive or name in self._failures
 
     def problem(self, name: str, child: Child) -> str:
-        """Why a replica does not serve, in its own last words where it has died."""
+        """Why a replica does not serve; for a dead process, the end of its output."""
         if name in self._failures:
             return f"could not be started again: {self._failures[name]}"
         if child.alive:
@@ -231,7 +233,8 @@ async def start_vllm(
 ) -> VLLMEngine:
     """Starts one server per entry of `settings.env`; `engine` are further settings of `RemoteEngine`.
 
-    `restarts` says when a server that does not stay up is given up; `notify` is told in words when one is lost and when it is back.
+    `restarts` says when a server that does not stay up is given up. `notify` is called with a message when
+    a server is lost and when it is back.
     """
     servers = _Servers(settings, launcher)
     names = [f"replica-{i}" for i in range(len(settings.env))]
@@ -254,7 +257,7 @@ def process_name(replica: str) -> str:
 
 
 def _in_one_line(news: str) -> str:
-    """The first and the last two: there a process that ended in an error says which."""
+    """The first and the last two lines: a process that fails prints its error there."""
     lines = [line.strip() for line in news.splitlines() if line.strip()]
     line = " … ".join(dict.fromkeys([lines[0], *lines[-2:]]))
     half = _SCREEN_CHARACTERS // 2

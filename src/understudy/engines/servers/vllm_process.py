@@ -1,10 +1,12 @@
-"""The process around a vLLM server: starts it in vLLM's own environment, says when it is ready, ends it with us.
+"""The parent process of one vLLM server: starts it, reports when it is ready, stops it on exit.
 
-    python -m understudy.engines.servers.vllm_process --python /venvs/vllm/bin/python --model DIR … --ready-file F --watch-fd N
+    python -m understudy.engines.servers.vllm_process \\
+        --python /venvs/vllm/bin/python --model DIR … --ready-file F --watch-fd N
 
-vLLM is never imported by us; its pins live in an environment of their own. The server listens on a Unix domain socket
-in a folder that only this user can enter, because vLLM's control routes ask for no key. With `--bind` this process is its door to
-the network (`vllm_door`), for whoever has the token in UNDERSTUDY_TOKEN.
+We never import vLLM: its pinned dependencies need an environment of their own. The server listens on a Unix
+domain socket in a folder that only this user can enter, because vLLM's control routes have no
+authentication. With `--bind` this process is also its proxy on the network (`vllm_proxy.py`), for clients
+with the token in UNDERSTUDY_TOKEN.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ def command(arguments: argparse.Namespace, socket: str) -> list[str]:
     words += ["--model", arguments.model, "--served-model-name", arguments.name, "--seed", "0"]
     words += ["--max-model-len", str(arguments.max_length), "--max-num-seqs", str(arguments.max_batch)]
     words += ["--dtype", arguments.dtype, "--worker-extension-cls", _WORKER]
-    # The logprobs of the distribution actually sampled from, not of the raw logits.
+    # Logprobs of the distribution that is sampled from, not of the raw logits.
     words += ["--logprobs-mode", "processed_logprobs"]
-    if _knows(arguments.python, "enable_scale_out"):  # newer versions keep the token route behind this
+    if _knows(arguments.python, "enable_scale_out"):  # newer versions need it for the token route
         words += ["--enable-scale-out"]
     return words + list(arguments.option)
 
@@ -64,7 +66,7 @@ def _knows(python: str, option: str) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Ours, with vLLM's development mode (its weight routes) on and its usage reports off."""
+    """Our environment, with vLLM's development mode (its weight routes) on and its usage reports off."""
     path = os.pathsep.join([str(_SIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     return {**os.environ, **own, "PYTHONPATH": path}
@@ -106,13 +108,13 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the server, before it begins: Linux asks it to end also where this process is killed and no longer can."""
+    """Runs in the child before exec: Linux sends it SIGTERM even if this process is killed by SIGKILL."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _keep_door(server: subprocess.Popen[bytes], socket: str, arguments: argparse.Namespace) -> None:
-    """Open the door once vLLM answers behind it, and close it when vLLM or whoever started us is gone."""
+    """Starts the proxy once vLLM answers, and stops it when vLLM or our launcher is gone."""
     from understudy.engines.servers.vllm_proxy import VLLMDoor  # noqa: PLC0415 - imports torch, which most servers need not
 
     token = os.environ.get(arguments.token_env) or None
@@ -144,7 +146,7 @@ async def _keep_door(server: subprocess.Popen[bytes], socket: str, arguments: ar
 
 
 async def _until_the_end(server: subprocess.Popen[bytes], watch_fd: int) -> None:
-    """Raises where vLLM ended; returns where whoever started us is gone."""
+    """Raises when vLLM has ended; returns when our launcher is gone."""
     while not select.select([watch_fd], [], [], 0)[0]:
         if server.poll() is not None:
             raise UnderstudyError(f"vLLM ended with code {server.returncode}")
@@ -169,7 +171,7 @@ def _run(server: subprocess.Popen[bytes], socket: str, ready_file: Path, watch_f
                 temporary = ready_file.with_suffix(".tmp")
                 temporary.write_text(json.dumps({"url": "http://vllm", "socket": socket, "pid": server.pid}))
                 temporary.replace(ready_file)
-            # Readable means closed: whoever started us is gone.
+            # Readable means closed: our launcher is gone.
             if select.select([watch_fd], [], [], _POLL_S)[0]:
                 return
 
@@ -182,12 +184,12 @@ def _answers(client: httpx.Client) -> bool:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """vLLM ends its own children when it is asked to; what is left of our process group is not asked."""
+    """Terminates vLLM, which ends its own children; then kills what is left of our process group."""
     server.terminate()
     deadline = time.monotonic() + _GRACE_S
     while server.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    if os.getpgrp() == os.getpid():  # we lead the group: nobody else's processes are in it
+    if os.getpgrp() == os.getpid():  # we lead the group: it holds only our own descendants
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for pid in _group_members():
             if pid != os.getpid():

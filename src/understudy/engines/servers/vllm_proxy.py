@@ -1,11 +1,12 @@
-"""The door of a vLLM server on another machine: its network address, who may pass, and how new weights get in.
+"""The authenticating HTTP proxy of a vLLM server; it also receives broadcasts of new weights for it.
 
-    trainer, workers ──HTTP, with the run's token──> door ──Unix socket──> vLLM
-    trainer ══buckets (weight_broadcast)══> door: a snapshot in this machine's memory ──> vLLM loads it in place
+    trainer, workers ──HTTP, with the run's token──> proxy ──Unix socket──> vLLM
+    trainer ══buckets (weights/broadcast.py)══> proxy: a snapshot in this machine's memory ──> vLLM loads it in place
 
-vLLM itself listens on a socket that only this user can open, because its control routes ask for no key. Everything passes here
-as it is, but `POST /v1/weights`: the order of a broadcast, the same that our own engine processes take. While vLLM is paused the door
-sends requests for tokens back at once: vLLM would let them wait and have them written by other weights than they were meant for.
+vLLM itself listens on a socket that only this user can open, because its control routes have no
+authentication. The proxy forwards everything unchanged except `POST /v1/weights`, the order of a broadcast
+that our engine processes take too. While vLLM is paused, the proxy refuses requests for tokens at once.
+vLLM would queue them and answer with newer weights than they were meant for.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ _GENERATE, _PAUSE, _RESUME = "/inference/v1/generate", "/pause", "/resume"
 
 
 class VLLMDoor:
-    """Broadcasts are met at `address`; snapshots lie in `memory` only while vLLM loads them."""
+    """The proxy's pause state, its connections to vLLM and its receiver; handlers run on one event loop.
+
+    `address` is this process's address in a broadcast group. Snapshots are in `memory` only while vLLM
+    loads them.
+    """
 
     def __init__(self, socket: str, *, token: str | None, address: str, memory: Path | None = None) -> None:
         self._client = httpx.AsyncClient(
             transport=Connections(uds=socket),
             base_url="http://vllm",
-            timeout=None,  # whoever asks has a deadline, and hangs up
+            timeout=None,  # clients have their own deadlines and disconnect
         )
         self._paused = False
         self._receiver, self._receiving = Receiver(address), asyncio.Lock()
@@ -75,7 +80,7 @@ class VLLMDoor:
             headers={} if kind is None else {"Content-Type": kind},
         )
         try:
-            # A client that hangs up is vLLM's sign to stop writing, so we hang up too.
+            # vLLM stops generating when its client disconnects, so we pass a disconnect on.
             answer = await unless_gone(http, asyncio.ensure_future(asked))
         except httpx.HTTPError as error:
             return _nobody_behind(error)
@@ -103,7 +108,7 @@ class VLLMDoor:
         return as_json({"version": order.version})
 
     async def _load(self, version: int, tensors: list[tuple[str, Tensor]]) -> None:
-        """Through a file that exists while it is read: a server that is started anew gets the weights broadcast again."""
+        """Loads through a temporary file. It is not kept: a restarted server gets another broadcast."""
         dialect = DIALECTS["vllm"]
         assert dialect.load is not None
         folder = await asyncio.to_thread(OwnedFolder, "understudy-weights-", self._memory)
@@ -127,5 +132,6 @@ class VLLMDoor:
 
 
 def _nobody_behind(error: httpx.HTTPError) -> Response:
-    """In words that are not those of a refusal: whoever asked takes the server for gone, and so it is, or will be in a moment."""
+    """A response that is not in our error format, so that clients treat the server as gone rather than as
+    refusing."""
     return as_json({"error": f"vLLM does not answer: {type(error).__name__} {error}"}, NOBODY_BEHIND)

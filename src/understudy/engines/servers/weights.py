@@ -1,8 +1,12 @@
-"""How new weights get to servers: over the GPU they share with the trainer, or as a snapshot they load in place.
+"""Delivers new weights to servers: by device copy on a shared GPU, by snapshot file, or by broadcast.
 
-A snapshot is one safetensors file in a folder that servers see, in memory where nothing else is asked for. The newest is
-kept, because a server that is started anew needs it. Servers of ours on other machines get the weights broadcast, as engine
-processes do (`hosted_delivery`), and load a snapshot of their own machine (`vllm_door`).
+    server is                        way
+    a vLLM on the trainer's GPU      copy on the device (`gpu_handover.py`)
+    on this machine                  snapshot: one safetensors file in a folder, in memory by default
+    a remote vLLM that we started    broadcast, as for engine processes (`hosted/weights.py`), to its proxy
+                                     (`vllm_proxy.py`), which writes a snapshot on its own machine
+
+The newest snapshot is kept, because a restarted server needs it.
 """
 
 from __future__ import annotations
@@ -29,9 +33,10 @@ Post = Callable[[Replica, str, Json], Awaitable[Json]]
 
 
 class WeightDelivery:
-    """The weights of one engine's servers. Calls must not overlap; whoever calls has stopped generation.
+    """Delivers weights to one engine's servers and keeps the newest. Called on the engine's event loop.
 
-    `give_up` is asked about a server that cannot be reached: True means that somebody brings it back and catches it up.
+    Calls must not overlap, and the caller stops generation first. `give_up` is called with a server that
+    cannot be reached. If it returns True, the owner of the servers restarts that one and calls `catch_up`.
     """
 
     def __init__(
@@ -43,24 +48,25 @@ class WeightDelivery:
         handover: GpuHandover | None,
         address: str = "127.0.0.1",
     ) -> None:
-        """`address`: where servers on other machines reach this one."""
+        """`address`: this machine's address as seen from remote servers."""
         self._dialect, self._post, self._snapshots, self._handover = dialect, post, snapshots, handover
         self._give_up = give_up
         self._folder: OwnedFolder | None = None
         self._newest: tuple[Path, int] | None = None
         self._live: tuple[Sequence[tuple[str, Tensor]], int] | None = None
-        """The trained tensors themselves and their version, where servers read them in place."""
+        """The trained tensors themselves and their version, if servers copy from them directly."""
         self._address = address
         self._broadcast: Broadcast | None = None
         self._doors: dict[str, HostChannel] = {}
-        """By server on another machine."""
+        """Connections to the proxies of remote servers, by replica name."""
         self._sent: int | None = None
         """The version last broadcast."""
 
     async def bring(
         self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
     ) -> None:
-        """New weights to these servers, each the fastest way it can take them. No tensors: they have them already."""
+        """Sends new weights to these servers, to each in the fastest way it supports. No tensors: nothing
+        to do."""
         if not tensors:
             return
         far = [one for one in replicas if not one.endpoint.shares_memory]
@@ -77,7 +83,7 @@ class WeightDelivery:
             await asyncio.gather(*(self._load_if_there(one, snapshot, version) for one in replicas))
 
     async def catch_up(self, replica: Replica) -> None:
-        """A server that was started anew gets what the others have."""
+        """Sends the newest weights to a restarted server."""
         replica.label = ""
         if not replica.endpoint.shares_memory:
             await self._send_again(replica)
@@ -93,7 +99,7 @@ class WeightDelivery:
     async def _send(
         self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
     ) -> None:
-        """To servers on other machines, all at once."""
+        """Broadcasts to all remote servers at once."""
         if self._broadcast is None:
             self._broadcast = Broadcast(Snapshots(0), self._address)
         doors = {self._door(one): one for one in replicas}
@@ -105,7 +111,7 @@ class WeightDelivery:
         await asyncio.gather(*(self._renew(one, version) for door, one in doors.items() if door not in lost))
 
     async def _send_again(self, replica: Replica) -> None:
-        """The newest weights for a server on another machine that was started anew."""
+        """Sends the newest weights to a restarted remote server."""
         old = self._doors.pop(replica.name, None)
         if old is not None:
             await old.close()
@@ -119,7 +125,7 @@ class WeightDelivery:
         return self._doors[replica.name]
 
     async def _hand_over(self, replica: Replica, version: int, tensors: Sequence[tuple[str, Tensor]]) -> bool:
-        """Whether there is nothing more to do for this server now."""
+        """Tries the device copy. False if the server needs a snapshot; True if it is done or given up."""
         assert self._handover is not None
 
         async def call(method: str, arguments: list[str]) -> Json:
@@ -128,7 +134,7 @@ class WeightDelivery:
         try:
             if not await self._handover.attach(replica.name, call, tensors):
                 return False
-            # All at once: nobody generates meanwhile, so it is all the same which of them the server does first.
+            # Concurrently: generation is stopped, so the order on the server does not matter.
             copied = self._handover.copy(replica.name, call, version)
             for outcome in await asyncio.gather(
                 copied, self._renew(replica, version), return_exceptions=True
@@ -173,7 +179,7 @@ class WeightDelivery:
         await self._renew(replica, version)
 
     async def _renew(self, replica: Replica, version: int) -> None:
-        """The server forgets what old weights computed, and learns what to call the new ones."""
+        """Drops the server's prefix cache and sets its name for the new weights."""
         await asyncio.gather(self._forget(replica), self._label(replica, version))
 
     async def _forget(self, replica: Replica) -> None:
@@ -187,7 +193,7 @@ class WeightDelivery:
             await self._post(replica, *self._dialect.label(version))
             replica.label = str(version)
         except RefusedError:
-            replica.label = None  # an older server, which is not asked again
+            replica.label = None  # an older server without this route: do not ask again
 
     async def close(self) -> None:
         await asyncio.gather(*(door.close() for door in self._doors.values()))

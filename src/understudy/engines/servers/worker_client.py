@@ -1,6 +1,7 @@
-"""A worker's way to generation servers: fetches one piece of a generation where it was granted a place.
+"""A rollout worker's client of generation servers: fetches one piece of a generation per grant.
 
-The code that asks and reads is the trainer's own (`continuation.py`). The module needs no torch: rollout workers import it.
+It asks and parses with the same code as the trainer (`continuation.py`). The module needs no torch: rollout
+workers import it.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from understudy.errors import EngineError
 
 _CONNECT_S = 10.0
 QUIET_S = 1.0
-"""A server that has stopped answers its requests one after another; this long after the last answer none is to be expected."""
+"""A stopped server returns its requests one by one; this long after its last answer we expect no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One call on a generation's way."""
+    """The worker's state of one call: what it continues, and whether it was cut."""
 
     before: Generation | None = None
-    """What the call goes on from."""
+    """The generation that the call continues."""
     cut: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the server has handed back all it had."""
+    """Set once the server has returned everything it had."""
 
 
 @dataclass(slots=True)
@@ -49,13 +50,17 @@ class _Server:
 
 
 class Visits:
-    """Kept-alive connections, by server. Which server lives, and serves which weights, is known to whoever grants."""
+    """Keep-alive connections by server, on a worker's event loop. The trainer monitors servers and their
+    weights."""
 
     def __init__(self) -> None:
         self._servers: dict[tuple[str, str | None], _Server] = {}
 
     async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling, leg: Leg) -> Generation:
-        """What was written so far, the piece of this call included; it may be none where the call was cut. `NotBrought`."""
+        """All tokens so far, with the piece of this call; the piece may be empty if the call was cut.
+
+        Raises `NotBrought`.
+        """
         order = grant.server
         assert order is not None
         request = GenerateRequest(grant.key, tokens, sampling, grant.seed, grant.session)
@@ -70,7 +75,7 @@ class Visits:
         except EngineError as error:
             raise NotBrought(str(error), Trouble.SERVER) from error
         except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-            # An answer of another shape than its dialect's: whoever granted must hear of it, or it would wait.
+            # A malformed answer: report it, because the trainer waits for this call.
             raise NotBrought(f"{order.name}: {type(error).__name__} {error}", Trouble.SERVER) from error
         if piece is not None:
             pieces.add(piece, order.version)
@@ -79,7 +84,10 @@ class Visits:
     async def _unless_cut(
         self, server: _Server, order: ServerOrder, ask: Ask, cut: asyncio.Event
     ) -> Piece | None:
-        """None where the request never got in before the server stopped: it would be answered by other weights, and is withdrawn."""
+        """The piece; None if the request did not reach the server before it stopped.
+
+        Such a request is cancelled, because newer weights would answer it.
+        """
         fetching = asyncio.ensure_future(fetch(server.client, order, ask, connect_s=_CONNECT_S))
         stopped = asyncio.ensure_future(cut.wait())
         try:

@@ -1,9 +1,9 @@
-"""Watching a model's weight loader once, and doing what it did again without it.
+"""Records the copies of a model's weight loader once, and replays them without the loader.
 
-A loader knows where each Hugging Face tensor belongs: which slice of which fused matrix. Running it costs some
-thirty microseconds of Python per tensor. What it does on the device is only copies, so they are written down the first
-time and repeated: large ones by the driver's own copy, small ones in groups, where a launch each would cost more than
-they do. Imports torch alone: vLLM's interpreter has no understudy.
+The loader knows which slice of which fused matrix each Hugging Face tensor belongs to. It costs some thirty
+microseconds of Python per tensor. On the device it only copies. So its copies are recorded the first time and
+replayed: large ones with the driver's copy, small ones in groups, because a launch each would cost more
+than the copy. Imports torch alone: vLLM's interpreter has no understudy.
 """
 
 from bisect import bisect_right
@@ -17,7 +17,7 @@ _LARGE_BYTES = 1 << 20
 
 
 class CopyPlan:
-    """Pairs of (where to, where from), or nothing but the loader where that is not all it did."""
+    """Pairs of (target, source). None if the loader did more than copy: then `run` calls the loader."""
 
     def __init__(self, model: Any, tensors: list[tuple[str, torch.Tensor]], pairs: list[Any] | None) -> None:
         self._model, self._tensors, self._pairs = model, tensors, pairs
@@ -52,10 +52,10 @@ class _Watch(TorchDispatchMode):
 
 
 def record_copies(model: Any, tensors: list[tuple[str, torch.Tensor]]) -> CopyPlan:
-    """Runs the loader over `tensors` and writes down its copies.
+    """Runs the loader over `tensors` and records its copies.
 
-    The plan is only trusted when every copy reads the trainer's memory itself (not something made from it on the way)
-    and writes into a parameter, and when no parameter was left out; otherwise the loader runs every time.
+    The plan is used only if every copy reads the trainer's memory directly (not an intermediate tensor) and
+    writes into a parameter, and if every parameter was written. Otherwise the loader runs every time.
     """
     watch = _Watch()
     with watch:
@@ -71,7 +71,7 @@ def record_copies(model: Any, tensors: list[tuple[str, torch.Tensor]]) -> CopyPl
 
 
 class _Memory:
-    """Which of some tensors holds an address."""
+    """Finds which of some tensors contains an address."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._extents = sorted(

@@ -1,7 +1,7 @@
-"""What we add to a vLLM worker: new weights in place, without a restart, from a file or from the trainer's own GPU memory.
+"""vLLM worker extension: loads new weights in place, from a file or from the trainer's GPU memory.
 
-Imported by vLLM's own interpreter, in an environment that does not have understudy: nothing here may import it. The
-folder of this file is put on that interpreter's path, and the class is named by `--worker-extension-cls`.
+vLLM's own interpreter imports this module, in an environment without understudy: do not import understudy
+here. This file's folder is on that interpreter's path, and `--worker-extension-cls` names the class.
 """
 
 import base64
@@ -25,7 +25,8 @@ class UnderstudyWorker:
     parallel_config: Any
 
     def understudy_load_weights(self, path: str, version: str) -> dict[str, Any]:
-        """Loads every tensor of a safetensors file by its Hugging Face name. Answers with what it loaded."""
+        """Loads every tensor of a safetensors file by its Hugging Face name. Returns the version and the
+        count."""
         count = 0
 
         def tensors() -> Any:
@@ -40,10 +41,11 @@ class UnderstudyWorker:
         return {"version": version, "tensors": count}
 
     def understudy_attach(self, gpu: str, tensors: str) -> dict[str, Any]:
-        """Maps the trainer's tensors into this process: a JSON list of (name, what CUDA needs to open it).
+        """Maps the trainer's tensors into this process: a JSON list of (name, CUDA handle fields).
 
-        The trainer keeps them where they are, so that every later update is a copy on the GPU and nothing else. Declined
-        where this worker is on another GPU than the trainer, or is one of several that share the model.
+        The trainer keeps them at the same addresses, so every later update is only a copy on the GPU.
+        Declined (`attached` = 0) if this worker is on another GPU than the trainer, or is one of several
+        that share the model.
         """
         same = self.device.type == "cuda" and gpu == str(torch.cuda.get_device_properties(self.device).uuid)
         if not same or self.parallel_config.world_size > 1:
@@ -55,8 +57,11 @@ class UnderstudyWorker:
         return {"attached": len(self.understudy_attached)}
 
     def understudy_copy(self, version: str) -> dict[str, Any]:
-        """Takes the attached tensors over. The first time the model's own loader does it and is watched; what it copied from
-        where to where is then all there is to do, in a few launches. Answers with the seconds it took besides."""
+        """Copies the attached tensors into the model; returns the duration too.
+
+        The first time the model's own loader does it and its copies are recorded. Later calls replay the
+        copies in a few launches.
+        """
         start = time.perf_counter()
         if self.understudy_plan is None:
             with torch.no_grad():
@@ -77,8 +82,10 @@ class UnderstudyWorker:
 
 
 def _pack_again(model: Any) -> None:
-    """On a CPU vLLM multiplies with packed copies of matrices. A head tied to the embedding is not reloaded itself, so its
-    copy would stay that of the old weights."""
+    """Repacks matrices on a CPU, where vLLM multiplies with packed copies.
+
+    A head tied to the embedding is not reloaded itself, so its packed copy would keep the old weights.
+    """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if hasattr(module, "cpu_linear") and method is not None and module.weight.numel():
@@ -86,7 +93,8 @@ def _pack_again(model: Any) -> None:
 
 
 def _opened(fields: dict[str, Any], device: Any) -> torch.Tensor:
-    """The other process's tensor. Handles come as base64 text; the device is ours, whatever number the trainer gave it."""
+    """Opens the trainer's tensor. Handles are base64 text; the device index is this process's, not the
+    trainer's."""
     fields = {
         name: base64.b64decode(value) if name in _BYTES_FIELDS else value for name, value in fields.items()
     }
