@@ -67,8 +67,8 @@ class HostedEngine:
 
     patience_s   how long a batch waits for a host that serves, before it fails
     silence_s    a host that does not answer /health for this long is restarted
-    restarts     when a host that does not stay up is given up; if no host is left, waiting batches fail
-    with the reason notify       called with a message when a host is lost and when it is back
+    restarts     when a host that does not stay up is given up; with no host left, waiting batches fail
+    notify       called with a message when a host is lost and when it is back
     """
 
     def __init__(

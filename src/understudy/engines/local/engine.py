@@ -1,13 +1,15 @@
-"""Generation in this process, over a transformers model: correct, deterministic, on a CPU or one GPU.
+"""`HFEngine`: deterministic generation in this process with a transformers model, on a CPU or one GPU.
 
-The event loop stays free: all model work happens on the scheduler's thread. Weights arrive without a copy where the
-engine shares the trained model's parameters (publishing is then a change of version), by copy otherwise.
+All model work happens on the scheduler's thread, so the event loop stays free. If the engine shares the
+trained model's parameters, a publish only changes the version. Otherwise weights are copied in.
 
-On a GPU that thread has a CUDA stream of its own, so that decoding and training in one process overlap instead of queueing behind
-each other; its priority is high, because decoding is many short kernels and training few long ones. Two streams are
-ordered by nothing but events, and the only memory both touch is the weights. So the rule, kept in `_handing_over`: whoever writes
-weights first waits for what the engine's stream has queued (pausing the scheduler stops new work, not work under way), and
-the engine's stream waits for the writes before its next turn.
+On a GPU that thread has a CUDA stream of its own, so that decoding and training in one process overlap. The
+stream has high priority, because decoding is many short kernels and training few long ones. Only events
+order two streams, and the weights are the only memory that both use. `_handing_over` therefore enforces two
+waits:
+
+    a writer of weights    waits for all work queued on the engine's stream; pausing only stops new work
+    the engine's stream    waits for the writes before its next step
 """
 
 from __future__ import annotations
@@ -40,20 +42,21 @@ from understudy.nn.rotary_border import crossing, rotary_border
 logger = logging.getLogger(__name__)
 
 _POOL_SHARE = 0.7
-"""How much of the free GPU memory keys and values may take."""
+"""Fraction of the free GPU memory that keys and values may take."""
 KERNEL_DEVICES = {"cuda"}
 """Device types where rows live in slots and decode steps run our own kernels."""
 GROWING_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types whose state is keys and values per token; others cannot be padded, merged or cut."""
+"""Layer types whose state is keys and values per token; the state of other types cannot be padded or
+merged."""
 
 
 class Layout(StrEnum):
-    """Where keys and values of rows in flight live."""
+    """How keys and values of rows in flight are stored."""
 
     PADDED = "padded"
     """One block per batch, rows padded to one length: every model, every device."""
     SLOTS = "slots"
-    """A pool taken once, one slot of `max_length` per row, steps as CUDA graphs: fast on a GPU."""
+    """A preallocated pool, one slot of `max_length` tokens per row, steps as CUDA graphs: fast on a GPU."""
 
 
 def _multiplies_fp8(device: torch.device) -> bool:
@@ -61,7 +64,7 @@ def _multiplies_fp8(device: torch.device) -> bool:
 
 
 def sharing_copy(model: Any) -> Any:
-    """New modules around the very tensors of `model`."""
+    """A copy of the modules of `model` that shares its tensors."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, memo=dict(shared))
     if getattr(twin, "is_gradient_checkpointing", False):
@@ -70,12 +73,13 @@ def sharing_copy(model: Any) -> Any:
 
 
 class HFEngine:
-    """An `Engine` over a causal language model of transformers.
+    """An `Engine` over a causal language model of transformers. Called on an event loop; decodes on its own
+    thread.
 
-    `model` becomes the engine's own and is put into eval mode; to generate with a model that is being trained, use
-    `share_parameters_with`. `max_length` bounds prompt plus new tokens. `detokenize` is only needed for stop strings.
-    `layout` is chosen by device and model unless it is given: slots on a GPU, for the models that can. `kept_as` says how
-    keys and values are kept in slots.
+    The engine takes over `model` and puts it into eval mode. To generate with a model that is being
+    trained, use `share_parameters_with`. `max_length` bounds prompt plus new tokens. `detokenize` is needed
+    for stop strings only. `layout` is chosen by device and model unless it is given: slots on a GPU, if the
+    model supports them. `kept_as` is the number format of keys and values in slots.
     """
 
     def __init__(
@@ -113,10 +117,12 @@ class HFEngine:
         return self._version
 
     def share_parameters_with(self, model: Any) -> None:
-        """From now on generate with the very tensors `model` trains: publishing costs nothing but the version.
+        """Generates with the tensors that `model` trains from now on; a publish then only changes the
+        version.
 
-        Only the modules are new, so that eval mode and kernels here leave the trained modules alone. An engine that was made over
-        these tensors (`sharing_copy`) stays as it is: a second pool of keys and values would have to fit beside the first.
+        Only the modules are copied, so that eval mode and kernels here do not affect the trained modules.
+        An engine built over these tensors (`sharing_copy`) is left unchanged: a second pool of keys and
+        values would have to fit beside the first.
         """
         if not self._shares(model):
             self._adopt(sharing_copy(model))
@@ -145,7 +151,8 @@ class HFEngine:
 
     @contextmanager
     def _handing_over(self) -> Iterator[None]:
-        """What this thread's stream writes inside comes after everything the engine has queued, and before what it queues next."""
+        """Orders this stream's writes inside: after all work the engine has queued, before the work it
+        queues next."""
         if self._stream is None:
             yield
             return
@@ -157,7 +164,7 @@ class HFEngine:
             self._stream.wait_stream(here)
 
     def _pool_for(self, model: Any) -> SlotPool | None:
-        """Slots where they were asked for, or where nothing speaks against them; None means padding."""
+        """A slot pool if it was asked for or is possible; None means the padded layout."""
         narrow = self._kept_as is KeptAs.FP8
         if self._layout is Layout.PADDED or (
             self._layout is None and self._device.type not in KERNEL_DEVICES
@@ -273,7 +280,7 @@ class HFEngine:
             self._version = version
             self._scheduler.weights_changed()
         except BaseException as error:
-            if self._torn:  # what runs would go on under weights that are neither old nor new
+            if self._torn:  # running rows would continue under a mixture of old and new weights
                 self._scheduler.fail(EngineError(f"a weight update failed half-way: {error}"))
             raise
         finally:
@@ -312,7 +319,7 @@ class HFEngine:
                     f"new weights lack {len(missing)} of {len(own)} tensors, the first {missing[0]}; send all of them"
                 )
         except BaseException:
-            # Not before: requests that come while weights are copied wait, and are written under the new ones.
+            # Set only here: requests that arrive during the copy wait, and run under the new weights.
             self._torn = self._torn or begun
             raise
         self._torn = self._torn and not begun
@@ -328,5 +335,5 @@ class HFEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._scheduler.close)
-        if self._stream is not None:  # its memory may be reused by other streams from here on
+        if self._stream is not None:  # other streams may reuse its memory from here on
             await asyncio.to_thread(self._stream.synchronize)

@@ -1,10 +1,10 @@
-"""Keys and values of the tokens seen so far, in buffers that are written in place.
+"""The key/value cache of the padded layout: buffers with spare columns, written in place.
 
-Legend: B rows, H key/value heads, C columns of room, T columns in use, D head size.
+Legend: B rows, H key/value heads, C allocated columns, T columns in use, D head size.
 
-transformers' own dynamic cache copies the whole cache for every new token; here room grows by half when it runs out.
-All layers hold every column, sliding-window ones too: the model's mask then decides what is visible, and rows can join
-and leave.
+transformers' dynamic cache copies the whole cache for every new token. Here a buffer grows by half when it
+is full. All layers hold every column, sliding-window layers too. The model's mask decides what is visible,
+so rows can join and leave.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 FIRST_ROOM = 64
-"""Columns for new tokens that are there from the start."""
+"""Columns allocated for new tokens from the start."""
 
 
 class RoomyLayer(DynamicLayer):
-    """One layer's keys and values, [B, H, C, D], of which the first `used` columns count.
+    """One layer's keys and values, [B, H, C, D]; the first `used` columns are valid.
 
-    `room` is how many columns to start with, `most` how many there can ever be.
+    `room` is the number of allocated columns, `most` its upper limit.
     """
 
     def __init__(self, room: int, most: int) -> None:
@@ -66,13 +66,14 @@ def _grown(old_BHTD: Tensor, used: int, room: int) -> Tensor:
 
 
 def new_cache(layers: int, width: int, most: int) -> Cache:
-    """For prompts of `width` columns that may grow to `most`; room for all of it would be wasted on most rows."""
+    """A cache for prompts of `width` columns that may grow to `most`. It starts small: few rows grow that
+    long."""
     room = min(width + FIRST_ROOM, most)
     return Cache(layers=[RoomyLayer(room, most) for _ in range(layers)])
 
 
 def keep_rows(cache: Cache, rows_B: Tensor, skip: int) -> None:
-    """Keeps only the named rows, and forgets their first `skip` columns (padding in all of them)."""
+    """Keeps only the given rows, and drops their first `skip` columns (padding in all of them)."""
     for layer in cache.layers:
         layer.keys = layer.keys[rows_B, :, skip:]
         layer.values = layer.values[rows_B, :, skip:]
@@ -82,13 +83,13 @@ def keep_rows(cache: Cache, rows_B: Tensor, skip: int) -> None:
 
 
 def merge(first: Cache, second: Cache, most: int) -> Cache:
-    """Rows of both, right-aligned on the longer one; the columns before a row's own are unset and must be masked."""
+    """The rows of both caches, right-aligned to the longer; columns before a row's own must be masked."""
     used = max(first.layers[0].used, second.layers[0].used)
     merged = new_cache(len(first.layers), used, most)
     for layer, upper, lower in zip(merged.layers, first.layers, second.layers, strict=True):
         rows = upper.keys.shape[0] + lower.keys.shape[0]
         shape = (rows, upper.keys.shape[1], layer.room, upper.keys.shape[3])
-        # Zeros, not whatever memory held: a masked NaN times a zero weight would still be NaN.
+        # Zeros, not uninitialised memory: a masked NaN times a zero weight would still be NaN.
         layer.keys, layer.values = (
             upper.keys.new_zeros(shape),
             upper.values.new_zeros((*shape[:3], upper.values.shape[3])),

@@ -1,10 +1,11 @@
-"""One layer's keys and values of all rows in flight, in the model's precision or in eight bits a number.
+"""One layer's key/value pool for all rows in flight, in the model's precision or in fp8.
 
-Legend: S slots, H key/value heads, C columns of room, D head size, N places (a slot and a column each).
+Legend: S slots, H key/value heads, C columns per slot, D head size, N places (a slot and a column each).
 
-In eight bits (fp8, e4m3) a head's vector at a place is divided by its **scale**, its largest magnitude / 448, so that it fills the
-format's range; the scale is kept beside it in fp32 (3 % of the memory). Three bits of mantissa remain: a number is off by up to a
-sixteenth of itself. What a decode step reads is nearly halved, and reading is what it waits for.
+In fp8 (e4m3) a head's vector at a place is divided by its **scale**, its largest magnitude / 448, so that
+it fills the format's range. The scale is stored beside it in fp32 (3 % of the memory). Three bits of
+mantissa remain: the relative error of a number is at most 1/16. A decode step reads nearly half the bytes,
+and it is bound by reading.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ NARROW = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
 SMALLEST_TOP = 1e-20
-"""A vector of zeros has a scale too."""
+"""Lower bound of the largest magnitude, so that a vector of zeros has a scale above 0."""
 
 
 class KeptAs(StrEnum):
-    """How keys and values are kept."""
+    """The number format of keys and values in a pool."""
 
     MODEL = "model"
     """In the model's own precision."""
@@ -38,7 +39,7 @@ class KeyValues:
     values_SHCD: Tensor
     key_scales_SHC: Tensor | None = None
     value_scales_SHC: Tensor | None = None
-    """fp32; none where both are kept in the model's precision."""
+    """fp32; None if keys and values are in the model's precision."""
 
     @staticmethod
     def empty(
@@ -64,12 +65,12 @@ class KeyValues:
                 kept[at] = fresh
                 continue
             narrow_NHD, scales_NH = narrowed(fresh)
-            # Numbers of eight bits cannot be put in place by index on every device; their bytes can.
+            # Not every device supports indexed writes of fp8; indexed writes of bytes work everywhere.
             kept.view(torch.uint8)[at] = narrow_NHD.view(torch.uint8)
             scales[at] = scales_NH
 
     def read(self, slots_N: Tensor, columns_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, H, D] of these places."""
+        """Keys and values [N, H, D] at these places."""
         at = (slots_N, slice(None), columns_N)
         if self.key_scales_SHC is None or self.value_scales_SHC is None:
             return self.keys_SHCD[at], self.values_SHCD[at]
@@ -91,7 +92,7 @@ class KeyValues:
 
 
 def narrowed(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors [..., D] in eight bits, and their scales [...]."""
+    """Vectors [..., D] in fp8, and their scales [...]."""
     wide = vectors.float()
     scales = wide.abs().amax(-1).clamp(min=SMALLEST_TOP) / LARGEST
     return (wide / scales[..., None]).to(NARROW), scales
@@ -102,24 +103,28 @@ def _widened(bytes_XD: Tensor, scales_X: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bytes_per_token(heads: int, size: int, kept_as: KeptAs, dtype: torch.dtype) -> int:
-    """Of one layer."""
+    """Bytes of one token's keys and values in one layer."""
     own = NARROW.itemsize * size + torch.float32.itemsize if kept_as is KeptAs.FP8 else dtype.itemsize * size
     return 2 * heads * own
 
 
 @dataclass(slots=True)
 class Places:
-    """Where the rows of a step live; the tensors keep their addresses, because a recorded graph reads them."""
+    """Slot and length of each row of a step. The tensors keep their addresses, because a recorded graph
+    reads them."""
 
     slots_B: Tensor
     lengths_B: Tensor
-    """Tokens in the slot before this step."""
+    """Tokens in the slot before the step."""
     ends_B: Tensor
-    """After it."""
+    """Tokens in the slot after the step."""
 
 
 class SlotLayer(DynamicLayer):
-    """One layer's pool. `update` writes each row's newest key and value at its place; attention reads the pool itself."""
+    """One layer's pool as a transformers cache layer.
+
+    `update` writes each row's newest key and value at its place. Attention reads the pool directly.
+    """
 
     def __init__(self, pool: KeyValues) -> None:
         super().__init__()

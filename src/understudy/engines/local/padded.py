@@ -1,10 +1,10 @@
-"""Rows padded to one length: works with every model and device; what a CPU uses.
+"""The padded layout: rows padded to one length. Works with every model and device; used on a CPU.
 
-Legend: B rows, T columns (left padding, prompt, what was written), V vocabulary.
+Legend: B rows, T columns (left padding, prompt, generated tokens), V vocabulary.
 
-Prompts are padded on the left so that every row's newest token sits in the same column. Keys and values of a batch are
-one block, so joining and dropping rows copies it. On a CPU the models that `cpu_forward.py` knows go through it, all others
-through transformers' own forward.
+Prompts are padded on the left, so that every row's newest token is in the same column. A batch's keys and
+values are one block, so joining and dropping rows copies it. On a CPU, models that `cpu_forward.py`
+supports use it; all other models use transformers' forward.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class PaddedBatch:
         )
 
     def _lay_out(self) -> None:
-        """Mask and positions of the rows as they are now."""
+        """Computes mask and positions of the current rows."""
         lengths_B = np.array([len(row) for row in self.writing.rows])
         self._width = int(lengths_B.max())
         self._pad_B = self._width - lengths_B
-        # The mask has room for every token that may come; each step sees a longer slice of it.
+        # The mask covers every token that may still come; each step uses a longer slice of it.
         mask_BT = np.arange(self._width + self.writing.steps_left) >= self._pad_B[:, None]
         self._mask_BT = torch.from_numpy(mask_BT).to(self._device)
         self._position_B1 = torch.from_numpy(lengths_B[:, None]).to(self._device)
@@ -64,7 +64,7 @@ class PaddedBatch:
         self._hide_filling()
 
     def _hide_filling(self) -> None:
-        """The mask as something to add to attention's scores; None where there is nothing to hide."""
+        """Computes the additive attention mask; None if no row has padding."""
         self._hidden_BT: Tensor | None = None
         if self._lean is not None and self._pad_B.any():
             shown_BT = torch.zeros(self._mask_BT.shape, dtype=self._model.dtype, device=self._device)
@@ -83,7 +83,7 @@ class PaddedBatch:
 
     @property
     def pads(self) -> np.ndarray:
-        """How many columns of padding each row has."""
+        """Columns of padding of each row."""
         return self._pad_B
 
     def draw(self) -> list[Row]:

@@ -1,9 +1,9 @@
-"""Rows being written, as the host sees them: what each step drew, who has ended, and why.
+"""The host-side record of rows being decoded: drawn tokens, ended rows and their stop reasons.
 
 Legend: B rows, V vocabulary, N steps, K candidates.
 
-Where keys and values live is not known here (`padded.py`, `slots.py`). A step draws a token for each row from the
-logits it is given and fetches tokens and logprobs: the only wait for the device.
+`padded.py` and `slots.py` hold the keys and values. A step draws a token for each row from given logits and
+copies tokens and logprobs to the host. That copy is the only wait for the device.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Detokenize = Callable[[Sequence[int]], str]
 
 @dataclass(slots=True)
 class Row:
-    """One request's progress. What the steps of a batch under way wrote is added when the row ends there."""
+    """One request's progress. Tokens of the current batch are added when the row ends in it or leaves it."""
 
     request: GenerateRequest
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     candidates: list[np.ndarray] = field(default_factory=list)
-    """int32 [n, K] of each batch the row was in; only where its request asks for candidates."""
+    """int32 [n, K] of each batch the row was in; only if its request asks for candidates."""
     stop_reason: StopReason | None = None
 
     @property
     def ids(self) -> np.ndarray:
-        """Everything the model must see to write the next token."""
+        """The whole context of the next token: prompt and generated tokens."""
         return np.concatenate([self.request.tokens, np.asarray(self.tokens, dtype=np.int32)])
 
     def __len__(self) -> int:
@@ -63,19 +63,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A draw whose outcome may still be on its way to the host."""
+    """A draw whose result may still be copied to the host."""
 
     news_3B: Tensor
     """float64, on the host: token, logprob, whether it is a stop id."""
     arrived: torch.cuda.Event | None = None
-    """None where the outcome is there already."""
+    """Recorded after the copy; None if the result is on the host already."""
 
 
 class RowBatch(Protocol):
-    """Rows in flight under one weight version; making one runs their ids through the model.
+    """Rows in flight under one weight version, on the scheduler's thread. Creating one runs the prompts.
 
-    `draw` writes a token on every row, `advance` makes the next draw possible. Between the two rows may `end` early, and
-    before a draw another batch may `join`. Rows that ended stay, unread, until dropping them pays or `release` is called.
+    `draw` appends a token to every row; `advance` computes the logits of the next draw. Between the two,
+    rows may `end` early. Before a draw, another batch may `join`. Ended rows stay in the batch, unused,
+    until enough have ended (`dropping_pays`) or `release` is called.
     """
 
     writing: Writing
@@ -90,7 +91,8 @@ class RowBatch(Protocol):
 
 
 class Writing:
-    """The rows of one batch and what its steps wrote."""
+    """The rows of one batch, their sampling state and the tokens its steps drew. Used on the scheduler's
+    thread."""
 
     def __init__(
         self,
@@ -132,20 +134,20 @@ class Writing:
 
     @property
     def dropping_pays(self) -> bool:
-        """Once an eighth has ended; what depends on the rows alone is the same every time."""
+        """True once an eighth of the rows has ended; depends on the rows alone, so it is deterministic."""
         return 8 * (len(self.rows) - self.alive) >= len(self.rows)
 
     @property
     def goes_on(self) -> bool:
-        """Between `begin_draw` and `end_draw`: whether any row has room for a token after the one being drawn."""
+        """Between `begin_draw` and `end_draw`: whether any row may get a token after the one being drawn."""
         return bool((self._left_B[self._alive_B] > self._step + 1).any())
 
     def draw(self, logits_BV: Tensor) -> list[Row]:
-        """Writes one token on every row; returns the rows that ended with it."""
+        """Appends one token to every row; returns the rows that ended with it."""
         return self.end_draw(self.begin_draw(logits_BV))
 
     def begin_draw(self, logits_BV: Tensor) -> Drawn:
-        """The device's part: `newest_B` is what was drawn, and the host's copy of it is on its way."""
+        """The device's part: sets `newest_B` to the drawn tokens and starts their copy to the host."""
         if self._drawn_ids < logits_BV.shape[1]:
             logits_BV = logits_BV[:, : self._drawn_ids]
         if self._unusable_BV is not None:
@@ -162,7 +164,7 @@ class Writing:
         if self._candidates:
             best_BK = logits_BV.topk(self._candidates, dim=-1).indices
             self._candidates_NBK[self._step] = best_BK.int().cpu().numpy()
-        # One fetch for everything the host must know; float64 holds every id and every fp32 logprob exactly.
+        # One copy for everything the host needs; float64 holds every id and every fp32 logprob exactly.
         news_3B = torch.stack([tokens_B.double(), logprobs_B.double(), stopped_B.double()])
         if not news_3B.is_cuda:
             return Drawn(news_3B)
@@ -173,7 +175,7 @@ class Writing:
         return Drawn(told_3B, arrived)
 
     def end_draw(self, drawn: Drawn) -> list[Row]:
-        """The host's part, once the copy is there; returns the rows that ended."""
+        """The host's part: waits for the copy, then returns the rows that ended."""
         if drawn.arrived is not None:
             drawn.arrived.synchronize()
         news_3B = drawn.news_3B.numpy()
@@ -211,7 +213,7 @@ class Writing:
         return said_B
 
     def _collect(self, i: np.integer) -> None:
-        """Moves what row i wrote in this batch onto the row."""
+        """Appends row i's tokens of this batch to the row."""
         row = self.rows[i]
         row.tokens.extend(self._tokens_NB[: self._step, i].tolist())
         row.logprobs.extend(self._logprobs_NB[: self._step, i].tolist())
@@ -220,7 +222,7 @@ class Writing:
             row.candidates.append(self._candidates_NBK[: self._step, i, :wanted].copy())
 
     def end(self, which: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-        """Stops writing on the rows named (all by default); returns them, each with everything it wrote."""
+        """Ends the selected rows (all by default) and returns them, each with all its tokens."""
         ended = [i for i in np.flatnonzero(self._alive_B) if which(self.rows[i])]
         for i in ended:
             self._collect(i)
@@ -228,7 +230,7 @@ class Writing:
         return [self.rows[i] for i in ended]
 
     def keep_alive(self) -> np.ndarray:
-        """Forgets the rows that have ended; returns the places of the others."""
+        """Drops the rows that have ended; returns the indices of those that stay."""
         keep = np.flatnonzero(self._alive_B)
         keep_B = torch.from_numpy(keep).to(self._device)
         self.rows = [self.rows[i] for i in keep]
@@ -243,7 +245,7 @@ class Writing:
         return keep
 
     def joined(self, other: Writing) -> Writing:
-        """A new beginning for the rows of both that are still being written."""
+        """A new record of the rows of both batches that have not ended."""
         rows = [*self.end(), *other.end()]
         return Writing(
             rows, version=self.version, vocab=self._vocab, device=self._device, detokenize=self._detokenize
@@ -253,7 +255,8 @@ class Writing:
 def _usable_ids(
     usable: Sequence[UsableIds | None], vocab: int, device: torch.device
 ) -> tuple[int, Tensor | None]:
-    """How many ids are drawn from, and a mask [B, ids] of those a row may not have; None where all rows may have all of them."""
+    """The number of ids to draw from, and a mask [B, ids] of the ids forbidden per row; None if there are
+    none."""
     limits = [vocab if one is None else min(one.limit, vocab) for one in usable]
     most = max(limits)
     if min(limits) == most and not any(one is not None and one.holes for one in usable):

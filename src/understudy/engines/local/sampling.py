@@ -4,20 +4,22 @@ Legend: B rows, V vocabulary, N new tokens, S stop ids.
 
 For a request with seed s, temperature τ > 0 and no filters, the t-th new token (t from 0) is
 
-    u      = numpy.random.default_rng(s).random(max_new_tokens)[t]          float64 in [0, 1) (`uniforms.py`)
+    u      = numpy.random.default_rng(s).random(max_new_tokens)[t]          float64 in [0, 1) (`uniforms_of`)
     probs  = softmax(logits.float() / τ)                                    float32
     cdf    = cumsum(probs.double())                                         float64, in order of token id
     token  = searchsorted(cdf, u · cdf[-1], right=True)                     the first id whose cdf is above
     logprob = log_softmax(logits.float() / τ)[token]                        float32
 
-so a row's tokens depend on its own logits and seed, whatever else is in the batch. numpy's generator is used because
-torch's CPU generator keeps only 32 bits of a seed, and two of a million rollouts would share their randomness.
-On a GPU rows without filters are drawn by `draw.py`: the same rule, summed in another order.
+So a row's tokens depend on its own logits and seed, not on other rows of the batch. We use numpy's
+generator, because torch's CPU generator keeps only 32 bits of a seed: two of a million rollouts would share
+their randomness. On a GPU `kernels/draw.py` draws rows without filters: the same rule, summed in another
+order.
 
-With filters, logits are changed before the softmax, in the order vLLM uses, so that one recipe means one
-distribution on either engine: repetition penalty (over prompt and generated ids), temperature, min-p, top-k, then
-top-p on what top-k left (renormalised). Equal logits are ranked by id. The reported logprob is that of the filtered, renormalised distribution.
-Greedy (τ = 0) takes argmax(logits) and reports log_softmax(logits)[token].
+Filters change the logits before the softmax, in vLLM's order, so that one recipe gives one distribution on
+either engine: repetition penalty (over prompt and generated ids), temperature, min-p, top-k, then top-p on
+the ids that top-k kept (renormalised). Equal logits are ranked by id. The reported logprob is that of the
+filtered, renormalised distribution. Greedy (τ = 0) takes argmax(logits) and reports
+log_softmax(logits)[token].
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from understudy.engines.base import Sampling
 _WORD = (1 << 32) - 1
 _STATE = (1 << 128) - 1
 _POOL = 4
-"""Words a seed is mixed in."""
+"""Words of the pool that a seed is mixed into."""
 _MULTIPLIER = 0x2360ED051FC65DA44385DF649FCCF645
-"""Of PCG64."""
+"""The multiplier of PCG64."""
 _LEFT, _RIGHT = np.uint32(0xCA01F9DD), np.uint32(0x4973F715)
 _SHIFT = np.uint32(16)
 
 
 def _constants(first: int, factor: int, count: int) -> list[tuple[np.uint32, np.uint32]]:
-    """Of each hash in turn: what a word is crossed with, and what it is multiplied by."""
+    """For each hash in turn: the constants of its xor and of its multiplication."""
     words = [first]
     for _ in range(count):
         words.append(words[-1] * factor & _WORD)
@@ -60,7 +62,7 @@ def _hashed(words_B: np.ndarray, constants: tuple[np.uint32, np.uint32]) -> np.n
 
 
 def _states(seeds: Sequence[int]) -> np.ndarray:
-    """uint64 [B, 4]: `SeedSequence(seed).generate_state(4, numpy.uint64)` of each."""
+    """uint64 [B, 4]: `SeedSequence(seed).generate_state(4, numpy.uint64)` of each seed, vectorised."""
     seeds_B = np.array(seeds, dtype=np.uint64)
     low_B, high_B = seeds_B.astype(np.uint32), (seeds_B >> np.uint64(32)).astype(np.uint32)
     constants = iter(_MIXING)
@@ -76,7 +78,7 @@ def _states(seeds: Sequence[int]) -> np.ndarray:
 
 
 def uniforms_of(seeds: Sequence[int], counts: Sequence[int]) -> list[np.ndarray]:
-    """float64 [count] of each request; a seed has 64 bits at most."""
+    """The uniform numbers of each request, float64 [count]; a seed has 64 bits at most."""
     if not seeds:
         return []
     source = np.random.PCG64(0)
@@ -95,13 +97,13 @@ def uniforms_of(seeds: Sequence[int], counts: Sequence[int]) -> list[np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling settings of B rows as tensors, so that one step needs no Python work per row.
+    """The sampling settings of B rows as tensors, so that a step needs no Python work per row.
 
-    The columns that a whole batch leaves at their neutral value are None, and their filter is skipped.
+    A column is None, and its filter skipped, if every row of the batch has the neutral value.
     """
 
     uniforms_NB: Tensor
-    """float64: u of the coming tokens, one row per step; 0 after a request's last."""
+    """float64: u of the next tokens, one row per step; 0 after a request's last token."""
     stop_ids_BS: Tensor
     """int64, padded with −1."""
     temperature_B1: Tensor | None
@@ -109,7 +111,7 @@ class SamplingBatch:
     greedy_B: Tensor | None
     min_p_B1: Tensor | None
     top_k_B1: Tensor | None
-    """int64; the vocabulary's size where a row keeps every token."""
+    """int64; the vocabulary's size for rows that keep every token."""
     top_p_B1: Tensor | None
     penalty_B1: Tensor | None
 
@@ -121,7 +123,7 @@ class SamplingBatch:
         vocab: int,
         device: torch.device,
     ) -> SamplingBatch:
-        """`written` is how many tokens each request has already; its randomness goes on from there."""
+        """`written` is the number of tokens each request has; its random numbers continue from there."""
         steps = max(setting.max_new_tokens - done for setting, done in zip(settings, written, strict=True))
         randomness_NB = np.zeros((steps, len(settings)))
         stops = np.full(
@@ -145,7 +147,8 @@ class SamplingBatch:
             stop_ids_BS=torch.from_numpy(stops).to(device),
             temperature_B1=column([s.temperature or 1.0 for s in settings], 1.0),
             greedy_B=torch.tensor(greedy, device=device) if any(greedy) else None,
-            # The likeliest token survives every filter, so greedy rows go without: their logprob is the model's own.
+            # Greedy rows skip the filters: the likeliest token passes them all, and its logprob is the
+            # model's own.
             min_p_B1=column([s.min_p if s.temperature else 0.0 for s in settings], 0.0),
             top_k_B1=column(
                 [(min(s.top_k, vocab) or vocab) if s.temperature else vocab for s in settings],
@@ -157,7 +160,7 @@ class SamplingBatch:
         )
 
     def select(self, rows_B: Tensor) -> SamplingBatch:
-        """The named rows, in the order named."""
+        """The given rows, in the given order."""
 
         def pick(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[rows_B]
@@ -177,7 +180,7 @@ class SamplingBatch:
 def shape_logits(logits_BV: Tensor, batch: SamplingBatch, seen_BV: Tensor | None) -> Tensor:
     """fp32 logits of the distribution to draw from; filtered tokens become −inf.
 
-    `seen_BV` marks the ids in each row's prompt and generation; needed where a row has a repetition penalty.
+    `seen_BV` marks the ids in each row's prompt and generation; needed for a repetition penalty.
     """
     logits_BV = logits_BV.float()
     if batch.penalty_B1 is not None and seen_BV is not None:
@@ -199,7 +202,8 @@ def _keep_top(logits_BV: Tensor, top_k_B1: Tensor | None, top_p_B1: Tensor | Non
         ranks_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
         ranked_BV = ranked_BV.masked_fill(ranks_V >= top_k_B1, -torch.inf)
     if top_p_B1 is not None:
-        # A token stays while the mass ranked before it is below p: the smallest set that reaches p, never empty.
+        # Keep a token while the mass ranked before it is below p: the smallest set that reaches p, never
+        # empty.
         mass_BV = ranked_BV.softmax(-1)
         before_BV = mass_BV.cumsum(-1) - mass_BV
         drop_BV = before_BV >= top_p_B1
@@ -209,9 +213,10 @@ def _keep_top(logits_BV: Tensor, top_k_B1: Tensor | None, top_p_B1: Tensor | Non
 
 
 def draw(logits_BV: Tensor, batch: SamplingBatch, step: int) -> tuple[Tensor, Tensor]:
-    """Token ids [B] and their logprobs [B] from shaped logits, by the rule at the top of this file; `step` counts from `build`."""
+    """Token ids [B] and logprobs [B] from shaped logits, by the rule at the top; `step` counts from
+    `build`."""
     logprobs_BV = logits_BV.log_softmax(-1)
-    # softmax, not exp(log_softmax): the rule above can then be reproduced to the bit.
+    # softmax, not exp(log_softmax), so that the rule at the top can be reproduced to the bit.
     cdf_BV = logits_BV.softmax(-1).double().cumsum(-1)
     target_B1 = batch.uniforms_NB[step][:, None] * cdf_BV[:, -1:]
     tokens_B1 = torch.searchsorted(cdf_BV, target_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)

@@ -1,10 +1,10 @@
-"""Who is being written, and who waits: the worker thread of the in-process engine.
+"""The scheduler thread of the in-process engine: admits waiting rows and decodes one token per turn.
 
     generate ──> waiting rows ──admit──> RowBatch ──a row ends──> its call; a call's last row ──> the caller
                                   ▲  one token per turn │
                                   └─────────────────────┘      between turns: pause, abort, new weights, close
 
-Everything that changes what is computed happens between two turns, so a turn never sees half an update.
+All changes of state happen between two turns, so a turn never sees half an update.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from understudy.types.trajectory import StopReason
 
 class Batching(StrEnum):
     COMPOSED = "composed"
-    """A call is a batch of its own: results depend on its composition alone. What `determinism = "full"` needs."""
+    """Each call is its own batch: results depend on its composition alone. `determinism = "full"` needs
+    this."""
     CONTINUOUS = "continuous"
-    """Calls are merged in order of arrival, and waiting rows join while others are still being written."""
+    """Calls are merged in order of arrival, and waiting rows join a batch that is being decoded."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class CallRow(Row):
 
 
 class Call:
-    """One `generate` under way: answered when its last row has ended."""
+    """One `generate` in flight: answered on its own event loop when its last row has ended."""
 
     def __init__(self, requests: Sequence[GenerateRequest]) -> None:
         self.loop = asyncio.get_running_loop()
@@ -50,7 +51,7 @@ class Call:
         self._running = len(self.rows)
 
     def row_ended(self) -> None:
-        """To be told once for each row."""
+        """Called once for each row."""
         self._running -= 1
         if self._running == 0:
             generations = [row.generation() for row in self.rows]
@@ -58,7 +59,7 @@ class Call:
 
     @property
     def over(self) -> bool:
-        """Nothing more is to be computed for it."""
+        """Whether no more tokens are needed for it."""
         return self.cancelled or self.aborted
 
     def fail(self, error: Exception) -> None:
@@ -75,7 +76,11 @@ class Call:
 
 
 class Scheduler:
-    """Runs turns on a thread of its own, from the first `submit` until `close`."""
+    """The batch being decoded and the calls and rows that wait.
+
+    Its thread runs turns from the first `submit` until `close`. The engine calls the public methods from
+    other threads; `_changed` guards the state they share.
+    """
 
     def __init__(
         self,
@@ -86,17 +91,18 @@ class Scheduler:
         batching: Batching,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """`stream`: where the thread's GPU work goes; None leaves it on the stream everybody uses."""
+        """`stream`: the CUDA stream of the thread's GPU work; None: the default stream."""
         self._stream = stream
         self._build, self._max_batch, self._prefill_tokens = build, max_batch, prefill_tokens
         self._batching = batching
         self._batch: RowBatch | None = None
         self._calls: deque[Call] = deque()
-        """Calls none of whose rows have been admitted yet."""
+        """Calls with no row admitted yet."""
         self._waiting: deque[CallRow] = deque()
-        """Rows of admitted calls that found no room yet."""
+        """Rows of admitted calls that had no place in the batch yet."""
         self._entering: Sequence[Row] = ()
-        """Rows whose ids are being run through the model: neither waiting nor in the batch, should that fail."""
+        """Rows whose prompts are being computed: neither waiting nor in the batch. Kept here in case that
+        fails."""
         self._changed = threading.Condition()
         self._paused = self._refresh = self._closed = False
         self._resting = True
@@ -120,7 +126,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def pause(self) -> bool:
-        """Returns once no token is being computed; whether it was paused before."""
+        """Waits until no token is being computed; returns whether it was paused before."""
         with self._changed:
             before, self._paused = self._paused, True
             self._changed.notify_all()
@@ -133,19 +139,19 @@ class Scheduler:
             self._changed.notify_all()
 
     def weights_changed(self) -> None:
-        """While paused: keys and values of rows in flight must be computed anew."""
+        """While paused: keys and values of rows in flight must be computed again."""
         with self._changed:
             self._refresh = True
 
     def abort(self) -> None:
-        """Ends every call there is now; calls that come later are not meant."""
+        """Ends every current call; later calls are not affected."""
         with self._changed:
             for call in self._all_calls():
                 call.aborted = True
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """While paused: every call there is fails."""
+        """While paused: fails every current call."""
         with self._changed:
             calls = self._all_calls()
             self._drop_everything()
@@ -172,7 +178,7 @@ class Scheduler:
         self._fail_running(EngineError("the engine was closed while this generation was running"))
 
     def _wait_for_work(self) -> bool:
-        """Rests until there is something to compute; False once closed."""
+        """Waits until there is something to compute; False once closed."""
         with self._changed:
             while True:
                 if self._closed:
@@ -202,10 +208,12 @@ class Scheduler:
             self._leave()
 
     def _admit(self) -> None:
-        """Lets waiting rows in: when none are being written, when a fair share of the places is free, or when there is room for all.
+        """Admits waiting rows if the batch is empty, an eighth of the places is free, or all waiting rows
+        fit.
 
-        Each entry costs a prompt pass over the newcomers and a copy of the cache, so rows enter in groups. The last few of a
-        batch that came one by one have nobody to wait for: for want of a share they would wait until the others have ended.
+        Each admission costs a prompt pass over the new rows and a copy of the cache, so rows enter in
+        groups. The third condition admits the last few rows of a batch that arrived one by one: no more
+        rows come to fill their group, so otherwise they would wait until running rows have ended.
         """
         while True:
             running = self._batch.writing.alive if self._batch else 0
@@ -230,7 +238,8 @@ class Scheduler:
         return batch
 
     def _next_group(self, free: int, running: int) -> list[CallRow]:
-        """Up to `free` waiting rows whose padded prompts fit the prefill budget; at least one where any waits."""
+        """Up to `free` waiting rows whose padded prompts fit the prefill budget; at least one if any
+        waits."""
         group: list[CallRow] = []
         longest = 0
         while len(group) < free:
@@ -244,14 +253,14 @@ class Scheduler:
         return group
 
     def _ready_rows(self) -> int:
-        """Rows that could enter a batch that is being written."""
+        """Rows that could join the running batch."""
         if self._batching is Batching.COMPOSED:
             return len(self._waiting)
         with self._changed:
             return len(self._waiting) + sum(len(call.rows) for call in self._calls)
 
     def _take_call(self, *, busy: bool) -> bool:
-        """Moves the next call's rows to the waiting ones, unless it must wait for those before it to end."""
+        """Moves the next call's rows to the waiting ones, unless it must wait for the running call to end."""
         if busy and self._batching is Batching.COMPOSED:
             return False
         with self._changed:
@@ -261,7 +270,7 @@ class Scheduler:
             return True
 
     def _sweep(self) -> None:
-        """Takes out the rows of calls that are over; those of aborted calls keep what they have."""
+        """Removes the rows of calls that are over; rows of aborted calls keep their tokens."""
         over = [row for call in self._calls if call.over for row in call.rows]
         over += [row for row in self._waiting if _call_of(row).over]
         self._calls = deque(call for call in self._calls if not call.over)
@@ -281,7 +290,7 @@ class Scheduler:
         return list(found.values())
 
     def _leave(self) -> None:
-        """Nobody in the batch is being written any more."""
+        """Ends all rows of the batch and drops it."""
         if self._batch is not None:
             self._batch.writing.end()
             self._batch.release()
@@ -294,7 +303,7 @@ class Scheduler:
         self._calls.clear()
 
     def _fail_running(self, error: Exception) -> None:
-        """Fails every call that has rows in the batch, and everything that waits once the engine is closed."""
+        """Fails every call that has admitted rows; once the engine is closed, every waiting call too."""
         with self._changed:
             untouched = () if self._closed else tuple(self._calls)
             calls = [call for call in self._all_calls() if call not in untouched]

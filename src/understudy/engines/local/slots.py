@@ -1,10 +1,12 @@
-"""Rows in slots of one key/value pool: the decode path for a GPU.
+"""The slot layout: rows in slots of one preallocated key/value pool. The decode path on a GPU.
 
-Legend: B rows, S slots, H key/value heads, C columns of room, D head size, V vocabulary, N tokens of all prompts.
+Legend: B rows, S slots, H key/value heads, C columns per slot, D head size, V vocabulary, N tokens of all
+prompts.
 
-A row gets a slot when it enters and gives it back when it ends; nothing is ever copied or padded, so rows join and leave
-for free. A decode step reads each row's true length (`kernels/attention.py`) and runs as a CUDA graph, recorded once per
-size of batch. The pool holds `max_length` columns for every slot: memory is taken once, when the engine is made.
+A row gets a slot when it enters and returns it when it ends. Rows are never copied or padded, so joining
+and leaving is free. A decode step reads each row's true length (`kernels/attention.py`) and runs as a CUDA
+graph, recorded once per batch size. The pool has `max_length` columns per slot and is allocated once, when
+the engine is built.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from understudy.engines.local.rows import Row, RowBatch, Writing
 ATTENTION = "understudy_slots"
 AttentionInterface.register(ATTENTION, decode_attention.attend)
 RUN_AHEAD = {"cuda"}
-"""Device types that work while the host does something else."""
+"""Device types that run asynchronously to the host."""
 FUSED = {"cuda"}
-"""Device types where a step is one loop of our own kernels (`decode_loop`)."""
+"""Device types where a step is one loop of our own kernels (`kernels/decode_step.py`)."""
 SMALLEST = 16
 """Rows of the smallest recorded step."""
 MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
-"""Models whose attention is plain (grouped, causal, maybe windowed) and goes through transformers' interface."""
+"""Models with plain attention (grouped, causal, maybe windowed) behind transformers' attention interface."""
 
 
 def pool_fits(model: Any) -> bool:
@@ -49,7 +51,7 @@ def pool_fits(model: Any) -> bool:
 
 
 def pool_bytes(model: Any, *, slots: int, max_length: int, kept_as: KeptAs = KeptAs.MODEL) -> int:
-    """The memory a pool takes."""
+    """The memory of a pool in bytes."""
     config = model.config.get_text_config(decoder=True)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = bytes_per_token(config.num_key_value_heads, size, kept_as, model.dtype)
@@ -57,7 +59,8 @@ def pool_bytes(model: Any, *, slots: int, max_length: int, kept_as: KeptAs = Kep
 
 
 class SlotPool:
-    """Keys and values of every row in flight, the free slots, and the recorded steps."""
+    """Keys and values of every row in flight, the free slots, and the recorded steps. On the scheduler's
+    thread."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class SlotPool:
         self._free.extend(slots)
 
     def fill(self, slots: list[int], prompts: PaddedBatch) -> None:
-        """Moves the keys and values of freshly read prompts into slots."""
+        """Copies the keys and values of prompts just computed into slots."""
         lengths = [len(row) for row in prompts.writing.rows]
         row_N = np.repeat(np.arange(len(slots)), lengths)
         place_N = np.concatenate([np.arange(length) for length in lengths])
@@ -107,18 +110,19 @@ class SlotPool:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether `read` can be asked; elsewhere prompts are read by transformers, and filled in."""
+        """Whether `read` may be called. If not, transformers computes the prompts and `fill` copies them
+        in."""
         return self._loop is not None
 
     def read(self, slots: list[int], rows: Sequence[np.ndarray]) -> Tensor:
-        """Reads prompts straight into their slots; logits [B, V] after each."""
+        """Computes prompts directly into their slots; returns the logits [B, V] after each."""
         assert self._loop is not None
         lengths = [len(row) for row in rows]
         bounds = np.cumsum([0, *lengths])
         tokens_T = np.concatenate(rows).astype(np.int64)
         slots_T = np.repeat(np.asarray(slots), lengths)
         before_T = np.arange(len(tokens_T)) - np.repeat(bounds[:-1], lengths)
-        # One trip to the device for everything that is by token, one for what is by row.
+        # One transfer for everything per token, one for everything per row.
         told_3T = torch.from_numpy(np.stack([tokens_T, slots_T, before_T])).to(self._device)
         ends_B = torch.from_numpy(bounds[1:]).to(self._device)
         places = Places(told_3T[1], told_3T[2], told_3T[2])
@@ -127,9 +131,9 @@ class SlotPool:
         return self._loop.read(prompts, self._layers)
 
     def step_for(self, rows: int) -> _Step:
-        """The recorded step of the smallest size that holds so many rows: powers of two, and the whole pool.
+        """The recorded step of the smallest size with room for `rows`: powers of two, and the whole pool.
 
-        Fewer than `SMALLEST` rows take no less time than that many, and each size costs a recording.
+        Fewer than `SMALLEST` rows take as long as `SMALLEST` rows, and each size costs a recording.
         """
         size = min(max(1 << (rows - 1).bit_length(), SMALLEST), self._most)
         if size not in self._steps:
@@ -137,8 +141,12 @@ class SlotPool:
         return self._steps[size]
 
     def forget_moved_weights(self) -> None:
-        """Recorded steps read the weights where they lay. Whoever moves a tensor instead of writing into it (`.to`, `.data =`) would
-        have them go on with what is there now; so they are recorded again."""
+        """Drops recorded steps if a weight's address changed.
+
+        A recorded step reads weights at fixed addresses. Code that replaces a tensor's memory (`.to`,
+        `.data =`) instead of writing into it would leave the step reading freed memory, so the steps are
+        recorded again.
+        """
         addresses = self._weight_addresses()
         if addresses != self._addresses:
             self._steps.clear()
@@ -146,7 +154,7 @@ class SlotPool:
             self._loop = self._fused_loop()
 
     def _fused_loop(self) -> decode_loop.DecodeLoop | None:
-        """Where the engine gave this model its kernels, and the model is one whose every layer is known."""
+        """Our own decode loop, if the device runs our kernels and every layer of the model is a known one."""
         fused = self._device.type in FUSED and decode_loop.fits(self._model)
         return decode_loop.DecodeLoop(self._model) if fused else None
 
@@ -165,7 +173,7 @@ class SlotPool:
         try:
             output = self._model(
                 input_ids=tokens_B[:, None],
-                # A mask with four axes is passed on as it is; ours is in the lengths.
+                # transformers passes a 4-D mask on unchanged; the real mask is in the lengths.
                 attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._device),
                 position_ids=places.lengths_B[:, None],
                 past_key_values=self._cache,
@@ -182,15 +190,15 @@ class SlotPool:
         return Places(slots_B, torch.zeros_like(slots_B), torch.zeros_like(slots_B))
 
     def record(self, run: Any) -> Any:
-        """A CUDA graph of `run`; None on a CPU, where it is simply called.
+        """Records `run` as a CUDA graph; None on a CPU, where the step is called directly.
 
-        It is recorded on the engine's own stream, whose priority its kernels then keep. Another thread may train meanwhile and
-        take memory, which a recording only forgives with `thread_local`.
+        It is recorded on the engine's own stream, so its kernels keep that stream's priority. Another
+        thread may train and allocate memory meanwhile, which needs `capture_error_mode="thread_local"`.
         """
         if self._device.type != "cuda":
             return None
         own = torch.cuda.current_stream(self._device)
-        for _ in range(2):  # kernels are compiled and workspaces taken before anything is recorded
+        for _ in range(2):  # compile kernels and allocate workspaces before recording
             run()
         own.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -205,8 +213,12 @@ class SlotPool:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Garbage may hold graphs of an engine that is gone. Python collects when it likes, in whichever thread it is; a graph destroyed in
-    the thread that is recording ends the recording, and with it every later use of the device's random numbers."""
+    """Disables Python's garbage collector while a graph is recorded.
+
+    Garbage may hold graphs of a closed engine, and Python may collect it in any thread at any time. A graph
+    destroyed in the recording thread aborts the recording, and every later use of the device's random
+    numbers fails.
+    """
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -218,7 +230,7 @@ def nothing_collected() -> Iterator[None]:
 
 
 class _Step:
-    """One decode step for up to `size` rows, over tensors whose addresses never change."""
+    """One recorded decode step for up to `size` rows, over tensors whose addresses never change."""
 
     def __init__(self, pool: SlotPool, size: int) -> None:
         self._pool, self._size = pool, size
@@ -231,7 +243,7 @@ class _Step:
         self._logits_BV = self._pool.forward(self._tokens_B, self._places)
 
     def place(self, slots_B: Tensor, lengths_B: Tensor) -> None:
-        """The rows changed: from now on these."""
+        """Sets the slots and lengths of the rows; unused rows get the scratch slot."""
         empty = self._pool.scratch_places(self._size)
         for static_B, fresh_B, rest_B in (
             (self._places.slots_B, slots_B, empty.slots_B),
@@ -241,21 +253,22 @@ class _Step:
             static_B[: len(fresh_B)] = fresh_B
 
     def run(self, tokens_B: Tensor) -> Tensor:
-        """The logits after these tokens; each row is one token longer afterwards."""
+        """Runs the step and returns the logits after these tokens; each row is one token longer
+        afterwards."""
         rows = len(tokens_B)
         self._tokens_B[:rows] = tokens_B
         if self._graph is None:
             self._run()
         else:
             self._graph.replay()
-        # A row that has ended stays until dropping it pays; a full one then writes its last column over and over.
+        # An ended row stays until `dropping_pays`; if its slot is full, it overwrites its last column.
         self._places.lengths_B[:rows] += 1
         self._places.lengths_B[:rows].clamp_(max=self._pool.last_column)
         return self._logits_BV[:rows]
 
 
 class SlotBatch:
-    """A `RowBatch` over a pool."""
+    """A `RowBatch` whose keys and values are in slots of a pool."""
 
     def __init__(
         self, pool: SlotPool, model: Any, writing: Writing, *, pad_id: int, device: torch.device
@@ -271,11 +284,14 @@ class SlotBatch:
             self._logits_BV = prompts.logits_BV
         self._step: _Step | None = None
         self._ahead = False
-        """Whether the step after the newest draw is queued already."""
+        """Whether the step after the newest draw is already queued."""
 
     def draw(self) -> list[Row]:
-        """On a GPU the next step is queued before the host hears what was drawn: the GPU does not wait while Python finds out
-        who has ended. A row that has takes part in one step too many, into a slot that is still its own."""
+        """Draws; on a GPU it queues the next step before the host has the drawn tokens.
+
+        So the GPU does not wait while Python finds out which rows have ended. An ended row runs one step
+        too many, into a slot that is still its own.
+        """
         drawn = self.writing.begin_draw(self._logits_BV)
         if self._device.type in RUN_AHEAD and self.writing.goes_on:
             self._run_step()

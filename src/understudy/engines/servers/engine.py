@@ -62,9 +62,8 @@ class RemoteEngine:
     patience_s    how long a request is retried before it fails
     snapshots     folder for weights that servers read; in memory (/dev/shm) by default
     address       this machine's address as seen from remote servers, for broadcasts of weights
-    seeded        whether requests carry their seeds. With a seed per request a server samples row by row,
-    which is
-                  slower, and the batch still changes the last bits
+    seeded        whether requests carry their seeds: with a seed per request a server samples row by row,
+                  and the batch changes the last bits all the same
     """
 
     def __init__(

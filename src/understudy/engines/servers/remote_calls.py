@@ -4,8 +4,7 @@
     engine    `Grant`: server, version, the call it continues (gate open)     worker
     worker    prompt and tokens so far                                        server
     server    the next tokens, aborted if weights change                      worker
-    worker    `Brought`: how many tokens, stop reason                         engine, which waits at the
-    gate if aborted
+    worker    `Brought`: how many tokens, stop reason; if aborted, repeat     engine
 
 All calls must end before weights change: the new weights would answer a request that reaches the server too
 late. So once the servers have stopped, the engine tells each waiting worker that no answer will come

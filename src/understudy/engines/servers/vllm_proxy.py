@@ -1,7 +1,7 @@
 """The authenticating HTTP proxy of a vLLM server; it also receives broadcasts of new weights for it.
 
     trainer, workers ──HTTP, with the run's token──> proxy ──Unix socket──> vLLM
-    trainer ══buckets (weights/broadcast.py)══> proxy: a snapshot in this machine's memory ──> vLLM loads it in place
+    trainer ══buckets (weights/broadcast.py)══> proxy: snapshot in local memory ──> vLLM loads it in place
 
 vLLM itself listens on a socket that only this user can open, because its control routes have no
 authentication. The proxy forwards everything unchanged except `POST /v1/weights`, the order of a broadcast

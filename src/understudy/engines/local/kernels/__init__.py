@@ -1,1 +1,1 @@
-"""Fused kernels of the decode step, each beside its plain twin."""
+"""Triton kernels of the decode step, each beside or equal to a plain torch version."""

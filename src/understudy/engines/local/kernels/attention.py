@@ -1,11 +1,13 @@
-"""Attention of one new token per row over that row's slot of a key/value pool, for grouped-query models.
+"""Grouped-query attention of one new token per row over that row's slot of a key/value pool.
 
-Legend: B rows, S slots, Q query heads, H key/value heads (G = Q / H queries share one), C columns of room, D head size.
+Legend: B rows, S slots, Q query heads, H key/value heads (G = Q / H queries share one), C columns per slot,
+D head size.
 
-Only a row's true length is read, and keys and values are not expanded to the query heads: at batch 256 a step is bound
-by reading them once. `slot_attention` is the Triton kernel, `slot_attention_plain` its twin in plain torch: what a CPU
-runs, and what the kernel must equal. Numbers of eight bits are read as they are and multiplied in fp16, which holds each of them
-exactly; the scales of keys go to the scores, those of values to the weights (`kv_pool.py`).
+Only a row's true length is read, and keys and values are not expanded to the query heads: at batch 256 a
+step is bound by reading them once. `slot_attention` is the Triton kernel. `slot_attention_plain` is the
+same in plain torch: it runs on a CPU, and the kernel must equal it. fp8 numbers are multiplied in fp16,
+which represents each of them exactly. The scales of keys are applied to the scores, those of values to the
+weights (`kv_pool.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ except ImportError:  # a CPU build of torch comes without it
 BLOCK, WARPS = 64, 4
 """Columns read at a time, and the warps of a program."""
 NARROW_BLOCK = 32
-"""The same where numbers are of eight bits, with one warp for 128 of a head: what they are turned into has to pass between a program's
-warps, and with four the kernel takes as long as over twice the bytes (one H200: 101 us, 63 us so)."""
+"""Columns read at a time in fp8, with one warp per 128 of the head size. Converted numbers pass between a
+program's warps, and with four warps the kernel takes as long as over twice the bytes (one H200: 101 us,
+with one warp 63 us)."""
 
 
 def slot_attention_plain(
@@ -49,7 +52,7 @@ def slot_attention_plain(
     if window > 0:
         visible_BC &= columns_C >= lengths_B[:, None] - window
     scores_BHGC = scores_BHGC.masked_fill(~visible_BC[:, None, None], -torch.inf)
-    # Unset columns may hold anything, and 0 · NaN is NaN.
+    # Unset columns may hold NaN, and 0 · NaN is NaN.
     values_BHCD = values_BHCD.masked_fill(~visible_BC[:, None, :, None], 0.0)
     mixed_BHGD = scores_BHGC.softmax(-1) @ values_BHCD
     return mixed_BHGD.reshape(rows, queries, size).to(query_BQD.dtype)
@@ -99,7 +102,7 @@ if triton is not None:
             shrink = tl.exp(best - higher)
             total = total * shrink + tl.sum(weights, 1)
             if NARROW:
-                # Of the block's largest, so that small values do not vanish in fp16.
+                # Relative to the block's largest scale, so that small values do not underflow in fp16.
                 worth = tl.load(value_scales + scale_base + column, mask=visible, other=0.0)
                 most = tl.max(worth, 0)
                 weights *= (worth / most)[None, :]
@@ -124,7 +127,7 @@ def slot_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    """`slot_attention_plain` as one kernel; a program per row and key/value head."""
+    """`slot_attention_plain` as one kernel, with one program per row and key/value head."""
     rows, queries, size = query_BQD.shape
     keys_SHCD, values_SHCD = pool.keys_SHCD, pool.values_SHCD
     narrow = pool.key_scales_SHC is not None
@@ -152,7 +155,8 @@ def kernel_fits(queries: int, heads: int, size: int) -> bool:
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function transformers calls; `pools` are the layers' (see `slots.SlotLayer`), where `key` and `value` are by now."""
+    """The attention function that transformers calls; `key` and `value` are already in the layer's pool
+    (`pools`)."""
     places = options["slots"]
     window = int(options.get("sliding_window") or 0)
     function = slot_attention if query.is_cuda else slot_attention_plain

@@ -1,11 +1,12 @@
-"""A whole decode step over slots: the products, and five kernels a layer besides. Prompts go the same way, straight into their slots.
+"""A whole decode step over slots: matrix products and five kernels per layer. Also computes prompts.
 
     states ──norm──> q, k, v in one product ──norms, rotary, into the pool──> attention ──> product
        └──────────────── + ────────────────────────────────────────────────────────────────────┘
            ──norm──> gate, up in one product ──silu · up──> product ── + ──> the next layer's norm
 
-transformers' own modules start fourteen kernels a layer for the same arithmetic, even with ours inside (`fused_decode`). Roundings
-are transformers': every sum, product and norm is rounded where its code rounds. Models whose layers are anything else take its code.
+transformers' modules launch fourteen kernels per layer for the same arithmetic, even with our kernels inside
+(`fused.py`). Rounding is the same as in transformers: every sum, product and norm is rounded where its code
+rounds. Models with other layers use transformers' code. Prompts are written directly into their slots.
 
 Legend: B rows, T tokens of all prompts, R either, F features, Q query heads, H key/value heads, D head size, V vocabulary.
 """
@@ -35,20 +36,20 @@ LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Rows of ids one after another, and where each token goes."""
+    """The token ids of several rows, concatenated, and the place of each token in the pool."""
 
     tokens_T: Tensor
     places: Places
-    """By token: its row's slot, and how many come before it."""
+    """Per token: its row's slot, and its position."""
     bounds: Tensor
-    """int32 [B + 1]: where each row begins."""
+    """int32 [B + 1]: the start of each row, and the end of the last."""
     longest: int
     last_B: Tensor
-    """Each row's last token."""
+    """Index of each row's last token."""
 
 
 Attend = Callable[["_Layer", Tensor, "SlotLayer"], Tensor]
-"""(layer, turned queries [R, Q, D], its pool) → [R, Q, D]."""
+"""(layer, rotated queries [R, Q, D], its pool) → [R, Q, D]."""
 
 
 class _Layer:
@@ -67,7 +68,7 @@ class _Layer:
     def mix(
         self, normed_RF: Tensor, turns: tuple[Tensor, Tensor], pool: SlotLayer, places: Places, attend: Attend
     ) -> Tensor:
-        """Keys and values into the pool; what attention makes of the queries."""
+        """The attention block: writes keys and values into the pool and returns the projected output."""
         rows = len(normed_RF)
         query_RQD, key_RHD, value_RHD = (one.view(rows, -1, self.size) for one in self.heads(normed_RF))
         turned_RQD = fused_decode.place_heads(
@@ -84,7 +85,8 @@ class _Layer:
 
 
 class DecodeLoop:
-    """One model's decode step. Weights are read where they lie when it is made; make another one when they have moved."""
+    """One model's decode step. It keeps references to the weights' memory: build a new one when weights
+    moved."""
 
     def __init__(self, model: Any) -> None:
         fused_norm.generates_only(model)
@@ -105,7 +107,7 @@ class DecodeLoop:
         return self._logits(self._through(tokens_B, places, pools, attend))
 
     def read(self, prompts: Prompts, pools: Sequence[SlotLayer]) -> Tensor:
-        """Logits [B, V] after each row; its keys and values are in its slot then."""
+        """Logits [B, V] after each prompt; writes its keys and values into its slot."""
         places = prompts.places
 
         def attend(layer: _Layer, query_TQD: Tensor, pool: SlotLayer) -> Tensor:
@@ -122,7 +124,7 @@ class DecodeLoop:
     def _through(
         self, tokens_R: Tensor, places: Places, pools: Sequence[SlotLayer], attend: Attend
     ) -> Tensor:
-        """[R, F] after the last norm."""
+        """Hidden states [R, F] after the last norm."""
         fused_norm.refuse_gradients(self)
         states_RF = embedding(tokens_R, self._embedding)
         cosine_R1D, sine_R1D = self._rotary(states_RF[:, None], places.lengths_B[:, None])
@@ -145,7 +147,8 @@ class DecodeLoop:
 def packed_attention(
     query_TQD: Tensor, key_THD: Tensor, value_THD: Tensor, prompts: Prompts, scale: float, window: int
 ) -> Tensor:
-    """Causal attention inside each row; torch's own kernel for rows of different lengths on a GPU in half precision."""
+    """Causal attention inside each row; FlashAttention's variable-length kernel on a GPU in half
+    precision."""
     if query_TQD.is_cuda and query_TQD.dtype in (torch.float16, torch.bfloat16):
         out_TQD: Tensor = torch.ops.aten._flash_attention_forward(
             query_TQD, key_THD, value_THD, prompts.bounds, prompts.bounds, prompts.longest, prompts.longest,
@@ -170,14 +173,15 @@ def packed_attention(
 
 
 def fits(model: Any) -> bool:
-    """Whether a model's layers are known to the letter."""
+    """Whether every layer of a model is one that this loop computes exactly."""
     body = getattr(model, "model", None)
     layers = getattr(body, "layers", None)
     return layers is not None and hasattr(model, "lm_head") and all(_known(layer) for layer in layers)
 
 
 def join_products(model: Any) -> None:
-    """Lays the weights of products over the same input side by side, in the very parameters the model has."""
+    """Places the weights of products over the same input contiguously in memory; parameters keep their
+    identity."""
     for layer in model.model.layers:
         lay_side_by_side(_heads(layer.self_attn))
         lay_side_by_side(_gates(layer.mlp))

@@ -1,11 +1,13 @@
-"""Drawing tokens from a big vocabulary on a GPU in two small kernels, instead of ten passes over fp32 and fp64 copies of it.
+"""Draws tokens without filters on a GPU in two kernels, instead of ten passes over the vocabulary.
 
 Legend: B rows, V vocabulary, P pieces of the vocabulary (BLOCK ids each).
 
-The rule is that of `sampling.py` for rows without filters: the first id at which the summed probability passes u. Here the sum
-runs over pieces first (fp32 inside a piece, fp64 across pieces) and then inside the piece where u falls (fp64), so a token can
-differ from the plain rule's only where u lies within rounding (about 1e-6) of the border between two tokens. The same logits,
-seed and settings give the same token every time, whatever else is in the batch.
+The rule is that of `sampling.py` for rows without filters: the first id at which the summed probability
+passes u. Here the sum runs over pieces first (fp32 inside a piece, fp64 across pieces), then inside the
+piece that contains u (fp64). So a token can differ from the plain rule's only if u is within rounding
+(about 1e-6) of the border between two tokens. The same logits, seed and settings always give the same
+token, whatever the rest of the batch. The plain version makes ten passes over fp32 and fp64 copies of the
+logits.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ if triton is not None:
         logits, temperature, highest, place, mass, row_stride, vocab, pieces,
         TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Of each piece: its highest logit, where that is, and Σ exp(logit − highest)."""
+        """For each piece: its highest logit, the id of that logit, and Σ exp(logit − highest)."""
         row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
         ids = piece * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
         if TEMPERED:
             x = x / tl.load(temperature + row)
         top = tl.max(x, 0)
-        # A piece without any finite logit weighs nothing; −inf − (−inf) would make it NaN.
+        # A piece without finite logits has mass 0; −inf − (−inf) would make it NaN.
         level = tl.where(top == float("-inf"), 0.0, top)
         tl.store(highest + row * pieces + piece, top)
         tl.store(place + row * pieces + piece, piece * BLOCK + tl.argmax(x, 0))
@@ -49,7 +51,7 @@ if triton is not None:
         logits, temperature, uniforms, greedy, highest, place, mass, tokens, logprobs, row_stride, vocab, pieces,
         TEMPERED: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
     ):  # fmt: skip
-        """The piece where u falls, then the id inside it."""
+        """Finds the piece that contains u, then the id inside it."""
         row = tl.program_id(0).to(tl.int64)
         piece = tl.arange(0, PIECES)
         there = piece < pieces
@@ -79,13 +81,13 @@ if triton is not None:
 
 
 def can_draw(logits_BV: Tensor, batch: SamplingBatch) -> bool:
-    """Rows without filters, on a GPU."""
+    """Whether `draw_unfiltered` applies: no filters, on a GPU."""
     filters = (batch.min_p_B1, batch.top_k_B1, batch.top_p_B1, batch.penalty_B1)
     return triton is not None and logits_BV.is_cuda and all(column is None for column in filters)
 
 
 def draw_unfiltered(logits_BV: Tensor, batch: SamplingBatch, step: int) -> tuple[Tensor, Tensor]:
-    """Token ids [B] and their logprobs [B] from the model's own logits, as `sampling.draw` from shaped ones."""
+    """Token ids [B] and logprobs [B] from the model's own logits; `sampling.draw` takes shaped logits."""
     rows, vocab = logits_BV.shape
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
@@ -96,7 +98,7 @@ def draw_unfiltered(logits_BV: Tensor, batch: SamplingBatch, step: int) -> tuple
     tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
     logprobs_B = torch.empty(rows, dtype=torch.float32, device=device)
     tempered, greedy = batch.temperature_B1 is not None, batch.greedy_B is not None
-    # Where a column is left out, a pointer that is never read stands in for it.
+    # The kernel never reads the pointer of a column that is None; pass any tensor.
     temperature = batch.temperature_B1.contiguous() if batch.temperature_B1 is not None else highest_BP
     greedy_B = batch.greedy_B.to(torch.int8) if batch.greedy_B is not None else place_BP
     _pieces[(rows, pieces)](

@@ -1,10 +1,12 @@
-"""A decode step's small operations as few kernels: what a GPU otherwise spends a third of the step launching.
+"""Fused elementwise kernels of a decode step; unfused, launching them takes a third of the step.
 
-Legend: B rows, Q query heads, H key/value heads, D head size, S slots, C columns of room, R rows of any shape, F features.
+Legend: B rows, Q query heads, H key/value heads, D head size, S slots, C columns per slot, R rows of any
+shape, F features.
 
-Between a layer's projections and its attention lie head norms, rotary positions and the write into the key/value pool: twenty
-kernels of a few microseconds each in transformers' own code, one here. The arithmetic is transformers', with its roundings: norm
-in fp32, rounded; times weight, rounded; each product of the rotation rounded, then their sum.
+Between a layer's projections and its attention are head norms, rotary embedding and the write into the
+key/value pool: twenty kernels of a few microseconds each in transformers' code, one here. Arithmetic and
+rounding are the same as in transformers: norm in fp32, rounded; times weight, rounded; each product of the
+rotation rounded, then their sum.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ except ImportError:  # a CPU build of torch comes without it
     triton = None
 
 ATTENTIONS = {"LlamaAttention", "Qwen2Attention", "Qwen3Attention"}
-"""Classes of transformers whose forward is projections, head norms or none, rotary positions, cache, attention, projection."""
+"""transformers classes whose forward is: projections, optional head norms, rotary, cache, attention,
+projection."""
 MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
-"""Classes that compute down(act(gate(x)) * up(x))."""
+"""transformers classes that compute down(act(gate(x)) * up(x))."""
 SHARE = 8
-"""Heads of a row that one program turns: with one each, a step spends as long starting programs as the rest of it takes."""
+"""Heads of a row per program. With one head per program, starting programs takes as long as the rest of the
+step."""
 
 if triton is not None:
     SMALLEST_TOP = tl.constexpr(key_values.SMALLEST_TOP)
@@ -41,7 +45,7 @@ if triton is not None:
     def _turned(  # type: ignore[no-untyped-def]
         x, head, there, weight, cosine, sine, epsilon, NORMED: tl.constexpr, SIZE: tl.constexpr
     ):
-        """Some heads of a row: normed, then rotated by its position."""
+        """Some heads of a row, normed and rotated by the row's position."""
         place = tl.arange(0, SIZE)
         other = (place + SIZE // 2) % SIZE
         own = tl.load(x + head[:, None] * SIZE + place[None, :], mask=there[:, None], other=0.0)
@@ -63,7 +67,7 @@ if triton is not None:
     def _keep(  # type: ignore[no-untyped-def]
         vectors, head, there, kept, pool_head, scales, scale_head, NARROW: tl.constexpr, SIZE: tl.constexpr
     ):
-        """Some heads' vectors at one place, as `key_values.narrowed` has them where numbers are of eight bits."""
+        """Stores some heads' vectors at one place; in fp8 as `key_values.narrowed` does."""
         places = kept + head[:, None] * pool_head + tl.arange(0, SIZE)[None, :]
         if NARROW:
             wide = vectors.to(tl.float32)
@@ -80,7 +84,8 @@ if triton is not None:
         QUERIES: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
         NORMED: tl.constexpr, SIZE: tl.constexpr, NARROW: tl.constexpr,
     ):  # fmt: skip
-        """A program takes `SHARE` heads of a row: first the queries' programs, then the keys', then the values'."""
+        """Each program handles `SHARE` heads of a row: first the queries' programs, then the keys', then
+        the values'."""
         row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         query_parts: tl.constexpr = (QUERIES + SHARE - 1) // SHARE
         key_parts: tl.constexpr = (HEADS + SHARE - 1) // SHARE
@@ -156,8 +161,10 @@ def place_heads(
     lengths_B: Tensor,
     pool: KeyValues,
 ) -> Tensor:
-    """Norms (where there are `weights`) and rotates queries and keys, writes keys and values at each row's next column, and
-    returns the queries [B, Q, D]."""
+    """Norms (if `weights` are given) and rotates queries and keys, and writes keys and values into the pool.
+
+    They go to each row's next column. Returns the queries [B, Q, D].
+    """
     rows, queries, size = query_BQD.shape
     heads = key_BHD.shape[1]
     query_BQD, key_BHD, value_BHD = (_rows_of_heads(x) for x in (query_BQD, key_BHD, value_BHD))
@@ -179,13 +186,13 @@ def place_heads(
 
 
 def _rows_of_heads(heads_BXD: Tensor) -> Tensor:
-    """A row's heads lie one after another; rows may lie apart, as pieces of one wider product do."""
+    """Makes the heads of a row contiguous. Rows may have any stride, as slices of one wider product do."""
     together = heads_BXD.stride(2) == 1 and heads_BXD.stride(1) == heads_BXD.shape[2]
     return heads_BXD if together else heads_BXD.contiguous()
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, for tensors of one shape; rows may lie apart."""
+    """silu(gate) · up, for tensors of one shape; rows may have any stride."""
     features = gate.shape[-1]
     gate_RF, up_RF = (_flat(one, features) for one in (gate, up))
     out_RF = torch.empty(gate_RF.shape, dtype=gate.dtype, device=gate.device)
@@ -202,8 +209,11 @@ def _flat(x: Tensor, features: int) -> Tensor:
 
 
 def fuse_decoding(model: Any) -> int:
-    """Gives the model's attention and MLP blocks these kernels; returns how many. The model must be the engine's own, in eval mode
-    and on a GPU. Passes that are not decode steps over slots (prompts) take transformers' own way through attention."""
+    """Makes the model's attention and MLP blocks use these kernels; returns how many blocks changed.
+
+    The model must be the engine's own, in eval mode and on a GPU. Passes that are not decode steps over slots
+    (prompts) use transformers' attention.
+    """
     generates_only(model)
     found = 0
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""Weights of products over the same input, laid one after another in memory, so that one product does for all of them.
+"""Merged linear layers: weights over the same input, contiguous in memory, multiplied in one product.
 
-Queries, keys and values of a layer are three products of the same states, gates and their factors two. A decode step is short, and
-every product it need not start counts. The parameters stay what they are, tensors of their own under their own names; only
-where they lie changes, so whoever trains, saves or publishes them notices nothing.
+Queries, keys and values of a layer are three products of the same states; gate and up are two. A decode
+step is short, so every launch saved counts. The parameters remain separate tensors under their own names.
+Only their memory moves, so training, saving and publishing work unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.nn.functional import linear
 
 
 class Together:
-    """Several linear layers as one. Weights are read where they lie: an update in place is seen."""
+    """Several linear layers as one product. It views the parameters' memory, so updates in place take
+    effect."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self._sizes = [one.out_features for one in linears]
@@ -34,7 +35,8 @@ class Together:
 
 
 def lay_side_by_side(linears: Sequence[nn.Linear]) -> None:
-    """Moves the weights into one block, if they are alike; parameters keep their identity."""
+    """Moves the weights into one block if dtype, device and inner shape agree; parameters keep their
+    identity."""
     for name in ("weight", "bias"):
         tensors = [getattr(one, name) for one in linears]
         if any(type(one) is not nn.Parameter for one in tensors) or as_one(tensors) is not None:
@@ -47,7 +49,7 @@ def lay_side_by_side(linears: Sequence[nn.Linear]) -> None:
 
 
 def as_one(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """The tensors as one, along their first axis, without a copy; None where they do not lie that way."""
+    """A view of the tensors as one, along their first axis; None if they are not contiguous in memory."""
     first = tensors[0]
     if first is None or any(one is None for one in tensors):
         return None

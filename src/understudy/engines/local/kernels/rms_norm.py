@@ -1,9 +1,9 @@
-"""RMS normalisation as one kernel instead of eight: what a decode step on a GPU otherwise spends its time launching.
+"""RMS normalisation as one kernel instead of eight, because launches dominate a decode step on a GPU.
 
 Legend: R rows (all axes but the last), F features.
 
-The arithmetic is transformers': normalise in fp32, round to the model's dtype, then multiply by the weight in that
-dtype. Only the order of the sum differs.
+The arithmetic is the same as in transformers: normalise in fp32, round to the model's dtype, then multiply
+by the weight in that dtype. Only the order of the sum differs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ except ImportError:  # a CPU build of torch comes without it
     triton = None
 
 NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
-"""Classes of transformers that compute exactly this."""
+"""transformers classes that compute exactly this."""
 
 if triton is not None:
 
@@ -58,7 +58,7 @@ if triton is not None:
 
 
 def rms_norm(x_RF: Tensor, weight_F: Tensor, epsilon: float) -> Tensor:
-    """As `Qwen3RMSNorm.forward` and its kin compute it; rows may have any strides that make them evenly spaced."""
+    """The same as `Qwen3RMSNorm.forward` and the other `NORMS`; rows may have any constant stride."""
     features = x_RF.shape[-1]
     flat_RF = x_RF.reshape(-1, features)
     if flat_RF.stride(1) != 1:
@@ -73,7 +73,8 @@ def rms_norm(x_RF: Tensor, weight_F: Tensor, epsilon: float) -> Tensor:
 
 
 def add_norm(x_RF: Tensor, before_RF: Tensor, weight_F: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x + before, and the norm of that: the end of one block and the beginning of the next. Both contiguous."""
+    """(x + before, its norm): the end of one block and the beginning of the next. Inputs must be
+    contiguous."""
     rows, features = x_RF.shape
     after_RF, out_RF = torch.empty_like(x_RF), torch.empty_like(x_RF)
     block = 1 << (features - 1).bit_length()
@@ -85,8 +86,10 @@ def add_norm(x_RF: Tensor, before_RF: Tensor, weight_F: Tensor, epsilon: float) 
 
 
 def generates_only(model: Any) -> None:
-    """Refuses a model that is being trained: these kernels have no backward pass, and a layer without one looks like any other,
-    except that nothing below it learns."""
+    """Refuses a model in training mode: these kernels have no backward pass.
+
+    Without this check training would run, and the layers below would silently get no gradient.
+    """
     if any(module.training for module in model.modules()):
         raise EngineError(
             f"{type(model).__name__} is in training mode, and the decode kernels cannot be differentiated: give the engine modules of "
@@ -95,7 +98,8 @@ def generates_only(model: Any) -> None:
 
 
 def refuse_gradients(module: Any) -> None:
-    """At every call outside a recorded graph: the second lock on the same door, should the modules be trained after all."""
+    """Called at every forward outside a recorded graph: a second check, in case the modules are trained
+    after all."""
     if torch.is_grad_enabled():
         raise EngineError(
             f"this {type(module).__name__} generates only: its kernel cannot be differentiated, so whatever lies below it would get "
@@ -104,11 +108,12 @@ def refuse_gradients(module: Any) -> None:
 
 
 def fuse_norms(model: Any) -> int:
-    """Gives the model's norms the kernel; returns how many there were. The model must be the engine's own, in eval mode."""
+    """Makes the model's norms use the kernel; returns how many. The model must be the engine's own, in eval
+    mode."""
     generates_only(model)
     norms = [module for module in model.modules() if type(module).__name__ in NORMS]
     for module in norms:
-        # Bound methods, not functions that remember a module: in a copy of the model they are bound to the copy's own.
+        # Bound methods, not closures: in a copy of the model they are bound to the copy's own modules.
         module.forward = MethodType(_norm, module)
     return len(norms)
 
