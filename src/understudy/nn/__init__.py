@@ -1,1 +1,1 @@
-"""Arithmetic that engines, teachers and the policy share."""
+"""Model arithmetic that engines, teachers and the policy share."""

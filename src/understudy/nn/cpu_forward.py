@@ -1,17 +1,19 @@
-"""A generating model's forward pass on a CPU, for the plain decoders of transformers: their arithmetic without their ceremony.
+"""A fast forward pass on a CPU, without gradients, for the plain decoder models of transformers.
 
-With small models a decoding step in transformers' own code is mostly Python and operations of a few microseconds: masks, keyword
-arguments, rotary angles made anew, queries and keys treated apart. Here a step is the products and little else, and a prompt pass
+With small models a decode step in transformers' code is mostly Python and operations of a few microseconds:
+masks, keyword arguments, rotary angles computed again, queries and keys handled separately. Here a step is
+little more than the matrix products, and a prompt pass
 
-  - reads a beginning that several rows share once (`prefix_tree.py`),
-  - reads no filling: attention alone sees rows of one length,
-  - runs the last layer's attention and feed-forward part where the next token is predicted, and nowhere else.
+  - computes a prefix that several rows share once (`prefix_tree.py`),
+  - computes no padding: only attention sees rows of one length,
+  - runs the last layer's attention and feed-forward only at positions that predict the next token.
 
-Numbers are those of transformers' code up to the rounding of products of another shape. A model that is anything but what is known
-here (adapters, hooks, windows, other attention) takes transformers' way: `lean_forward` answers None.
+Results equal those of transformers' code up to the rounding of products of another shape. For any other model
+(adapters, hooks, windows, other attention) `lean_forward` returns None, and the caller uses transformers'
+code.
 
-Legend: B rows, L longest prompt, U nodes of the prompts' tree, R rows or nodes, T columns in use, F features, Q query heads,
-H key/value heads, D head size, V vocabulary.
+Legend: B rows, L longest prompt, U nodes of the prompts' tree, R rows or nodes, T columns in use, F features,
+Q query heads, H key/value heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,19 +31,21 @@ from transformers.cache_utils import Cache
 from understudy.nn.prefix_tree import PrefixTree
 
 MODELS = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Classes of transformers whose layers are: norm, grouped causal attention with rotary positions, norm, gated feed-forward."""
+"""transformers classes with layers of: norm, grouped causal attention with rotary, norm, gated
+feed-forward."""
 FLIPPED_UP_TO = 1 << 18
-"""Elements of a weight that is turned round for a batch. torch hands a product with a transposed weight to oneDNN on ARM, at 0.1 ms
-a call, which small products do not earn back; large ones do, and need not be held twice."""
+"""Largest weight, in elements, that is kept as a transposed copy for a batch. On ARM, torch hands a product
+with a transposed weight to oneDNN, which costs 0.1 ms per call. Small products do not gain that back. Large
+ones do, and are not copied."""
 STEADY_TURNS = {"default", "linear", "llama3", "yarn"}
-"""Rotary kinds whose angle at a position does not depend on how long the row is."""
+"""Rotary types whose angle at a position does not depend on the row's length."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
     weight: Tensor
     epsilon: Tensor
-    """A tensor, because a Python number costs an operation on a few rows three times its time."""
+    """A tensor: with a Python number, an operation on a few rows takes three times as long."""
 
     def __call__(self, states: Tensor) -> Tensor:
         wide = states if states.dtype is torch.float32 else states.float()
@@ -55,7 +59,7 @@ class _Product:
     weight: Tensor
     bias: Tensor | None
     flipped: bool
-    """Whether the weight lies the other way round, inputs first."""
+    """Whether the weight is stored transposed, inputs first."""
 
     def __call__(self, states_RF: Tensor) -> Tensor:
         if not self.flipped:
@@ -72,7 +76,7 @@ class _Layer:
     key: _Product
     value: _Product
     head_norm: _Norm | None
-    """Of queries and keys beside each other: its weight is [Q + H, D]."""
+    """The norm of queries and keys together: its weight is [Q + H, D]."""
     mixed: _Product
     middle_norm: _Norm
     gate: _Product
@@ -88,7 +92,8 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """Rotary angles; the sine of the first half is negative, so that a rotation needs no negated copy."""
+    """Rotary cosines and sines. The sine of the first half is negated, so that a rotation needs no negated
+    copy."""
 
     cosine_RD: Tensor
     sine_RD: Tensor
@@ -104,12 +109,12 @@ class _Turns:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a tree as attention sees them: side by side, filled up to one length."""
+    """The rows of a prefix tree as attention needs them: separate, padded to one length."""
 
     nodes_N: Tensor
-    """Which node each of the B · L places shows."""
+    """The node at each of the B · L places."""
     places_U: Tensor
-    """A place of each node."""
+    """One place of each node."""
     count: int
     size: int
 
@@ -124,7 +129,7 @@ class _Rows:
         return heads_NXD.view(self.count, -1, heads_UXD.shape[1], self.size).transpose(1, 2)
 
     def attend(self, query_UQD: Tensor, key_BHLD: Tensor, value_BHLD: Tensor, scale: float) -> Tensor:
-        """[B · L, Q · D]: causal attention. Filling comes last, where no token of the row looks."""
+        """[B · L, Q · D]: causal attention. Padding is on the right, where no token of the row attends."""
         mixed_BQLD = scaled_dot_product_attention(
             self.spread(query_UQD),
             key_BHLD,
@@ -137,10 +142,10 @@ class _Rows:
 
 
 class LeanForward:
-    """One model's weights for the rows of one batch: by reference, but for small ones that are turned round."""
+    """One model's weights for one batch: by reference, except for transposed copies of small ones."""
 
     def __init__(self, model: Any, longest: int) -> None:
-        """`longest`: tokens the longest row can come to have."""
+        """`longest`: the most tokens that any row may reach."""
         body = model.model
         self._embedding = body.embed_tokens.weight
         self._layers = [_layer(layer) for layer in body.layers]
@@ -154,8 +159,10 @@ class LeanForward:
     def prompts(
         self, tree: PrefixTree, lengths_B: np.ndarray, hidden_BT: Tensor | None, cache: Cache
     ) -> Tensor:
-        """Logits [B, V] after the rows of `tree`, whose keys and values go into `cache`, right-aligned; `hidden_BT` hides the
-        filling of its columns (see `step`)."""
+        """Logits [B, V] after the rows of `tree`; writes their keys and values into `cache`, right-aligned.
+
+        `hidden_BT` masks the padding of its columns (see `step`).
+        """
         rows, turns = _Rows.of(tree, self._size), self._turns.at(torch.from_numpy(tree.positions_U))
         aligned = (
             rows if hidden_BT is None else replace(rows, nodes_N=_right_aligned(tree.nodes_BL, lengths_B))
@@ -176,7 +183,8 @@ class LeanForward:
         return self._logits(layer.feed_forward(states_UF.index_select(0, last_B) + layer.mixed(mixed_BF)))
 
     def states(self, tree: PrefixTree, nodes_P: Tensor) -> Tensor:
-        """[P, F]: final states of these nodes, without a cache; the last layer's feed-forward part runs for them alone."""
+        """[P, F]: final states of these nodes, without a cache; the last feed-forward runs for these nodes
+        only."""
         rows, turns = _Rows.of(tree, self._size), self._turns.at(torch.from_numpy(tree.positions_U))
         states_UF = embedding(torch.from_numpy(tree.tokens_U), self._embedding)
         for layer in self._layers[:-1]:
@@ -192,8 +200,11 @@ class LeanForward:
         return rows.attend(query_UQD, rows.spread(key_UHD), rows.spread(value_UHD), layer.scale)
 
     def step(self, tokens_B: Tensor, positions_B: Tensor, hidden_BT: Tensor | None, cache: Cache) -> Tensor:
-        """Logits [B, V] after one more token on every row. `hidden_BT` is added to attention's scores: −inf where a column is
-        filling, 0 elsewhere; None where no row has any."""
+        """Logits [B, V] after one more token on every row.
+
+        `hidden_BT` is added to the attention scores: −inf for padding, 0 otherwise; None if no row has
+        padding.
+        """
         turns = self._turns.at(positions_B)
         states_BF = embedding(tokens_B, self._embedding)
         for layer, kept in zip(self._layers, cache.layers, strict=True):
@@ -204,7 +215,7 @@ class LeanForward:
         return self._logits(states_BF)
 
     def _heads(self, layer: _Layer, normed_RF: Tensor, turns: _Turns) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [R, Q, D], keys and values [R, H, D]; the first two are normed and turned side by side."""
+        """Queries [R, Q, D], keys and values [R, H, D]; queries and keys are normed and rotated together."""
         rows, size = normed_RF.shape[0], self._size
         query_RF, key_RF = layer.query(normed_RF), layer.key(normed_RF)
         both_RXD = torch.cat((query_RF, key_RF), -1).view(rows, -1, size)
@@ -220,7 +231,8 @@ class LeanForward:
 def _attend(
     query_BQD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, hidden_BT: Tensor | None, scale: float
 ) -> Tensor:
-    """One query per head and row; the queries that share a key head stand where a longer text would have its tokens."""
+    """Attention of one query per head and row; the queries that share a key head use the axis of query
+    positions."""
     rows, _, size = query_BQD.shape
     mixed_BHGD = scaled_dot_product_attention(
         query_BQD.view(rows, keys_BHTD.shape[1], -1, size),
@@ -233,14 +245,14 @@ def _attend(
 
 
 def _right_aligned(nodes_BL: np.ndarray, lengths_B: np.ndarray) -> Tensor:
-    """[B · L]: rows filled up on the left instead; the filling is some node, so that its keys are numbers."""
+    """[B · L]: rows padded on the left instead; padding repeats a real node, so that its keys are finite."""
     longest = nodes_BL.shape[1]
     columns_BL = np.maximum(np.arange(longest) - (longest - lengths_B)[:, None], 0)
     return torch.from_numpy(np.take_along_axis(nodes_BL, columns_BL, axis=1).ravel())
 
 
 def lean_forward(model: Any, longest: int) -> LeanForward | None:
-    """None where the model is not known to the letter."""
+    """A fast forward for `model`; None if it is not exactly a model known here."""
     return LeanForward(model, longest) if _known(model) else None
 
 
@@ -256,7 +268,7 @@ def _known(model: Any) -> bool:
 
 
 def _untouched(module: nn.Module) -> bool:
-    """Whether a module is what transformers made of it, on a CPU."""
+    """Whether a module is unmodified transformers or torch code, on a CPU."""
     changed = (
         "forward" in vars(module)
         or module._forward_hooks

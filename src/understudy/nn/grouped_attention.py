@@ -1,11 +1,12 @@
-"""Causal attention over packed rows, neighbours of one length at a time: cuDNN's kernels, forward and backward.
+"""Causal attention over packed rows with cuDNN's kernels, one group of equally long rows at a time.
 
-On Hopper and later they are about twice as fast as FlashAttention 2, which is what torch has for rows of different lengths; but
-torch plans a call of cuDNN anew for every new shape (some 40 ms, kept per thread). So rows are rounded up to multiples of
-`ROUND` with tokens nobody looks at, equal ones lie side by side, and a group holds 1, 2, 3, 4, 6, 8, 12, … of them: few shapes,
-whatever the rows.
+On Hopper and later, cuDNN is about twice as fast as FlashAttention 2, which torch uses for rows of
+different lengths. But torch plans a cuDNN call for every new shape (some 40 ms, cached per thread). So rows
+are padded to multiples of `ROUND`, rows of equal length are adjacent, and a group has 1, 2, 3, 4, 6, 8, 12,
+… rows. This keeps the number of shapes small. No token attends to the padding.
 
-One operator to the compiler, which must not see the lengths: it would compile a layer anew for each list of them.
+The compiler sees one operator and not the lengths: otherwise it would compile a layer again for each list
+of lengths.
 
 Legend: T packed tokens, H query heads, K key/value heads (H is a multiple of K), D head size, G groups.
 """
@@ -28,23 +29,24 @@ logger = logging.getLogger(__name__)
 ROUND = 64
 MOST_GROUPS = 64
 WORTH_ROUNDING = 1.04
-"""How many tokens may be read for each wanted one."""
+"""Largest ratio of padded to real tokens."""
 MAX_HEAD = 128
 HOPPER = 9
-"""The compute capability from which cuDNN's attention is the faster one."""
+"""Lowest compute capability at which cuDNN's attention is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where rows lie when equal ones are side by side, the longest first, each rounded up."""
+    """The layout of padded rows: grouped by length, longest first."""
 
     order_B: np.ndarray
-    """The rows, as they lie."""
+    """The rows in layout order."""
     filled_B: np.ndarray
-    """The tokens each takes."""
+    """The padded length of each row."""
     begins_B: np.ndarray
     table_G3: np.ndarray
-    """int64 [MOST_GROUPS, 3]: (first token, rows, tokens of each), zeros at the end: its shape never changes."""
+    """int64 [MOST_GROUPS, 3]: (first token, rows, tokens per row), then zeros, so that its shape is
+    constant."""
 
     @property
     def total(self) -> int:
@@ -52,7 +54,7 @@ class Groups:
 
     @property
     def bounds(self) -> np.ndarray:
-        """int32 [B + 1]: where the rows begin and end, as they lie."""
+        """int32 [B + 1]: the boundaries of the rows in layout order."""
         return np.concatenate([[0], np.cumsum(self.filled_B[self.order_B])]).astype(np.int32)
 
 
@@ -64,7 +66,8 @@ def rounded_lengths(lengths: np.ndarray) -> np.ndarray:
 
 
 def in_groups(lengths_B: np.ndarray) -> Groups | None:
-    """None where rounding would cost more than the faster attention saves, or where there are too many different lengths."""
+    """The layout of rows; None if padding costs more than cuDNN saves, or there are too many different
+    lengths."""
     filled_B = rounded_lengths(lengths_B.astype(np.int64))
     if filled_B.sum() > WORTH_ROUNDING * lengths_B.sum():
         return None
@@ -95,7 +98,7 @@ def _groups(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _few_shapes(count: int) -> int:
-    """The largest number with at most two bits, side by side, that is no larger."""
+    """The largest of 1, 2, 3, 4, 6, 8, 12, … that is at most `count`."""
     power = 1 << (count.bit_length() - 1)
     return power + power // 2 if power > 1 and count >= power + power // 2 else power
 
@@ -111,9 +114,10 @@ def grouped_attention(
     scale: float,
     learns: bool,
 ) -> tuple[Tensor, Tensor]:
-    """([T, H, D], what the backward pass must know: float32 [T · H] if it `learns`, else empty). Each row sees itself only.
+    """Returns ([T, H, D], log-sum-exps for the backward pass: float32 [T · H] if it `learns`, else empty).
 
-    `groups_G3` (on the host) without a group leaves rows as `bounds` has them to FlashAttention: the compiler need not be told which.
+    Each row attends to itself only. If `groups_G3` (on the host) has no group, FlashAttention computes the
+    rows given by `bounds`; the compiler does not see which of the two runs.
     """
     parts, sums = [], []
     if _left_to_flash(groups_G3, query_THD):
@@ -224,13 +228,13 @@ grouped_attention.register_autograd(_backward, setup_context=_remember)
 
 
 class _Rows:
-    """Neighbouring rows of one length."""
+    """Adjacent rows of one length."""
 
     def __init__(self, first: int, count: int, length: int) -> None:
         self.first, self.count, self.length = first, count, length
 
     def beside(self, x_TXD: Tensor) -> Tensor:
-        """A view of them as [rows, X, length, D]."""
+        """A view of these rows as [rows, X, length, D]."""
         part = x_TXD[self.first : self.first + self.count * self.length]
         return part.view(self.count, self.length, *x_TXD.shape[1:]).transpose(1, 2)
 
@@ -251,13 +255,13 @@ def _rows_of(groups_G3: Tensor, bounds: Tensor) -> Iterator[_Rows]:
 
 
 def _in_line(parts: Sequence[Tensor]) -> Tensor:
-    """Groups as [rows, X, length, D] → all of them one after another, [T, X, D]."""
+    """Concatenates groups [rows, X, length, D] to packed rows [T, X, D]."""
     lines = [part.transpose(1, 2).reshape(-1, part.shape[1], part.shape[3]) for part in parts]
     return torch.cat(lines) if len(lines) > 1 else lines[0].contiguous()
 
 
 def _weights(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(softmax, its logarithmic sums) of [rows, K, heads of one key head, length, length]."""
+    """(softmax, its log-sum-exps), the softmax as [rows, K, query heads per key head, length, length]."""
     grouped = query.unflatten(1, (key.shape[1], -1))
     scores = grouped @ key[:, :, None].transpose(-1, -2) * scale
     length = query.shape[2]
@@ -267,7 +271,7 @@ def _weights(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """What cuDNN computes, in the open: for a CPU, and to compare with."""
+    """The same as cuDNN in plain torch: for a CPU, and as a reference."""
     weights, sums = _weights(query, key, scale)
     return (weights @ value[:, :, None]).flatten(1, 2), sums.flatten(1, 2).float()
 
@@ -286,8 +290,11 @@ def _plain_slopes(
 
 
 def takes_groups(device: torch.device, dtype: torch.dtype, config: Any, *, learns: bool) -> bool:
-    """Whether `grouped_attention` serves this model on this device and agrees with FlashAttention, gradients too if it `learns`."""
-    # cuDNN adds up gradients in any order, whatever torch was told; FlashAttention has a way that repeats to the bit.
+    """Whether `grouped_attention` supports this model on this device and agrees with FlashAttention.
+
+    Gradients are compared too if it `learns`.
+    """
+    # cuDNN sums gradients in any order, whatever torch's setting; FlashAttention has a deterministic mode.
     if learns and torch.are_deterministic_algorithms_enabled():
         return False
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -304,13 +311,13 @@ def takes_groups(device: torch.device, dtype: torch.dtype, config: Any, *, learn
 def _agrees(
     device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, size: int, learns: bool
 ) -> bool:
-    """Found out once per process."""
+    """Compares once per process."""
     try:
         _compare_with_flash(device, dtype, (heads, key_heads, size), learns)
     except (
         RuntimeError,
         AssertionError,
-    ) as error:  # a cuDNN without this shape: FlashAttention serves as well
+    ) as error:  # this cuDNN lacks the shape: FlashAttention is used instead
         logger.warning("cuDNN's attention is not used on %s: %s", device, error)
         return False
     return True

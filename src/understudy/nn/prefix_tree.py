@@ -1,10 +1,11 @@
-"""Rows that begin alike, as a tree: the state of a token depends on the tokens before it alone, so one will do for all rows.
+"""A prefix tree of token rows, so that a prefix which several rows share is computed once.
 
     rows   7 5 1      nodes   7 ── 5 ── 1         6 tokens, 4 nodes
            7 5 2                   └─── 2
 
-A chat template, the question of a group of samples and the past of a conversation are such beginnings. Everything in a model but
-attention works token by token and can be done by node; attention sees whole rows.
+A token's state depends only on the tokens up to it, so rows with the same prefix share its states. Shared
+prefixes are chat templates, the prompt of a group of samples, and the history of a conversation. Everything
+in a model except attention works token by token and can be computed per node; attention sees whole rows.
 
 Legend: B rows, L longest row, U nodes.
 """
@@ -22,11 +23,12 @@ class PrefixTree:
     tokens_U: np.ndarray
     """int64."""
     positions_U: np.ndarray
-    """int64: how many tokens come before it."""
+    """int64: the number of tokens before each node."""
     nodes_BL: np.ndarray
-    """int64: the node of each row's tokens, rows filled up on the right with node 0."""
+    """int64: the node of each token; rows are padded on the right with node 0."""
     places_U: np.ndarray
-    """int64: where a node stands in the flattened `nodes_BL`; the first row it belongs to in the order of their tokens."""
+    """int64: a node's index in the flattened `nodes_BL`, in the first row (sorted by content) that contains
+    it."""
 
     def __len__(self) -> int:
         return len(self.tokens_U)
@@ -35,7 +37,8 @@ class PrefixTree:
 def prefix_tree(rows: Sequence[np.ndarray]) -> PrefixTree:
     """The tree of rows of token ids; depends on the rows and their order alone.
 
-    Sorted by content, rows that begin alike are neighbours, and a token is a new node where a row parts from the one before.
+    Rows are sorted by content, so rows with a common prefix are adjacent. A token is a new node from where
+    its row differs from the row before.
     """
     lengths_B = np.array([len(row) for row in rows])
     longest = int(lengths_B.max())
@@ -47,7 +50,7 @@ def prefix_tree(rows: Sequence[np.ndarray]) -> PrefixTree:
     new_BL = real_BL.copy()
     alike_BL = np.logical_and.accumulate((sorted_BL[1:] == sorted_BL[:-1]) & real_BL[1:], axis=1)
     new_BL[1:] &= ~alike_BL
-    # A column's nodes are numbered downwards, so the newest so far is the greatest.
+    # Numbers grow downwards in a column, so the running maximum is the newest node.
     numbers_BL = (np.cumsum(new_BL) - 1).reshape(new_BL.shape)
     found_BL = np.maximum.accumulate(np.where(new_BL, numbers_BL, 0), axis=0)
     nodes_BL = np.zeros_like(sorted_BL)

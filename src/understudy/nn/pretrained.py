@@ -1,4 +1,4 @@
-"""Loads a causal language model for training, scoring or generation; errors come as one line that says what to set."""
+"""Loads a causal language model for training, scoring or generation, with one-line errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AUTO = "auto"
 
 
 class CannotLoadError(ValueError):
-    """The model cannot be loaded, with the reason in one line."""
+    """The model cannot be loaded; the message is one line and says what to set where it can."""
 
 
 def load_causal_lm(
@@ -23,7 +23,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> Any:
-    """From a folder or a hub id; only safetensors weights are read, because the older format can run code."""
+    """Loads from a folder or a hub id; only safetensors weights, because the older format can run code."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source,

@@ -1,9 +1,12 @@
-"""Rotary embeddings that change with the length of a sequence, read from a model's configuration without torch.
+"""Finds the length at which a model's rotary frequencies change, from its configuration, without torch.
 
-transformers chooses their frequencies by the longest position of a whole *batch*: with `longrope` one long row gives every row
-beside it the long factors; with `dynamic` every length beyond the border has frequencies of its own, and those of earlier
-batches linger. So rows on both sides of the border never share a forward pass, and a generation never crosses it: keys cached
-before the border would have been rotated by other frequencies than the queries after it.
+transformers chooses these frequencies by the longest position of a whole *batch*:
+
+    longrope    one long row gives every row of the batch the long factors
+    dynamic     every length beyond the border has its own frequencies, and those of earlier batches persist
+
+So rows on both sides of the border must not share a forward pass, and a generation must not cross it: keys
+cached before the border would have been rotated by other frequencies than the queries after it.
 """
 
 from __future__ import annotations
@@ -12,13 +15,15 @@ from collections.abc import Mapping
 from typing import Any
 
 _BY_LENGTH = ("longrope", "su")
-"""`su` is what the first Phi-3 files call it."""
+"""`su` is the name of `longrope` in the first Phi-3 files."""
 
 
 def rotary_border(config: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest sequence that is computed with the model's original frequencies; None where length changes nothing.
+    """The longest sequence, in tokens, with the model's original frequencies; None if length has no
+    influence.
 
-    `config`: what config.json holds, or `to_dict()` of a transformers configuration (of the text part, where there are several).
+    `config`: the content of config.json, or `to_dict()` of a transformers configuration (of its text part,
+    if it has several parts).
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_layer_type = [value for value in scaling.values() if isinstance(value, Mapping)]

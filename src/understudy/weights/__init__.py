@@ -1,1 +1,1 @@
-"""The stairs from the policy to the engines: new weights go down, a version number comes with them."""
+"""Transport of new weights from the policy to the engines, each set with a version number."""

@@ -1,11 +1,12 @@
-"""Low-rank adapters on their way to engine processes: the small matrices travel, the engine merges them itself.
+"""Low-rank adapters for engine processes: only the small matrices are sent, and the engine merges them.
 
-    trainer ──A, B, scale of each adapted layer, the mark of its base──> engine: W = W0 + scale · B·A, from the W0 it keeps
+    trainer ──A, B, scale of each adapted layer, hash of the base──> engine: W = W0 + scale · B·A, W0 kept
 
-They travel as named tensors, by the ways whole weights do (`hosted_weights`, `weight_broadcast`). The base never does: an engine
-process loaded it from the folder the trainer did. The mark says whether that is so to the bit, and one that differs is refused.
-Every version is merged from the kept base, so rounding does not add up over publishes. An engine that takes adapters holds the
-adapted layers twice.
+Adapters are sent as named tensors, like whole weights (`snapshots.py`, `broadcast.py`). The base is never
+sent: an engine process loads it from the same folder as the trainer. The mark is a hash of the base. If
+trainer and engine differ in it, the engine refuses the adapters. Every version is merged from the kept
+base, so rounding errors do not accumulate over publishes. An engine that takes adapters holds the adapted
+layers twice.
 
 Legend: O outputs, I inputs of a layer, R rank of its adapter.
 """
@@ -23,7 +24,7 @@ from understudy.errors import EngineError
 _MARK = "adapter:base"
 _DOWN, _UP, _SCALE = "adapter:down:", "adapter:up:", "adapter:scale:"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers as wide as an element of so many bytes."""
+"""The integer type with an element's number of bytes."""
 
 
 def packed_adapter(name: str, down_RI: Tensor, up_OR: Tensor, scale: float) -> list[tuple[str, Tensor]]:
@@ -40,34 +41,38 @@ def packed_mark(mark: bytes) -> tuple[str, Tensor]:
 
 
 def is_of_adapters(name: str) -> bool:
-    """Whether a tensor that came is part of a set of adapters; such sets and whole weights do not mix."""
+    """Whether a received tensor belongs to a set of adapters; a set never contains whole weights too."""
     return name.startswith("adapter:")
 
 
 @torch.no_grad()
 def base_mark(weights: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Tells sets of weights apart: by names, shapes, types, and sums over every bit, exact on any device."""
+    """A hash of a set of weights: names, shapes, types, and integer sums over all bits, exact on any
+    device."""
     lines = []
     for name, tensor in weights:
         words = tensor.detach().contiguous().view(_WORDS[tensor.element_size()])
         rows = words.flatten(1).sum(dim=1, dtype=torch.int64) if words.dim() > 1 else words.reshape(-1).long()
-        places = torch.arange(1, len(rows) + 1, device=rows.device)  # rows that changed places count too
+        places = torch.arange(1, len(rows) + 1, device=rows.device)  # so that swapped rows change the sum
         lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {int((rows * places).sum())}")
     return blake2b("\n".join(sorted(lines)).encode(), digest_size=16).digest()
 
 
 class AdaptedModel:
-    """An engine's model that takes adapters. Calls must not overlap."""
+    """An engine's model that takes adapters: keeps the base of the adapted layers. Calls must not overlap."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._mark: bytes | None = None
         self._base: dict[str, Tensor] = {}
-        """The adapted layers as they were without an adapter."""
+        """The adapted layers' weights without an adapter."""
 
     def weights(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of the model by its name, the adapted ones merged, one after another; those without an adapter are the
-        model's own tensors. What does not fit is refused before the first."""
+        """Yields every weight of the model by name; adapted ones are merged, the rest are the model's own
+        tensors.
+
+        Adapters that do not fit are refused before the first tensor is yielded.
+        """
         named = dict(tensors)
         adapted = [name.removeprefix(_DOWN) for name in named if name.startswith(_DOWN)]
         own = dict(self._model.named_parameters())
@@ -101,7 +106,7 @@ class AdaptedModel:
             if name not in self._base:
                 self._base[name] = parameter.detach().clone()
             base_OI = self._base[name]
-            if name not in adapted:  # a version before had one
+            if name not in adapted:  # an earlier version had an adapter here
                 yield name, base_OI
                 continue
             down_RI = named[f"{_DOWN}{name}"].to(base_OI.device, torch.float32)
@@ -109,10 +114,11 @@ class AdaptedModel:
             yield name, merged(base_OI, down_RI, up_OR, float(named[f"{_SCALE}{name}"]))
 
     def replaced(self) -> None:
-        """Whole weights came: they are the base of what comes next."""
+        """After whole weights arrived: they are the base of the next adapters."""
         self._mark, self._base = None, {}
 
 
 def merged(base_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:
-    """A layer with its adapter added in: in float32, rounded once, so that merging costs at most half a unit in the last place."""
+    """Adds an adapter to a layer, in float32 and rounded once: the error is at most half a unit in the last
+    place."""
     return (base_OI.float() + scale * (up_OR.float() @ down_RI.float())).to(base_OI.dtype)

@@ -1,19 +1,20 @@
-"""Weights for engines on other machines: flat buckets through a process group of their own. Used by both ends.
+"""Broadcast of weights to remote engines: flat buckets through a separate process group. For both ends.
 
-    trainer (rank 0)   pack bucket 2 │ bucket 1 on its way        pack 3 │ 2 on its way …
-                                     │ broadcast (gloo, or NCCL between GPUs: `group_backend`)
-    engine (rank 1 …)                └──> memory of its own ──> all there, sums right ──> copied in between two tokens
+    trainer (rank 0)   pack bucket 2 │ send bucket 1        pack bucket 3 │ send bucket 2 …
+                                     │ broadcast (gloo, or NCCL between GPUs: `choose_backend`)
+    engine (rank 1 …)                └──> own buffers ──> complete and verified ──> copied in between two tokens
 
-A bucket is bytes: whole tensors one after another, each at a multiple of 16, and at the end the sum of the bucket's 8-byte
-words. The order says which tensors come (`StreamOrder.tensors`), so both ends cut the same buckets. What was packed stays
-here: an engine that is started again gets the very same bytes. Nothing is taken over before everything has come, so an
-engine whose transfer breaks goes on under the weights it had.
+A bucket is a byte buffer: whole tensors one after another, each at a multiple of 16, then the sum of the
+bucket's 8-byte words. The order lists the tensors (`StreamOrder.tensors`), so both ends compute the same
+buckets. The trainer keeps the packed buckets: a restarted engine gets the same bytes. An engine copies
+weights in only after all buckets have arrived. So if a transfer breaks, it continues under its old weights.
 
-Where NCCL carries them, buckets pass through a few of the same size in each member's GPU memory (`Stage`); what is kept is in host
-memory either way, so no GPU ever holds its weights twice.
+With NCCL, buckets pass through a few staging buffers in each member's GPU memory (`Stage`). The complete
+set is kept in host memory with either backend, so no GPU holds the weights twice.
 
-The group is made by hand over a store of our own: the trainer's process may be in torch's default group already, with its
-ranks. Every operation has a deadline; a member that dies breaks the group for all within it, and never longer.
+The group is built by hand over its own store, because the trainer's process may already be in torch's
+default group with its ranks. Every operation has a deadline. A member that dies breaks the group for all
+within that deadline.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class Member:
 
     name: str
     gpu: str | None = None
-    """The id of the GPU its weights are on, the same for whoever sees that GPU; None: in host memory, or it has no NCCL."""
+    """The id of the GPU that holds its weights, the same in every process; None: host memory, or no NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
     backend: GroupBackend
     note: str | None = None
-    """Why it is not the faster one, where somebody might have expected that."""
+    """Why it is not NCCL, if a user might expect NCCL."""
 
 
 def choose_backend(members: Sequence[Member]) -> BackendChoice:
@@ -82,7 +83,7 @@ def choose_backend(members: Sequence[Member]) -> BackendChoice:
 
 
 def gpu_id(device: torch.device | str) -> str | None:
-    """What to call the GPU that a process's weights are on; None where there is none, or NCCL is missing."""
+    """The id of the GPU that holds a process's weights; None if there is none, or NCCL is missing."""
     found = torch.device(device)
     if found.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
         return None
@@ -90,7 +91,7 @@ def gpu_id(device: torch.device | str) -> str | None:
 
 
 class TensorNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One tensor of a broadcast."""
+    """Name, type and shape of one tensor of a broadcast."""
 
     name: str
     dtype: str
@@ -98,35 +99,35 @@ class TensorNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class GroupOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """Where the members of a broadcast meet; rank 0 is the trainer."""
+    """How a member joins a broadcast group; rank 0 is the trainer."""
 
     host: str
     port: int
     name: str
-    """A group that was joined under this name is used again."""
+    """A member that already joined a group of this name uses it again."""
     rank: int
     size: int
     stall_s: float
-    """How long one bucket, or the meeting, may take."""
+    """How long one bucket, or joining the group, may take."""
     backend: str = "gloo"
-    """A `group_backend.GroupBackend`."""
+    """A `GroupBackend`."""
 
 
 class StreamOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """Weights that come by broadcast: who sends, and what comes in which order (`weight_broadcast.plan`)."""
+    """Announces a broadcast to an engine: the group, and the tensors in order (see `plan`)."""
 
     group: GroupOrder
     bucket_bytes: int
     tensors: list[TensorNote]
     staged: bool = False
-    """Buckets arrive in memory of the engine's device, not in the host's."""
+    """Whether buckets arrive in memory of the engine's device instead of host memory."""
 
 
 BUCKET_BYTES = 64 << 20
 _ALIGN = 16
 _SUM_BYTES = 8
 _ON_THEIR_WAY = 2
-"""Broadcasts that run while the next bucket is packed."""
+"""Broadcasts in flight while the next bucket is packed."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _DTYPES = {str(one).removeprefix("torch."): one for one in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -134,7 +135,7 @@ _DTYPES = {str(one).removeprefix("torch."): one for one in (
 
 
 class TransferBroken(EngineError):
-    """Weights did not arrive whole; those that were there before still are."""
+    """The weights did not arrive completely; the engine still has its old ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ class Piece:
 class Bucket:
     pieces: tuple[Piece, ...]
     size: int
-    """Without the sum; a multiple of 16."""
+    """Bytes without the checksum; a multiple of 16."""
 
 
 def notes_of(named: Sequence[tuple[str, Tensor]]) -> list[TensorNote]:
@@ -166,7 +167,8 @@ def notes_of(named: Sequence[tuple[str, Tensor]]) -> list[TensorNote]:
 
 
 def plan(notes: Sequence[TensorNote], bucket_bytes: int) -> list[Bucket]:
-    """Tensors in their order, into buckets of at most `bucket_bytes`; a larger tensor has one to itself."""
+    """Distributes tensors in order to buckets of at most `bucket_bytes`; a larger tensor gets its own
+    bucket."""
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     at = 0
@@ -186,7 +188,7 @@ def plan(notes: Sequence[TensorNote], bucket_bytes: int) -> list[Bucket]:
 
 
 def buffers_for(buckets: Sequence[Bucket], before: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Memory for each bucket and its sum; that of an earlier set of weights of the same cut is used again."""
+    """Buffers for each bucket and its checksum; reuses `before` if the sizes agree."""
     sizes = [bucket.size + _SUM_BYTES for bucket in buckets]
     if sizes == [len(flat) for flat in before]:
         return list(before)
@@ -198,14 +200,14 @@ def _sum(flat: Tensor) -> Tensor:
 
 
 class Stage:
-    """Device memory that buckets pass through, one more than can be on their way: enough for the next one."""
+    """Staging buffers in device memory: one for each broadcast in flight, and one for the next bucket."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self._memory: list[Tensor] = []
 
     def room(self, index: int, size: int) -> Tensor:
-        """For the bucket of this number; whoever had it before must be through."""
+        """The buffer for bucket `index`; the bucket that used it before must have been sent."""
         place = index % (_ON_THEIR_WAY + 1)
         while len(self._memory) <= place:
             self._memory.append(torch.empty(0, dtype=torch.uint8, device=self.device))
@@ -215,7 +217,7 @@ class Stage:
 
 
 class PackedWeights:
-    """One version's weights as buckets, packed when first asked for. Threads may ask at once."""
+    """One version's weights as buckets, each packed at first use. Thread-safe."""
 
     def __init__(
         self,
@@ -240,13 +242,14 @@ class PackedWeights:
             return flat
 
     def staged(self, index: int, stage: Stage) -> Tensor:
-        """The same bucket in device memory: packed there when it is new, so that weights on that device leave it once."""
+        """The same bucket in device memory. A new bucket is packed there, so weights are copied to the host
+        only once."""
         with self._packing:
             pieces, flat = self.buckets[index].pieces, self.flats[index]
             room = stage.room(index, len(flat))
             if pieces[0].name not in self._left:
                 return room.copy_(flat)
-            room.zero_()  # between tensors there is filling, and it is summed too
+            room.zero_()  # the padding between tensors is part of the checksum
             for piece in pieces:
                 piece.of(room).copy_(self._left.pop(piece.name))
             room[-_SUM_BYTES:].view(torch.int64).copy_(_sum(room))
@@ -254,7 +257,7 @@ class PackedWeights:
             return room
 
     def complete(self) -> None:
-        """From here on the tensors may change; no bucket does."""
+        """Packs all remaining buckets; afterwards the tensors may change."""
         for index in range(len(self.buckets)):
             self.flat(index)
 
@@ -268,7 +271,7 @@ class PackedWeights:
 
 
 class MeetingPlace:
-    """The store that groups are made over, kept by the trainer, on the one address it is given."""
+    """The trainer's TCP store for joining groups. It listens on the given address only."""
 
     def __init__(self, address: str) -> None:
         self.host = address
@@ -289,9 +292,10 @@ class MeetingPlace:
 
 
 def _join(order: GroupOrder, address: str) -> Any:
-    """A group of the order's kind; gloo listens on this address alone. `RuntimeError` when the others do not come in time.
+    """Joins a group of the order's backend; gloo listens on this address only.
 
-    Each group has a connection of its own to the store: who waits there keeps it from everybody else.
+    Raises `RuntimeError` if the other members do not join in time. Each group has its own connection to the
+    store, because a waiting call blocks its connection for all other users.
     """
     patience = timedelta(seconds=order.stall_s)
     store = dist.TCPStore(order.host, order.port, is_master=False, wait_for_workers=False, timeout=patience)
@@ -313,7 +317,7 @@ def _is_nccl(order: GroupOrder) -> bool:
 
 
 def drop(group: Any, order: GroupOrder | None) -> None:
-    """A group that broke: NCCL would wait for its members in the end of it, so it is told not to."""
+    """Aborts a broken NCCL group, whose destructor would wait for its members otherwise."""
     if group is not None and order is not None and _is_nccl(order):
         with contextlib.suppress(RuntimeError):
             group.abort()
@@ -321,9 +325,10 @@ def drop(group: Any, order: GroupOrder | None) -> None:
 
 @contextlib.contextmanager
 def _failures_are_ours() -> Iterator[None]:
-    """For an NCCL group that is made meanwhile: `wait` waits for its work, up to the group's deadline, and raises.
+    """Makes `wait` of an NCCL group created inside block up to the group's deadline and raise.
 
-    Otherwise torch's watchdog ends the whole process when a member is lost, and the trainer would go with an engine.
+    Otherwise torch's watchdog ends the whole process when a member is lost: the trainer would die with an
+    engine.
     """
     before = os.environ.get(_BLOCKING_WAIT)
     os.environ[_BLOCKING_WAIT] = "1"
@@ -337,10 +342,10 @@ def _failures_are_ours() -> Iterator[None]:
 
 
 def _in_turn(group: Any, flats: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Broadcasts one after another, a few on their way at once; gives each back when it is through.
+    """Broadcasts one after another, a few in flight at once; yields each when it is done.
 
-    After a failure those still on their way are waited for, each as long as its deadline: nobody then writes into memory
-    that is used again, and the group can be dropped without waiting inside torch.
+    After a failure, waits for the broadcasts still in flight, each up to its deadline. Then no broadcast
+    writes into memory that is used again, and the group can be dropped without waiting inside torch.
     """
     on_their_way: deque[tuple[Any, Tensor]] = deque()
     try:
@@ -361,7 +366,7 @@ def _in_turn(group: Any, flats: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def send(group: Any, packed: PackedWeights, stage: Stage | None = None) -> None:
-    """Every bucket to every member, the next one packed while these are on their way; through `stage` where NCCL carries them."""
+    """Sends every bucket to every member and packs the next one meanwhile; with NCCL through `stage`."""
     numbers = range(len(packed.buckets))
     flats = map(packed.flat, numbers) if stage is None else (packed.staged(n, stage) for n in numbers)
     try:
@@ -371,7 +376,8 @@ def send(group: Any, packed: PackedWeights, stage: Stage | None = None) -> None:
 
 
 class Receiver:
-    """An engine's end: the group it is in, and memory for one set of weights."""
+    """An engine's end of a broadcast: its group, and buffers for one set of weights. Calls must not
+    overlap."""
 
     def __init__(self, address: str, device: torch.device | str = "cpu") -> None:
         self._address = address
@@ -381,7 +387,10 @@ class Receiver:
         self._flats: list[Tensor] = []
 
     def receive(self, order: StreamOrder) -> list[tuple[str, Tensor]]:
-        """All tensors of a broadcast, verified; `TransferBroken` leaves the group. They hold until the next call."""
+        """Receives and verifies all tensors of a broadcast; they are valid until the next call.
+
+        On failure it leaves the group and raises `TransferBroken`.
+        """
         buckets = plan(order.tensors, order.bucket_bytes)
         self._flats = buffers_for(buckets, self._flats)
         rooms = (self._stage.room(n, len(flat)) for n, flat in enumerate(self._flats))
@@ -414,6 +423,6 @@ class Receiver:
 
 
 def _words(error: BaseException) -> str:
-    """The first sentence, without the library's source line in front of it."""
+    """The first line of a torch error, without the source location in front of it."""
     said = str(error).strip().split("\n", 1)[0]
     return said.split("] ", 1)[1] if said.startswith("[") and "] " in said else said

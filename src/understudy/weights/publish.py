@@ -1,4 +1,4 @@
-"""Publishing to an engine that lives in the trainer's own process."""
+"""Publishers: make the trained weights available to an engine, shared, copied or as adapters only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class WeightPublisher(Protocol):
-    """Takes the trained weights to wherever tokens are written."""
+    """Delivers the trained weights to the engines. The trainer calls it after an update."""
 
     @property
     def version(self) -> int:
@@ -20,7 +20,8 @@ class WeightPublisher(Protocol):
         ...
 
     async def publish(self, version: int) -> None:
-        """Makes the current weights known as `version`; versions only grow, save for a return to a checkpoint."""
+        """Publishes the current weights as `version`. Versions only grow, except after a return to a
+        checkpoint."""
         ...
 
 
@@ -28,24 +29,24 @@ class WeightReceiver(Protocol):
     """An engine, as a publisher sees it."""
 
     async def update_weights(self, version: int, tensors: NamedTensors) -> None:
-        """Takes the weights over; no tensors at all means that the receiver shares the trained ones already."""
+        """Takes the weights over; no tensors means that the receiver shares the trained ones."""
         ...
 
 
 class SharingReceiver(WeightReceiver, Protocol):
-    """An engine in this process that can generate with the very tensors that are trained."""
+    """An engine in this process that can generate with the trained tensors themselves."""
 
     def share_parameters_with(self, model: nn.Module) -> None: ...
 
 
 class WeightSource(Protocol):
-    """Where a publisher gets whole tensors from, by the model's own names (a tied tensor once)."""
+    """Provides a publisher's tensors, whole and by the model's own names (a tied tensor once)."""
 
     def named_weights(self) -> Sequence[tuple[str, Tensor]]: ...
 
 
 class AdapterSource(Protocol):
-    """A student whose adapters may be published alone, for engines that merge them themselves (`engines.adapters`)."""
+    """A student whose adapters can be published alone, for engines that merge them (`adapters.py`)."""
 
     def named_adapters(self) -> Sequence[tuple[str, Tensor]]: ...
 
@@ -61,10 +62,10 @@ class ModelWeights:
 
 
 class SharedWeights:
-    """Engine and policy hold the same tensors: an optimizer step *is* the new weights, publishing only counts it up.
+    """A publisher for an engine that shares the policy's tensors: `publish` only changes the version.
 
-    Right for the sync trainer, where nobody generates while the optimizer writes. Where both run at once, a generation
-    could see half a step: use `CopiedWeights` there.
+    For the sync trainer, where no generation runs during an optimizer step. If both run at once, a
+    generation could see half a step: use `CopiedWeights` then.
     """
 
     def __init__(self, model: nn.Module, engine: SharingReceiver) -> None:
@@ -82,14 +83,14 @@ class SharedWeights:
 
 
 class CopiedWeights:
-    """The engine has tensors of its own, and each version is copied into them between two of its steps."""
+    """A publisher for an engine with its own tensors: each version is copied in between two decode steps."""
 
     def __init__(self, source: WeightSource, engine: WeightReceiver) -> None:
         self._source = source
         self._engine = engine
         self._version = -1
         self.published_bytes = 0
-        """Of the last version, to each engine."""
+        """Bytes of the last version, as sent to each engine."""
 
     @property
     def version(self) -> int:
@@ -98,14 +99,14 @@ class CopiedWeights:
     async def publish(self, version: int) -> None:
         tensors = await asyncio.to_thread(
             self._source.named_weights
-        )  # sharded weights are gathered, which takes a while
+        )  # gathering sharded weights takes a while
         await self._engine.update_weights(version, tensors)
         self._version = version
         self.published_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
 
 
 class AdaptersOnly:
-    """A student's adapters as the weights to publish: engine processes merge them into the base they have loaded."""
+    """A weight source of a student's adapters only; engine processes merge them into the base they loaded."""
 
     def __init__(self, student: AdapterSource) -> None:
         self._student = student

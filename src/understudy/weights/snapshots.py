@@ -1,10 +1,10 @@
-"""New weights for engine processes on this machine: one safetensors file in memory, read by all of them.
+"""Snapshots of weights for engine processes on this machine: safetensors files in shared memory.
 
     trainer ──write v7.safetensors──> /dev/shm/understudy-engine-…/ ──mapped──> engine 0, engine 1, …
 
-A file gets its name by a rename after its last byte, so nobody reads half of one. The newest stays: an engine that was
-started again needs it. The folder is the trainer's (`owned_folder`); one that a killed trainer left is removed by its engines, or
-by the next run.
+A file is renamed to its name after its last byte, so an engine never reads half of one. The newest file is
+kept, because a restarted engine needs it. The folder is owned by the trainer
+(`observability/owned_folder.py`). If the trainer is killed, its engines or the next run remove the folder.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MARGIN = 64 << 20
 
 
 class Snapshots:
-    """A folder of our own for snapshots; `need_bytes` is what one of them takes."""
+    """The trainer's own folder of snapshots; `need_bytes` is the size of one."""
 
     def __init__(self, need_bytes: int, parent: Path | None = None) -> None:
         self._owned = OwnedFolder("understudy-engine-", parent or _memory_for(2 * need_bytes))
         self.folder = self._owned.path
 
     def write(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-        """The file's name; None where there were no tensors to write."""
+        """Writes a snapshot and returns the file's name; None if there are no tensors."""
         named = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
         if not named:
             return None
@@ -61,7 +61,7 @@ class Snapshots:
 
 
 def _memory_for(size: int) -> Path | None:
-    """Shared memory where it has the room (containers often give it 64 MiB); otherwise the temporary folder."""
+    """/dev/shm if it has room (containers often limit it to 64 MiB); None means the temporary folder."""
     if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > size + _MARGIN:
         return _MEMORY
     return None

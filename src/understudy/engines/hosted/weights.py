@@ -1,8 +1,7 @@
 """Delivers new weights to engine processes: by shared memory on this machine, by broadcast to others.
 
-    this machine      one safetensors file in /dev/shm, mapped by all hosts
-    (`weights/snapshots.py`) other machines    buckets to all hosts at once, through a process group
-    (`weights/broadcast.py`)
+    this machine      one safetensors file in /dev/shm, mapped by all hosts       (`weights/snapshots.py`)
+    other machines    buckets to all hosts at once, through a process group       (`weights/broadcast.py`)
 
     publish ──> all remote hosts in one group ──a member dies──> each remaining host alone ──fails──> lost
 

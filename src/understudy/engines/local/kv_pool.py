@@ -4,8 +4,8 @@ Legend: S slots, H key/value heads, C columns per slot, D head size, N places (a
 
 In fp8 (e4m3) a head's vector at a place is divided by its **scale**, its largest magnitude / 448, so that
 it fills the format's range. The scale is stored beside it in fp32 (3 % of the memory). Three bits of
-mantissa remain: the relative error of a number is at most 1/16. A decode step reads nearly half the bytes,
-and it is bound by reading.
+mantissa remain: the relative error of a number is at most 1/16. This nearly halves the bytes that a decode
+step reads, and reading is its bottleneck.
 """
 
 from __future__ import annotations

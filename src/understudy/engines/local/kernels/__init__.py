@@ -1,1 +1,1 @@
-"""Triton kernels of the decode step, each beside or equal to a plain torch version."""
+"""Fused Triton kernels of the decode step, each with a plain counterpart in torch or transformers."""

@@ -1,4 +1,4 @@
-"""Draws tokens without filters on a GPU in two kernels, instead of ten passes over the vocabulary.
+"""Draws tokens on a GPU in two kernels, for rows without filters.
 
 Legend: B rows, V vocabulary, P pieces of the vocabulary (BLOCK ids each).
 
