@@ -1,17 +1,17 @@
-"""The vocabulary of the data plane, and what every data plane must do.
+"""The data plane's vocabulary and the `DataPlane` protocol that every implementation follows.
 
 A **partition** holds rows of one purpose ("train"). A row has a **key** `{prompt}_{session}_{index}`, **columns**
-(numpy arrays or JSON values, written at different times by different hands), **tags** (a small dict to choose
-by) and a **status**. Work is handed out under a **lease** and finished by an **ack**:
+(numpy arrays or JSON values, written at different times by different writers), **tags** (a small dict that claims
+select by) and a **status**. Work is claimed under a **lease** and finished by an **ack**:
 
     issue ──> pending ──claim(status=pending)──> running ──put──> finished ──claim──> (leased) ──ack(step)──> trained
                  ^                                  │                 ^                   │
                  └────── lease expired, released ───┘                 └─ expired, released ┘
               any of them ──dead_letter(reason)──> dead          ──evict(reason)──> evicted
 
-Delivery is at least once: a lease that expires gives its rows back. Training is exactly once: only the holder of
-a live lease can ack, a row leaves the plane with its ack, and a key that was ever settled (trained, dead or
-evicted) is neither issued nor written again. `rewind` moves both back to a checkpoint.
+Delivery is at least once: when a lease expires, its rows can be claimed again. Training is exactly once: only the
+holder of a live lease can ack, a row leaves the plane with its ack, and a key that was ever settled (trained, dead
+or evicted) is neither issued nor written again. `rewind` restores the state of a checkpoint.
 
 In-process producers need no producer lease: `issue` the keys, make the rows, `put` them.
 """
@@ -33,28 +33,30 @@ if TYPE_CHECKING:
     from understudy.types.jagged import Jagged
 
 Value: TypeAlias = Any
-"""A cell: `np.ndarray` (bool, int32, int64, float32 or uint16; 1-D or 2-D), or anything JSON can say; NaN allowed."""
+"""A cell: `np.ndarray` (bool, int32, int64, float32 or uint16; 1-D or 2-D), or a JSON value; NaN allowed."""
 Columns: TypeAlias = Mapping[str, Value]
 Where: TypeAlias = Mapping[str, Any]
-"""Tag name → the value wanted, or a list of values any of which will do. Data, not code: it can travel and be indexed."""
+"""Tag name → the value to match, or a list of accepted values. Plain data, so it can be serialised and indexed."""
 
 
 class RowStatus(StrEnum):
     PENDING = "pending"
-    """Issued; nobody has made it yet."""
+    """Issued; no producer has made it yet."""
     RUNNING = "running"
     """Being made, under a producer's lease or by an in-process producer that wrote part of it."""
     FINISHED = "finished"
     """Rolled out. Later columns (teacher scores, advantages) may still be missing: `claim(fields=…)` waits for them."""
     FAILED = "failed"
-    """Making it failed; it is retried (`claim(status=failed)`) or dead-lettered. Until then it holds its place."""
+    """Making it failed; it is retried (`claim(status=failed)`) or dead-lettered. Until then claims in key order
+    wait for it."""
 
 
 class Order(StrEnum):
     KEY = "key"
-    """The n smallest keys **outstanding**, waiting for the slowest of them: batches do not depend on timing."""
+    """The n smallest keys **in flight**. The claim waits for the slowest of them, so batches do not depend on
+    timing."""
     ARRIVAL = "arrival"
-    """First complete, first served."""
+    """The rows that finished first."""
 
 
 class Count(StrEnum):
@@ -65,7 +67,7 @@ class Count(StrEnum):
 
 
 class GroupPolicy(StrEnum):
-    """What becomes of a prompt's other sessions when one is dead-lettered."""
+    """What happens to a prompt's other sessions when one is dead-lettered."""
 
     DROP_GROUP = "drop_group"
     TRAIN_REST = "train_rest"
@@ -75,9 +77,9 @@ class Retain(StrEnum):
     """How long the journal keeps the columns of trained rows."""
 
     UNTIL_SETTLED = "until_settled"
-    """Until `settle(step)`: a rewind finds the rows complete (determinism "fast": nothing is rolled out twice)."""
+    """Until `settle(step)`: after a rewind the rows are complete (determinism "fast": nothing is rolled out twice)."""
     UNTIL_ACK = "until_ack"
-    """Gone with the ack: a rewind makes them again (determinism "full" does so anyway; saves disk)."""
+    """Deleted with the ack: after a rewind the rows are made again (determinism "full" does so anyway; saves disk)."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -86,14 +88,14 @@ class Lease(msgspec.Struct, frozen=True):
     meta: BatchMeta
     id: int
     epoch: int
-    """Which life of the plane gave it: every open and every rewind starts a new one and voids older leases."""
+    """The plane's epoch at the grant. Every open and every rewind starts a new epoch and voids older leases."""
     expires: float
-    """On the plane's clock; infinity for a lease that lasts as long as the plane does."""
+    """On the plane's clock; infinity for a lease that never expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowInfo:
-    """What `list` tells of one row."""
+    """What `list` returns for one row."""
 
     status: RowStatus
     tags: Mapping[str, Any]
@@ -102,26 +104,26 @@ class RowInfo:
     step: int
     """The training step it was issued for."""
     attempts: int
-    """How often a producer has claimed it; counted before the work starts, so a row that kills its worker shows."""
+    """How often a producer has claimed it. Counted before the work starts, so a row that crashes its worker shows."""
     leased: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """Counts of one partition, kept up to date rather than counted."""
+    """Counts of one partition, maintained incrementally."""
 
     pending: int
     running: int
     finished: int
     failed: int
     leased: int
-    """How many of them somebody holds a lease on."""
+    """How many of them are under a lease."""
     ready: int
     """How many could be claimed now, under the fields and tags asked about."""
     resident_bytes: int
     """Of the whole plane: column bytes held in memory. Spilled columns do not count."""
     waiting_producers: int
-    """Of the whole plane: calls held back because it is full."""
+    """Of the whole plane: calls that wait because it is full."""
 
     @property
     def rows(self) -> int:
@@ -142,7 +144,8 @@ def split_key(key: str) -> tuple[str, int, int]:
 
 
 class DataPlane(Protocol):
-    """Every call may wait; none polls. All arguments are plain data, so a socket can stand between."""
+    """The interface of every data plane. Every call may wait; none polls. All arguments except `filter_groups`' rule
+    and `wait`'s predicate are plain data, so calls can cross a process boundary."""
 
     async def issue(
         self,
@@ -158,8 +161,8 @@ class DataPlane(Protocol):
 
         A key in flight or settled already is left as it is and not returned: after a resume, issuing the same
         prompts again makes only what is missing. Waits while the plane is full; a row that was issued never waits
-        again. With `group`, the keys of this call that share a prompt become claimable together. `reserved` rows do not
-        wait: their issuer keeps its own rows below the bound.
+        again. With `group`, the keys of this call that share a prompt are claimed together. `reserved` rows do not
+        wait: the caller keeps its own rows below the bound.
         """
         ...
 
@@ -172,11 +175,11 @@ class DataPlane(Protocol):
         *,
         status: RowStatus = RowStatus.FINISHED,
     ) -> BatchMeta:
-        """Write whole rows, or more columns of rows that are there; returns once they survive kill -9.
+        """Write whole rows, or more columns of existing rows; returns once they survive kill -9.
 
-        All or nothing. A row never issued is issued by its arrival (for the step after the last one acked), and
-        waits for room. `LeaseLost` when the lease is void or does not cover a row, when somebody else's lease
-        covers it, or when the row was settled meanwhile: the work is no longer wanted, drop it.
+        All or nothing. A row that was never issued is issued by this call (for the step after the last one acked)
+        and waits for room. Raises `LeaseLost` when the lease is void or does not cover a row, when another
+        producer's lease covers it, or when the row was settled meanwhile: the caller drops the work.
         """
         ...
 
@@ -202,10 +205,10 @@ class DataPlane(Protocol):
     ) -> Lease:
         """Wait for `n` rows that have `status` and all of `fields` (and none of `without`), and lease them.
 
-        With `step`, only rows issued for that step: after a resume that kept rows, those of several steps lie here.
-        Groups are never split: where the next whole group would not fit, the claim is as full as it can be.
-        `at_least` (n unless told) is what must be there for the claim to return. `TimeoutError` after `timeout`
-        seconds, saying what is missing; rows stay where they are. `lease_seconds=None`: until ack or release.
+        With `step`, only rows issued for that step: after a resume that kept rows, the plane holds rows of several
+        steps. Groups are never split: the claim stops before a group that would exceed `n`. It returns when
+        `at_least` (default `n`) are there. Raises `TimeoutError` after `timeout` seconds, saying what is missing;
+        no row changes. `lease_seconds=None`: until ack or release.
         """
         ...
 
@@ -216,35 +219,35 @@ class DataPlane(Protocol):
         ...
 
     async def ack(self, lease: Lease, step: int, keys: Sequence[str] | None = None) -> None:
-        """These rows (all of the lease unless told) were trained in `step`. Await it before saving the checkpoint."""
+        """Mark these rows (default: all of the lease) trained in `step`. Await it before saving the checkpoint."""
         ...
 
     async def release(self, lease: Lease, keys: Sequence[str] | None = None) -> None:
-        """Give rows back, as they are, to whoever claims next."""
+        """Give up the lease on rows, unchanged; the next claim can take them."""
         ...
 
     async def renew(self, lease: Lease, lease_seconds: float | None = 600.0) -> Lease:
-        """The same lease with a later end."""
+        """The same lease with a later expiry."""
         ...
 
     async def dead_letter(
         self, partition: str, key: str, reason: str, evidence: Mapping[str, Any] | None = None
     ) -> None:
-        """This row cannot be made or trained; it goes to the dead-letter file. Its group's policy is applied."""
+        """Remove a row that cannot be made or trained, add it to the dead-letter file, apply its group's policy."""
         ...
 
     async def evict(
         self, partition: str, keys: Sequence[str], reason: str, lease: Lease | None = None
     ) -> None:
-        """Take sound rows out on purpose (no signal, too stale); counted apart from dead letters."""
+        """Remove valid rows on purpose (no signal, too stale); counted apart from dead letters."""
         ...
 
     def filter_groups(self, partition: str, group_filter: GroupFilter | None) -> None:
-        """Look at every group of this partition once it is complete. Set where the plane lives, not over a wire."""
+        """Apply this filter to every group of the partition once it is complete. Called in the plane's own process."""
         ...
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None) -> None:
-        """Evict these rows, or all of the partition, whoever holds them."""
+        """Evict these rows, or all of the partition, leased or not."""
         ...
 
     async def list(self, partition: str) -> dict[str, RowInfo]:
@@ -259,7 +262,7 @@ class DataPlane(Protocol):
         where: Where | None = None,
         step: int | None = None,
     ) -> Depth:
-        """Counts now, of the partition or of the rows issued for one step."""
+        """The current counts, of the partition or of the rows issued for one step."""
         ...
 
     async def wait(
@@ -272,23 +275,23 @@ class DataPlane(Protocol):
         step: int | None = None,
         timeout: float | None = None,
     ) -> Depth:
-        """The first depth for which `until` holds; looked at whenever the partition changes."""
+        """Wait for the first depth for which `until` holds; it is evaluated whenever the partition changes."""
         ...
 
     def take_removed(self, partition: str) -> Mapping[tuple[str, str], int]:
-        """Rows taken out since the last call, by ("dead" or "evicted", kind of reason)."""
+        """Counts of rows removed since the last call, by ("dead" or "evicted", kind of reason)."""
         ...
 
     async def settle(self, step: int) -> None:
-        """The run will never go back before `step` (its checkpoint is safe, older ones are gone): free what was kept."""
+        """Free what was kept for a rewind before `step`: its checkpoint is safe and older ones are deleted."""
         ...
 
     async def rewind(self, step: int, *, keep_rows: bool) -> None:
-        """Go back to the checkpoint of `step`: see `rewind.py` for what that means and why it is safe."""
+        """Restore the state of the checkpoint of `step`; `journal/rewind.py` says what that means."""
         ...
 
     async def sync(self) -> None:
-        """Everything so far survives a power cut too. Await it before a checkpoint is made final."""
+        """Make everything so far survive a power cut too. Await it before a checkpoint is made final."""
         ...
 
     async def close(self) -> None: ...

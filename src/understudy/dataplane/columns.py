@@ -1,4 +1,4 @@
-"""Cells of many rows as columns a trainer can use, and back."""
+"""Conversion between the cells of many rows and the columns a trainer uses."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def gather(name: str, frames: Sequence[bytes], keys: Sequence[str]) -> Jagged | 
 
 
 def _cells(frames: Sequence[bytes]) -> list[Any]:
-    """What each frame holds. Words and numbers that many rows share (a teacher, a reason to stop, the sizes of a short answer)
-    are read once."""
+    """The decoded frames. Equal frames of strings, numbers and flat dicts (a teacher, a stop reason, the sizes of a
+    short answer) are decoded once."""
     known: dict[bytes, Any] = {}
     cells = []
     for frame in frames:
@@ -40,13 +40,13 @@ def _cells(frames: Sequence[bytes]) -> list[Any]:
             if isinstance(cell, str | int | float | None) or is_plain(cell):
                 known[frame] = cell
         elif type(cell) is dict:
-            cell = cell.copy()  # every row has its own
+            cell = cell.copy()  # rows must not share a mutable dict
         cells.append(cell)
     return cells
 
 
 def _form(cell: Any) -> Any:
-    """What all cells of a column of arrays have in common."""
+    """What all cells of an array column share: dtype and width."""
     return (cell.dtype, cell.shape[1:]) if isinstance(cell, np.ndarray) else None
 
 
@@ -74,7 +74,7 @@ def scatter(name: str, column: Any, rows: int) -> list[Any]:
 
 
 def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's values; bfloat16, which numpy lacks, as its bits."""
+    """A tensor's values. bfloat16, which numpy lacks, is given as its bits in uint16."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy()

@@ -1,7 +1,7 @@
 """The dead-letter file: one JSON line per row that could not be made or trained.
 
-The ledger in the journal is the authority; the file is for people and tools. A line is appended after its commit,
-and the whole file is written anew from the ledger at every start, so a crash in between costs nothing.
+The ledger in the journal is the authority; the file is for people and tools. A line is appended after its commit.
+The whole file is rewritten from the ledger at every start, so a crash between commit and append loses nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "dead_letters.jsonl"
 GROUP_LOST = "its group lost"
-"""How the reason of a row begins that was evicted because another of its group failed."""
+"""Prefix of the reason of a row that was evicted because another row of its group failed."""
 
 
 def detail(reason: str, evidence: Mapping[str, Any] | None = None) -> str:
-    """What the ledger keeps. Evidence is shown, not computed with: what JSON cannot say is written as text."""
+    """The text the ledger stores. Evidence is only displayed, so values that JSON lacks are written as their repr."""
     return json.dumps({"reason": reason, "evidence": dict(evidence or {})}, default=repr)
 
 
 def kind_of_reason(told: str) -> str:
-    """What a `detail` says without what is particular to the row: few enough to be names of metrics.
+    """The reason of a `detail` without what is particular to the row: few enough values to be metric names.
 
     >>> kind_of_reason(detail("no signal: all 4 rewards are 0")), kind_of_reason(detail("its group lost p7_0_0: DataError: …"))
     ('no_signal', 'group_failed')
@@ -41,6 +41,8 @@ def kind_of_reason(told: str) -> str:
 
 
 class DeadLetters:
+    """Writes the file. Called by `Store` on the event loop."""
+
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE_NAME
 

@@ -9,8 +9,8 @@
     await plane.ack(lease, step=7)
 
 Every operation changes memory at once, on the event loop, and then waits for the commit that holds the change. A row
-may therefore be claimed before its writer was told it is safe; that is sound, because the ack that would make it
-count is committed after it. Files in the folder: `journal.sqlite`, `spill/`, `dead_letters.jsonl`, `lock`.
+can therefore be claimed before its `put` returns. That is safe: commits keep the order of calls, so the row's ack is
+never on disk without the row. Files in the folder: `journal.sqlite`, `spill/`, `dead_letters.jsonl`, `lock`.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ from understudy.types.jagged import Jagged
 
 
 class EmbeddedDataPlane:
+    """Implements `DataPlane` over a `Store`. All methods run on one event loop, in the process that trains."""
+
     store_kind: ClassVar[type[Store]] = Store
 
     def __init__(self, store: Store, lock: FolderLock) -> None:
@@ -77,10 +79,10 @@ class EmbeddedDataPlane:
         clock: Callable[[], float] = time.monotonic,
         retain: Retain = Retain.UNTIL_SETTLED,
     ) -> Self:
-        """Open or create the plane in folder `path`; what its journal holds is there again, and no lease is.
+        """Open or create the plane in folder `path`. Rows are restored from its journal; leases are not.
 
-        `max_rows` and `max_bytes` bound what is in flight (see admission.py), columns of `spill_bytes` or more
-        live on disk from the start, `clock` times the leases.
+        `max_rows` and `max_bytes` bound what is in flight (see memory/admission.py). Columns of `spill_bytes` or
+        more are kept on disk from the start. `clock` times the leases.
         """
         admission = Admission(max_rows, max_bytes)
         with ExitStack() as opened:
@@ -137,7 +139,7 @@ class EmbeddedDataPlane:
         await self._intake.put_tags(partition, tags)
 
     def filter_groups(self, partition: str, group_filter: GroupFilter | None) -> None:
-        """Look at every group of this partition when it is complete; see `GroupFilter`."""
+        """Apply this filter to every group of the partition when it is complete; see `GroupFilter`."""
         self._home(partition).filter = group_filter
 
     # ---- handing rows out
@@ -166,7 +168,7 @@ class EmbeddedDataPlane:
             raise DataPlaneError(
                 "rows with status running are being made by somebody; claim pending, finished or failed"
             )
-        # Plain words will do, and enum members, which nearly all are, need not be looked up.
+        # Plain strings are accepted. Enum members, the common case, skip the lookup.
         wanted = status if type(status) is RowStatus else RowStatus(status)
         sequence = order if type(order) is Order else Order(order)
         kind = count if type(count) is Count else Count(count)
@@ -193,7 +195,7 @@ class EmbeddedDataPlane:
         return columns
 
     def _wanted(self, meta: BatchMeta, fields: Sequence[str] | None) -> tuple[list[Row], Sequence[str]]:
-        """The rows a `get` is about, and the columns: those asked for, or named by the meta, or that all rows have."""
+        """The rows of a `get`, and the columns: those requested, or those the meta names, or those all rows have."""
         home = self._home(meta.partition)
         rows = [self._store.row(home, key) for key in meta.keys]
         if fields is None:
@@ -350,7 +352,7 @@ class EmbeddedDataPlane:
         await self._store.journal.run(lambda connection: writer.flush())
 
     async def close(self) -> None:
-        """Commit what is open and let go of the folder. Whoever waits is told."""
+        """Commit the open batch and release the folder. Waiting calls fail with `DataPlaneError`."""
         closed = DataPlaneError("the data plane is closed")
         if self._store.refusal is not None and str(self._store.refusal) == str(closed):
             return
@@ -360,7 +362,7 @@ class EmbeddedDataPlane:
         self._lock.release()
 
     def _refuse(self, error: DataPlaneError) -> None:
-        """Fail whoever waits, and every call from now on."""
+        """Fail every waiting call, and every call from now on."""
         self._store.refusal = error
         self._claims.fail(error)
         self._store.admission.fail(error)

@@ -1,4 +1,4 @@
-"""How one cell is written as bytes: a small frame of our own, never pickle.
+"""The binary format of one cell: a small frame of our own, never pickle.
 
     byte 0   kind         which of the kinds below
     byte 1   dimensions   0 for anything but arrays
@@ -6,8 +6,7 @@
     8 …      shape        one u64 per dimension
     …        payload      little-endian values, UTF-8 text, JSON, or a reference into a spill file
 
-A frame is what memory holds, what the journal stores and what a spill file contains, so a row reads the same
-before and after a crash by construction.
+Memory, the journal and spill files all hold the same frames, so a row reads the same before and after a crash.
 
 A row's columns written together make one *pack*: u16 count, then per column u16 name length, u64 frame length,
 name, frame.
@@ -41,15 +40,15 @@ _ENTRY = struct.Struct("<HQ")
 _NOTHING = bytearray()
 
 _SMALL = 4096
-"""Bytes below which one more copy is cheaper than sparing it."""
+"""Below this many bytes, one more copy is cheaper than avoiding it."""
 
 JSON_HEAD, TEXT_HEAD = _HEAD.pack(JSON, 0), _HEAD.pack(TEXT, 0)
 _NULL = JSON_HEAD + b"null"
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _from_json = json.JSONDecoder().decode
-"""Made once: `json.dumps` and `json.loads` look at their options, and at the bytes' encoding, at every call."""
+"""Made once: `json.dumps` and `json.loads` check their options, and the encoding of bytes, at every call."""
 _PLAIN = frozenset((str, int, float, bool, type(None)))
-"""Types whose values JSON can always say."""
+"""Types whose values JSON can always encode."""
 
 
 class SpillRef(NamedTuple):
@@ -63,7 +62,7 @@ class SpillRef(NamedTuple):
 
 def encode(column: str, value: Any) -> bytes:
     """The frame of one cell."""
-    kind = type(value)  # by far the most common kinds first
+    kind = type(value)  # the most common kinds first
     if kind is float:
         return _FLOAT.pack(FLOAT, 0, value)
     if value is None:
@@ -97,7 +96,7 @@ def encode(column: str, value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _array_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes | None:
-    """The bytes before an array's values; None for an array a cell cannot be."""
+    """The bytes before an array's values; None for a dtype or number of dimensions that cells do not support."""
     kind = _KIND_OF_DTYPE.get(dtype)
     if kind is None or len(shape) not in (1, 2):
         return None
@@ -105,7 +104,7 @@ def _array_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes | None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether this is a dict from strings to numbers and words: JSON can say it, and there is nothing to look for inside."""
+    """Whether this is a flat dict from strings to strings, numbers and None: always valid JSON, nothing to search."""
     return (
         type(value) is dict
         and _PLAIN.issuperset(map(type, value.values()))
@@ -114,7 +113,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _refuse_other_keys(column: str, value: Any) -> None:
-    """JSON would turn the key 1 into "1" without a word."""
+    """Raise for dict keys that are not strings: JSON would silently turn the key 1 into "1"."""
     if isinstance(value, dict):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
@@ -142,14 +141,15 @@ def decode(frame: bytes) -> Any:
 
 
 def joined_arrays(frames: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray] | None:
-    """(values one after another, int64 [frames + 1] offsets) of frames that hold arrays of one dtype and one width; None where
-    they do not. All of them at once: looking at each as an array of its own costs more than its few bytes."""
+    """(concatenated values, int64 [frames + 1] offsets) of frames that hold arrays of one dtype and width; else None.
+
+    Joins the bytes of all frames at once: one numpy array per frame costs more than its few bytes."""
     first = frames[0] if frames else b"\0\0"
     kind, dims = first[0], first[1]
     if kind < FIRST_ARRAY:
         return None
     start = 8 + 8 * dims
-    # Everything before the values is alike, but for the length.
+    # Heads may differ only in the first dimension's length.
     alike, width = first[:8], first[16:start]
     if any(frame[:8] != alike or frame[16:start] != width for frame in frames):
         return None
@@ -171,7 +171,7 @@ def encode_reference(ref: SpillRef) -> bytes:
 def pack(frames: Mapping[str, bytes | SpillRef]) -> bytearray:
     """Columns written together, as one blob.
 
-    A `bytearray`, because SQLite's module binds those as they are and first looks for an adapter of `bytes`.
+    A `bytearray`, because Python's sqlite3 binds those directly but looks for an adapter of `bytes` first.
     """
     parts = [_count(len(frames))]
     for name, cell in frames.items():
@@ -187,7 +187,7 @@ def _count(columns: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _entry(name: str, length: int) -> bytes:
-    """What stands before a frame in a pack."""
+    """A frame's header in a pack: name length, frame length, name."""
     encoded = name.encode()
     return _ENTRY.pack(len(encoded), length) + encoded
 

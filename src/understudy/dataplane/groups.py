@@ -1,6 +1,7 @@
-"""The n sessions of a prompt: filters over their rewards, and what is done about over-long ones.
+"""Filters over the rewards of a prompt's n sessions, and the penalty for over-long responses.
 
-Pure functions; the data plane calls a `GroupFilter` when a group's last session finishes, the trainer the rest.
+Pure functions. The data plane calls a `GroupFilter` when a group's last session finishes; the trainer calls the
+over-long penalty.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """Look at a finished group; evict it whole when the rule gives a reason.
+    """Evicts a whole group when its rule returns a reason.
 
-    The rule sees one value per session, in session order, taken from the tag `tag` of its rows; a group is looked
-    at once all its rows are finished and carry the tag. Eviction frees the group's room, so producers that wait
-    at `issue` refill what was filtered.
+    The rule gets one value per row, in the order of sessions, from the rows' tag `tag`. It is applied when all rows
+    of the group are finished and have the tag. Eviction frees the group's room, so producers that wait in `issue`
+    replace what was filtered.
     """
 
     rule: Callable[[Sequence[float]], str | None]
@@ -26,8 +27,8 @@ class GroupFilter:
 def no_signal(rewards: Sequence[float], tolerance: float = 1e-6) -> str | None:
     """DAPO's dynamic sampling: a group whose rewards are all equal has zero advantage everywhere.
 
-    A single session has no peers to differ from and is kept, as are groups with a missing (NaN) reward: whether
-    a NaN is poison is decided where the reward is made.
+    A group of one session is kept, as are groups with a missing (NaN) reward: whether a NaN is an error is decided
+    where the reward is computed.
     """
     if len(rewards) < 2 or any(math.isnan(reward) for reward in rewards):
         return None
@@ -40,7 +41,7 @@ def no_signal(rewards: Sequence[float], tolerance: float = 1e-6) -> str | None:
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     """DAPO's soft over-long punishment, added to the reward.
 
-    0 up to `max_length − buffer`, falling in a straight line to −1 at `max_length`, −1 beyond it.
+    0 up to `max_length − buffer`, then linear down to −1 at `max_length`, −1 beyond it.
 
     >>> [overlong_penalty(length, 100, 20) for length in (80, 90, 100, 120)]
     [0.0, -0.5, -1.0, -1.0]

@@ -1,10 +1,10 @@
-"""The accounting of a run, read from its journal alone.
+"""Audit of a run: accounts for every issued row from the journal alone.
 
     issued = trained + dead-lettered + evicted + in flight,   no key twice
 
-The two sides come from different tables: what was issued, trained, dead-lettered and evicted from the append-only
-`events`, what is in flight from `rows`. A row that vanished from one of them shows. The journal is opened read-only,
-in one read transaction: a run may be living or dead, and is not disturbed.
+The two sides come from different tables: issued, trained, dead-lettered and evicted rows from the append-only
+`events`, rows in flight from `rows`. A row that is missing from one of them is reported. The journal is opened
+read-only, in one read transaction, so a running run is not disturbed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from understudy.dataplane.journal.schema import FILE_NAME, FORMAT, read_meta
 from understudy.errors import DataPlaneError
 
 FOLDER_NAME = "dataplane"
-"""Where a run directory keeps its data plane."""
+"""The data plane's folder in a run directory."""
 
 _NET = """
 SELECT partition, key,
@@ -36,12 +36,12 @@ _REASONS = """
 SELECT detail, MAX(CASE WHEN sign > 0 THEN seq END) FROM facts WHERE kind IN ('dead', 'evicted')
 GROUP BY partition, key HAVING SUM(sign) > 0
 """
-"""The detail of the last word on each key (SQLite takes it from the row that has the maximum)."""
+"""The detail of the last event of each key (SQLite takes it from the row that has the maximum)."""
 
 
 @dataclass(slots=True)
 class AuditReport:
-    """Counts are of keys; lists name the offenders, as `partition/key`."""
+    """The result of an audit. Counts are of keys; lists name inconsistent rows as `partition/key`."""
 
     issued: int = 0
     trained: int = 0
@@ -51,9 +51,9 @@ class AuditReport:
     twice: list[str] = field(default_factory=list)
     """Issued twice, settled twice, or settled and still in flight."""
     lost: list[str] = field(default_factory=list)
-    """Issued, never settled, and not in flight either."""
+    """Issued, never settled, and not in flight."""
     unknown: list[str] = field(default_factory=list)
-    """Settled or in flight without ever having been issued."""
+    """Settled or in flight but never issued."""
     per_step: dict[int, int] = field(default_factory=dict)
     """Rows trained in each step."""
     reasons: dict[str, int] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class AuditReport:
 
 
 class Ledger:
-    """A journal opened for reading."""
+    """Read access to a journal file; every call opens its own connection."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

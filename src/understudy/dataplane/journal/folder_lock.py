@@ -1,4 +1,4 @@
-"""One process per data plane folder."""
+"""A file lock that allows one process per data plane folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from understudy.errors import DataPlaneError
 
 
 class FolderLock:
-    """Held by the kernel for as long as the process lives, so a crash leaves no stale lock behind."""
+    """An exclusive `flock`. The kernel releases it when the process ends, so a crash leaves no stale lock."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

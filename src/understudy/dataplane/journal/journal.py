@@ -1,4 +1,4 @@
-"""Group commits: many concurrent writers share one transaction.
+"""Group commit: many concurrent writers share one SQLite transaction.
 
     event loop                               journal thread
     put, ack, … change memory and add
@@ -8,16 +8,16 @@
     waiters wake            <── committed ──
     hand over the next batch ──>
 
-One batch is under way while the next fills, so a commit carries whatever arrived during the one before it: alone a
-writer waits for one commit, in a crowd hundreds share one. Batches are committed in the order of the calls, so an
-ack on disk implies the put before it on disk.
+While one batch is committed the next one fills, so a commit carries everything that arrived during the one before it:
+a single writer waits for one commit, and under load hundreds of writers share one. Batches are committed in the order
+of the calls, so an ack on disk implies that the put before it is on disk.
 
-A small batch (`INLINE_BYTES`) is committed where it is, on the event loop, when the thread is idle: a commit without
-a flush is a few writes into the page cache, about 0.1 ms, less than two changes of thread cost. What can wait for the
-disk runs on the thread: large batches, spill frames, checkpoints of the log, `sync`, `rewind`, `settle`.
+A small batch (`INLINE_BYTES`) is committed on the event loop itself when the thread is idle: a commit without a flush
+is a few writes into the page cache, about 0.1 ms, less than two thread switches cost. Work that may block on the disk
+runs on the thread: large batches, spill frames, checkpoints of the write-ahead log, `sync`, `rewind`, `settle`.
 
 If a commit fails (disk full), nothing of that batch or of any later one is written, every waiter gets the error
-and the plane refuses further work: memory is ahead of the journal, and the journal is what a resume believes.
+and the plane refuses further work: memory is ahead of the journal, and a resume reads only the journal.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ from understudy.errors import DataPlaneError
 
 INLINE_BYTES = 64 * 2**10
 LOG_BYTES = 64 * 2**20
-"""How long the log may grow before it is moved into the tables."""
+"""Size of the write-ahead log at which it is checkpointed into the tables."""
 
 Result = TypeVar("Result")
 _Deliver = Callable[[Any, BaseException | None], None]
 
 
 class Journal:
+    """The open batch and the thread that commits. Called by the plane and its `Store` on the event loop."""
+
     def __init__(self, folder: Path, spill: SpillFiles) -> None:
         self.writer = Writer(folder, spill)
         self.on_failure: Callable[[DataPlaneError], None] = lambda error: None
         self.changes = Changes()
         """The open batch; `await durable()` after adding to it."""
         self._in_thread = 0
-        """Pieces of work the thread has or will get; the connection is its own while there are any."""
+        """Jobs queued for or running on the thread; while there are any, only the thread uses the connection."""
         self._scheduled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], _Deliver] | None] = queue.SimpleQueue()
@@ -57,7 +59,7 @@ class Journal:
         self._thread.start()
 
     def durable(self) -> Changes:
-        """To be awaited, at once: over when everything added so far is committed."""
+        """Returns the open batch; await it immediately. It completes when everything added so far is committed."""
         if self.writer.failure is not None:
             raise self.writer.failure
         changes = self.changes
@@ -67,7 +69,7 @@ class Journal:
         return changes
 
     def _schedule(self) -> None:
-        """At the end of this loop iteration, or when the thread is done with what it has."""
+        """Hand the batch over at the end of this loop iteration. While the thread is busy, `_done` schedules it."""
         if not self._scheduled and not self._in_thread:
             self._scheduled = True
             if self._loop is None:
@@ -82,7 +84,7 @@ class Journal:
         writer = self.writer
         try:
             batch.seal(writer.spill.segment)
-        except Exception as error:  # a row that cannot be written must not leave its writers waiting for ever
+        except Exception as error:  # waiters must get the error instead of waiting for ever
             writer.failure = DataPlaneError(f"rows cannot be written to the journal: {error!r}")
             self._committed(batch, writer.failure)
             return
@@ -143,13 +145,13 @@ class Journal:
         await asyncio.to_thread(self.abandon)
 
     def abandon(self) -> None:
-        """Stop the thread and close the file; what is still open in memory is not written."""
+        """Stop the thread and close the file; the open batch is not written."""
         self._work.put(None)
         self._thread.join()
         self.writer.close()
 
     def _run(self) -> None:
-        """The thread."""
+        """The thread's main loop."""
         while (item := self._work.get()) is not None:
             work, deliver = item
             result, error = None, None

@@ -1,12 +1,11 @@
-"""Going back to a checkpoint, and letting go of what no checkpoint needs.
+"""Rewind of the journal to a checkpoint, and deletion of what no checkpoint needs.
 
 The trainer's order of writes is: train step s, `ack(lease, s)`, … , save the checkpoint of s. After a crash it
 resumes from the newest whole checkpoint c and calls `rewind(c)`.
 
-**Why nothing is trained twice.** Weights of c hold exactly the rows acked with step ≤ c: an ack of step s is
-committed before the checkpoint of s can exist, so no checkpoint holds a row the ledger does not know. `rewind(c)`
-takes back every ack later than c; those rows are not in the weights. What remains acked is in the weights, and a
-settled key can be neither issued, nor written, nor claimed.
+**Why nothing is trained twice.** The weights of c were trained on exactly the rows acked with step ≤ c: an ack of step
+s is committed before the checkpoint of s can exist. `rewind(c)` revokes every ack later than c; the weights have not
+seen those rows. Rows that stay acked are in the weights, and a settled key cannot be issued, written or claimed.
 
 **Why nothing is lost.** A row leaves the journal only when its trained step is settled, or with a dead-letter or
 evict record in the same transaction. So after `rewind` every issued key is trained ≤ c, dead, evicted, or a row in
@@ -15,17 +14,17 @@ therefore the same seed.
 
 **Why kill -9 between any two writes is safe.** Every operation is one transaction, and the order of transactions
 is the order of calls; a crash keeps a prefix of them.
-- before the commit of `issue`: the prompt was never issued; the trainer's cursor (in its checkpoint) issues it again.
+- before the commit of `issue`: the row does not exist; the trainer's cursor (in its checkpoint) issues it again.
 - between `issue` and `put`: the row is `pending`; it is made again.
 - between `put` of the rollout and `put` of the scores: the row is finished without them; only scoring is repeated.
-- between claim and `ack`: leases live in memory only, so the row is free again; its step is not in any checkpoint.
-- between `ack(s)` and the checkpoint of s: `rewind(c)` with c < s takes the ack back.
-- inside `rewind` or `settle`: nothing has happened; the next start calls `rewind(c)` again. It is idempotent.
-- between a dead-letter commit and its line in the jsonl file: the file is written anew from the ledger at each start.
+- between claim and `ack`: leases are in memory only, so the row is free again; its step is not in any checkpoint.
+- between `ack(s)` and the checkpoint of s: `rewind(c)` with c < s revokes the ack.
+- inside `rewind` or `settle`: nothing is committed; the next start calls `rewind(c)` again. It is idempotent.
+- between a dead-letter commit and its line in the jsonl file: the file is rewritten from the ledger at each start.
 
-With `keep_rows=False` (determinism "full") rows issued for steps after c are forgotten altogether, whatever became
-of them, so that the run repeats itself from c as if the crash had not been; rows issued for steps ≤ c keep their state,
-because the trainer's cursor at c lies behind them.
+With `keep_rows=False` (determinism "full") rows issued for steps after c are deleted, whatever their state, so that
+the run repeats from c as if it had never crashed. Rows issued for steps ≤ c keep their state, because the trainer's
+cursor at c is past them and will not issue them again.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ GROUP BY kind, partition, step
 
 
 def check(connection: sqlite3.Connection, step: int) -> None:
-    """Refuse a rewind to before what was settled: the rows it would need are gone."""
+    """Raise for a rewind to before the settled step: the rows it would need are deleted."""
     settled = read_meta(connection, "settled", -1)
     if step < settled:
         raise DataPlaneError(
@@ -77,7 +76,7 @@ def check(connection: sqlite3.Connection, step: int) -> None:
 
 
 def rewind(connection: sqlite3.Connection, step: int, keep_rows: bool) -> None:
-    """One transaction: the journal as it was when the checkpoint of `step` was saved, plus the rows worth keeping."""
+    """Restore, in one transaction, the journal as of the checkpoint of `step`; with `keep_rows`, keep later rows."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         connection.execute(_UNTRAIN, {"step": step})
@@ -101,7 +100,7 @@ def rewind(connection: sqlite3.Connection, step: int, keep_rows: bool) -> None:
 
 
 def settle(connection: sqlite3.Connection, step: int) -> None:
-    """Free the columns and lines of rows trained in steps ≤ `step`; their ledger events stay."""
+    """Delete the columns and `rows` entries of rows trained in steps ≤ `step`; their ledger events stay."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         done = connection.execute("SELECT id FROM rows WHERE trained <= ?", (step,)).fetchall()

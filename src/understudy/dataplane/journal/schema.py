@@ -1,17 +1,17 @@
-"""The tables of the journal, and how it is opened.
+"""The SQLite schema of the journal, and how the file is opened.
 
-SQLite in WAL mode, because it is in the standard library, a commit is atomic under kill -9 at any instruction,
-`audit` can read it while the run lives and after it died, and a human can open it with the `sqlite3` command. With
-`synchronous=NORMAL` a commit is a write without a flush: it survives the death of the process, and `sync()` adds the
-flush that survives a power cut, once per checkpoint rather than once per row.
+SQLite in WAL mode: it is in the standard library, a commit is atomic under kill -9 at any instruction, `audit` can
+read it while the run is alive and afterwards, and a user can open it with the `sqlite3` command. With
+`synchronous=NORMAL` a commit is a write without a flush: it survives the death of the process. `sync()` adds the flush
+that survives a power cut, once per checkpoint instead of once per row.
 
-    rows    one line per row in flight, and per trained row until its step is settled (`trained` is then its step)
-    packs   the columns of a row as written together; id = row id · 2²⁰ + how many came before, so a row's packs lie
-            side by side and no second index has to be kept
+    rows    one entry per row in flight, and per trained row until its step is settled (`trained` is then its step)
+    packs   the columns of a row that were written together; id = row id · 2²⁰ + number of earlier packs, so a row's
+            packs are adjacent and need no second index
     spills  which packs refer to which spill segment
-    events  the ledger: append-only, one line per fact with the keys it is true of (a JSON list: rows that became
-            facts in one commit share a line); sign −1 takes an earlier fact back (see journal_rewind.py)
-    facts   the ledger with one line per key, for reading
+    events  the ledger: append-only, one entry per fact with the keys it is true of (a JSON list: rows with the same
+            fact in one commit share an entry); sign −1 revokes an earlier fact (see rewind.py)
+    facts   a view of the ledger with one line per key
     meta    format, epoch, settled step
 """
 
@@ -31,9 +31,9 @@ FILE_NAME = "journal.sqlite"
 PACK_SHIFT = 20
 _MOST_ROWS_LOG2 = 8
 _FEW_ROWS = 16
-"""Up to so many are inserted by one statement; more by statements of powers of two, so that few have to be prepared."""
+"""Up to this many rows are inserted by one statement; more by statements of powers of two, so few are prepared."""
 _STATEMENTS = 256
-"""As many as are kept prepared."""
+"""Prepared statements kept."""
 
 _TABLES = (
     "CREATE TABLE meta(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
@@ -52,8 +52,8 @@ _TABLES = (
         FROM events, json_each(events.keys) AS each""",
 )
 _ROW = "id, partition, key, status, step, arrival, attempts, tags"
-# Columns left out are NULL. A NULL given as a parameter would cost more than all others of its line: Python's module
-# looks for an adapter of None first.
+# Columns left out are NULL. Binding None as a parameter costs more than all other parameters of the line: Python's
+# sqlite3 looks for an adapter of None first.
 INSERT_ROWS = f"INSERT OR REPLACE INTO rows({_ROW}) VALUES "
 INSERT_GROUPED_ROWS = f"INSERT OR REPLACE INTO rows({_ROW}, grp, policy) VALUES "
 INSERT_PACKS = "INSERT INTO packs VALUES "
@@ -63,7 +63,7 @@ INSERT_EVENTS_WITH_DETAIL = "INSERT INTO events(kind, sign, partition, step, key
 
 
 def connect(file: Path) -> sqlite3.Connection:
-    """Open for writing; transactions are begun and ended by hand."""
+    """Open for writing; the caller begins and ends transactions explicitly."""
     if not file.exists():
         _create(file)
     connection = sqlite3.connect(
@@ -84,7 +84,7 @@ def connect(file: Path) -> sqlite3.Connection:
 
 
 def _create(file: Path) -> None:
-    """Under another name first: SQLite sets up a database in several steps, and a reader must not see them."""
+    """Create under a temporary name and rename: SQLite sets up a database in several steps that no reader may see."""
     fresh = file.with_name(file.name + ".new")
     for leftover in file.parent.glob(fresh.name + "*"):
         leftover.unlink()
@@ -108,10 +108,10 @@ def write_meta(connection: sqlite3.Connection, name: str, value: int) -> None:
 
 
 def insert_many(cursor: sqlite3.Cursor, head: str, width: int, values: list[Any]) -> None:
-    """Insert rows of `width` values, given one after another, in statements of many rows each.
+    """Insert rows of `width` values, given as one flat list, in statements of many rows each.
 
-    Every statement gives up the interpreter lock once. `executemany` would do so for every row, and on a busy
-    process each return can cost a whole switch interval (5 ms).
+    Every statement releases the GIL once. `executemany` releases it for every row, and in a busy process each
+    reacquisition can cost a whole switch interval (5 ms).
     """
     left = len(values) // width
     if left <= _FEW_ROWS:
@@ -127,7 +127,7 @@ def insert_many(cursor: sqlite3.Cursor, head: str, width: int, values: list[Any]
 
 @lru_cache(maxsize=_STATEMENTS)
 def _insert(head: str, width: int, rows: int) -> str:
-    """Bare placeholders alone: Python 3.12.1 warns that a list of values for numbered ones will be refused.
+    """Uses bare placeholders only: Python 3.12.1 deprecates a sequence of values for numbered ones.
 
     >>> _insert("INSERT INTO t VALUES ", 3, 2)
     'INSERT INTO t VALUES (?,?,?),(?,?,?)'
@@ -136,7 +136,7 @@ def _insert(head: str, width: int, rows: int) -> str:
 
 
 def runs(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Numbers as (first, last) of each unbroken run: rows made together are acked together, in one statement."""
+    """(first, last) of each run of consecutive numbers: rows made together are acked together, in one statement."""
     first = last = None
     for number in sorted(ids):
         if last is not None and number <= last + 1:

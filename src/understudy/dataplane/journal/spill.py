@@ -1,15 +1,15 @@
-"""Large columns on disk: append-only segment files beside the journal.
+"""Spill files: large columns in append-only segment files beside the journal.
 
 A cell of several megabytes (16k tokens × top-64) would pass through SQLite twice, once into its log and once into
-its pages, and sit in memory until trained. Instead it is appended to a segment, and memory and journal hold a
+its pages, and stay in memory until trained. Instead it is appended to a segment; memory and journal hold a
 reference with a checksum.
 
 Crash safety: a frame is written *before* the commit that refers to it, and a new process always starts a new
-segment. So a reference never points at a torn frame; what a crash leaves behind is bytes nobody refers to, and
-segments without any reference are deleted at the next start.
+segment. So a reference never points at a torn frame. A crash can leave unreferenced bytes; segments without any
+reference are deleted at the next start.
 
-A segment may be lent to a writer in another process (`segments.py`), which alone appends to it; it stays until it was given
-back and nobody refers to it.
+A segment may be assigned to a writer in another process (`transfer_queue/segments.py`), which is then its only
+writer. It is deleted after that writer has returned it and no row refers to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _PWRITE_LIMIT = 2**30
 
 
 class SpillFiles:
-    """Space is reserved on the event loop; frames are written by the journal's thread and read by any."""
+    """The open segment files. Space is reserved on the event loop, frames are written on the journal's thread, and
+    any thread may read."""
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
@@ -38,7 +39,8 @@ class SpillFiles:
         self._highest = self._segment
         self._offset = 0
         self._lent: dict[int, int | None] = {}
-        """Segments others write; given back, the segment from which on everything they announced is committed first."""
+        """Segments assigned to remote writers. None: in use. After the return: the plane's own segment at that time;
+        a commit sealed at or after that segment follows everything the writer announced."""
 
     def _on_disk(self) -> list[tuple[int, Path]]:
         return [(int(path.stem), path) for path in self._folder.glob("*.seg") if path.stem.isdecimal()]
@@ -47,7 +49,7 @@ class SpillFiles:
         return self._folder / f"{segment:08d}.seg"
 
     def reserve(self, frame: bytes) -> SpillRef:
-        """The place this frame will have."""
+        """Reserve space for this frame and return its reference."""
         if self._offset and self._offset + len(frame) > self._segment_bytes:
             self._next_segment()
         ref = SpillRef(self._segment, self._offset, len(frame), zlib.crc32(frame))
@@ -55,7 +57,7 @@ class SpillFiles:
         return ref
 
     def roll(self) -> int:
-        """Start a new segment, so that the one so far can be deleted as a whole; returns the new one's number."""
+        """Start a new segment, so that the previous one can be deleted as a whole; returns the new number."""
         if self._offset:
             self._next_segment()
         return self._segment
@@ -65,14 +67,14 @@ class SpillFiles:
         self._segment, self._offset = self._highest, 0
 
     def lend(self) -> int:
-        """A segment for somebody else to write. Its file is there at once, so that no later life takes the same number."""
+        """A segment for a remote writer. Its file is created now, so that a restarted plane cannot reuse the number."""
         self._highest += 1
         self._lent[self._highest] = None
         os.close(os.open(self._path(self._highest), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         return self._highest
 
     def give_back(self, segment: int) -> None:
-        """Nothing more will be written there, and what was announced of it is in a journal batch by now."""
+        """End a remote writer's use: nothing more is written, and all it announced is in a journal batch."""
         self._next_segment()
         self._lent[segment] = self._segment
 
@@ -111,7 +113,7 @@ class SpillFiles:
         return frame
 
     def sync(self) -> None:
-        """Against a power cut: every frame written so far, and the names of the segments."""
+        """Flush every frame written so far, and the directory, so that they survive a power cut."""
         for file in list(self._files.values()):
             os.fsync(file)
         folder = os.open(self._folder, os.O_RDONLY)
@@ -122,11 +124,11 @@ class SpillFiles:
 
     @property
     def segment(self) -> int:
-        """The one being written; whatever is reserved from now on lies here or later."""
+        """The current segment; later reservations are in this one or a higher number."""
         return self._segment
 
     def keep_only(self, segments: Iterable[int], below: int) -> None:
-        """Delete the segments before `below` that nobody refers to; later ones may hold frames not yet committed."""
+        """Delete the unreferenced segments before `below`; later ones may hold frames not yet committed."""
         keep = set(segments)
         for number, path in self._on_disk():
             until = self._lent.get(number, number + 1)

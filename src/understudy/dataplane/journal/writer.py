@@ -1,4 +1,4 @@
-"""One transaction: what it writes, and the writing of it. Used by one thread at a time."""
+"""The contents of one journal transaction (`Changes`) and its commit (`Writer`). One thread at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PAGES_PER_COMMIT = 5
 
 
 class Changes:
-    """What one transaction will write. Filled on the event loop; no longer touched once handed over.
+    """What one transaction will write. Filled on the event loop; not changed after the hand-over.
 
-    `await` it (see `Journal.durable`) until it is committed. Whoever does gives up one turn of the event loop, in which a
-    small batch is committed; a future is made only where that was not enough.
+    `await` it (see `Journal.durable`) until it is committed. The await first yields to the event loop once, which is
+    enough for a small batch; a future is made only if the commit takes longer.
     """
 
     __slots__ = (
@@ -53,27 +53,27 @@ class Changes:
 
     def __init__(self) -> None:
         self.dirty: dict[int, Row] = {}
-        """Rows whose line changed; written as they are when the batch is handed over."""
+        """Rows whose `rows` entry changed; written with their values at the hand-over."""
         self.lines: list[Any] = []
-        """One after another, as SQLite takes them."""
+        """Values of `rows` entries as one flat list."""
         self.grouped_lines: list[Any] = []
-        """Of rows that belong to a group, with its name and policy."""
+        """The same for rows of a group, with its name and policy."""
         self.packs: list[Any] = []
-        """Id and body of each, one after another."""
+        """Id and body of each pack, as one flat list."""
         self.spills: list[tuple[int, SpillRef, bytes]] = []
-        """(pack, place, frame)."""
+        """(pack, reference, frame)."""
         self.facts: defaultdict[tuple[str, str, int, str | None], list[str]] = defaultdict(list)
-        """Lines of the ledger: (kind, partition, step, detail) → the keys it became true of."""
+        """Ledger events: (kind, partition, step, detail) → keys."""
         self.trained: dict[int, list[int]] = {}
         """Step → ids of rows acked in it."""
         self.packs_gone: list[int] = []
-        """Ids of rows that keep their line and lose their columns."""
+        """Ids of rows that keep their `rows` entry and lose their columns."""
         self.rows_gone: list[int] = []
         self.spills_gone = False
         self.size = 0
-        """About how many bytes the commit writes, spill frames aside."""
+        """Approximate bytes of the commit, without spill frames."""
         self.segment = 0
-        """The spill segment current when this was handed over; earlier ones hold committed frames only."""
+        """The spill segment at the hand-over; earlier segments hold committed frames only."""
         self.awaited = False
         self.over = False
         """Committed, or failed with `error`."""
@@ -86,7 +86,7 @@ class Changes:
         return not (self.dirty or self.facts or self.packs or self.awaited)
 
     def __await__(self) -> Generator[Any, None, None]:
-        yield  # the hand-over stands in the loop's line before us
+        yield  # the hand-over was scheduled before this task's next turn
         if not self.over:
             waiter = asyncio.get_running_loop().create_future()
             self.waiters.append(waiter)
@@ -95,7 +95,7 @@ class Changes:
             raise self.error
 
     def end(self, error: BaseException | None) -> None:
-        """Committed, or not: go on, whoever waits."""
+        """Record the outcome and wake all waiters."""
         self.over, self.error = True, error
         if error is None:
             for action in self.then:
@@ -105,7 +105,7 @@ class Changes:
                 waiter.set_result(None)
 
     def seal(self, segment: int) -> None:
-        """Handed over: fix the lines as they are now."""
+        """Called at the hand-over: copy the current values of all dirty rows."""
         for row in self.dirty.values():
             group = row.group
             if group is None:
@@ -123,21 +123,23 @@ def _as_json(keys: list[str]) -> str:
 
 
 def _no_point(name: str) -> None:
-    """No fault is asked for in this process."""
+    """Stands in for `point` where fault injection is off."""
 
 
 class Writer:
+    """The SQLite connection. Called by `Journal`, on the event loop or its thread, never on both at once."""
+
     def __init__(self, folder: Path, spill: SpillFiles) -> None:
         self.file = folder / schema.FILE_NAME
         self.spill = spill
         self.connection = schema.connect(self.file)
         self._cursor = self.connection.cursor()
-        """Of all commits: making one for every statement costs as much as many a statement."""
+        """Reused for all commits: making a cursor costs as much as many statements do."""
         self.failure: DataPlaneError | None = None
         self.log_bytes = 0
-        """About how much the write-ahead log holds."""
+        """Approximate size of the write-ahead log."""
         self._point = point if FAULT_VARIABLE in os.environ else _no_point
-        """Looked up once: a commit passes three, and the environment is slow to ask."""
+        """Chosen once: a commit passes three fault points, and reading the environment is slow."""
 
     def commit(self, batch: Changes) -> None:
         if self.failure is not None:
@@ -168,7 +170,7 @@ class Writer:
 
     @staticmethod
     def _write(cursor: sqlite3.Cursor, batch: Changes) -> None:
-        """Rows before the marks on them, everything before the deletions: one row may have all of them in one batch."""
+        """Insert rows first, then updates, then deletions: one row may have all of them in one batch."""
         insert_many = schema.insert_many
         if batch.lines:
             insert_many(cursor, schema.INSERT_ROWS, 8, batch.lines)
@@ -200,19 +202,20 @@ class Writer:
             schema.delete_rows(cursor, batch.rows_gone)
 
     def sweep(self, below: int) -> None:
-        """Delete spill segments nobody refers to."""
+        """Delete spill segments that no pack refers to."""
         point("journal.before_sweep")
         found = self.connection.execute("SELECT DISTINCT segment FROM spills").fetchall()
         self.spill.keep_only((segment for (segment,) in found), below)
 
     def checkpoint(self) -> None:
-        """Move the log into the tables; it is then written from its start again."""
+        """Checkpoint the write-ahead log into the tables; it is then overwritten from its start."""
         point("journal.before_checkpoint")
         self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         self.log_bytes = 0
 
     def flush(self) -> None:
-        """To the disk, against a power cut: the log holds every commit since the last checkpoint, itself flushed."""
+        """Flush to disk, against a power cut. The log holds every commit since the last checkpoint, which SQLite
+        flushes itself."""
         self.spill.sync()
         for path in (self.file.with_name(self.file.name + "-wal"), self.file.parent):
             handle = os.open(path, os.O_RDONLY)

@@ -1,16 +1,16 @@
-"""Room in the plane: producers wait, nothing is dropped, memory stays flat.
+"""Admission control: producers wait while the plane is full, so memory stays bounded and no row is dropped.
 
-Rows are let in when they are *issued* (or put without having been issued), first come first served. A row that is
-in never waits again; otherwise the plane could be full of rows that wait for columns, or of large keys while the small
-key a batch needs stands outside. So:
+Rows are admitted when they are *issued* (or put without having been issued), first come first served. An admitted row
+never waits again. Otherwise the plane could fill up with rows that wait for columns, or with large keys while the
+small key that a batch needs is not admitted. So:
 
-- `max_rows` bounds the rows in flight; issuing waits at the bound. Whoever counts its own rows against the bound issues them
-  `reserved`: they enter at once. The trainers do (`planning/windows.py`), because a batch that waits for a few more rows must
-  not wait for room that only this batch will free.
-- `max_bytes` bounds the column bytes in memory. A row nobody issued waits for room; columns of a row that was
-  issued go to the spill file when they do not fit, because whoever claims may be waiting for just this row.
-- A claim that waits for more rows lifts the byte bound (never the row bound) for the others too: a batch larger
-  than memory is made by way of the disk instead of never.
+- `max_rows` bounds the rows in flight; `issue` waits at the bound. A caller that counts its own rows against the
+  bound issues them `reserved`, and they are admitted at once. The trainers do so (`planning/windows.py`), because a
+  batch that waits for a few more rows must not wait for room that only this batch will free.
+- `max_bytes` bounds the column bytes in memory. A row that was not issued waits for room. Columns of an issued row
+  go to the spill file when they do not fit, because a claim may be waiting for this very row.
+- While a claim waits for more rows, the byte bound is lifted (never the row bound): a batch larger than memory then
+  goes through the disk instead of deadlocking.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from understudy.errors import DataPlaneError
 
 
 class Admission:
+    """Counts of rows and bytes in the plane, and the queue of calls that wait. Used on the event loop."""
+
     def __init__(self, max_rows: int, max_bytes: int) -> None:
         if max_rows < 1 or max_bytes < 1:
             raise DataPlaneError(f"max_rows={max_rows} and max_bytes={max_bytes} must be at least 1")
@@ -38,7 +40,7 @@ class Admission:
         return self.resident + size <= self.max_bytes or self.rows == 0 or self.waiting_claims > 0
 
     def enter_now(self, rows: int, size: int) -> bool:
-        """Take room for rows if there is room and nobody stands in line before them."""
+        """Admit rows if there is room and no call is queued; returns whether they were admitted."""
         if self._queue:
             return False
         plenty = self.rows + rows <= self.max_rows and self.resident + size <= self.max_bytes
@@ -48,7 +50,7 @@ class Admission:
         return True
 
     async def admit(self, rows: int, size: int) -> None:
-        """Wait for room for `rows` rows of `size` bytes, and take the room for the rows."""
+        """Wait until `rows` rows of `size` bytes fit, and admit them. Bytes are counted later, by `hold`."""
         if rows > self.max_rows:
             raise DataPlaneError(
                 f"{rows} rows at once in a plane of max_rows={self.max_rows}: raise max_rows, or write fewer at a time"
@@ -68,11 +70,11 @@ class Admission:
             raise
 
     def take(self, rows: int) -> None:
-        """Room for rows whose issuer keeps to the bound itself: they stand in nobody's line."""
+        """Admit reserved rows without waiting: their issuer keeps to the bound itself."""
         self.rows += rows
 
     def enter(self) -> None:
-        """A row that may not wait: one more output of a session that is in already, or one read from the journal."""
+        """Admit a row that must not wait: another output of an admitted session, or a row read from the journal."""
         self.rows += 1
 
     def leave(self, rows: int = 1, size: int = 0) -> None:
@@ -80,14 +82,14 @@ class Admission:
         self.resident -= size
 
     def hold(self, size: int) -> bool:
-        """Take room for bytes of a row that is in; False when they have to be spilled."""
+        """Count bytes of an admitted row; False when they do not fit and have to be spilled."""
         if self.resident + size > self.max_bytes:
             return False
         self.resident += size
         return True
 
     def serve(self) -> None:
-        """Let in whoever fits now. Call after rows left or a claim began to wait."""
+        """Admit queued calls that fit now. Call it after rows left or a claim began to wait."""
         while self._queue:
             rows, size, future = self._queue[0]
             if not future.done():
@@ -108,6 +110,6 @@ class Admission:
         self._queue.clear()
 
     def reset(self) -> None:
-        """Count from nothing again; whoever waits keeps waiting."""
+        """Set the counts to zero; queued calls keep waiting."""
         self.rows = 0
         self.resident = 0

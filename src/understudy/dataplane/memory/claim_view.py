@@ -1,11 +1,11 @@
-"""What could be claimed now, kept in order as rows change: one view per kind of claim.
+"""Views: ordered indexes of the rows that can be claimed, one per kind of claim, updated incrementally.
 
-A claim names a status, columns, tags and an order. The first claim of a kind builds its view by looking at every row
-once; after that a view is told which rows changed, looks at each of them once when it is asked next, however often they
-changed meanwhile, and taking n rows costs n where they came in order, n · log(rows) at most. Nothing scans.
+A claim names a status, columns, tags and an order. The first claim of a kind builds its view from all rows. After
+that, the partition marks changed rows in `changed`, and the next use of the view checks each of them once, however
+often it changed. Taking n rows costs O(n) when rows arrived in order, O(n log rows) at most. No claim scans all rows.
 
-Entries in order are never searched for: `_members` knows the one entry of each unit that counts, and any other is
-skipped when it comes up. They are sorted anew when more than half of them no longer count.
+Stale entries are not searched for and removed: `_members` holds the one valid entry of each unit, and any other is
+skipped when it comes up. The order is rebuilt when more than half of its entries are stale.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ViewSpec:
         return ViewSpec(status, tuple(sorted(set(fields))), tuple(sorted(set(without))), wanted, step, order)
 
     def accepts(self, row: Row) -> bool:
-        """Could this row be claimed now?"""
+        """Whether this row can be claimed now."""
         if row.lease is not None or row.status is not self.status or row.gone:
             return False
         if self.step is not None and row.step != self.step:
@@ -77,7 +77,7 @@ class ViewSpec:
         return not self.where or all(row.tags.get(tag) in wanted for tag, wanted in self.where)
 
     def awaits(self, row: Row) -> bool:
-        """Could it become claimable without anyone giving it up first? Then claims in key order wait for it."""
+        """Whether the row can still become claimable without a lease being released. Claims in key order wait for it."""
         if row.gone or (row.lease is not None and row.status is not RowStatus.RUNNING):
             return False
         if self.step is not None and row.step != self.step:
@@ -104,39 +104,40 @@ class ClaimRequest:
     count: Count
     lease_seconds: float | None
     answer: asyncio.Future[Lease] | None = None
-    """Set when it has to wait."""
+    """Set when the claim has to wait."""
 
 
 Entry = tuple[SortKey | int, int, Unit]
-"""(place in the order, id for ties, unit)."""
+"""(sort value, id to break ties, unit)."""
 
 
 class View:
-    """In key order (`strict`) the members are all units worth waiting for; in arrival order, those ready now."""
+    """The index of one `ViewSpec`. In key order of finished rows (`_strict`) the members are all units that may become
+    ready; otherwise only those ready now. Used on the event loop."""
 
     def __init__(self, spec: ViewSpec, units: Iterable[Unit]) -> None:
         self.spec = spec
         self.changed: dict[Unit, None] = {}
-        """Units that came, went or changed since this view was last asked."""
+        """Units that were added, removed or changed since the view was last used."""
         self.line: deque[ClaimRequest] = deque()
-        """Claims that wait, first come first served: a large claim is not starved by small ones."""
+        """Waiting claims in FIFO order: a large claim is not starved by small ones."""
         self._by_key = spec.order is Order.KEY
         self._strict = self._by_key and spec.status is RowStatus.FINISHED
         self._ready: dict[Unit, int] = {}
-        """Units that could be claimed now, with the number of rows each counted for."""
+        """Units that can be claimed now, with the number of rows each was counted for."""
         self._ready_rows = 0
         self._members: dict[Unit, Entry] = {}
         self._order: InOrder[Entry] = InOrder()
         self._blocker: Unit | None = None
-        """The unit the last claim stopped at; while it is not ready, and nothing smaller came, the next would too, with
-        no more than `_before_blocker`."""
+        """The unit that is not ready at which the last claim stopped. Until it is ready or a smaller unit changes, the
+        next claim would stop there too, with at most `_before_blocker`."""
         self._before_blocker = {Count.ROWS: 0, Count.GROUPS: 0}
         for unit in units:
             self._refresh(unit)
 
     @property
     def ready_rows(self) -> int:
-        """How many rows could be claimed now."""
+        """How many rows can be claimed now."""
         self.catch_up()
         return self._ready_rows
 
@@ -146,7 +147,7 @@ class View:
         return len(self._ready) if count is Count.GROUPS else self._ready_rows
 
     def catch_up(self) -> None:
-        """Look at what changed."""
+        """Process the changed units."""
         changed = self.changed
         if changed:
             self.changed = {}
@@ -154,7 +155,7 @@ class View:
                 self._refresh(unit)
 
     def _refresh(self, unit: Unit) -> None:
-        """A row of this unit changed, came or went."""
+        """Recompute whether this unit is ready, and update its entry."""
         accepts = self.spec.accepts
         if isinstance(unit, Row):
             if accepts(unit):
@@ -197,7 +198,7 @@ class View:
             self._order = InOrder(self._members.values())
 
     def _place_row(self, row: Row) -> None:
-        """`_place` for a row that has none yet, and so cannot move."""
+        """`_place` for a row that has no entry yet."""
         entry = (row.sort if self._by_key else row.arrival, row.id, row)
         self._members[row] = entry
         self._order.push(entry)
@@ -205,7 +206,7 @@ class View:
             self._unblock(row)
 
     def _place(self, unit: Unit) -> None:
-        """Into its place in the order; a group's place moves when it loses a session."""
+        """Insert the unit's entry. A group's sort value changes when it loses a session; then a new entry replaces it."""
         before = self._members.get(unit)
         if isinstance(unit, Row):
             if before is None:
@@ -223,7 +224,8 @@ class View:
         self._order.push(entry)
 
     def take(self, n: int, at_least: int, count: Count) -> list[Row] | None:
-        """The first rows in order, whole groups only; None when that is not enough yet. The caller leases them."""
+        """Remove and return the first rows in order, whole groups only; None when there are too few. The caller
+        leases them."""
         if self.ready(count) < at_least:
             return None
         if self._blocker is not None:
@@ -241,7 +243,8 @@ class View:
             unit = entry[2]
             weight = 1 if count is Count.GROUPS else len(unit)
             ready = unit in self._ready
-            # A group that is not ready may still lose a session, and fit: what a claim gets must not depend on who is first.
+            # A group that is not ready may still lose a session and then fit, so it blocks instead of overflowing:
+            # the result of a claim must not depend on timing.
             overflow = ready and total + weight > n
             if overflow or not ready:
                 if not ready:
@@ -272,12 +275,12 @@ class View:
         return at_least > self._before_blocker[count]
 
     def _unblock(self, unit: Unit) -> None:
-        """This unit came, or is ready: where it is before the one that claims stop at, they are to look again."""
+        """This unit was added or became ready: clear the blocker if the unit sorts before it."""
         if self._blocker is not None and unit.sort < self._blocker.sort:
             self._blocker = None
 
     def _take_single(self) -> Row | None:
-        """The first unit if it is a ready row that belongs to no group; otherwise nothing is changed."""
+        """Take the first unit if it is a ready row without a group; otherwise change nothing."""
         entry = self._first()
         if entry is None:
             return None
@@ -290,7 +293,7 @@ class View:
         return row
 
     def _first(self) -> Entry | None:
-        """The smallest entry that counts."""
+        """The smallest valid entry; stale ones before it are removed."""
         while (entry := self._order.first()) is not None and self._members.get(entry[2]) is not entry:
             self._order.take_out(entry)
         return entry

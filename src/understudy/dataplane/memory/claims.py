@@ -1,7 +1,7 @@
-"""Claims and waits: who is served when something changes. Nothing polls.
+"""Claims and waits: serves waiting claims when a partition changes. Nothing polls.
 
-A change marks its partition; at the end of the loop iteration the partition's waiting claims are tried in order of
-arrival and its watches looked at, once, however many rows changed. One timer stands at the earliest end of a lease.
+A change marks its partition. At the end of the loop iteration the partition's waiting claims are tried in FIFO order
+and its watches evaluated, once, however many rows changed. One timer fires at the earliest expiry of a lease.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _SHORTEST_TIMER = 0.01
 
 
 class Claims:
+    """Grants leases and holds the lease timer. Called by the plane on the event loop."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._timer: asyncio.TimerHandle | None = None
@@ -31,7 +33,7 @@ class Claims:
     def claim_now(
         self, home: Partition, view: View, n: int, at_least: int, count: Count, seconds: float | None
     ) -> Lease | None:
-        """The lease if there is enough for it and nobody stands in line; otherwise `wait_in_line`."""
+        """The lease if enough rows are ready and no claim is queued; None: call `wait_in_line`."""
         store = self._store
         if n > store.admission.max_rows and n > len(home.rows):
             raise DataPlaneError(
@@ -42,7 +44,7 @@ class Claims:
         return None if view.line else self._try(home, view, n, at_least, count, seconds)
 
     async def put_on_record(self, lease: Lease) -> None:
-        """Of a lease for making rows: the attempt is committed before the work starts."""
+        """Commit the attempt counts of a producer's lease before its work starts."""
         try:
             await self._store.journal.durable()
         except asyncio.CancelledError:
@@ -134,7 +136,7 @@ class Claims:
         return seen
 
     def depth(self, home: Partition, ready: ViewSpec) -> Depth:
-        """Counts of the partition (of one step, if `ready` names one), and how many rows are ready."""
+        """Counts of the partition (or of one step, if `ready` names one), and how many rows are ready."""
         counts = home.count(ready.step)
         return Depth(
             pending=counts[RowStatus.PENDING],
@@ -180,7 +182,7 @@ class Claims:
                 watch.answer.set_exception(error)
 
     def fail(self, error: BaseException) -> None:
-        """Nobody will be served any more."""
+        """Fail all waiting claims and watches."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -207,7 +209,7 @@ def _missing(home: Partition, view: View, request: ClaimRequest, timeout: float 
 
 
 def _meta(partition: str, rows: list[Row]) -> BatchMeta:
-    """The names of claimed rows: the columns all of them have, and their tags."""
+    """The meta of claimed rows: their keys, the columns all of them have, and their tags."""
     first = rows[0]
     fields = tuple(first.columns)
     if len(rows) == 1:

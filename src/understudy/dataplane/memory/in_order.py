@@ -1,4 +1,4 @@
-"""Entries of a view, smallest first."""
+"""A priority queue for the entries of a view, fast when entries arrive in order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Entry = TypeVar("Entry", bound=tuple[object, ...])
 
 
 class InOrder(Generic[Entry]):
-    """Nearly all entries come in order, and wait in a deque: putting one there and taking it out costs the same however many
-    there are, and touches no others. Those that come out of order (rows given back, smaller keys) wait in a heap."""
+    """Entries that arrive in order, nearly all, go into a deque: push and pop are O(1). Entries that arrive out of
+    order (released rows, smaller keys) go into a heap."""
 
     __slots__ = ("_early", "_rest")
 
@@ -37,7 +37,7 @@ class InOrder(Generic[Entry]):
         return rest[0] if rest else None
 
     def take_out(self, first: Entry) -> None:
-        """Remove what `first` told."""
+        """Remove the entry that `first()` returned."""
         if self._rest and self._rest[0] is first:
             self._rest.popleft()
         else:

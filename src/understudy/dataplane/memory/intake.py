@@ -1,4 +1,4 @@
-"""Issuing and writing rows: who may, when there is room, and what becomes of the row."""
+"""Issuing and writing rows: checks leases, waits for admission, then writes to the store."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _NO_TAGS: Tags = {}
 
 
 class Intake:
+    """Implements `issue`, `put` and `put_tags` of the plane, on the event loop."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
@@ -42,7 +44,7 @@ class Intake:
         else:
             await store.admission.admit(len(new), 0)
         home = store.partition(partition)
-        still = _unknown(home, new)  # someone may have issued them while this call waited
+        still = _unknown(home, new)  # another call may have issued them while this one waited
         store.admission.leave(len(new) - len(still))
         store.touched(home, [store.issue(home, key, step, given.get(key), group) for key in still])
         await store.journal.durable()
@@ -69,7 +71,7 @@ class Intake:
         return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
 
     async def _admit(self, partition: str, frames: Frames, lease: Lease | None) -> tuple[Partition, int]:
-        """Refuse whoever may not write; the room taken for the rows that are new, after waiting for it if need be."""
+        """Check the lease and admit the new rows, waiting if necessary; returns the partition and how many."""
         store = self._store
         home = store.partition(partition)
         room = self._look(home, frames, lease)
@@ -86,7 +88,7 @@ class Intake:
         return home, room
 
     def _write(self, home: Partition, frames: Frames, tags: Tags, status: RowStatus, room: int) -> None:
-        """Into memory and the open journal batch, all at once; `room` was taken for rows that are new."""
+        """Write to memory and the open journal batch without waiting; `room` new rows were admitted before."""
         store = self._store
         written = []
         for key, columns in frames.items():
@@ -117,7 +119,7 @@ class Intake:
             store.filter_complete(home, written)
 
     def _look(self, home: Partition, keys: Iterable[str], lease: Lease | None) -> int:
-        """Refuse late and foreign writers; how many of the rows need room."""
+        """Raise `LeaseLost` for a late writer or one without the lease; returns how many rows need admission."""
         store = self._store
         store.expire()
         if lease is not None:
@@ -139,7 +141,7 @@ class Intake:
         return new
 
     def _unannounced(self, home: Partition, key: str, status: RowStatus) -> Row:
-        """A row issued by its arrival: with its session if that is in flight, else for the next step."""
+        """Issue a row that is put without `issue`: for its session's step if that is in flight, else for the next."""
         sibling = None if key.endswith("_0") else self._store.sibling(home, key)
         if sibling is None:
             return self._store.issue(home, key, self._store.last_step + 1, None, None, status)
@@ -181,7 +183,7 @@ def framed(rows: Mapping[str, Columns]) -> Frames:
 
 
 def checked_tags(tags: Tags | None) -> Tags:
-    """Tags are written as JSON: find out now whether they can be, not in a commit that carries other rows too."""
+    """Raise now for tags that JSON cannot encode, instead of in a commit that carries other rows too."""
     for key, told in (tags or {}).items():
         if not is_plain(told):
             encode(f"tags of {key}", dict(told))

@@ -1,4 +1,4 @@
-"""The state of a plane, read from its journal: at the start, and after a rewind."""
+"""Loads the state of a plane from its journal, at the start and after a rewind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Loaded:
 
 
 def load(connection: sqlite3.Connection, spill: SpillFiles, admission: Admission) -> Loaded:
-    """Every row in flight. Frames for which memory has no room are moved to the spill."""
+    """Load every row in flight. Frames that do not fit into `max_bytes` are moved to spill files."""
     state = Loaded(epoch=read_meta(connection, "epoch", 0))
     _load_ends(connection, state)
     moved: list[tuple[int, dict[str, bytes | SpillRef]]] = []
@@ -84,7 +84,7 @@ def _packs_by_row(connection: sqlite3.Connection) -> Iterator[tuple[int, list[tu
 
 
 def _fill(row: Row, frames: dict[str, bytes | SpillRef], spill: SpillFiles, admission: Admission) -> bool:
-    """Put a pack's frames into the row; True if one had to be spilled (and is now a reference in `frames` too)."""
+    """Put a pack's frames into the row; True if one was spilled (and is now a reference in `frames` too)."""
     moved = False
     for name, frame in list(frames.items()):
         before = row.columns.get(name)
@@ -116,7 +116,7 @@ def _write_moved(
 
 
 def _load_ends(connection: sqlite3.Connection, state: Loaded) -> None:
-    """Which keys are settled, net of what was taken back."""
+    """Load which keys are settled, net of revoked events."""
     ended: dict[str, set[str]] = {}
     dead: dict[tuple[str, str], tuple[int, str]] = {}
     steps: dict[int, int] = {}

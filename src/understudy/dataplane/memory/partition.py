@@ -1,4 +1,4 @@
-"""One partition in memory: its rows, its groups, and the views its claims are served from."""
+"""One partition in memory: its rows, its groups, and the views that serve its claims."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from understudy.dataplane.memory.settled import SettledKeys
 
 MOST_VIEWS = 8
 _NEWS = 64
-"""Changed rows a view may have on its list beyond those there are."""
+"""A view is dropped when its list of changed units exceeds the number of rows by this many."""
 _NONE = dict.fromkeys(RowStatus, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """A `wait` in progress: looked at again whenever the partition changes."""
+    """A `wait` in progress: evaluated whenever the partition changes."""
 
     look: Callable[[], bool]
     answer: asyncio.Future[None]
 
 
 class Partitions(dict[str, "Partition"]):
-    """By name; one that is asked for is there."""
+    """By name; a missing one is created on access."""
 
     def __missing__(self, name: str) -> Partition:
         found = self[name] = Partition(name)
@@ -50,12 +50,12 @@ class Partition:
     """Rows by the step they were issued for, and by status."""
     leased: int = 0
     removed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Rows dead-lettered or evicted since somebody last asked, by which of the two and kind of reason."""
+    """Rows dead-lettered or evicted since the last `take_removed`, by which of the two and kind of reason."""
     filter: GroupFilter | None = None
     serve_scheduled: bool = False
 
     def view(self, spec: ViewSpec) -> View:
-        """The view of this spec; one that was dropped or never asked for is built by looking at every row."""
+        """The view of this spec; a new one is built from all rows."""
         if self.latest is not None and self.latest.spec is spec:
             return self.latest
         found = self.views.pop(spec, None)
@@ -67,14 +67,15 @@ class Partition:
         return found
 
     def _make_room(self) -> None:
-        """Drop the view used longest ago: claims by step or tag name ever new ones, and every row change touches all."""
+        """Drop the least recently used view: claims by step or tag keep making new ones, and a row change costs
+        every view."""
         if len(self.views) >= MOST_VIEWS:
             oldest = next((spec for spec, view in self.views.items() if not view.line), None)
             if oldest is not None:
                 del self.views[oldest]
 
     def add(self, row: Row) -> None:
-        """Call `touch` when the row is filled."""
+        """Add a row; the caller calls `touch` once its columns are set."""
         self.rows[row.key] = row
         of_step = self.counts.get(row.step)
         if of_step is None:
@@ -101,7 +102,7 @@ class Partition:
         row.status = status
 
     def remove(self, rows: Iterable[Row], listed: Collection[Row]) -> None:
-        """These rows are settled, their leases were dropped before; `listed` of them views may know."""
+        """Remove settled rows, whose leases are dropped already; views may still have entries of `listed`."""
         for row in rows:
             key = row.key
             del self.rows[key]
@@ -119,7 +120,7 @@ class Partition:
             self.touch(listed)
 
     def touch(self, rows: Collection[Row], but: View | None = None) -> None:
-        """Something about these rows changed; `but`, one of the views, knows already."""
+        """Mark these rows as changed in all views except `but`, which is up to date."""
         if len(self.views) <= (but is not None):
             return
         if len(rows) == 1:
@@ -137,7 +138,7 @@ class Partition:
             self._forget(unasked)
 
     def _forget(self, spec: ViewSpec) -> None:
-        """Drop a view that has more to look at than a new one would."""
+        """Drop a view whose update would cost more than building a new one."""
         view = self.views.pop(spec)
         if self.latest is view:
             self.latest = None

@@ -1,4 +1,4 @@
-"""Rows and groups in memory."""
+"""Rows, groups and leases in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATUS_LINE = {status: status.value for status in RowStatus} | {RowStatus.RUNNI
 
 
 class Row(msgspec.Struct, eq=False):
-    """One row in flight. A `Struct`, which is made in half the time of a class of our own; equal to itself alone."""
+    """One row in flight. A `Struct` is created in half the time of a plain class. Compared by identity."""
 
     id: int
     partition: str
@@ -34,7 +34,7 @@ class Row(msgspec.Struct, eq=False):
     status: RowStatus = RowStatus.PENDING
     columns: dict[str, bytes | SpillRef] = {}
     arrival: int = 0
-    """Counts finished rows, so that a released row keeps its place in the line."""
+    """Sequence number of its finish, so that a released row keeps its place in arrival order; 0 before."""
     packs: int = 0
     resident: int = 0
     """Bytes of its columns in memory."""
@@ -42,9 +42,9 @@ class Row(msgspec.Struct, eq=False):
     lease: HeldLease | None = None
     attempts: int = 0
     gone: bool = False
-    """Settled: it left the plane."""
+    """Whether it is settled and has left the plane."""
     split: SortKey | None = None
-    """Its key in parts, once somebody asked."""
+    """The parsed key, computed on first use."""
 
     @property
     def sort(self) -> SortKey:
@@ -60,7 +60,7 @@ class Row(msgspec.Struct, eq=False):
         return 1
 
     def line(self) -> tuple[Any, ...]:
-        """Its line in the journal, but for the group. A lease does not outlive the process: running is written as pending."""
+        """Its entry in the journal, without the group. Leases end with the process, so running is written as pending."""
         return (
             self.id,
             self.partition,
@@ -90,12 +90,12 @@ class Group:
 
     @property
     def id(self) -> int:
-        """Its first session's."""
+        """The smallest of its rows' ids."""
         return min((row.id for row in self.rows.values()), default=0)
 
     @property
     def arrival(self) -> int:
-        """Its last session's."""
+        """The largest of its rows' arrivals."""
         return max((row.arrival for row in self.rows.values()), default=0)
 
     def __len__(self) -> int:
@@ -103,28 +103,30 @@ class Group:
 
 
 Unit = Row | Group
-"""What is claimed whole: a group, or a row that has none."""
+"""What a claim takes as a whole: a group, or a row without one."""
 
 
 class HeldLease(msgspec.Struct, eq=False):
-    """The plane's side of a lease."""
+    """The plane's record of a lease."""
 
     id: int
     expires: float
     rows: dict[str, Row]
-    """Those it still covers."""
+    """The rows it still covers."""
     produces: bool
-    """Claimed to be made (pending or failed rows), not to be trained."""
+    """A producer's lease on pending or failed rows, not a trainer's on finished ones."""
 
 
 class Leases:
+    """All live leases and their expiries. Used by `Store` on the event loop."""
+
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.epoch = 0
         self._held: dict[int, HeldLease] = {}
         self._ends: list[tuple[float, int]] = []
         self.first_end = math.inf
-        """No lease ends before."""
+        """No lease expires before this time."""
         self._next_id = 1
 
     def grant(self, rows: Iterable[Row], seconds: float | None, produces: bool) -> HeldLease:
@@ -145,12 +147,12 @@ class Leases:
         if held.expires < self.first_end:
             self.first_end = held.expires
         if len(self._ends) > 64 and len(self._ends) > 4 * len(self._held):
-            # Acked leases leave their ends behind; at thousands a second those would pile up for minutes.
+            # Acked leases leave entries in the heap; at thousands per second they would accumulate for minutes.
             self._ends = [(held.expires, held.id) for held in self._held.values() if held.expires != math.inf]
             heapq.heapify(self._ends)
 
     def check(self, lease: Lease, keys: Iterable[str] | None = None) -> HeldLease:
-        """The held lease, or `LeaseLost` saying why it is void or which row it does not cover."""
+        """The held lease; raises `LeaseLost`, saying why it is void or which row it does not cover."""
         held = self._held.get(lease.id) if lease.epoch == self.epoch else None
         if held is None:
             why = (
@@ -171,7 +173,7 @@ class Leases:
             self._remember_end(held)
 
     def drop(self, row: Row) -> None:
-        """Take one row out of its lease; the last one ends it."""
+        """Remove one row from its lease; the lease ends with its last row."""
         held = row.lease
         if held is None:
             return
@@ -181,7 +183,7 @@ class Leases:
             del self._held[held.id]
 
     def due(self) -> list[HeldLease]:
-        """The leases whose time is up; the caller gives their rows back."""
+        """The leases that have expired; the caller releases their rows."""
         now = self.clock()
         found: list[HeldLease] = []
         while self._ends and self._ends[0][0] <= now:
@@ -193,7 +195,7 @@ class Leases:
         return found
 
     def next_end(self) -> float | None:
-        """When to look again."""
+        """The earliest expiry of a live lease."""
         while self._ends:
             expires, lease_id = self._ends[0]
             held = self._held.get(lease_id)
@@ -203,7 +205,7 @@ class Leases:
         return None
 
     def void_all(self, epoch: int) -> None:
-        """A new life begins."""
+        """Start a new epoch; all leases become void."""
         self.epoch = epoch
         self._held.clear()
         self._ends.clear()

@@ -1,8 +1,9 @@
-"""The keys that were settled (trained, dead or evicted), so that none is ever made or trained again.
+"""The set of settled keys (trained, dead or evicted), which are never made or trained again.
 
 A long run settles tens of millions of keys. A set of strings would take a gigabyte, so 64-bit hashes are kept: a
-small set of recent ones, merged into a sorted array (8 bytes a key) whenever it fills. Two keys of one run share a
-hash with probability n² / 2⁶⁵ (3 in a million for 10 million keys); the second would be left out, never trained twice.
+small set of recent ones, merged into a sorted array (8 bytes per key) whenever it is full. Two keys of one run share
+a hash with probability n² / 2⁶⁵ (3 in a million for 10 million keys). The second one would then be skipped; no key is
+trained twice.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class SettledKeys:
             self._merge()
 
     def _merge(self) -> None:
-        """By insertion, which copies; sorting all of them again would cost ever more a key."""
+        """Merge by insertion, which copies; sorting all keys again would cost more per key as the array grows."""
         fresh = np.sort(np.fromiter(self._recent, np.int64, len(self._recent)))
         known = np.frombuffer(self._sorted, np.int64)
         places = np.searchsorted(known, fresh)
@@ -33,7 +34,7 @@ class SettledKeys:
         inside = places < len(known)
         new[inside] = known[places[inside]] != fresh[inside]
         merged = np.insert(known, places[new], fresh[new])
-        # As an `array`: one of its numbers is read much faster than one of numpy's.
+        # As an `array`: reading single elements is much faster than with numpy.
         self._sorted = array("q", (0,)) * len(merged)
         np.frombuffer(self._sorted, np.int64)[:] = merged
         self._recent.clear()

@@ -1,6 +1,7 @@
-"""The state of an embedded plane and the changes that can be made to it, each in memory and in the open journal batch.
+"""The state of an embedded plane and its mutations, each in memory and in the open journal batch.
 
-Nothing here waits. Callers (embedded.py, claims.py) decide who may do what, and await the commit.
+Nothing here waits, except reads of spilled columns. Callers (embedded.py, claims.py, intake.py) check leases and
+await the commit.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from understudy.errors import DataPlaneError, LeaseLost
 
 
 class Store:
+    """All partitions, leases and counters of one plane. Used on the event loop."""
+
     def __init__(
         self,
         *,
@@ -45,11 +48,11 @@ class Store:
         self.last_step = 0
         self.on_change: Callable[[Partition], None] = lambda partition: None
         self.refusal: DataPlaneError | None = None
-        """Why the plane takes no work, if it does not."""
+        """The error that every call raises once the plane refuses work."""
         self._spill_bytes = spill_bytes
         self._retain = retain
         self._spilling: dict[SpillRef, bytes] = {}
-        """Frames on their way to disk: readable here until their commit."""
+        """Spill frames that are not committed yet; reads are served from here."""
         self._next_id = 1
         self._next_arrival = 1
 
@@ -58,7 +61,7 @@ class Store:
             raise self.refusal
 
     def install(self, state: Loaded) -> None:
-        """Become what the journal says; filters set by the program stay."""
+        """Replace the state with what was loaded from the journal; group filters stay."""
         filters = {name: partition.filter for name, partition in self.partitions.items()}
         self.partitions = state.partitions
         for name, group_filter in filters.items():
@@ -90,7 +93,7 @@ class Store:
         group: GroupPolicy | None,
         status: RowStatus = RowStatus.PENDING,
     ) -> Row:
-        """A new row, admitted before; call `touched` when it is filled."""
+        """Add a new row that was admitted before; the caller calls `touched` once its columns are set."""
         row = Row(self._next_id, home.name, key, step, dict(tags) if tags else {}, status)
         self._next_id += 1
         home.add(row)
@@ -102,7 +105,7 @@ class Store:
         return row
 
     def arrive(self, home: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> Row:
-        """A row issued by its arrival, for the step after the last one acked: `issue` and `write` in one."""
+        """`issue` and `write` in one, for a row that was not issued: it belongs to the step after the last acked one."""
         row_id = self._next_id
         self._next_id = row_id + 1
         step = self.last_step + 1
@@ -121,8 +124,8 @@ class Store:
         return row
 
     def is_settled(self, home: Partition, key: str) -> bool:
-        """Whether a row that is not in flight was settled. A further output counts as settled with the first of its session: it is
-        too late, and must not be issued by its arrival as a row of its own."""
+        """Whether a row that is not in flight was settled. A further output counts as settled together with the first
+        output of its session: it is too late and must not be issued as a new row."""
         if key in home.settled:
             return True
         if key.endswith("_0"):
@@ -136,7 +139,7 @@ class Store:
         return home.rows.get(f"{prompt}_{session}_0") if index > 0 else None
 
     def touched(self, home: Partition, rows: list[Row]) -> None:
-        """These rows changed: let claims see them."""
+        """Mark these rows as changed, so that views and waiting claims see them."""
         home.touch(rows)
         if home.claims_waiting or home.watches:
             self.on_change(home)
@@ -146,7 +149,7 @@ class Store:
         self.journal.changes.dirty[row.id] = row
 
     def write(self, home: Partition, row: Row, frames: dict[str, bytes], status: RowStatus) -> None:
-        """More columns for a row."""
+        """Add or replace columns of a row, and set its status."""
         changes = self.journal.changes
         columns = row.columns
         if columns:
@@ -170,13 +173,13 @@ class Store:
             changes.dirty[row.id] = row
 
     def _keep(self, pack_id: int, frames: dict[str, bytes]) -> tuple[dict[str, bytes | SpillRef], int]:
-        """These frames, with references instead of those that are large or for which memory has no room; and how many bytes
-        of them are in memory."""
+        """Frames that are large, or that do not fit into memory, replaced by spill references; and the bytes that stay
+        in memory."""
         size = 0
         for frame in frames.values():
             size += len(frame)
         if size < self._spill_bytes and self.admission.hold(size):
-            return frames, size  # type: ignore[return-value]  # made for this call, and of bytes alone
+            return frames, size  # type: ignore[return-value]  # made for this call, holds bytes only
         changes = self.journal.changes
         cells: dict[str, bytes | SpillRef] = {}
         resident = 0
@@ -200,7 +203,7 @@ class Store:
             self.leases.drop(row)
 
     def grant(self, home: Partition, view: View, rows: list[Row], seconds: float | None) -> HeldLease:
-        """A lease on rows just taken from this view, which is one of the partition's."""
+        """Grant a lease on rows just taken from this view of the partition."""
         produces = view.spec.status is not RowStatus.FINISHED
         if produces:
             for row in rows:
@@ -213,7 +216,7 @@ class Store:
         return held
 
     def give_back(self, row: Row) -> None:
-        """Free a leased row for the next claim; one that was being made is to be made again."""
+        """Release a leased row for the next claim; a row that was being made becomes pending again."""
         home = self.partitions[row.partition]
         produces = row.lease is not None and row.lease.produces
         self.drop_lease(home, row)
@@ -235,7 +238,7 @@ class Store:
         self._remove(home, rows)
 
     def taken_out(self, home: Partition, rows: list[Row], kind: str, told: str) -> None:
-        """Dead or evicted, for good."""
+        """Remove rows as dead or evicted."""
         changes = self.journal.changes
         home.removed[kind, kind_of_reason(told)] += len(rows)
         for row in rows:
@@ -264,7 +267,7 @@ class Store:
                 or row.status is not RowStatus.FINISHED
                 or row.group is not None
             ):
-                listed.append(row)  # any other left the views when it was leased, and has not come back
+                listed.append(row)  # the other rows left all views when they were leased
             row.gone = True
             size += row.resident
         home.remove(rows, listed)
@@ -274,7 +277,7 @@ class Store:
             self.on_change(home)
 
     def filter_complete(self, home: Partition, rows: Iterable[Row]) -> None:
-        """Look at the groups of these rows that are complete now, and evict those the filter gives a reason for."""
+        """Apply the filter to the groups of these rows that are complete, and evict those it gives a reason for."""
         rule = home.filter
         if rule is None:
             return
@@ -289,7 +292,7 @@ class Store:
                 self.taken_out(home, members, "evicted", detail(reason))
 
     def expire(self) -> None:
-        """Give back the rows of leases whose time is up."""
+        """Release the rows of expired leases."""
         leases = self.leases
         if leases.clock() < leases.first_end:
             return
@@ -298,7 +301,7 @@ class Store:
                 self.give_back(row)
 
     async def frames(self, rows: list[Row], name: str) -> list[bytes]:
-        """One column's frames; spilled ones are read off the event loop."""
+        """One column's frames; spilled ones are read on a thread."""
         cells = [row.columns[name] for row in rows]
         if not any(isinstance(cell, SpillRef) for cell in cells):
             return cells  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""`@bridged`: write a function for real columns, call it with the names of rows.
+"""`@bridged`: functions written for real columns that can be called with the names of rows.
 
     @bridged("tokens", "loss_mask")
     def count(columns: ColumnDict) -> ColumnDict:
@@ -9,19 +9,28 @@
         await count(lease.meta)                  the columns are fetched here, `loss_tokens` is written to the plane,
                                                  and what comes back is the meta with one more field
 
-Only names travel between caller and callee; the bytes go straight between the plane and the place where the function runs.
+Only names are passed between caller and callee; the bytes go directly between the plane and the process where the
+function runs.
 
 | argument | becomes | the answer |
 |---|---|---|
 | columns (or anything else) | itself | what the function returns |
 | `BatchMeta`, in any place: positional, by keyword, after `self` | its columns | a returned dict is written as columns; the meta with their names |
 | `Lease` | the columns of its rows | the same; the write is fenced by the lease |
-| TransferQueue's `KVBatchMeta` or columnar `BatchMeta` | its columns | a meta of its own kind (transfer_queue_meta.py) |
+| TransferQueue's `KVBatchMeta` or columnar `BatchMeta` | its columns | a meta of the same class (meta.py) |
 
-A function with a parameter called `extra` gets a dict of what the meta carries as `extra` (TransferQueue: `extra_info`), unless the caller
-gives one. A meta of no rows becomes empty columns. What is returned and is no dict goes to the caller as it is. Bodies may be sync or
-async; sync bodies run in a thread, so they never hold up the event loop: there the call gives an awaitable. From a thread without an
-event loop, a sync function called with a meta blocks until it is done. In a process that is not the plane's: bridge_elsewhere.py.
+A function with a parameter called `extra` gets the meta's `extra` (TransferQueue: `extra_info`) as a dict, unless the
+caller passes one. A meta of no rows becomes empty columns. A result that is not a dict is returned unchanged.
+
+Functions may be sync or async. Sync functions run on a thread, so they do not block the event loop; called on the
+event loop, they return an awaitable. Called with a meta on a thread without an event loop, they block until done.
+
+`call_elsewhere` runs a bridged function in another process, where `FarBridge` executes it:
+
+    plane's process                                     remote process
+    call_elsewhere ── Errand: meta, segment ─────────>  FarBridge.run: reads columns from the queue,
+                                                        writes columns to segment and queue
+    adopt          <── Answer: result, Written ───────
 """
 
 from __future__ import annotations
@@ -54,7 +63,7 @@ ColumnDict: TypeAlias = dict[str, Jagged | list[Any]]
 
 
 class ColumnPlace(Protocol):
-    """What a bridged function needs of a data plane."""
+    """The part of a data plane that a bridged function uses."""
 
     async def get(
         self, meta: BatchMeta, fields: Sequence[str] | None = None
@@ -76,7 +85,7 @@ _here: ContextVar[_Here | None] = ContextVar("understudy_data_plane", default=No
 
 @contextmanager
 def serving(plane: ColumnPlace) -> Iterator[None]:
-    """Bridged functions called inside (also from threads started by `asyncio.to_thread`) use this plane."""
+    """Bridged functions called in this context (also on threads of `asyncio.to_thread`) use this plane."""
     token = _here.set(_Here(plane, asyncio.get_running_loop()))
     try:
         yield
@@ -85,7 +94,7 @@ def serving(plane: ColumnPlace) -> Iterator[None]:
 
 
 def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Fetch `fields` (all the meta names, if none are given) before the call and write returned columns after it."""
+    """Fetch `fields` (default: all that the meta names) before the call and write returned columns after it."""
     if any(callable(field) for field in fields):
         raise TypeError("@bridged takes the names of columns: write @bridged() or @bridged('tokens', …)")
 
@@ -182,7 +191,7 @@ async def _run(plane: ColumnPlace, invoke: _Invocation, is_async: bool, fields: 
 
 
 def _no_rows(fields: Sequence[str]) -> ColumnDict:
-    """Columns of no rows. Their dtypes are not known, and a `Jagged` can be read like a list as well."""
+    """Columns of no rows. Their dtypes are unknown; a `Jagged` can be read like a list too."""
     return {
         name: Jagged(torch.empty(0, dtype=torch.float32), torch.zeros(1, dtype=torch.int64))
         for name in fields
@@ -191,7 +200,7 @@ def _no_rows(fields: Sequence[str]) -> ColumnDict:
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """Which rows, by name, and where in the run directory what is written of them goes."""
+    """A request to a remote process: the rows by name, and the spill segment for what it writes."""
 
     meta: BatchMeta
     segment: int
@@ -200,9 +209,9 @@ class Errand:
 @dataclass(frozen=True, slots=True)
 class Answer:
     result: Any
-    """What the function gave: the meta with its new fields, or anything that is no columns."""
+    """The function's result: the meta with its new fields, or a value that is not columns."""
     written: tuple[Mapping[str, Written], ...]
-    """Announcements of new columns, by key; one for each time columns were written."""
+    """Announcements of new columns, by key; one per write."""
 
 
 async def call_elsewhere(
@@ -213,11 +222,12 @@ async def call_elsewhere(
     *,
     site: int = 0,
 ) -> Any:
-    """Have a bridged function run elsewhere over these rows. `fields` is what it reads; `site` is a number of the process that
-    `ask` reaches, its own among those that write for this plane. With a `Lease` the write is fenced by it."""
+    """Run a bridged function in a remote process over these rows. `fields` are the columns it reads. `ask` sends the
+    request; `site` is the unique number of the process it reaches, among all that write for this plane. With a
+    `Lease` the write is fenced by it."""
     meta, lease = (batch.meta, batch) if isinstance(batch, Lease) else (batch, None)
     handed = await plane.hand_over(meta, fields)
-    ticket = plane.lent.take(site)  # held until what was written under it is adopted
+    ticket = plane.lent.take(site)  # keeps the segment until the columns written there are adopted
     answer = await ask(Errand(handed, ticket.number))
     for written in answer.written:
         await plane.adopt(meta.partition, written, lease=lease)
@@ -228,7 +238,7 @@ async def call_elsewhere(
 
 
 class FarBridge:
-    """The other side. Many errands may run at once."""
+    """Executes errands in the remote process. Many may run concurrently."""
 
     def __init__(self, writer: RowWriter) -> None:
         self._writer = writer
@@ -242,7 +252,7 @@ class FarBridge:
 
 @dataclass(slots=True)
 class _Desk:
-    """What a bridged function needs of a plane, for one errand."""
+    """The `ColumnPlace` of one errand: reads from the queue, writes through the `RowWriter`."""
 
     writer: RowWriter
     segment: int

@@ -1,19 +1,20 @@
-"""A connection to TransferQueue: columns of rows in the memory of the cluster, by key.
+"""A client of TransferQueue, which holds columns of rows, by key, in the memory of a Ray cluster.
 
     link = QueueLink.start(units=2)              in the process that owns the queue; Ray is connected
     link = QueueLink.connect(link.address)       in any other process of the cluster; it needs no Ray
     await link.put("train", keys, {"tokens": [tensor, …]})
     await link.get("train", keys, ("tokens",))
 
-Array columns lie there as plain jagged tensors, so whoever else speaks TransferQueue reads them (`tq.kv_batch_get`).
-A cell that is not an array lies there as one of our frames, in uint8, a dtype no array column has.
+Array columns are stored as plain jagged tensors, so other TransferQueue clients can read them (`tq.kv_batch_get`).
+A cell that is not an array is stored as one of our frames, in uint8, a dtype no array column has.
 
-TransferQueue's own client is not used for `put` and `get`: it sets the number of threads of torch for the whole process
-around each call and then "restores" what it saw when it was imported, and sums depend on that number. Its storage manager,
-one level below, leaves it alone. All calls run on an event loop of the link's own, so the caller's never waits for
-serialisation. Nothing here polls, and nothing waits for rows: who may claim what is decided by our ledger.
+TransferQueue's own client is not used for `put` and `get`: around each call it sets torch's number of threads for the
+whole process and then "restores" the number it saw when it was imported, and sums depend on that number. Its storage
+manager, one level below, does not touch it. All calls run on the link's own event loop and thread, so serialisation
+never blocks the caller's loop. Nothing here polls or waits for rows: claims are decided by our ledger.
 
-TransferQueue's wire is pickle in parts and knows no passwords: its ports belong inside the cluster (docs/cluster.md).
+TransferQueue's wire format is partly pickle and has no authentication: its ports belong inside the cluster
+(docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ _UNMARKED: Marks = {}
 FRAME_DTYPE = torch.uint8
 _IO_THREADS = 2
 _END_SECONDS = 5.0
-"""How long calls that were given up may take to end; one of them may be in the midst of serialising."""
+"""How long cancelled calls may take to end; one of them may be serialising."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueAddress:
-    """Where a queue's processes listen; plain data that may be handed to a child process."""
+    """Where a queue's processes listen; plain data that can be passed to a child process."""
 
     controller: Mapping[str, Any]
     units: tuple[Mapping[str, Any], ...]
@@ -70,8 +71,10 @@ class QueueAddress:
 
 
 class QueueLink:
+    """One client connection. Its coroutines may be awaited on any event loop; the work runs on the link's thread."""
+
     def __init__(self, address: QueueAddress, *, owner: bool, prefix: str = "") -> None:
-        """`prefix` keeps the partitions of several runs on one queue apart."""
+        """`prefix` separates the partitions of several runs on one queue."""
         self.address = address
         self._owner = owner
         self._prefix = prefix
@@ -80,7 +83,7 @@ class QueueLink:
         self._thread.start()
         self._calls: set[Future[Any]] = set()
         self._door = threading.Lock()
-        """No call comes in between the look at the calls there are and the end of the loop."""
+        """Held by `close` while it lists the open calls, and by each new call: none starts after the list is taken."""
         self._client = AsyncTransferQueueClient(
             f"understudy-{os.getpid()}-{id(self):x}", _info(address.controller), zmq_io_threads=_IO_THREADS
         )
@@ -92,12 +95,12 @@ class QueueLink:
     def start(cls, units: int, *, prefix: str = "", timeout: float = 60.0) -> QueueLink:
         """Start a queue on the Ray cluster this process is connected to, or join the one that runs there.
 
-        The controller and each storage unit take a CPU; where the cluster has none left they would wait for ever
-        without a word, so the wait ends after `timeout` seconds.
+        The controller and each storage unit take a CPU. If the cluster has none left they would wait silently for
+        ever, so this raises after `timeout` seconds.
         """
         wish = {
             "controller": {"polling_mode": True},
-            # Units go round the machines; one that was started without CPUs (a head, often) could never hold one.
+            # Units are placed round-robin; a machine without CPUs (often the head) could never hold one.
             "backend": {"SimpleStorage": {"num_data_storage_units": units, "required_node_resource": "CPU"}},
         }
         answer: list[Any] = []
@@ -131,7 +134,7 @@ class QueueLink:
         return cls(address, owner=False, prefix=prefix)
 
     def partition_id(self, partition: str) -> str:
-        """What TransferQueue calls a partition of ours."""
+        """TransferQueue's name for one of our partitions."""
         return self._prefix + partition
 
     def partition_of(self, partition_id: str) -> str:
@@ -174,7 +177,7 @@ class QueueLink:
         meta = await self._client.async_kv_retrieve_meta(
             list(keys), self.partition_id(partition), create=False
         )
-        # A key it does not know is left out without a word.
+        # TransferQueue silently leaves out unknown keys.
         if meta.size != len(keys) or not set(names) <= set(meta.field_names):
             return {}
         try:
@@ -184,7 +187,7 @@ class QueueLink:
         return {name: _column(found.get(name)) for name in names}
 
     async def clear(self, partition: str, keys: Sequence[str]) -> None:
-        """Rows it does not have are no error."""
+        """Remove rows from the queue; unknown rows are not an error."""
 
         async def work() -> None:
             meta = await self._client.async_kv_retrieve_meta(
@@ -196,7 +199,7 @@ class QueueLink:
         await self._run(work())
 
     async def keys(self, partition: str) -> list[str]:
-        """Every row it has something of."""
+        """The keys of all rows of which the queue holds any column."""
         names = self.partition_id(partition)
         return list((await self._run(self._client.async_kv_list(names))).get(names, {}))
 
@@ -205,7 +208,7 @@ class QueueLink:
         return tuple(await self._run(self._client.async_kv_retrieve_keys(list(global_indexes), partition_id)))
 
     async def columnar(self, partition: str, keys: Sequence[str]) -> transfer_queue.BatchMeta:
-        """TransferQueue's own columnar meta of these rows, as it is now."""
+        """TransferQueue's own columnar meta of these rows, in its current state."""
         return await self._run(
             self._client.async_kv_retrieve_meta(list(keys), self.partition_id(partition), create=False)
         )
@@ -223,7 +226,7 @@ class QueueLink:
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
                 raise
-            # Not the caller was cancelled, but what it waits for.
+            # `close` cancelled the call; the caller's own task was not cancelled.
             raise DataPlaneError(
                 "the link to TransferQueue was closed while this call waited for an answer; close it after its last user"
             ) from None
@@ -231,7 +234,7 @@ class QueueLink:
             self._calls.discard(call)
 
     def close(self) -> None:
-        """Whoever still waits for an answer gets a `DataPlaneError`. Whoever started the queue ends it."""
+        """Calls still in progress raise `DataPlaneError`. A link that started the queue also stops it."""
         with self._door:
             if self._closed:
                 return
@@ -239,7 +242,7 @@ class QueueLink:
             calls = list(self._calls)
         for call in calls:
             call.cancel()
-        # TransferQueue's client may only be closed when nothing of it is under way: its sockets belong to the loop's thread.
+        # TransferQueue's client may only be closed when no call is in progress: its sockets belong to the loop's thread.
         if self._ended_loop():
             self._client.close()
         else:
@@ -249,12 +252,12 @@ class QueueLink:
         if self._owner:
             try:
                 transfer_queue.close()
-            except Exception as error:  # its machines may be gone, and it with them
+            except Exception as error:  # its machines may be gone
                 logger.warning("TransferQueue did not end in order: %s", error)
 
     def _ended_loop(self) -> bool:
-        """Lets what was cancelled come to its end, then ends the loop; False where it does not hear."""
-        # By a message to the loop: where the last call is over before this line, the callback is made here, and the loop asleep.
+        """Waits for cancelled calls to end, then stops the loop; False if the loop does not respond."""
+        # `call_soon_threadsafe`, because the callback may run on this thread while the loop sleeps.
         asyncio.run_coroutine_threadsafe(_last_call(), self._loop).add_done_callback(
             lambda _: self._loop.call_soon_threadsafe(self._loop.stop)
         )
@@ -266,7 +269,7 @@ class QueueLink:
 
 
 async def _last_call() -> None:
-    """Until every other task of this loop is over, or for `_END_SECONDS`."""
+    """Cancel all other tasks of this loop and wait until they end, at most `_END_SECONDS`."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -276,8 +279,8 @@ async def _last_call() -> None:
 
 @contextmanager
 def _units_where_there_is_room() -> Iterator[None]:
-    """TransferQueue ties each storage unit to a machine it counted off, and would wait for ever where ranks or teachers have
-    taken all of it. Here the machine is a wish: the unit goes elsewhere if need be."""
+    """Makes TransferQueue's placement of storage units soft. It pins each unit to a machine, round-robin, and waits
+    for ever if ranks or teachers occupy that machine; with a soft preference the unit goes to another one."""
     counted_off = simple_storage_bootstrap.get_node_round_robin_scheduling_strategies
 
     def wished(*arguments: Any, **options: Any) -> list[Any]:
@@ -310,7 +313,7 @@ def _nest(cells: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _column(found: Any) -> Jagged | list[Any] | None:
-    """A column as our plane hands it out; None for a mixture of dtypes or widths, which the ledger's own copy explains."""
+    """A column as our plane returns it; None for mixed dtypes or widths, for which the ledger's copy gives the error."""
     if not isinstance(found, torch.Tensor) or not found.is_nested or found.layout != torch.jagged:
         return None
     nested: Any = found

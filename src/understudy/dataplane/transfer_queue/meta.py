@@ -1,9 +1,9 @@
-"""Rows named the way TransferQueue names them, and back. Imports nothing of it: names are plain data.
+"""Conversion between TransferQueue's batch metas and ours. Does not import TransferQueue: metas are plain data.
 
     KVBatchMeta(keys, tags, partition_id, fields, extra_info)     ⟷  BatchMeta(partition, keys, fields, tags, extra)
-    BatchMeta(global_indexes, partition_ids, field_schema, …)      ─>  the queue says which keys the numbers stand for
+    BatchMeta(global_indexes, partition_ids, field_schema, …)      ─>  the queue maps the indexes to keys
 
-Code written for TransferQueue hands such metas to functions under `@bridged` and gets one of its own kind back.
+Code written for TransferQueue passes such metas to `@bridged` functions and gets a meta of the same class back.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from understudy.types.batch import BatchMeta
 
 @runtime_checkable
 class QueueNames(Protocol):
-    """A plane whose rows TransferQueue knows too."""
+    """A plane whose rows are also in TransferQueue."""
 
     def partition_of(self, partition_id: str) -> str:
-        """Our name of a partition of the queue."""
+        """Our name for one of the queue's partitions."""
         ...
 
     async def keys_of(self, global_indexes: Sequence[int], partition_id: str) -> tuple[str, ...]: ...
@@ -47,7 +47,7 @@ def _is_theirs(batch: Any) -> bool:
 
 
 async def named_by(plane: Any, batch: Any) -> BatchMeta:
-    """Our names of the rows of either meta."""
+    """Our meta of the rows that either kind of TransferQueue meta names."""
     names = plane if isinstance(plane, QueueNames) else None
     if not len(batch):
         fields = batch.fields if is_keyed(batch) else batch.field_names
@@ -76,7 +76,7 @@ async def named_by(plane: Any, batch: Any) -> BatchMeta:
 
 
 async def in_kind(plane: Any, batch: Any, meta: BatchMeta) -> Any:
-    """What became of `batch`, as the kind of meta it is: with the columns `meta` has now."""
+    """A meta of the same class as `batch`, with the columns that `meta` has now."""
     if is_keyed(batch):
         return dataclasses.replace(batch, fields=list(meta.fields))
     if not len(meta):

@@ -1,4 +1,4 @@
-"""The data plane of a cluster: the ledger with its journal here, the columns in TransferQueue's memory.
+"""The data plane of a cluster: ledger and journal in the trainer's process, columns in TransferQueue.
 
     this process                         the cluster                          any process
     ┌───────────────────────────┐        ┌──────────────────────────┐        ┌──────────────────────────┐
@@ -7,16 +7,15 @@
     │ journal, spill files      │        └──────────────────────────┘        └──────────────────────────┘
     └───────────────────────────┘
 
-TransferQueue alone hands rows out at most once: a consumer that dies takes them along, a full queue raises, and its
-contents die with it. So who may claim, write and ack what is decided by the same ledger as in the embedded plane, and
-every column is in the run directory before `put` returns. The queue is the way columns travel: what it holds is a copy,
-counted against `max_bytes`, and a reader finds what it lacks on disk.
+TransferQueue alone delivers rows at most once: a consumer that dies loses its rows, a full queue raises, and its
+contents are lost when it dies. So claims, writes and acks are decided by the same ledger as in the embedded plane, and
+every column is in the run directory before `put` returns. The queue only transports columns: it holds copies, which
+count against `max_bytes`, and columns that it lacks are read from disk.
 
-A process elsewhere that makes rows writes their columns itself, into the run directory and the queue
-(`transfer_queue/writer.py`), and announces them; `adopt` takes the announcement into the ledger.
+A remote process that makes rows writes their columns itself, into the run directory and the queue
+(`transfer_queue/writer.py`), and announces them; `adopt` records the announcement in the ledger.
 
-Waiting is by events throughout: claims wait at the ledger, never in TransferQueue, whose own `fetch` can only be asked
-again and again.
+Claims wait on the ledger's events, never in TransferQueue, whose own `fetch` has to be polled.
 """
 
 from __future__ import annotations
@@ -46,6 +45,8 @@ from understudy.types.jagged import Jagged
 
 
 class TransferQueueDataPlane(EmbeddedDataPlane):
+    """An `EmbeddedDataPlane` whose large columns are also in TransferQueue. Runs on the trainer's event loop."""
+
     store_kind: ClassVar[type[Store]] = QueueStore
     _store: QueueStore
 
@@ -68,11 +69,11 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         retain: Retain = Retain.UNTIL_SETTLED,
         patience: float = PATIENCE,
     ) -> Self:
-        """Open or create the plane in folder `path`; columns travel by `link`, which the caller closes.
+        """Open or create the plane in folder `path`; columns go through `link`, which the caller closes.
 
-        `max_bytes` bounds what the queue and the ledger hold together; columns beyond it, those of `spill_bytes` or
-        more, and those of an earlier life are read from the folder. Cells below `inline_bytes` stay with the ledger. A queue
-        that does not answer within `patience` seconds is lost, which costs no row.
+        `max_bytes` bounds what the queue and the ledger hold together. Columns beyond it, those of `spill_bytes` or
+        more, and those written before a restart are read from the folder. Cells below `inline_bytes` stay in the
+        ledger. A queue that does not answer within `patience` seconds is given up; no row is lost by that.
         """
         plane = cls.open(
             path, max_rows=max_rows, max_bytes=max_bytes, spill_bytes=inline_bytes, clock=clock, retain=retain
@@ -104,7 +105,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         return {name: found[name] if name in found else others[name] for name in names}
 
     async def hand_over(self, meta: BatchMeta, fields: Sequence[str]) -> BatchMeta:
-        """The names of these rows for a `QueueReader` elsewhere: whatever the queue lacks of them is uploaded first."""
+        """The meta of these rows for a remote `QueueReader`; columns that the queue lacks are uploaded first."""
         rows, _ = self._wanted(meta, fields)
         store, home = self._store, self._home(meta.partition)
         frames: dict[str, dict[str, bytes]] = {row.key: {} for row in rows}
@@ -134,7 +135,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
 
     @property
     def lent(self) -> LentSegments:
-        """Which segment of the run directory each of them appends to."""
+        """The spill segment that each remote writer appends to."""
         return self._store.lent
 
     async def adopt(
@@ -146,12 +147,12 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         status: RowStatus = RowStatus.FINISHED,
         lease: Lease | None = None,
     ) -> BatchMeta:
-        """`put` for rows that a process elsewhere has written: it is the announcement that makes them count."""
+        """`put` for rows whose columns a remote process has written; they become part of the ledger here."""
         self._store.check()
         return await self._intake.adopt(partition, rows, tags, status, lease)
 
     async def cells(self, written: Written) -> dict[str, Any]:
-        """Columns that a process elsewhere has written, adopted or not, from the run directory."""
+        """Columns that a remote process has written, adopted or not, read from the run directory."""
         spill = self._store.spill
         return await asyncio.to_thread(
             lambda: {
@@ -161,7 +162,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         )
 
     async def clear_orphans(self) -> int:
-        """Take out of the queue what writers left there that died, or were too late; how many copies of rows that was."""
+        """Remove from the queue what dead or late writers left there; returns how many copies of rows."""
         found = 0
         for name, home in list(self._store.partitions.items()):
             known = await self.shelf.keys(name)
@@ -175,7 +176,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         await super().settle(step)
         await self.clear_orphans()
 
-    # ---- TransferQueue's own names for rows (transfer_queue_meta.py)
+    # ---- TransferQueue's own names for rows (meta.py)
 
     def partition_of(self, partition_id: str) -> str:
         return self.shelf.link.partition_of(partition_id)
@@ -187,7 +188,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         return await self.shelf.link.columnar(meta.partition, self._queue_keys(meta))
 
     def keyed(self, meta: BatchMeta) -> transfer_queue.KVBatchMeta:
-        """These rows for code that speaks TransferQueue: `tq.kv_batch_get_by_meta(plane.keyed(lease.meta))`."""
+        """These rows for code that uses TransferQueue: `tq.kv_batch_get_by_meta(plane.keyed(lease.meta))`."""
         return transfer_queue.KVBatchMeta(
             keys=self._queue_keys(meta),
             tags=[dict(tags) for tags in meta.tags] or [{} for _ in meta.keys],
@@ -204,7 +205,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         ]
 
     async def close(self) -> None:
-        """Lets go of the folder, and of the queue's memory."""
+        """Clears this run's rows from the queue and closes the plane."""
         try:
             self._store.forget_all()
             for name in list(self._store.partitions):
@@ -215,7 +216,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
 
 
 class QueueReader:
-    """Columns of rows for a process that is not the plane's: it needs the names, the address, and no Ray."""
+    """Reads columns of rows in a remote process, such as a rank. It needs the meta and the address, but no Ray."""
 
     def __init__(self, address: QueueAddress, *, prefix: str = "") -> None:
         self._link = QueueLink.connect(address, prefix=prefix)

@@ -1,10 +1,10 @@
-"""Columns written by another process of the cluster: it appends them to a spill segment of its own and tells where they lie.
+"""Spill segments for remote writers: each appends columns to its own segment and announces references.
 
     worker: SegmentWriter.append ──frames──> spill/00000007.seg (in the run directory, which all machines see)
             └──Written: small cells, references──> plane.adopt(…): ledger and journal, as if the plane had written them
 
-Which segment a writer appends to is said anew with every piece of work (`LentSegments.take`), by the plane: a writer that
-died, or was given up for dead, leaves bytes nobody refers to in a segment nobody else writes.
+The plane names the segment with every piece of work (`LentSegments.take`). A writer that died, or was declared dead,
+leaves unreferenced bytes in a segment that no other process writes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Written(msgspec.Struct, frozen=True):
     """One row's columns as their writer announces them."""
 
     cells: dict[str, bytes | SpillRef]
-    """By column: the frame itself where it is small, or where in the run directory it lies."""
+    """By column: the frame itself, or its reference into a segment."""
     queued: tuple[str, ...] = ()
-    """Columns that are in the queue too."""
+    """Columns that are also in the queue."""
     mark: str = ""
-    """Under which name they are there (`write_ids.py`)."""
+    """The write's id, which is part of their name in the queue (`write_ids.py`)."""
 
 
 class Ticket:
-    """The right to append to a segment. The segment is kept for as long as somebody has the ticket."""
+    """The right to append to a segment. The segment is kept as long as this object is referenced."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -45,7 +45,8 @@ class Ticket:
 
 
 class LentSegments:
-    """The plane's side: one current segment for each writer, a new one when it is full or its writer is another."""
+    """The plane's side: the current segment of each writer. A writer gets a new one when its segment is full. Used on
+    the plane's event loop."""
 
     def __init__(self, spill: SpillFiles, most_bytes: int = SEGMENT_BYTES) -> None:
         self._spill = spill
@@ -54,7 +55,7 @@ class LentSegments:
         """By writer."""
         self._tickets: Counter[int] = Counter()
         self._bytes: dict[int, int] = {}
-        """By segment in use: how far it is known to be written."""
+        """By segment in use: the end of its last adopted frame."""
 
     def take(self, writer: int) -> Ticket:
         segment = self._current.get(writer)
@@ -70,18 +71,18 @@ class LentSegments:
         return ticket
 
     def noted(self, written: Written) -> None:
-        """This announcement is in the ledger."""
+        """Called when this announcement is in the ledger."""
         for cell in written.cells.values():
             if isinstance(cell, SpillRef) and cell.segment in self._bytes:
                 self._bytes[cell.segment] = max(self._bytes[cell.segment], cell.offset + cell.length)
 
     def end(self, writer: int) -> None:
-        """This writer is gone."""
+        """Called when this writer is gone."""
         if writer in self._current:
             self._retire(writer)
 
     def roll(self) -> None:
-        """Everybody goes on in a new segment, so that those so far can be deleted once their rows are settled."""
+        """Every writer continues in a new segment, so that the old ones can be deleted once their rows are settled."""
         for writer in [writer for writer, segment in self._current.items() if self._bytes[segment]]:
             self._retire(writer)
 
@@ -100,7 +101,8 @@ class LentSegments:
 
 
 class SegmentWriter:
-    """The other side: appends to segments it was lent. Frames that arrive together share one flush to the disk."""
+    """The writer's side: appends to the segments that the plane names. Frames that arrive together share one flush.
+    Called on the writer's event loop; the writing runs on a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,7 +112,7 @@ class SegmentWriter:
         self._flusher: asyncio.Task[None] | None = None
 
     async def append(self, segment: int, frames: Sequence[bytes]) -> list[SpillRef]:
-        """Where these frames lie; they survive the end of this machine."""
+        """Append frames and return their references; they are flushed and survive a power cut."""
         answer: asyncio.Future[list[SpillRef]] = asyncio.get_running_loop().create_future()
         self._waiting.append((segment, frames, answer))
         if self._flusher is None:
@@ -157,7 +159,7 @@ class SegmentWriter:
         return places
 
     def _file(self, segment: int) -> tuple[int, int]:
-        """Only one process ever writes a segment, so its length is where the next frame goes."""
+        """File and length of a segment. Only one process writes it, so the next frame goes to its end."""
         if segment not in self._files:
             path = self._folder / f"{segment:08d}.seg"
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -165,7 +167,7 @@ class SegmentWriter:
         return self._files[segment]
 
     async def read(self, refs: Sequence[SpillRef]) -> list[bytes]:
-        """Frames of any segment, whoever wrote it; `RowsUnreachable` where they are not there as they were written."""
+        """Frames of any writer's segment; raises `RowsUnreachable` if they are missing or damaged."""
         return await asyncio.to_thread(lambda: [self._read(ref) for ref in refs])
 
     def _read(self, ref: SpillRef) -> bytes:

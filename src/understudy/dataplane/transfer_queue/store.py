@@ -1,9 +1,9 @@
-"""The ledger's rows, and which of their columns also lie in TransferQueue.
+"""The cluster plane's `Store` and `Intake`, which track the columns that are also in TransferQueue.
 
-A column that is large lies in the run directory (a spill file, as in the embedded plane) and, while memory allows, in
-TransferQueue; `shelved` says which do, and counts them against `max_bytes`. Small cells stay with the ledger. A column is
-read from the queue only while it is shelved, so whatever happens to the queue, or to an upload that was refused after
-all, the copy in the run directory is what counts.
+A large column is in the run directory (a spill file, as in the embedded plane) and, while memory allows, also in
+TransferQueue. `_shelved` records which columns are there and counts them against `max_bytes`. Small cells stay in the
+ledger. A column is read from the queue only while it is shelved; if the queue fails, or an upload is refused, the copy
+in the run directory is used.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta
 
 INLINE_BYTES = 512
-"""Cells below this stay with the ledger, unless told otherwise."""
+"""Default of `inline_bytes`: cells below this size stay in the ledger."""
 Held = dict[str, dict[str, int]]
-"""By key and column to be uploaded: bytes of memory taken."""
+"""By key and column to be uploaded: bytes counted against `max_bytes`."""
 
 
 class QueueStore(Store):
-    """A `Store` that knows what is on the shelf; without a shelf it keeps everything itself."""
+    """A `Store` that tracks what is in the queue (`shelf`); without a queue it behaves like `Store`."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         self.shelf: Shelf | None = None
         self.inline_bytes = INLINE_BYTES
         self.disk_bytes: float = math.inf
-        """Columns of this size or more are on disk alone."""
+        """Columns of this size or more are on disk only."""
         self._shelved: dict[int, dict[str, int]] = {}
-        """By row: columns that can be read from the queue, with the bytes they are counted for."""
+        """By row id: columns that can be read from the queue, with the bytes counted for each."""
         self._marks: dict[int, dict[str, str]] = {}
-        """By row: columns that lie there under another name than the row's key."""
+        """By row id: the write id of columns that are in the queue under another name than the row's key."""
         self._uploaded: dict[str, dict[str, set[str]]] = {}
-        """By partition and key: every name the queue may know of a row, whatever became of the upload."""
+        """By partition and key: every name the queue may hold for a row, whether or not the upload succeeded."""
         self._on_the_way: Counter[tuple[str, str, str]] = Counter()
-        """By partition, key and column: uploads that have not arrived yet."""
+        """By partition, key and column: uploads in progress."""
         self.lent = LentSegments(self.spill)
-        """Where processes elsewhere write columns of their own."""
+        """The segments of remote writers."""
 
     def is_shelved(self, row: Row, name: str) -> bool:
         return name in self._shelved.get(row.id, ())
 
     def is_best_read_there(self, row: Row, name: str) -> bool:
-        """On the shelf, and not here as well."""
+        """Whether the column is in the queue and not also in the ledger's memory."""
         return self._shelved.get(row.id, {}).get(name, 0) > 0
 
     def marks(self, rows: Sequence[Row], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Under which names these columns lie in the queue, for those that are not under the rows' own keys."""
+        """By column: the write id of each row's copy in the queue; only columns with any id are listed."""
         told = {name: tuple(self._marks.get(row.id, {}).get(name, "") for row in rows) for name in names}
         return {name: marks for name, marks in told.items() if any(marks)}
 
     def queue_key(self, row: Row, names: Iterable[str]) -> str:
-        """The one name that these columns of a row lie under."""
+        """The name of these columns of a row in the queue; raises if they have several."""
         marks = {self._marks.get(row.id, {}).get(name, "") for name in names}
         if len(marks) > 1:
             raise DataPlaneError(
@@ -76,7 +76,7 @@ class QueueStore(Store):
         return queue_key(row.key, marks.pop() if marks else "")
 
     def overwriting(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
-        """These columns are about to change: whatever the queue holds in them, now or soon, is not read."""
+        """Call before these columns change: the queue's current copies are no longer read."""
         for key, columns in frames.items():
             row = home.rows.get(key)
             if row is not None and row.id in self._shelved:
@@ -88,13 +88,13 @@ class QueueStore(Store):
                 self.admission.leave(0, size)
 
     def uploading(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
-        """From now on the queue may know these rows, and hold anything in these columns."""
+        """Record the start of an upload: from now on the queue may hold any value in these columns."""
         for key in frames:
             self._known(home.name, key).add(key)
         self._on_the_way.update((home.name, key, name) for key, names in frames.items() for name in names)
 
     def uploaded(self, home: Partition, frames: Mapping[str, Iterable[str]]) -> None:
-        """This upload is over, whatever came of it."""
+        """Record the end of an upload, successful or not."""
         for key, names in frames.items():
             for name in names:
                 place = (home.name, key, name)
@@ -103,7 +103,7 @@ class QueueStore(Store):
                     del self._on_the_way[place]
 
     def shelve(self, home: Partition, row: Row, sizes: Mapping[str, int]) -> None:
-        """These columns arrived, and memory was taken for them; not where another upload is about to replace them."""
+        """Record columns that arrived and whose bytes are counted, except where another upload is replacing them."""
         shelf = self._shelved.setdefault(row.id, {})
         for name, size in sizes.items():
             if (home.name, row.key, name) in self._on_the_way:
@@ -130,7 +130,7 @@ class QueueStore(Store):
             changes.dirty[row.id] = row
 
     def _adopt(self, home: Partition, row: Row, written: Written) -> None:
-        """Columns that somebody else wrote, into the run directory and perhaps the queue: only told of here."""
+        """Record columns that a remote process wrote into the run directory and perhaps the queue."""
         changes = self.journal.changes
         self.overwriting(home, {row.key: written.cells})
         pack_id = (row.id << PACK_SHIFT) + row.packs
@@ -141,7 +141,7 @@ class QueueStore(Store):
                 row.resident -= len(before)
                 self.admission.leave(0, len(before))
             if isinstance(cell, SpillRef):
-                # Written already: the journal's thread opens the file for flushes to come, and has nothing to write.
+                # Already written: with empty bytes the journal's thread only opens the file, for later flushes.
                 changes.spills.append((pack_id, cell, b""))
             else:
                 row.resident += len(cell)
@@ -152,7 +152,7 @@ class QueueStore(Store):
         self._shelve_adopted(home, row, written)
 
     def _shelve_adopted(self, home: Partition, row: Row, written: Written) -> None:
-        """Count what is in the queue of them; where memory has no room for it, it leaves the queue."""
+        """Count the adopted columns that are in the queue; if they exceed `max_bytes`, clear them from the queue."""
         if self.shelf is None or self.shelf.lost is not None or not written.queued:
             return
         cells = written.cells
@@ -162,22 +162,22 @@ class QueueStore(Store):
         if not self.admission.hold(sum(sizes.values())):
             self.disown(home.name, {row.key: written})
             return
-        # Nobody else ever writes under this name, so whatever else is on its way to this row does not touch it.
+        # The name is unique to this write, so other uploads of this row cannot overwrite it.
         self._known(home.name, row.key).add(queue_key(row.key, written.mark))
         self._shelved.setdefault(row.id, {}).update(sizes)
         self._marks.setdefault(row.id, {}).update(dict.fromkeys(sizes, written.mark))
         row.resident += sum(sizes.values())
 
     def disown(self, partition: str, rows: Mapping[str, Written]) -> None:
-        """Nobody will read these copies."""
+        """Clear copies in the queue that will not be read."""
         if self.shelf is not None:
             self.shelf.clear(
                 partition, [queue_key(key, written.mark) for key, written in rows.items() if written.queued]
             )
 
     def orphans(self, home: Partition, names: Iterable[str]) -> list[str]:
-        """Of the names the queue has: those of rows whose session is over, or never was. Their writer died before it announced
-        them, or came too late."""
+        """Those of the queue's names whose row and session are not in flight: their writer died before it announced
+        them, or was too late."""
         return [
             name
             for name in names
@@ -186,7 +186,7 @@ class QueueStore(Store):
         ]
 
     def forget(self, partition: str, keys: Iterable[str]) -> None:
-        """The queue need not hold these rows any more."""
+        """Clear these rows from the queue."""
         known = self._uploaded.get(partition, {})
         gone = [name for key in keys for name in known.pop(key, ())]
         if self.shelf is not None:
@@ -211,7 +211,7 @@ class QueueStore(Store):
 
 
 class QueueIntake(Intake):
-    """Rows are let in first, then uploaded, then written into the ledger if they are still wanted."""
+    """Admits rows, uploads them, then writes them to the ledger unless they were settled meanwhile."""
 
     def __init__(self, store: QueueStore) -> None:
         super().__init__(store)
@@ -239,10 +239,11 @@ class QueueIntake(Intake):
             self._look(home, frames, lease)
         except BaseException:
             if store.leases.epoch == epoch and store.refusal is None:
-                # Otherwise the plane is closed, or being rewound, and what was taken of its memory is counted anew.
+                # Otherwise the plane is closed or rewound, and all counts start anew.
                 self._undo(home, frames, held, room)
             raise
-        store.overwriting(home, frames)  # again: somebody elsewhere may have been quicker
+        # Again: a remote writer's columns may have been adopted during the upload.
+        store.overwriting(home, frames)
         self._write(home, frames, given, status, room)
         for key, sizes in held.items():
             if arrived and key in home.rows:
@@ -260,7 +261,7 @@ class QueueIntake(Intake):
         status: RowStatus,
         lease: Lease | None,
     ) -> BatchMeta:
-        """`put` of rows whose columns somebody else has written."""
+        """`put` of rows whose columns a remote process has written."""
         store, given = self._queue, checked_tags(tags)
         home = store.partition(partition)
         try:
@@ -282,9 +283,9 @@ class QueueIntake(Intake):
         return BatchMeta(partition, tuple(rows), shared_columns([one.cells for one in rows.values()]))
 
     def _hold(self, frames: Frames) -> Held:
-        """What to upload, and memory for it; large columns it has no room for go to disk alone.
+        """Choose what to upload and count its bytes; large columns that do not fit go to disk only.
 
-        Small cells, which the ledger keeps, go along for readers that see the queue alone.
+        Small cells stay in the ledger and are uploaded too, for readers that see only the queue.
         """
         shelf, admission = self._queue.shelf, self._queue.admission
         if shelf is None or shelf.lost is not None:
@@ -312,7 +313,7 @@ class QueueIntake(Intake):
             self._queue.uploaded(home, held)
 
     def _undo(self, home: Partition, frames: Frames, held: Held, room: int) -> None:
-        """The rows were refused after all; what arrived of them in the queue is never read."""
+        """Revert the counts of rows that were refused after the upload; their copies in the queue are never read."""
         admission = self._queue.admission
         self._queue.overwriting(home, frames)
         admission.leave(room, sum(sum(sizes.values()) for sizes in held.values()))

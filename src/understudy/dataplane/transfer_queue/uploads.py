@@ -1,11 +1,11 @@
-"""What a plane keeps in TransferQueue, in order: uploads share a call, and nothing depends on one arriving.
+"""Ordered, batched uploads to TransferQueue. Uploads are copies; losing them loses no row.
 
     put, put, put ──> [ one batch ] ──> TransferQueue
-    clear, clear  ──> [ next one  ]     one under way at a time, so a row's writes and its end keep their order
+    clear, clear  ──> [ next one  ]     one batch at a time, so writes and clears of a row keep their order
 
-A put alone costs four messages; those that arrive while one is under way go together in the next. The shelf is a copy:
-what it holds lies in the run directory too. So its loss (a node with a storage unit died) is no loss of rows: the shelf
-closes itself with a warning, and from then on rows are read from the run directory.
+A single put costs four messages; puts that arrive while one is in progress share the next batch. Everything the queue
+holds is also in the run directory. If the queue is lost (a node with a storage unit died), the shelf logs a warning,
+stops using it, and rows are read from the run directory from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 60.0
 _MOST_BYTES = 256 * 2**20
-"""Of one upload, unless a single put is larger."""
+"""Limit of one upload, unless a single put is larger."""
 Signature = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
@@ -48,8 +48,11 @@ class _Clear:
 
 
 class Shelf:
+    """The queue of uploads and clears, and the task that sends them. Used on one event loop by the plane, or by a
+    `RowWriter` in a remote process."""
+
     def __init__(self, link: QueueLink, patience: float = PATIENCE) -> None:
-        """`patience` is how long one upload or fetch may take before the shelf counts as lost."""
+        """`patience` is how long one upload or fetch may take before TransferQueue counts as lost."""
         self.link = link
         self.bytes_put = 0
         self.bytes_got = 0
@@ -59,7 +62,7 @@ class Shelf:
         self._worker: asyncio.Task[None] | None = None
 
     async def put(self, partition: str, rows: Mapping[str, Mapping[str, bytes]]) -> bool:
-        """Frames of rows, by name in the queue and column. False: the shelf is lost and holds nothing of them."""
+        """Upload frames, by name in the queue and column. False: TransferQueue is lost and holds none of them."""
         if self.lost is not None:
             return False
         size = sum(len(frame) for columns in rows.values() for frame in columns.values())
@@ -68,14 +71,14 @@ class Shelf:
         return await job.answer
 
     def clear(self, partition: str, keys: Sequence[str]) -> None:
-        """What lies under these names may go, after everything put before."""
+        """Clear these names, after all earlier puts."""
         if self.lost is None and keys:
             self._enqueue(_Clear(partition, list(keys)))
 
     async def get(
         self, partition: str, keys: Sequence[str], names: Sequence[str], marks: Marks | None = None
     ) -> dict[str, Jagged | list[Any]] | None:
-        """Whole columns of these rows; None when something of them is not here."""
+        """Columns of these rows; None if any cell is missing or TransferQueue is lost."""
         if self.lost is not None:
             return None
         try:
@@ -90,7 +93,7 @@ class Shelf:
         return found
 
     async def keys(self, partition: str) -> list[str]:
-        """Every name the queue has something under, whoever wrote it; nothing once the shelf is lost."""
+        """All names in the queue, of all writers; empty once TransferQueue is lost."""
         if self.lost is not None:
             return []
         try:
@@ -101,7 +104,7 @@ class Shelf:
             return []
 
     async def drain(self) -> None:
-        """Until everything put or cleared so far is."""
+        """Wait until all puts and clears so far are done."""
         while self._worker is not None:
             await asyncio.wait([self._worker])
 
@@ -140,7 +143,7 @@ class Shelf:
                     job.answer.set_result(self.lost is None)
 
     def _next_batch(self) -> list[_Put | _Clear]:
-        """The longest run at the head of the line that may go together: of one kind and partition, no row twice."""
+        """The longest batchable prefix of the queue: jobs of one kind and partition, no row twice."""
         first = self._line.popleft()
         batch, seen, size = [first], _keys(first), _size(first)
         while self._line:
@@ -179,7 +182,7 @@ class Shelf:
         self.give_up(f"{type(error).__name__}: {error}")
 
     def give_up(self, reason: str) -> None:
-        """The shelf is lost: from now on nothing is put there or read from it."""
+        """Mark TransferQueue as lost: from now on nothing is put there or read from it."""
         if self.lost is None:
             self.lost = reason
             logger.warning(
@@ -204,7 +207,7 @@ def _size(job: _Put | _Clear) -> int:
 
 
 def _tensor(frame: bytes) -> torch.Tensor:
-    """An array as itself, without another copy; any other cell as its frame."""
+    """A cell as a tensor: an array without another copy, any other cell as its frame."""
     if frame[0] < FIRST_ARRAY:
         return torch.frombuffer(bytearray(frame), dtype=FRAME_DTYPE)
     array: np.ndarray = decode(frame)

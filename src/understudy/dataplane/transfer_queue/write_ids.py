@@ -1,12 +1,12 @@
-"""What a writer elsewhere calls its copy of a row in the queue: the row's key and a mark that no other write has.
+"""Names of rows in TransferQueue: a remote writer adds a write id (mark) to the row's key.
 
     00000-0000017_3_0            uploaded by the plane itself
-    00000-0000017_3_0~5f0c2a.14  the 14th write of one life of one worker
+    00000-0000017_3_0~5f0c2a.14  the 14th write of one worker process
 
-Rows are made again where a worker seems dead, and judged twice where a teacher straggles, so several writers may upload the same
-row. Under one name the last of them would win, whenever it comes: also after the ledger took another's announcement. Under
-names of their own they never meet: readers ask for the name the ledger took, and what a late writer leaves is cleared
-with the row.
+A row is made again when its worker seems dead, and scored twice when a teacher is slow, so several writers may upload
+the same row. Under one name the last upload would win, even after the ledger adopted another writer's announcement.
+With a name per write there is no conflict: readers use the name that the ledger adopted, and copies of late writers
+are cleared with the row.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 Marks = Mapping[str, tuple[str, ...]]
-"""By column, one per row; a column that is not named lies under the rows' own keys."""
+"""By column: one mark per row. Columns not listed are stored under the rows' own keys."""
 _MARKED = re.compile(r"(?P<key>.*)~[0-9a-f]{6}\.[0-9]+", re.DOTALL)
 
 
 class Marking:
-    """Marks of one process; another process, also a later life of this one, gives others."""
+    """Generates the marks of one process; a restarted process generates different ones."""
 
     def __init__(self) -> None:
         self._life = secrets.token_hex(3)
@@ -33,7 +33,7 @@ class Marking:
 
 
 def queue_key(key: str, mark: str) -> str:
-    """What the queue calls this copy of a row; without a mark, the plane's own.
+    """The name of this copy of a row in the queue; without a mark, the plane's own copy.
 
     >>> queue_key("p_0_0", "5f0c2a.14")
     'p_0_0~5f0c2a.14'
@@ -54,7 +54,7 @@ def row_of(name: str) -> str:
 def by_name(
     keys: Sequence[str], columns: Sequence[str], marks: Marks
 ) -> list[tuple[tuple[str, ...], list[str]]]:
-    """Columns that lie under the same names, which one fetch can bring: (names in the queue, columns)."""
+    """Groups columns that one fetch can bring, because their rows have the same names: (names, columns)."""
     plain = ("",) * len(keys)
     groups: dict[tuple[str, ...], list[str]] = {}
     for column in columns:

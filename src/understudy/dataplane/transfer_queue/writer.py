@@ -1,12 +1,12 @@
-"""Writing rows from a process that is not the plane's: columns go into the run directory and the queue, their names to the plane.
+"""Writes rows from a remote process: columns to the run directory and the queue, references to the plane.
 
-    written = await writer.write("train", {key: columns}, segment)     here, in any process of the cluster
-    await plane.adopt("train", written)                                in the trainer's process, which sees no column
+    written = await writer.write("train", {key: columns}, segment)     in any process of the cluster
+    await plane.adopt("train", written)                                in the trainer's process, which sees no array
 
-`segment` comes from the plane with each piece of work. Whatever is not an array (reward, sizes, stop reason) is part of the
-announcement, because the ledger decides by it; arrays are not, however small. Until `adopt`, nothing of it counts: a writer that
-dies before leaves bytes that nobody refers to, and the row is made again. Every write has a name of its own in the queue
-(`write_ids.py`), so one that comes late, or twice, changes nothing that the ledger took.
+`segment` comes from the plane with each piece of work. Cells that are not arrays (reward, sizes, stop reason) are part
+of the announcement, because the ledger uses them; arrays are not, however small. A row exists only after `adopt`: if
+the writer dies before, its bytes stay unreferenced and the row is made again. Every write has its own name in the
+queue (`write_ids.py`), so a late or repeated write cannot change what the ledger adopted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from understudy.types.jagged import Jagged
 
 
 class RowWriter:
+    """The remote counterpart of the plane's `put` and `get`. Used on the event loop of a rollout worker process."""
+
     def __init__(
         self,
         folder: Path,
@@ -38,7 +40,7 @@ class RowWriter:
         patience: float = PATIENCE,
         disk_bytes: float = math.inf,
     ) -> None:
-        """`folder` is the plane's own, seen from here; columns of `disk_bytes` or more do not go into the queue."""
+        """`folder` is the plane's folder as this process sees it; columns of `disk_bytes` or more skip the queue."""
         self._segments = SegmentWriter(folder / "spill")
         self._link = QueueLink.connect(address, prefix=prefix)
         self._shelf = Shelf(self._link, patience)
@@ -52,9 +54,9 @@ class RowWriter:
     async def write(
         self, partition: str, rows: Mapping[str, Columns], segment: int, *, queue: bool = True
     ) -> dict[str, Written]:
-        """Every column of these rows; what to tell the plane of each. Cancelled, nothing of them stays in the queue.
+        """Write all columns of these rows; returns each row's announcement. On cancellation the queue is cleared.
 
-        Without `queue` they are in the run directory alone.
+        Without `queue` the columns go to the run directory only.
         """
         frames, mark = framed(rows), self._marking.new()
         places = [
@@ -79,7 +81,7 @@ class RowWriter:
     async def read(
         self, partition: str, keys: Sequence[str], names: Sequence[str], marks: Marks | None = None
     ) -> dict[str, Jagged | list[Any]]:
-        """Columns of rows from the queue; `RowsUnreachable` where it has not all of them."""
+        """Columns of rows from the queue; raises `RowsUnreachable` if any is missing."""
         found = await self._shelf.get(partition, keys, names, marks)
         if found is None:
             raise RowsUnreachable(
@@ -88,7 +90,7 @@ class RowWriter:
         return found
 
     async def arrays(self, cells: Sequence[bytes | SpillRef]) -> list[Any]:
-        """Cells that some writer announced, from the run directory; `RowsUnreachable` where they are not there."""
+        """Announced cells of any writer, read from the run directory; raises `RowsUnreachable` if any is missing."""
         refs = [cell for cell in cells if isinstance(cell, SpillRef)]
         frames = iter(await self._segments.read(refs) if refs else ())
         return [decode(next(frames) if isinstance(cell, SpillRef) else cell) for cell in cells]
