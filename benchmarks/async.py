@@ -5,11 +5,12 @@
     python benchmarks/async.py --gpu             # one GPU: beside TRL with vLLM colocated (async_gpu.py)
     python benchmarks/async.py --gpu --tiny      # the same script with tiny shapes on the CPU, to try it
 
-Every configuration trains on the same prompts, with the same rollout lengths (long_tail.py) and the same number of updates. The
-pace is taken over the middle steps: neither the windows that were all begun at the start nor those after which nothing new was begun
-count for either side. Accuracy is of held-out problems, KL of the last steps' rows, none of which was trained on before; both are
-compared over seeds. The long tail leaves time for few updates, so whether staleness costs anything is asked a second time, without
-the tail, over as many updates as these students need to learn (`--learn-steps`). Takes about 20 minutes on two cores.
+Every configuration trains on the same prompts, with the same rollout lengths (long_tail.py) and the same
+number of updates. Rows/s are measured over the middle steps, without the windows that began at the start and
+the last ones, after which no new window begins. Accuracy is on held-out problems, KL on the last steps'
+rows, none of which was trained on before; both are compared over seeds. The long tail leaves time for few
+updates, so the cost of staleness is measured a second time, without the tail, over as many updates as these
+students need to learn (`--learn-steps`). Takes about 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Outcome:
     trainer_idle: float | None
     rollout_idle: float | None
     teacher_idle: float | None
-    """Only a fully async run measures these."""
+    """Measured by fully async runs only."""
     accuracy: float
     kl: float
     staleness: float
@@ -56,7 +57,7 @@ class Outcome:
 def learning_recipe(
     folder: Path, staleness: float | None, seed: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The same students and problems with plain rollouts and the quickstart's batches."""
+    """The recipe with the same students and problems, plain rollouts and the quickstart's batches."""
     table = recipe(folder, staleness, seed, arguments)
     del table["rollout"]["agent"]
     steps = arguments.learn_steps
@@ -100,7 +101,8 @@ def measure(make: Make, staleness: float | None, seed: int, arguments: argparse.
         report = audit(run.dir)
         assert report.balanced, "the ledger does not add up"
         steps = [line for line in run.metrics if line["step"] > 0]
-    # The widest of the staleness degrees cuts for all: the same steps are compared.
+    # The largest staleness decides how many steps are cut, so that all configurations compare the same
+    # steps.
     cut = max(1, len(steps) // 10, math.ceil(max(arguments.staleness, default=0.0)) + 1)
     steady = steps[cut:-cut]
     seconds = sum(line["time/step"] for line in steady)
@@ -178,7 +180,8 @@ def main() -> None:
         f"{'':<28}{'rows/s':>8}{'trainer':>9}{'rollout':>9}{'teacher':>9}{'accuracy':>10}{'KL':>8}{'age':>6}{'max':>5}"
     )
     for seed in range(arguments.seeds):
-        # Other degrees of staleness are looked at once; the goal's pair with every seed, one beside the other.
+        # Other staleness values run with one seed; the pair that has a goal runs with every seed,
+        # alternating.
         chosen = [None, *arguments.staleness] if seed == 0 else [None, 1.0]
         for staleness in chosen:
             outcome = measure(recipe, staleness, seed, arguments)
@@ -259,7 +262,7 @@ def _mean_idle(outcomes: list[Outcome], side: str) -> float | None:
 def _beside_sync(
     title: str, name: str, sync: list[Outcome], own: list[Outcome], least: float
 ) -> dict[str, Any]:
-    """The mean difference over seeds against their spread; below `least` nobody would look."""
+    """The mean difference over seeds against their spread; a spread below `least` counts as `least`."""
     differences = [getattr(one, name) - getattr(other, name) for one, other in zip(own, sync, strict=False)]
     spread = max(statistics.stdev(getattr(one, name) for one in side) for side in (sync, own))
     mean = statistics.fmean(differences)

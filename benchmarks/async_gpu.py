@@ -1,16 +1,20 @@
-"""The GPU half of async.py: sync, fully async and TRL with vLLM colocated, one after another on one GPU, in one run.
+"""The GPU half of async.py: sync, fully async and TRL with vLLM colocated, one after another on one GPU.
 
-The shapes are step.py's. In a fully async run three parties share the GPU: the engine and the trainer in one process, each on a
-CUDA stream of its own, and the teacher in another. Kernels of one process run side by side; processes take turns, unless the
-driver's multi-process service (MPS) is on (`--mps` adds a run under it; the service is started for that run and stopped after it).
+The shapes are step.py's. In a fully async run three parties share the GPU: the engine and the trainer in one
+process, each on a CUDA stream of its own, and the teacher in another. Kernels of one process run in
+parallel; processes are time-sliced, unless the driver's multi-process service (MPS) is on (`--mps` adds a
+run under it; the service is started for that run and stopped after it).
 
-`--every 2` adds a run that publishes weights after every second update and decodes twice the rows at a time: what decoding costs
-beside attention is then paid half as often. The peer has no such setting (it generates one training batch at a time).
+`--every 2` adds a run that publishes weights after every second update and decodes twice the rows at a time:
+the cost of decoding besides attention is then paid half as often. The peer has no such setting (it generates
+one training batch at a time).
 
-`--kv-cache model fp8` adds runs that keep keys and values of rollouts in eight bits (`rollout.kv_cache`). The peer's trainer has no setting for
-that, so such a row compares what each can be told to do, not the same arithmetic; its name says so.
+`--kv-cache model fp8` adds runs that keep keys and values of rollouts in eight bits (`rollout.kv_cache`).
+The peer's trainer has no setting for that, so such a row does not compare the same arithmetic; its name says
+so.
 
-Every pace is tokens over seconds of all counted steps; the fully async run is cut off while rollouts are still under way.
+Every rate is tokens over seconds of all counted steps; the fully async run is stopped while rollouts are
+still in progress.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ EVERY = ", publishing every "
 FP8 = ", keys and values in fp8"
 PEER = "TRL 1.16 + vLLM colocated"
 _LEAST_SECONDS = 35.0
-"""A run that gets less is not begun."""
+"""A run is not started with less time left than this."""
 
 
 def compare_on_gpu(options: argparse.Namespace) -> None:
@@ -72,7 +76,7 @@ def compare_on_gpu(options: argparse.Namespace) -> None:
             rows = _rows(shape, found)
             if (
                 rows and not options.tiny
-            ):  # after each, so that a run that is cut short has left what it found
+            ):  # after each run, so that an interrupted benchmark keeps its results
                 save("async-quick" if options.quick else "async", hardware, rows)
     for row in rows:
         print(show(row), flush=True)
@@ -80,8 +84,8 @@ def compare_on_gpu(options: argparse.Namespace) -> None:
 
 
 def _order(options: argparse.Namespace) -> list[str]:
-    """The goal's pair first, so that a run that is cut short still has it. MPS after the peer: it is ours alone to suffer if a
-    client that was stopped leaves the service in a bad state."""
+    """The pair that has a goal runs first, so that an interrupted benchmark still has it. MPS runs after the
+    peer: a stopped client may leave the service in a bad state, which then only affects our own runs."""
     degrees = sorted(options.staleness, key=lambda one: (one != 1.0, one))
     ours = [f"fully async, staleness {one:g}" for one in degrees] if "plain" in options.systems else []
     peer = [PEER] if "trl" in options.systems else []
@@ -110,10 +114,11 @@ def _ours(
     narrow = FP8 in system
     degree, _, rarely = system.removesuffix(MPS).removesuffix(FP8).partition(EVERY)
     staleness, every = float(degree.rsplit(" ", 1)[1]), int(rarely.split()[0]) if rarely else 1
-    # Three windows until every party is busy: two were written while the first update compiled, and the third in their wake.
+    # Three windows until every party is busy: two were written while the first update compiled, and the
+    # third right after.
     longer = replace(shape, skip=3 * every, steps=3 * every + options.counted * every)
-    # All answers are equally long, so a publish finds the engine between two windows: waiting for rollouts costs nothing,
-    # and no keys and values are computed anew.
+    # All answers are equally long, so a publish finds the engine between two windows: waiting for rollouts
+    # costs nothing, and no keys and values are recomputed.
     trainer = {"mode": "fully_async", "max_staleness": staleness, "partial_rollouts": options.partial}
     trainer |= {"sync_every": every}
     engine = {"context_length": shape.new_tokens + 128, "max_batch": options.max_batch or shape.batch * every}

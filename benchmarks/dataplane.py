@@ -1,13 +1,15 @@
-"""How fast the data planes are: the embedded one beside plain SQLite doing the least that could be called the same work,
-and beside TransferQueue with large rows by 1 to 16 clients.
+"""Data plane throughput: the embedded plane beside plain SQLite, and beside TransferQueue.
 
     OMP_NUM_THREADS=1 TQ_NUM_THREADS=2 python benchmarks/dataplane.py    everything, under four minutes
     python benchmarks/dataplane.py --quick                               fewer rows; TransferQueue needs the ray extra
 
-Measured in one run on one machine: rows per second through put + claim + ack, from 8 concurrent tasks; the cost of
-those three with 1,000 to 1,000,000 rows held; how soon a waiting claim is served; bytes per second of large columns; and
-rows and bytes per second of both planes by several clients (dataplane_clients.py). Ratios are printed, and written to
-benchmarks/results/dataplane-<hardware>-<date>.json.
+SQLite does the least that could be called the same work. TransferQueue is compared with large rows by 1 to
+16 clients.
+
+Measured in one run on one machine: rows per second through put + claim + ack, from 8 concurrent tasks; the
+cost of those three with 1,000 to 1,000,000 rows held; the latency of a waiting claim; bytes per second of
+large columns; and rows and bytes per second of both planes by several clients (dataplane_clients.py). Ratios
+are printed, and written to benchmarks/results/dataplane-<hardware>-<date>.json.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ SMALL = {"tokens": np.arange(16, dtype=np.int32), "loss_mask": np.ones(16, bool)
 """A small row: 3 columns, about 150 bytes."""
 PER_PRELOAD = 4096
 POLL_MS = 2000.0
-"""How often a peer's claims look whether their rows have come."""
+"""Polling interval of a peer's claims."""
 ROOMY = {"max_rows": 2_000_000, "max_bytes": 8 * 2**30, "spill_bytes": 2**20}
 
 
@@ -47,7 +49,8 @@ def open_plane(folder: Path) -> EmbeddedDataPlane:
 
 
 async def through(plane: EmbeddedDataPlane, rows: int, per_put: int, per_claim: int) -> tuple[float, float]:
-    """Rows per second through put, claim and ack from 8 tasks, and microseconds of the event loop's own time a row."""
+    """Rows per second through put, claim and ack from 8 tasks, and the event loop's own microseconds per
+    row."""
 
     async def task(number: int) -> None:
         for start in range(0, rows // TASKS, per_claim):
@@ -85,7 +88,8 @@ def sqlite_loop(folder: Path, rows: int, per_call: int) -> tuple[float, float]:
 
 
 async def preload(plane: EmbeddedDataPlane, held: int) -> None:
-    """Rows that stay. Nothing of them is garbage, so the collector, which would walk them again and again, is off."""
+    """Rows that stay. None of them is garbage, so the garbage collector, which would scan them again and
+    again, is off."""
     gc.disable()
     try:
         for start in range(0, held, PER_PRELOAD):
@@ -98,10 +102,11 @@ async def preload(plane: EmbeddedDataPlane, held: int) -> None:
 async def cost_with_held(
     folder: Path, held: int, samples: int = 100, per_call: int = 64
 ) -> dict[Order, float]:
-    """Processor time per row of put + claim + ack while `held` rows lie in the plane (the median of many calls, in us).
+    """Processor time per row of put + claim + ack while `held` rows are in the plane (the median of many
+    calls, in us).
 
-    One preload serves both orders. Keys of the rows that pass sort before those held; in arrival order they come last,
-    so a claim takes the oldest of those held and as many new ones take their place.
+    One preload serves both orders. Keys of the rows that pass sort before those held; in arrival order they
+    come last, so a claim takes the oldest of those held and as many new ones take their place.
     """
     plane = open_plane(folder)
     await preload(plane, held)
@@ -181,7 +186,7 @@ async def _through(folder: Path, rows: int, per_put: int, per_claim: int) -> tup
 
 
 def best(work: Callable[[Path], Any], times: int = 3) -> tuple[float, float]:
-    """The best of a few: other work on the machine only ever makes it slower."""
+    """The best of a few runs: other load on the machine only makes a run slower."""
     found = [in_fresh_folder(work) for _ in range(times)]
     return max(rate for rate, _ in found), min(own for _, own in found)
 
@@ -222,7 +227,8 @@ def measure_rates(rows: int) -> list[dict[str, Any]]:
         name = f"put+claim+ack, {TASKS} tasks, {name}"
         peer = "plain SQLite executemany"
         out.append(line(name, rate, "rows/s", peer, floor, ">= 20000 rows/s", rate >= 20_000))
-        # Free of what else runs on the machine: one loop thread can do 20,000 rows a second if each costs it 50 us.
+        # Independent of other load on the machine: one loop thread can do 20,000 rows a second if each costs
+        # it 50 us.
         out.append(line(f"{name}: event loop's time", own, "us/row", peer, floor_own, "<= 50 us", own <= 50))
     return out
 
@@ -254,7 +260,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 
 
 def client_goals(found: list[dict[str, Any]], clients: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Rows and GB/s of large rows were asked for by 1 to 16 clients; more clients must not take the rates down."""
+    """The goal covers rows and GB/s of large rows by 1 to 16 clients; more clients must not lower the rates."""
     out = []
     for name in ("16k x top-64 rows, embedded", "16k x top-64 rows, transfer_queue"):
         by_clients = {row["clients"]: row for row in found if row["name"] == name}

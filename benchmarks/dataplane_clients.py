@@ -1,8 +1,9 @@
 """Large rows through both data planes, by 1 to 16 clients: rows per second and GB/s; a part of dataplane.py.
 
-A row has 16,384 tokens with the teacher's 64 best: ids and logprobs, two jagged columns of 4.2 MB. Writers are tasks of the
-plane's process, as rollouts are. Readers are tasks there for the embedded plane; for TransferQueue each is a connection
-of its own (`QueueReader`), as a rank elsewhere has. `put` returns when the row would survive kill -9, on both.
+A row has 16,384 tokens with the teacher's 64 best: ids and logprobs, two jagged columns of 4.2 MB. Writers
+are tasks of the plane's process, as rollouts are. Readers are tasks there for the embedded plane; for
+TransferQueue each is a connection of its own (`QueueReader`), as a remote rank has. On both, `put` returns
+when the row would survive kill -9.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine is called in the names of result files."""
+"""The hardware's name in result file names."""
 
 from __future__ import annotations
 

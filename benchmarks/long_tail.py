@@ -1,9 +1,10 @@
-"""Rollouts of very different length: most prompts are tried once or twice, a few sixteen times, one try after another.
+"""An agent loop with long-tailed lengths: most prompts get one or two tries, a few get sixteen.
 
-Each try is a trajectory of its own (an agent that begins again with an empty context) and is followed by an environment that
-takes `ANSWER_SECONDS` to say that it was not good enough, as a test run or a web page would. So a long rollout is a long chain of
-generations and waits, as in agentic work, over models whose context is short. How often a prompt is tried is drawn from its key
-with P(tries ≥ x) ≈ x^−1.2, at most `LONGEST`: the same prompts are long in every run, sync or async.
+Each try is a trajectory of its own (the agent begins again with an empty context). After it an environment
+takes `ANSWER_SECONDS` to reject the answer, as a test run or a web page would. So a long rollout is a long
+chain of generations and waits, as in agentic work, over models whose context is short. The number of tries
+is drawn from the prompt's key with P(tries ≥ x) ≈ x^−1.2, at most `LONGEST`: the same prompts are long in
+every run, sync or async.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LongTail:
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
         tokens = context.renderer.render(prompt)
         outputs = []
-        # Evaluation asks once, and nobody answers.
+        # Evaluation makes one try, without waiting for the environment.
         asked_once = prompt.key.startswith("eval-")
         for index in range(1 if asked_once else tries_of(prompt.key)):
             transcript = Transcript(tokens)

@@ -4,12 +4,13 @@
     python benchmarks/losses.py --tune          also sweep launch settings of the kernels
     python benchmarks/losses.py --cpu           chunked torch path against the plain formula, 4096 × 512 × 50,000
 
-The floor is what nobody can avoid: the GEMMs for logits, ∂hidden and ∂weight (and one more for a teacher's logits), each in
-one piece on the same tensors. Floor and path run in turns and a ratio is the median over neighbours: the clock of a loaded
-GPU drifts by several percent, and so hits both alike. Nothing is awaited between them, so the host queues ahead of the
-device as it does in a training step. Extra memory is the peak above inputs, weights and the two returned gradients. Peers are taken
-from the path if they import (trl, liger_kernel) and are reported as missing otherwise; verl's top-k formula is written out.
-Results go to benchmarks/results/losses-<hardware>-<date>.json.
+The floor is the unavoidable work: the GEMMs for logits, ∂hidden and ∂weight (and one more for a teacher's
+logits), each in one piece on the same tensors. Floor and path alternate and a ratio is the median over
+neighbours: the clock of a loaded GPU drifts by several percent, and so affects both alike. There is no
+synchronisation between them, so the host queues ahead of the device as it does in a training step. Extra
+memory is the peak above inputs, weights and the two returned gradients. Peers (trl, liger_kernel) are used
+if they import and reported as missing otherwise; verl's top-k formula is written out. Results go to
+benchmarks/results/losses-<hardware>-<date>.json.
 """
 
 from __future__ import annotations
@@ -55,11 +56,12 @@ OURS = {
     "full reverse KL": (Objective("reverse_kl", "hidden"), 4, 1.25, ""),
     "full JSD": (Objective("jsd", "hidden"), 4, 1.25, "Liger fused linear JSD"),
 }
-"""Name → objective, GEMMs in its floor, goal as a multiple of the floor, peer to stand beside."""
+"""Name → objective, GEMMs in its floor, goal as a multiple of the floor, peer to compare with."""
 
 
 def check_on_gpu() -> list[Row]:
-    """Every objective against the plain twin in float64, on fresh numbers and poisoned memory, before anything is timed."""
+    """Checks every objective against the plain path in float64, on fresh numbers and poisoned memory, before
+    timing."""
     rows = []
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         for tokens, width, vocab in ((384, 256, 5003), (512, 192, 16384)):
@@ -116,7 +118,7 @@ def worst_error(problem: Problem, objective: Objective) -> float:
 
 
 def poison_memory() -> None:
-    """Leave NaN in whatever the allocator hands out next."""
+    """Fills free memory with NaN, so that reads of uninitialised memory show."""
     junk = [torch.full((size << 20,), float("nan"), device="cuda") for size in (1, 4, 16, 64)]
     del junk
 

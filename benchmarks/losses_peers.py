@@ -1,6 +1,6 @@
 """The peers of benchmarks/losses.py, each as a callable that returns a loss to back-propagate.
 
-TRL and Liger are imported when their turn comes: a peer that is not installed is a missing row.
+TRL and Liger are imported when they are measured: a peer that is not installed is a missing row.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from losses_problem import Problem, Run
 
 
 def verl_topk(problem: Problem, diagnostics: bool = False) -> Run:
-    """verl's forward_kl_topk: whole logits, log-softmax in their dtype, gather, Σ p·(log p − log q); with `diagnostics`
-    also what it reports beside each loss: masses and the overlap with the student's own top-k."""
+    """verl's forward_kl_topk: whole logits, log-softmax in their dtype, gather, Σ p·(log p − log q); with
+    `diagnostics` also the metrics it reports beside each loss: masses and the overlap with the student's own
+    top-k."""
     log_p, ids = problem.inputs.teacher_logprobs_NK, problem.inputs.teacher_ids_NK
 
     def run() -> Tensor:

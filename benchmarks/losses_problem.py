@@ -1,4 +1,4 @@
-"""What benchmarks/losses.py measures and how: problems, timings, memory, result rows."""
+"""Problems, timings, memory and result rows of benchmarks/losses.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB, TOPK = 151_936, 64
 GIB = 1 << 30
 Run = Callable[[], Tensor]
 WARM_TURNS = 3
-"""Turns before the clock is read: a cool card runs its first GEMMs a tenth faster than it can sustain."""
+"""Untimed rounds: a cool GPU runs its first GEMMs a tenth faster than it can sustain."""
 
 
 @dataclass
@@ -109,7 +109,8 @@ class Measure:
 
 
 def measure(problem: Problem, run: Run, floor: Floor, gemms: int, repeats: int) -> Measure | str:
-    """Forward and backward beside the GEMM floor, and peak memory above inputs and returned gradients; or why not."""
+    """Forward and backward beside the GEMM floor, and peak memory above inputs and returned gradients; or
+    why it failed."""
     try:
         problem.clear()
         run().backward()  # compile, warm up
@@ -141,10 +142,11 @@ def measure(problem: Problem, run: Run, floor: Floor, gemms: int, repeats: int) 
 def alternate(
     problem: Problem, run: Run, floor: Floor, gemms: int, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """(floor, path) milliseconds, floor and path in turns and nothing awaited in between.
+    """(floor, path) milliseconds, floor and path alternating without synchronisation in between.
 
-    The GEMMs of a floor keep the device busy while the host queues the path behind them, as the layers of a model do in
-    a training step; both see the same clock, which moves by several percent within a minute under such load.
+    The GEMMs of a floor keep the device busy while the host queues the path behind them, as the layers of a
+    model do in a training step; both see the same clock, which moves by several percent within a minute
+    under such load.
     """
     marks: list[torch.cuda.Event] = []
 
@@ -169,7 +171,7 @@ def alternate(
 
 
 class Floor:
-    """The GEMMs nobody can avoid, on a problem's own tensors: logits, ∂hidden, ∂weight, and the teacher's logits."""
+    """The unavoidable GEMMs, on a problem's own tensors: logits, ∂hidden, ∂weight, and the teacher's logits."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -15,11 +15,11 @@ from understudy.losses.fused.transform import LogitTransform
 from understudy.losses.objective import Objective
 
 SPIN_CYCLES = 1_000_000
-"""The device is kept waiting this long (about half a millisecond) while the host queues what is timed."""
+"""The device spins this long (about half a millisecond) while the host queues what is timed."""
 
 
 def tune() -> list[Row]:
-    """Kernel-only times of several launch settings on one chunk; the best belong into fused/triton_rows.py."""
+    """Kernel-only times of several launch settings on one chunk; copy the best into fused/triton_rows.py."""
     problem = make_problem(2816, 256, VOCAB, TOPK, torch.bfloat16, "cuda")
     inputs, count = problem.inputs, problem.inputs.num_tokens
     chunk = (problem.hidden.detach() @ problem.weight.detach().t()).contiguous()
@@ -74,7 +74,7 @@ def tune() -> list[Row]:
 
 
 def chunked_gemms() -> list[Row]:
-    """The GEMMs alone, in the chunks the top-K path uses: what chunking itself costs against the floor."""
+    """The GEMMs alone, in the chunks of the top-K path: the cost of chunking itself against the floor."""
     rows = []
     for tokens, width, size in ((8192, 1024, 4096), (8192, 4096, 4096), (32768, 2048, 5504)):
         hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)

@@ -2,9 +2,10 @@
 
     python benchmarks/rollout.py                              on a GPU: everything, about four minutes
     python benchmarks/rollout.py --parts hf                   hf | vllm | publish, or several with commas
-    python benchmarks/rollout.py --tiny --parts hf            the same paths on a CPU with a tiny model: no figures worth having
+    python benchmarks/rollout.py --tiny --parts hf            the same paths on a CPU with a tiny model, to try them
 
-Random bf16 weights in Qwen3-0.6B's shape (publish: 8B's), 256 prompts of 128 tokens, temperature 1, no stop tokens.
+Random bf16 weights in Qwen3-0.6B's shape (publish: 8B's), 256 prompts of 128 tokens, temperature 1, no stop
+tokens.
 
     hf        our in-process engine, and transformers' generate with the same model, batch and prompts
     vllm      bare: 256 requests straight to a vLLM server's own token route over one HTTP client, replies only decoded.
@@ -13,8 +14,8 @@ Random bf16 weights in Qwen3-0.6B's shape (publish: 8B's), 256 prompts of 128 to
     publish   new weights to a vLLM server on the same GPU, from `update_weights` called to returned, and a plain
               device-to-device copy of as many bytes
 
-vLLM runs in the interpreter named by UNDERSTUDY_VLLM_PYTHON (this one, when not set). Every finished row is printed and
-written at once to benchmarks/results/rollout-<hardware>-<date>.json.
+vLLM runs in the interpreter named by UNDERSTUDY_VLLM_PYTHON (this one, when not set). Every finished row is
+printed and written at once to benchmarks/results/rollout-<hardware>-<date>.json.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ GOALS = {"hf": 5.0, "vllm": 0.95, "publish": 0.5}
 
 @dataclass
 class Scale:
-    """How much is asked for."""
+    """Sizes of the measurement."""
 
     rows: int = 256
     prompt: int = 128
     new: int = 512
     peer_new: int = 128
-    """transformers' generate is slow: fewer tokens are enough to know its speed."""
+    """transformers' generate is slow: fewer tokens suffice to measure its speed."""
     rounds: int = 3
     shape: dict[str, int] = field(default_factory=lambda: SHAPES["0.6b"])
     publish_shape: dict[str, int] = field(default_factory=lambda: SHAPES["8b"])
@@ -98,13 +99,13 @@ async def run_hf(scale: Scale, results: Results, folder: Path) -> None:
             batching=batching, version=0,
         )  # fmt: skip
         try:
-            await engine.generate(_requests(prompts, 8))  # kernels are compiled, graphs recorded
+            await engine.generate(_requests(prompts, 8))  # compiles kernels, records graphs
             rates = []
             for _ in range(2):
                 start = time.perf_counter()
                 if batching is Batching.COMPOSED:
                     done = await engine.generate(_requests(prompts, scale.new))
-                else:  # as rollouts arrive: one call each
+                else:  # one call per rollout, as rollouts arrive
                     calls = [engine.generate([request]) for request in _requests(prompts, scale.new)]
                     done = [generation for (generation,) in await asyncio.gather(*calls)]
                 rates.append(sum(len(one.tokens) for one in done) / (time.perf_counter() - start))
@@ -223,7 +224,8 @@ async def run_vllm(scale: Scale, results: Results, folder: Path) -> None:
 async def _bare(
     client: httpx.AsyncClient, prompts: Sequence[np.ndarray], new: int, *, seeded: bool = False
 ) -> int:
-    """The server's own route with the very bodies we send; what comes back is decoded and counted, no more."""
+    """The server's own route with the request bodies that our engine sends; replies are only decoded and
+    counted."""
     dialect = DIALECTS["vllm"]
     bodies = [
         dialect.body(Ask(request, request.tokens, new, request.seed, "bare", "student"))
@@ -320,7 +322,7 @@ def _copy_rate(tensors: Sequence[tuple[str, torch.Tensor]], scale: Scale) -> flo
 
 
 async def _check_published(engine: VLLMEngine, trained: Any, scale: Scale) -> None:
-    """The server writes with the weights it was given, not with its own."""
+    """Checks that the server generates with the published weights, not with those it started with."""
     prompt = np.arange(40, 72, dtype=np.int32)
     (said,) = await engine.generate([GenerateRequest("check", prompt, Sampling(16), seed=1)])
     ids = torch.tensor([[*prompt.tolist(), *said.tokens.tolist()]], device=scale.device)
@@ -364,7 +366,7 @@ def main() -> None:
         try:
             with tempfile.TemporaryDirectory(prefix="understudy-rollout-") as folder:
                 asyncio.run(PARTS[part](scale, results, Path(folder)))
-        except Exception:  # the other parts are still worth having
+        except Exception:  # continue with the other parts
             traceback.print_exc()
             failed.append(part)
         print(f"--- {part}: {time.perf_counter() - start:.0f} s", flush=True)

@@ -51,7 +51,7 @@ def config_of(shape: dict[str, int]) -> Qwen3Config:
 
 
 def build_model(shape: dict[str, int], device: str, dtype: torch.dtype) -> Any:
-    """Made on the device in its own precision: 8B parameters in float32 on a host would take a minute."""
+    """Built on the device in its own precision: 8B parameters in float32 on a host would take a minute."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -63,7 +63,8 @@ def build_model(shape: dict[str, int], device: str, dtype: torch.dtype) -> Any:
 
 
 def write_model(folder: Path, shape: dict[str, int], device: str, dtype: torch.dtype) -> None:
-    """A folder vLLM can start from, with a tokenizer nobody needs. Large shapes get a config alone: their server makes up its weights."""
+    """A folder vLLM can start from, with an unused tokenizer. Large shapes get only a config: their server
+    makes up its weights."""
     folder.mkdir(parents=True)
     words = {f"t{i}": i for i in range(32)}
     Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))

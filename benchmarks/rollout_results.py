@@ -12,7 +12,8 @@ import torch
 
 
 class Results:
-    """Rows, on the screen and on disk as soon as they are known. What other parts wrote on the same day is kept."""
+    """Result rows, printed and written to disk as soon as they are known. Rows of other parts from the same
+    day are kept."""
 
     def __init__(self, folder: Path, hardware: str) -> None:
         slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")

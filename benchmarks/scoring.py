@@ -5,13 +5,14 @@
     python benchmarks/scoring.py --head               the head alone, step by step, on a GPU; half a minute
     python benchmarks/scoring.py --cpu                two replicas against one, and the client's own cost, on CPU processes
 
-Random bf16 weights in Qwen3's shapes. Every system gets the same token ids; each runs in processes of its own and leaves
-the GPU before the next one starts. Ours is timed where it counts: at the client, scores delivered and checked. Correctness
-comes first: our scores against a float32 forward of the same weights, and vLLM's too where vLLM can be imported.
+Random bf16 weights in Qwen3's shapes. Every system gets the same token ids; each runs in processes of its
+own and leaves the GPU before the next one starts. Ours is timed at the client, with scores delivered and
+checked. Correctness comes first: our scores against a float32 forward of the same weights, and vLLM's too if
+vLLM can be imported.
 
     ours              a replica process, compiled layers, requests of 8 sequences, 8 in flight, top-K delivered over HTTP
     vLLM dict, flat   prompt_logprobs=K in process, with and without flat_logprobs, no detokenising
-    vLLM bare         the same prefill without any logprobs: what its forward alone costs
+    vLLM bare         the same prefill without any logprobs: the cost of its forward alone
     transformers      batched forward, fp32 log_softmax, topk
 
 Results go to benchmarks/results/scoring-<hardware>-<date>.json.
@@ -82,7 +83,7 @@ class Row:
 
 
 def write_model(folder: Path, shape: dict[str, int], vocab: int, device: str, dtype: torch.dtype) -> None:
-    """Random weights and a tokenizer nobody needs, in a Hugging Face folder."""
+    """Random weights and an unused tokenizer, in a Hugging Face folder."""
     head_dim = 128 if vocab == VOCAB else 24
     kv_heads = 8 if vocab == VOCAB else 4
     config = Qwen3Config(
@@ -114,7 +115,7 @@ def sequences(workload: str, count: int, vocab: int) -> list[np.ndarray]:
 
 
 def items_of(rows: Sequence[np.ndarray], k: int, judged: float) -> list[ScoreItem]:
-    """`judged` is the share of each sequence, counted from its end, whose tokens are judged."""
+    """`judged` is the share of each sequence, counted from its end, whose tokens are scored."""
     items = []
     for i, tokens in enumerate(rows):
         first = max(1, round(len(tokens) * (1 - judged)))
@@ -207,7 +208,7 @@ async def scores_of(url: str, items: Sequence[ScoreItem]) -> list[list[list[floa
 
 
 def transformers_child(folder: Path, shape: str, scale: float) -> dict[str, Any]:
-    """The plain path, and the float32 truth for the correctness check."""
+    """The plain path, and the float32 reference for the correctness check."""
     found: dict[str, Any] = {}
     with torch.inference_mode():
         exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
@@ -294,7 +295,7 @@ CHILDREN = {"transformers": transformers_child, "vllm": vllm_child}
 
 
 def in_child(system: str, folder: Path, shape: str, scale: float) -> dict[str, Any]:
-    """Run one peer in a process that takes the GPU with it when it ends."""
+    """Runs one peer in a child process, which frees the GPU when it ends."""
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
         command = [sys.executable, __file__, "--child", system, "--folder", str(folder), "--shapes", shape]
@@ -306,7 +307,7 @@ def in_child(system: str, folder: Path, shape: str, scale: float) -> dict[str, A
 
 
 def error_rows(shape: str, truth: list[Any], name: str, scores: list[Any]) -> list[Row]:
-    """bf16 against float32: the same weights rounded, so errors are of rounding alone."""
+    """bf16 against float32 of the same rounded weights, so all error is rounding."""
     own = np.abs(np.array([s[0] for s in scores]) - np.array([t[0] for t in truth]))
     best = np.abs(np.array([s[1] for s in scores]) - np.array([t[1] for t in truth]))
     return [
@@ -396,14 +397,14 @@ def beside(shape: str, name: str, speed: float, workload: str, peer: dict[str, A
 
 
 def benchmark_cpu() -> list[Row]:
-    """Two replica processes against one, and what a scored token costs the client."""
+    """Two replica processes against one, and the client's cost per scored token."""
     rows = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "tiny"
         write_model(folder, TINY, 42 * 24, "cpu", torch.float32)
         options = ["--dtype", "float32", "--threads", "1"]
         with replica(folder, options) as (first, _), replica(folder, options) as (second, _):
-            # Short sequences cost the client most for each token; on two cores it takes its share from the replicas.
+            # Short sequences cost the client most per token; on two cores it competes with the replicas.
             for length, count in ((64, 1024), (256, 256)):
                 items = items_of(sequences(str(length), count, 42 * 24), 8, 0.5)
                 speeds = {}
@@ -422,7 +423,7 @@ def benchmark_cpu() -> list[Row]:
 
 
 def benchmark_head() -> list[Row]:
-    """Milliseconds for 8192 judged positions: the product nobody can avoid, then what reading its result costs."""
+    """Milliseconds for 8192 scored positions: the unavoidable product, then the cost of reading its result."""
     rows = [Row("head kernels usable", float(head_kernel.usable(torch.device("cuda", 0))), "yes=1")]
     for name, hidden_size in (("0.6b", 1024), ("4b", 2560)):
         weight = torch.randn(VOCAB, hidden_size, device="cuda", dtype=torch.bfloat16) * 0.02

@@ -1,4 +1,4 @@
-"""docs/speed.md out of the result files: every goal with what was measured, met or not, and where a step's time goes.
+"""Writes docs/speed.md from the result files: every goal with its measurement, and where a step's time goes.
 
 python benchmarks/speed_page.py            writes docs/speed.md
 """
@@ -30,7 +30,7 @@ class Section:
     only: str = ""
     """A pattern for the rows shown; all that have a goal unless set."""
     besides: str = ""
-    """A pattern for the units of rows that are shown without a goal: where a step's time goes, say."""
+    """A pattern for the units of rows that are shown without a goal, such as the parts of a step."""
 
 
 SECTIONS = (

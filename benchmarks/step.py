@@ -4,10 +4,11 @@
     python benchmarks/step.py --quick            64 prompts, 128 new tokens
     python benchmarks/step.py --cpu              tiny shapes, to try the script itself
 
-Random bf16 weights in Qwen3's shapes (0.6B student, 1.7B teacher), 256 prompts of 128 tokens, 512 new tokens, forward KL: TRL
-over the full vocabulary, ours over the teacher's best 64 and the mass of the rest. Each system runs in processes of its own
-and leaves the GPU before the next one starts. Ours comes first, and every figure is printed as soon as it is there; a
-peer that cannot be imported, fails or runs out of time is said and left out.
+Random bf16 weights in Qwen3's shapes (0.6B student, 1.7B teacher), 256 prompts of 128 tokens, 512 new
+tokens, forward KL: TRL over the full vocabulary, ours over the teacher's best 64 and the mass of the rest.
+Each system runs in processes of its own and leaves the GPU before the next one starts. Ours runs first, and
+every figure is printed as soon as it is known; a peer that cannot be imported, fails or runs out of time is
+reported and left out.
 
 Results go to benchmarks/results/step-<hardware>-<date>.json.
 """
@@ -90,7 +91,8 @@ def main() -> None:
 
 
 def problem(shape: Shape, folder: Path, sizes: dict[str, dict[str, int]]) -> tuple[str, str, Path]:
-    """Two model folders with random weights and one tokenizer of plain words, and prompts of exactly PROMPT_TOKENS tokens."""
+    """Two model folders with random weights and one tokenizer of plain words, and prompts of exactly
+    PROMPT_TOKENS tokens."""
     vocab = VOCAB if sizes is MODELS else 512
     words = {f"w{index}": index for index in range(vocab - 3)}
     words |= {"<pad>": vocab - 3, "<eos>": vocab - 2, "<unk>": vocab - 1}
@@ -131,7 +133,7 @@ def problem(shape: Shape, folder: Path, sizes: dict[str, dict[str, int]]) -> tup
 
 
 def _say(name: str, timing: Any, log: Path) -> None:
-    """A system's own figures at once; the end of its log where it gave none."""
+    """Prints a system's figures at once, or the end of its log if it gave none."""
     if isinstance(timing, str):
         tail = log.read_text(errors="replace").splitlines()[-15:] if log.exists() else []
         print(f"{name}: {timing}", *tail, sep="\n  ", flush=True)

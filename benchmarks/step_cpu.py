@@ -1,17 +1,19 @@
-"""A whole sync step on a CPU beside TRL's DistillationTrainer: same weights, prompts, batch, budget, forward KL.
+"""A whole sync step on a CPU beside TRL's DistillationTrainer: same weights, prompts, batch, budget, forward
+KL.
 
     python benchmarks/step_cpu.py --trl-python /path/to/an/environment/with/trl/bin/python     about 6 minutes on two cores
 
     quickstart    the quickstart's student and its addition teacher (0.4 M and 1 M parameters), 128 prompts, 8 new tokens
     long          the same sizes with random weights, 32 prompts, up to 96 new tokens
 
-Each twice: with one thread a process (rows `quickstart` and `long`: TRL has one process, we have two, trainer and teacher) and
-with two (rows `…, two threads`). Threads are set by OMP_NUM_THREADS as well as in torch, which on ARM gives some products to a
-library with threads of its own. Nothing is pinned: both systems have all cores of the machine.
+Each runs twice: with one thread a process (rows `quickstart` and `long`: TRL has one process, we have two,
+trainer and teacher) and with two (rows `…, two threads`). Threads are set by OMP_NUM_THREADS as well as in
+torch, which on ARM uses a library with threads of its own for some products. No process is pinned: both
+systems have all cores of the machine.
 
-TRL takes the full vocabulary from a teacher in its own process; ours sends the best 8 of 44 tokens and the mass of the rest
-from a teacher process. The systems run alternately, several rounds each, and the better half of each counts: other work
-on the machine can only slow a round down.
+TRL takes the full vocabulary from a teacher in its own process; ours sends the best 8 of 44 tokens and the
+mass of the rest from a teacher process. The systems run alternately, several rounds each, and the faster
+half of each counts: other load on the machine can only slow a round down.
 
 Results go to benchmarks/results/step_cpu-<hardware>-<date>.json, or to the folder named by `--out`.
 """
@@ -42,7 +44,7 @@ SHAPES = {
     "long": Shape("long", 32, 96, 32, 8192, 8, 128, steps=6, skip=2, threads=1),
 }
 THREADS = {1: "", 2: ", two threads"}
-"""Of every process, and how that is said in the names of rows."""
+"""Threads of every process → suffix of the row names."""
 GOAL = 1.5
 TIMEOUT = 300.0
 
@@ -96,7 +98,7 @@ def _problem(shape: Shape, folder: Path) -> tuple[str, str, Path]:
 
 
 def _random_twin(model: Path, out: Path, seed: int) -> Path:
-    """The same architecture and tokenizer with fresh weights, which seldom end a sequence early."""
+    """The same architecture and tokenizer with new random weights, which rarely end a sequence early."""
     shutil.copytree(model, out)
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(out)
@@ -108,7 +110,7 @@ def _speed(timing: Timing | str) -> str:
 
 
 def _better(timings: list[Timing | str]) -> Timing | str:
-    """The fastest half of the rounds, as one."""
+    """The fastest half of the rounds, merged."""
     good = sorted((t for t in timings if isinstance(t, Timing)), key=lambda t: -t.tokens_per_second)
     if not good:
         return next(t for t in timings if isinstance(t, str))

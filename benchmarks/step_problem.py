@@ -1,8 +1,8 @@
-"""What step.py and step_cpu.py share: models, prompts, the two systems as processes, and the table.
+"""Shared by step.py and step_cpu.py: models, prompts, the two systems as processes, and the table.
 
-Both systems get the same weights, prompts, batch, token budget and learning rate, and both are timed over the same later
-steps of one run. Ours is the command a user types (`understudy train`), with its journal, teacher process, checks and metrics;
-its parts are read from the run directory.
+Both systems get the same weights, prompts, batch, token budget and learning rate, and both are timed over
+the same later steps of one run. Ours is the command a user types (`understudy train`), with its journal,
+teacher process, checks and metrics; its parts are read from the run directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One whole step."""
+    """The sizes of one step."""
 
     name: str
     batch: int
@@ -35,18 +35,18 @@ class Shape:
     micro_batch: int
     """Rows of the peer's forward and backward."""
     micro_batch_tokens: int
-    """Tokens of ours."""
+    """Tokens of our forward and backward."""
     topk: int
     context: int
     dtype: str = "float32"
     device: str = "cpu"
     steps: int = 6
     skip: int = 2
-    """First steps that only warm up."""
+    """Warm-up steps that are not counted."""
     learning_rate: float = 1e-5
     threads: int = 0
     compile_student: bool = True
-    """On a GPU."""
+    """Only on a GPU."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Timing:
     parts: Mapping[str, float]
     """Median seconds of each part of a step."""
     cpu_seconds: float | None = None
-    """Of all processes, per step."""
+    """CPU seconds of all processes, per step."""
 
     @property
     def tokens_per_cpu_second(self) -> float | None:
@@ -78,7 +78,7 @@ class Timing:
 
     @property
     def overall(self) -> float:
-        """Tokens per second over all counted steps together: what is fair where single steps wait for one another."""
+        """Tokens per second over all counted steps together; fair if single steps wait for one another."""
         return sum(self.tokens) / sum(self.seconds)
 
     @property
@@ -98,8 +98,9 @@ def run_ours(
     name: str = "ours",
     environment: Mapping[str, str] | None = None,
 ) -> Timing | str:
-    """Steps of `understudy train`; the reason where it failed. `trainer`: more keys of [trainer]. A fully async run goes on for
-    some steps after the last one counted, so that it is timed while everybody is still at work."""
+    """Times steps of `understudy train`; returns the reason if it failed. `trainer`: more keys of [trainer].
+    A fully async run continues for some steps after the last one counted, so that engines, teachers and
+    trainer are all still busy while it is timed."""
     run = folder / name
     extra = dict(trainer or {})
     ahead = 4 if extra.get("mode") == "fully_async" else 0
@@ -162,8 +163,9 @@ def _threads(shape: Shape) -> dict[str, str]:
 
 
 def _our_parts(run: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Where a step's time goes. Rollouts and scores overlap each other, so each is the time during which any was under way;
-    `idle` is what no span covers. `forward, meanwhile` is what the student did while its rows were scored."""
+    """Where a step's time goes. Rollouts and scores overlap, so each is the time during which any was in
+    progress; `idle` is what no span covers. `forward, meanwhile` is the student's forward while its rows
+    were scored."""
     spans = [json.loads(line) for line in (run / "spans.jsonl").read_text().splitlines()]
     parts: dict[str, list[float]] = {}
     for line in lines:
@@ -191,7 +193,7 @@ def _our_parts(run: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, float
 
 
 def _async_parts(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What the trainer does in a step; rollouts and teachers work beside it."""
+    """The trainer's parts of a step; rollouts and teachers work in parallel."""
     names = {
         "wait for rows": "time/wait for rows",
         "forward/backward": "time/update/compute",
@@ -203,7 +205,7 @@ def _async_parts(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _covered(spans: Sequence[Mapping[str, float]]) -> float:
-    """Seconds during which at least one of the spans was under way."""
+    """Seconds during which at least one of the spans was open."""
     total, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span["start"]):
         total += max(0.0, span["end"] - max(span["start"], reached))
@@ -221,7 +223,7 @@ def run_trl(
     python: str,
     vllm: bool,
 ) -> Timing | str:
-    """Steps of TRL's DistillationTrainer in its own environment; the reason where it failed."""
+    """Times steps of TRL's DistillationTrainer in its own environment; returns the reason if it failed."""
     spec = {
         **asdict(shape),
         "student": student,
@@ -246,7 +248,7 @@ def run_trl(
 
 
 def has_trl(python: str, vllm: bool) -> str:
-    """Empty where the peer can be run, else why not."""
+    """Empty if the peer can be run, else why not."""
     modules = "trl, datasets" + (", vllm" if vllm else "")
     try:
         found = subprocess.run(
@@ -324,8 +326,9 @@ def _run(
     enough: int,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[int, float]]:
-    """Runs until `steps_in` has `enough` lines or the time is up (what was written until then counts): nobody waits for the
-    last checkpoint. Returns the last words of a failure, and the CPU seconds of all processes at each number of lines."""
+    """Runs until `steps_in` has `enough` lines or the time is up (lines written until then count), without
+    waiting for the last checkpoint. Returns the last output of a failure, and the CPU seconds of all
+    processes at each number of lines."""
     deadline, spent = time.monotonic() + max(timeout, 1.0), {}
     with log.open("w") as sink:
         process = subprocess.Popen(
@@ -369,7 +372,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def _cpu_per_step(spent: Mapping[int, float], skip: int) -> float | None:
-    """Between the first and the last step counted; a step's cost does not depend on who else uses the machine."""
+    """CPU seconds per counted step; unlike wall time they do not depend on other load on the machine."""
     counted = sorted(steps for steps in spent if steps > skip)
     if len(counted) < 2:
         return None

@@ -101,7 +101,8 @@ class Watch(TrainerCallback):
         setattr(trainer, method, timed)
 
     def on_step_begin(self, *arguments: Any, **options: Any) -> None:
-        # Later steps are counted from the end of the one before, so that nothing between two of them is left out.
+        # Later steps are timed from the end of the previous one, so that no time between two steps is left
+        # out.
         if not self.started:
             self.started = self.now()
 

@@ -1,17 +1,18 @@
-"""Which way of learning takes a cut-down SmolLM2-135M furthest towards its teacher? Six methods, three seeds, one GPU.
+"""Compares six training methods, three seeds each, on a cut-down SmolLM2-135M and its teacher; one GPU.
 
     python recipes/word-problems/word_problems.py; python recipes/word-problems/make_models.py SmolLM2-135M-Instruct.Q4_1.gguf
     python benchmarks/study.py time              each method alone on the device: seconds of a step
     python benchmarks/study.py tune              a short run of each method at two learning rates, graded on `valid`
-    python benchmarks/study.py run               every method × seed, several side by side, graded on `test`
+    python benchmarks/study.py run               every method × seed, several in parallel, graded on `test`
     python benchmarks/study_draw.py              the picture and the table of docs/results.md
 
-Runs share the device, so their own clocks say little. GPU-seconds are therefore steps × the method's median step when it had
-the device to itself (`time`), plus, for SFT on the teacher's answers, what writing those took. Starting up, evaluation and
-checkpoints are left out for every method alike.
+Runs share the device, so their own clocks say little. GPU-seconds are therefore steps × the method's median
+step when it had the device to itself (`time`), plus, for SFT on the teacher's answers, the time to write
+those. Start-up, evaluation and checkpoints are left out for every method alike.
 
-KL to the teacher is KL(student ‖ teacher) per token, exact over the vocabulary, on answers that the student samples to held-out
-problems. Figures go to OUT/*.json; `--budget` bounds the seconds of a command, whatever is under way.
+KL to the teacher is KL(student ‖ teacher) per token, exact over the vocabulary, on answers that the student
+samples to held-out problems. Figures go to OUT/*.json; `--budget` bounds the seconds of a command and ends
+what is still running.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from study_jobs import (
 HERE = Path(__file__).resolve().parent
 TIMED_STEPS, TIMED_SKIP = 9, 3
 _SAMPLES = 128
-"""Of a step, in every method."""
+"""Samples of a step, in every method."""
 _KEPT = (
     "step", "time/step", "response_length/mean", "critic/score/mean",
     "actor/distillation/loss", "actor/grad_norm", "actor/lr",
 )  # fmt: skip
-"""Of each step's metrics, in study.json."""
+"""Metrics of each step that study.json keeps."""
 _GRADER_SECONDS = 60.0
 """How long the grader may go on after the last run."""
 
@@ -62,14 +63,15 @@ def recipe_rate(task: Task, method: str) -> float:
 
 
 def write_teacher_answers(task: Task) -> None:
-    """Once, before the first SFT on them; what it took lies beside them."""
+    """Written once, before the first SFT on them; the time it took is stored with them."""
     if not task.written.exists():
         words = [*command(task, Job("sft-teacher", 0)), "--write-only"]
         subprocess.run(words, check=True, env=environment(task))
 
 
 def time_methods(task: Task, methods: Sequence[str], limit: float) -> None:
-    """Runs start up together; then each in turn has the device to itself. Both SFTs take the same steps and are timed once."""
+    """All runs start up together; then each in turn has the device to itself. Both SFTs take the same steps
+    and are timed once."""
     deadline, found = time.monotonic() + limit, {}
     turns = [Turn(task, Job(method, 99)) for method in methods if not method.startswith("sft-")]
     while not all(turn.ready for turn in turns) and time.monotonic() < deadline:
@@ -120,7 +122,7 @@ def _nth(rates: dict[str, list[float]], index: int) -> list[tuple[str, float]]:
 def study(
     task: Task, jobs: Sequence[Job], side: int, deadline: float
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """All jobs, and the grader beside them; returns the points of each run and how it ended."""
+    """Runs all jobs with the grader in parallel; returns the points of each run and how it ended."""
     kept, grades = task.out / "kept", task.out / "grades.jsonl"
     kept.mkdir(parents=True, exist_ok=True)
     (kept / "done").unlink(missing_ok=True)

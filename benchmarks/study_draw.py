@@ -1,8 +1,9 @@
-"""Draws the study: python benchmarks/study_draw.py STUDY.json [TIMING.json] [--picture docs/images/study.png]
+"""Draws the study: python benchmarks/study_draw.py STUDY.json [TIMING.json] [--picture
+docs/images/study.png]
 
-Against samples, and with TIMING.json (`study.py time`) against GPU-seconds too; a method that was not timed alone is drawn by its
-own clock, dotted, which is an upper bound, for its runs shared the device. Prints the table of docs/results.md as well. Lines
-are means over seeds, bands reach from the lowest to the highest seed.
+Against samples, and with TIMING.json (`study.py time`) against GPU-seconds too. A method that was not timed
+alone is drawn by its own clock, dotted: an upper bound, because its runs shared the device. Also prints the
+table of docs/results.md. Lines are means over seeds, bands reach from the lowest to the highest seed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Grades weights as they appear: KL to the teacher for every run, accuracy for those that do not measure it themselves.
+"""Grades weights as they appear: KL to the teacher for every run, accuracy for runs without their own.
 
     python benchmarks/study_grade.py RECIPE key=value … --kept DIR --out grades.jsonl
 
 Student, teachers, held-out problems and reward are those of the recipe.
 
-Runs beside the study until the file `done` lies in DIR and nothing is left to grade. Each weights file is removed after it.
+Runs in parallel to the study until the file `done` is in DIR and nothing is left to grade. Each weights file
+is removed after grading.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The runs of the study: what they are called, the commands that make them, and several of them side by side.
+"""The runs of the study: their names, their commands, and running several in parallel.
 
-Every method but SFT is the command a user types, `understudy train RECIPE key=value …`. SFT is recipes/word-problems/sft.py.
+Every method but SFT is the command a user types, `understudy train RECIPE key=value …`. SFT is
+recipes/word-problems/sft.py.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _TIMED = ("time/step", "time/produce", "time/update", "time/score", "time/rollou
 
 @dataclass(frozen=True)
 class Task:
-    """Where things lie, and what all runs of one study have in common."""
+    """Paths, and the settings that all runs of one study share."""
 
     recipes: Path
     out: Path
     models: Path | None = None
-    """Has student/ and teacher/; what the recipes name when not set."""
+    """Folder with student/ and teacher/; the recipes' own when not set."""
     data: Path | None = None
-    """Has train.jsonl, valid.jsonl and test.jsonl; what the recipes name when not set."""
+    """Folder with train.jsonl, valid.jsonl and test.jsonl; the recipes' own when not set."""
     held_out: str = "test"
     eval_samples: int = 500
     steps: int = 100
@@ -56,7 +57,7 @@ class Task:
     more: tuple[str, ...] = ()
     """Further `key=value` for every run of the trainer."""
     sft_more: tuple[str, ...] = ()
-    """Further words for every SFT."""
+    """Further arguments for every SFT."""
     sft_rate: float = SFT_RATE
     answers: int = 12_800
     """How many of the prompts the teacher answers for SFT."""
@@ -88,7 +89,7 @@ def metrics_of(task: Task, job: Job) -> Path:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines only: somebody may be writing."""
+    """Whole lines only: another process may be writing the file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -99,7 +100,7 @@ def command(task: Task, job: Job) -> list[str]:
 
 
 def settings(task: Task, method: str) -> list[str]:
-    """What every run of a method is told besides its recipe: where things lie, how long, how it is measured."""
+    """Settings of every run of a method besides its recipe: paths, length, evaluation."""
     values: dict[str, object] = {
         "trainer.steps": task.steps,
         "trainer.eval_every": task.eval_every,
@@ -125,7 +126,7 @@ def _train_command(task: Task, job: Job) -> list[str]:
 
 
 def _sft_command(task: Task, job: Job) -> list[str]:
-    """On the prompts, and from the student, of the recipes."""
+    """The SFT command, with the recipes' prompts and student."""
     recipe = load_recipe(task.recipes / "forward-kl.toml", settings(task, "forward-kl"))
     words: dict[str, object] = {
         "--answers": job.method.removeprefix("sft-"),
@@ -168,18 +169,19 @@ class Running:
         return cls(job, process, time.monotonic())
 
     def keep_weights(self, task: Task) -> None:
-        """Link each new checkpoint's weights, so that they outlive the checkpoint; its optimizer goes with it."""
+        """Hard-links each new checkpoint's weights, so that they outlive the checkpoint; its optimizer is
+        deleted with it."""
         for folder in (task.out / "runs" / self.job.name / "checkpoints").glob("step-*"):
             kept = task.out / "kept" / self.job.name / f"{folder.name}.safetensors"
             if folder.name not in self.linked:
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                with suppress(FileNotFoundError):  # pruned at this very moment
+                with suppress(FileNotFoundError):  # pruned in the meantime
                     os.link(folder / _WEIGHTS, kept)
                     self.linked.add(folder.name)
 
 
 def environment(task: Task) -> dict[str, str]:
-    """Every process with few threads, for many run at once; `study_turn` can be imported."""
+    """Few threads per process, because many run at once; `study_turn` can be imported."""
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     return {
         **os.environ,
@@ -190,8 +192,8 @@ def environment(task: Task) -> dict[str, str]:
 
 
 def run_all(task: Task, jobs: Sequence[Job], side_by_side: int, deadline: float) -> dict[str, str]:
-    """Runs jobs in order, so many at a time; what is under way at the deadline is ended, what has not begun is left out.
-    Returns how each job ended."""
+    """Runs jobs in order, `side_by_side` at a time. Jobs still running at the deadline are ended, jobs not
+    started are left out. Returns how each job ended."""
     waiting, under_way, outcome = list(jobs), [], {job.name: "not begun" for job in jobs}
     while waiting or under_way:
         late = time.monotonic() > deadline
@@ -243,7 +245,7 @@ class Turn:
         return self._file.with_suffix(".waiting").exists() or self.running.process.poll() is not None
 
     def timed(self, steps: int, skip: int, limit: float) -> dict[str, Any]:
-        """Its steps, `skip` first ones not counted; then it is ended."""
+        """Its steps, without the first `skip` ones; then it is ended."""
         self._file.touch()
         deadline = time.monotonic() + limit
         while self.running.process.poll() is None and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""The GSM8K reward for a run that is to be timed alone: its first answer is judged when its turn has come.
+"""The GSM8K reward for a run that is timed alone: it blocks the first reward until the run's turn.
 
-All runs to be timed start up together and then wait here, before their first step, with the device idle. The turn is a file,
-named by the variable UNDERSTUDY_STUDY_TURN.
+All runs to be timed start up together and then wait here, before their first step, with the device idle. The
+turn is a file, named by the variable UNDERSTUDY_STUDY_TURN.
 """
 
 from __future__ import annotations

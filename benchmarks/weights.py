@@ -3,14 +3,15 @@
     python benchmarks/weights.py            0.5 GB to 1, 2 and 4 processes, about a minute
     python benchmarks/weights.py --quick    0.1 GB, nothing written
 
-Measured for each number of processes, the median of several rounds, from the tensors of the trainer to tensors of every
-engine, all of them confirmed:
+Measured for each number of processes, the median of several rounds, from the tensors of the trainer to
+tensors of every engine, all of them confirmed:
 
-    broadcast    packed into buckets while others are on their way, through a gloo group; for engines on other machines
+    broadcast    packed into buckets while earlier ones are sent, through a gloo group; for engines on other machines
     memory       one safetensors file in shared memory, mapped by each; for engines on this machine
     plain        the floor: the same bytes as one block through one socket per process, into a buffer, nothing else
 
-GB/s are of the model once, however many get it. Results go to benchmarks/results/weights-<hardware>-<date>.json.
+GB/s count the model once, however many processes get it. Results go to
+benchmarks/results/weights-<hardware>-<date>.json.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def model(size: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def engine(pipe: Connection, size: int) -> None:
-    """A process that gets weights, as it is told how."""
+    """A process that receives weights by the method it is told."""
     torch.set_num_threads(1)
     own = {name: torch.zeros_like(tensor) for name, tensor in model(size)}
     flat = bytearray(sum(tensor.nbytes for tensor in own.values()))
@@ -114,7 +115,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 class Crew:
-    """So many engine processes, and the ways to give them weights."""
+    """The engine processes, and the methods of sending them weights."""
 
     def __init__(
         self, count: int, size: int, named: list[tuple[str, torch.Tensor]], meeting: MeetingPlace
@@ -178,7 +179,7 @@ def measure(size: int, counts: Sequence[int], rounds: int) -> list[dict[str, Any
         first = seconds(crew.broadcast)
         ways = {"plain": crew.plain, "broadcast": crew.broadcast, "memory": crew.memory}
         times: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds):  # in turns, so that a busy moment meets all of them
+        for _ in range(rounds):  # alternating, so that other load affects all methods alike
             for name, way in ways.items():
                 times[name].append(seconds(way))
         crew.close()

@@ -2,8 +2,9 @@
 
     python examples/bridged_columns.py
 
-A worker's methods are written for real columns. Called with a `BatchMeta` they fetch what they name, and what they return is written
-to the data plane as new columns; the caller only ever holds names. `extra` is what the batch carries besides its rows.
+A worker's methods are written for real columns. Called with a `BatchMeta`, they fetch the columns they name,
+and what they return is written to the data plane as new columns; the caller only ever holds names. `extra`
+is what the batch carries besides its rows.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from understudy.types.batch import BatchMeta
 
 
 class Judge:
-    """Adds columns to rows: how far each lies above its group, and the student's mean log-probability."""
+    """Adds columns to rows: group-relative advantages, and the student's mean log-probability."""
 
     @bridged("reward")
     def advantages(self, data: ColumnDict, extra: dict[str, Any] | None = None) -> ColumnDict:

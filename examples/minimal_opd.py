@@ -1,10 +1,10 @@
-"""On-policy distillation in one file, without the framework: the numerical oracle of the sync trainer.
+"""On-policy distillation in one file, without the framework: the numerical reference of the sync trainer.
 
     python examples/minimal_opd.py --student DIR --teacher add=DIR --teacher sort=DIR --data train.jsonl --steps 5
 
-Each step: the student answers a batch of prompts; each answer is judged by the teacher its `data_source` names; the
-student takes one AdamW step on forward KL over the teacher's top-k ids plus one tail bucket. A golden test runs the
-framework on the same recipe and finds the same losses, step by step.
+Each step: the student answers a batch of prompts; each answer is scored by the teacher that its
+`data_source` names; the student takes one AdamW step on forward KL over the teacher's top-k ids plus one
+tail bucket. A golden test runs the framework on the same recipe and finds the same losses, step by step.
 
 Shapes: B rows, L longest row, T new tokens, V vocabulary, K candidates, N loss-bearing tokens.
 """
@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def seed_of(*parts: str | int) -> int:
-    """Every rollout has its own randomness, known before anything runs: a hash of what it is for."""
+    """Each rollout's own seed, a hash of what the rollout is for, so it does not depend on the order of
+    work."""
     digest = hashlib.blake2b(digest_size=8)
     for part in ("generate", *parts):
         data = str(part).encode()

@@ -1,11 +1,12 @@
-"""Makes everything the calculator recipe ships: the problems, a teacher that uses the calculator, a student that does not.
+"""Makes the calculator recipe's files: problems, a teacher that uses the calculator, a student that does
+not.
 
     python recipes/calculator/make_models.py [--out DIR] [--only data|teacher|student]
 
-The teacher learns by supervised training on whole conversations. The student is what becomes of it after a training on
-answers alone: it blurts out a number from its head, never calls the tool, and is nearly always wrong. Steps were chosen on
-the `valid` problems; the `test` problems are read once, for the figures printed at the end. Accuracy is that of greedy
-answers through the real tool loop.
+The teacher is trained on whole conversations by supervised training. The student is the teacher after
+further training on answers alone: it writes a number directly, never calls the tool, and is nearly always
+wrong. Steps were chosen on the `valid` problems; the `test` problems are read once, for the figures printed
+at the end. Accuracy is that of greedy answers through the real tool loop.
 
 One thread and fixed seeds: the same versions on the same kind of CPU write the same bytes.
 """
@@ -102,7 +103,7 @@ def make_model(name: str, splits: Splits, models: Path) -> None:
 
 
 def grade(model: Path, data: Path, split: str) -> float:
-    """Through the tool loop, as the trainer evaluates."""
+    """Accuracy through the tool loop, as the trainer evaluates."""
     result = asyncio.run(evaluate_model(str(model), data / f"{split}.jsonl", REWARD, 48, None, agent="tool"))
     return result["accuracy"]
 

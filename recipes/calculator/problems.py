@@ -1,10 +1,10 @@
-"""The calculator task: arithmetic too large for a tiny model's head, which a tool does in no time.
+"""The calculator task: arithmetic too large for a tiny model, but easy with a tool.
 
     "347 times 86 minus 12"   ->  call the calculator with "347*86-12", then say "29830"
 
-A conversation a model is trained on is a list of turns. Some hold a call that went wrong and the error that came back:
-the assistant then calls again. What went wrong is never trained on. `from_the_head` is what an assistant says that has
-never heard of tools.
+A training conversation is a list of turns. Some hold a wrong call and the error that came back: the
+assistant then calls again. Wrong calls are never trained on. `from_the_head` gives the answer of an
+assistant that does not use tools.
 """
 
 import json
@@ -78,7 +78,7 @@ def make_splits() -> Splits:
 
 
 def conversation(problem: Problem, mistakes: random.Random | None = None) -> list[Turn]:
-    """What a skilled assistant says to this problem; with `mistakes`, after a first call that went wrong."""
+    """A correct conversation for this problem; with `mistakes`, after a first call that went wrong."""
     turns = [Turn("user", problem.question)]
     if mistakes is not None:
         turns += _mistake(problem, mistakes)
@@ -93,7 +93,7 @@ def from_the_head(problem: Problem) -> list[Turn]:
 
 
 def _mistake(problem: Problem, rng: random.Random) -> list[Turn]:
-    """A spoilt call, and what the tool loop says to it."""
+    """A wrong call, and the tool loop's reply to it."""
     good = call_text(problem.expression)
     kind = rng.randrange(3)
     if kind == 0:  # an expression that ends in a sign, or begins with one that cannot

@@ -9,7 +9,7 @@ from understudy.policy.supervised import Encoded, pad_rows
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[Turn]]) -> Encoded:
-    """Loss on the assistant's good turns and their <eos>, on nothing else."""
+    """Loss only on the assistant's correct turns and their <eos>."""
     eos, user, assistant, tool = (
         tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", "<user>", "<assistant>", "<tool>")
     )

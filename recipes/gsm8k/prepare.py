@@ -1,10 +1,11 @@
-"""Brings a copy of GSM8K into the columns every Understudy dataset has.
+"""Converts a copy of GSM8K into the columns of an Understudy dataset.
 
     python recipes/gsm8k/prepare.py TRAIN.jsonl TEST.jsonl [--out DIR]
 
-Rows of the original have `question` and `answer` (worked steps that end in `#### number`). `train.jsonl` and `make.jsonl` are
-both the training problems less the last 473, which become `valid.jsonl`: with 7,473 problems in all there are none to spare
-for a separate set to make the models with. The calculator's annotations (`<<2*3=6>>`) are left out of the answers.
+Rows of the original have `question` and `answer` (worked steps that end in `#### number`). `train.jsonl` and
+`make.jsonl` are both the training problems less the last 473, which become `valid.jsonl`: 7,473 problems are
+too few for a separate set to make the models with. The calculator's annotations (`<<2*3=6>>`) are left out
+of the answers.
 """
 
 import argparse

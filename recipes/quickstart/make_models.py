@@ -1,15 +1,15 @@
-"""Makes everything `understudy quickstart` ships: the problems, two expert teachers and one weak student.
+"""Makes the files of `understudy quickstart`: the problems, two expert teachers and one weak student.
 
     python recipes/quickstart/make_models.py [--out DIR] [--only data|student|teacher-add|teacher-sort]
 
-Each teacher learns one domain by supervised training on right answers and never sees the other. The student sees
-both, but so briefly that it mostly knows how an answer looks. Steps and learning rates were chosen on the `valid`
-problems; the `test` problems are kept from every model and from every choice, and are read once, for the figures
-printed at the end.
+Each teacher learns one domain by supervised training on right answers and never sees the other. The student
+sees both, but so briefly that it mostly knows only the form of an answer. Steps and learning rates were
+chosen on the `valid` problems; the `test` problems were used for no training and no choice, and are read
+once, for the figures printed at the end.
 
-One thread and fixed seeds: the same versions on the same kind of CPU write the same bytes. Elsewhere rounding
-differs, and because skills appear suddenly in the student's few steps its start may land a few points off;
-that is why the weights are shipped instead of being made anew by every user.
+One thread and fixed seeds: the same versions on the same kind of CPU write the same bytes. On other CPUs
+rounding differs, and because skills appear suddenly in the student's few steps, its start may land a few
+points off. That is why the weights are shipped instead of being made anew by every user.
 """
 
 import argparse

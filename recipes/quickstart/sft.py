@@ -21,7 +21,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> Encoded:
-    """Loss only on the answer and its <eos>: the prompt is never the student's own writing."""
+    """Loss only on the answer and its <eos>: the student does not write the prompt."""
     return encode_chats(
         tokenizer, [([{"role": "user", "content": problem.question}], problem.answer) for problem in problems]
     )

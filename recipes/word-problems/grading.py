@@ -1,7 +1,7 @@
-"""How good a model is at a task, and how far it is from its teacher, measured with the trainer's own engine and rewards.
+"""Measures a model's accuracy and its KL to its teacher, with the trainer's own engine and rewards.
 
-One engine per architecture; weights are copied in, so many checkpoints of one student are graded without loading anything
-anew.
+One engine per architecture; weights are copied in, so many checkpoints of one student are graded without
+loading a model again.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """
@@ -27,7 +27,7 @@ from understudy.types.trajectory import Trajectory
 GSM8K = "understudy.rollout.rewards.builtin:gsm8k"
 MAX_BATCH = 256
 _ROWS_AT_ONCE = 32
-"""Rows whose logits over the whole vocabulary are held at a time."""
+"""Rows whose logits over the whole vocabulary are held at once."""
 
 
 def read_prompts(path: Path, count: int | None = None) -> list[Prompt]:
@@ -58,24 +58,25 @@ class Grader:
         )
 
     def take(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """From now on this is what is measured."""
+        """Sets the weights that are measured from now on."""
         copy_weights(self.model, weights)
         self._version += 1
         own = list(self.model.named_parameters())
         self._loops.run(self._engine.update_weights(self._version, own))
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
-        """Greedy ones."""
+        """Greedy answers."""
         return self._loops.run(self._examiner.greedy(prompts))
 
     def accuracy(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Of greedy answers: `accuracy`, and `accuracy/SOURCE` for each data source."""
+        """Accuracy of greedy answers: `accuracy`, and `accuracy/SOURCE` for each data source."""
         return measures(prompts, self.answers(prompts), [], 1.0)
 
     @torch.inference_mode()
     def distance(self, teachers: Mapping[str, Any], prompts: Sequence[Prompt]) -> float:
-        """KL(student ‖ teacher) per token, exact over the vocabulary, on one answer per prompt that the student samples at
-        temperature 1. Seeds belong to the prompts. Teachers go by data source; the one called "" takes the others."""
+        """KL(student ‖ teacher) per token, exact over the vocabulary, on one answer per prompt that the
+        student samples at temperature 1. Each prompt has its own seed. Teachers are chosen by data source;
+        the teacher named "" scores prompts of all remaining sources."""
         samples = [one[0] for one in self._loops.run(self._examiner.sampled(prompts, 1))]
         judged: dict[str, list[Trajectory]] = {}
         for prompt, row in zip(prompts, samples, strict=True):

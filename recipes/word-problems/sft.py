@@ -1,11 +1,11 @@
-"""Supervised fine-tuning of the student on the prompts that the other methods roll out: what distillation is compared with.
+"""Supervised fine-tuning of the student on the prompts of the other methods: the baseline of distillation.
 
     python recipes/word-problems/sft.py --answers worked                  the dataset's own worked answers
-    python recipes/word-problems/sft.py --answers teacher                 what the teacher answers greedily, right or wrong
+    python recipes/word-problems/sft.py --answers teacher                 the teacher's greedy answers, right or wrong
 
-The run folder gets weights at every `--save-every` steps (`step-000020.safetensors`, as they would be in a checkpoint) and
-metrics.jsonl with the seconds of each step. `teacher` answers are written once to `--written` and read from there after
-that; metrics.jsonl says what the writing cost.
+The run folder gets weights every `--save-every` steps (`step-000020.safetensors`, as in a checkpoint) and
+metrics.jsonl with the seconds of each step. `teacher` answers are written once to `--written` and read from
+there after that; metrics.jsonl has the time it took to write them.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def sft(options: argparse.Namespace) -> None:
 
 
 def save_weights(model: Any, path: Path) -> None:
-    """Under another name until it is whole: somebody may be waiting for the file."""
+    """Written under another name until it is complete: the grader may be waiting for the file."""
     weights = {name: tensor.to(torch.bfloat16).cpu() for name, tensor in model.named_parameters()}
     save_file(storable(weights), path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)

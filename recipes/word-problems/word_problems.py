@@ -1,15 +1,17 @@
-"""Word problems with worked steps, made by a program: as many as wanted, as hard as wanted, the same on every machine.
+"""Generates word problems with worked steps: any number, any difficulty, the same on every machine.
 
     python recipes/word-problems/word_problems.py --out DIR [--level 4] [--seed 2026]
 
     Q  "Mia buys 4 pens for 7 coins each and 3 maps for 12 coins each. She pays with 90 coins. How many coins does she get back?"
     A  "4 pens: 4 * 7 = 28 / 3 maps: 3 * 12 = 36 / In all: 28 + 36 = 64 / Back: 90 - 64 = 26 / #### 26"     (/ is a new line)
 
-Five kinds of story, each its own `data_source`. The level says how many parts a story has and how large its numbers are.
-Every line of an answer but the last is one equation; the last is `#### number`, as in GSM8K, so the same reward grades it.
+Five kinds of story, each its own `data_source`. The level sets how many parts a story has and how large its
+numbers are. Every line of an answer but the last is one equation; the last is `#### number`, as in GSM8K, so
+the same reward grades it.
 
-Two problems are the same when kind and numbers in order of appearance agree, whatever the names and things. A problem
-appears once in all splits together: nothing in `valid` or `test` was seen by anyone who saw `make` or `train`.
+Two problems are the same if their kind and their numbers in order of appearance agree, whatever the names
+and things. A problem appears once in all splits together: no model trained on `make` or `train` has seen a
+problem of `valid` or `test`.
 """
 
 import argparse
@@ -25,7 +27,7 @@ LEVEL = 4
 SIZES = {"test": 500, "valid": 300, "make": 12_000, "train": 16_000}
 """`make` is for making the models, `train` for the runs that are compared."""
 _TRIES = 1000
-"""Draws in a row that may all be known already, until a level counts as used up."""
+"""Consecutive draws that may all be duplicates, until a level counts as used up."""
 
 NAMES = [
     "Mia",
@@ -65,7 +67,8 @@ CONTAINERS = ["box", "basket", "crate", "drawer", "bag", "jar"]
 
 @dataclass(frozen=True)
 class Level:
-    """How hard: `parts` of a story at least and at most, and the largest small (a count) and large number (a price)."""
+    """Difficulty: least and most `parts` of a story, and the largest small number (a count) and large number
+    (a price)."""
 
     parts: tuple[int, int]
     small: int
@@ -88,21 +91,21 @@ class Problem:
     answer: str
     """Worked steps, then `#### number`."""
     numbers: tuple[int, ...]
-    """As the question has them, in order."""
+    """The numbers of the question, in order."""
 
     @property
     def identity(self) -> tuple[str, tuple[int, ...]]:
         return self.kind, self.numbers
 
     def row(self) -> dict[str, object]:
-        """In the columns every Understudy dataset has."""
+        """The row of an Understudy dataset."""
         chat = [{"role": "user", "content": self.question}]
         return {"messages": chat, "data_source": self.kind, "answer": self.answer}
 
 
 @dataclass
 class Draft:
-    """A problem being written: sentences, equations, and the numbers told so far."""
+    """A problem being written: sentences, equations, and the numbers used so far."""
 
     rng: random.Random
     level: Level
@@ -281,7 +284,7 @@ KINDS: dict[str, Callable[[Draft], Problem]] = {
 
 
 def problems(level: int, seed: int) -> Iterator[Problem]:
-    """Endless, every kind in turn, no problem twice."""
+    """Endless, all kinds in turn, no problem twice."""
     rng, seen = random.Random(f"word problems/{level}/{seed}"), set()
     while True:
         for write in KINDS.values():
@@ -300,8 +303,8 @@ def problems(level: int, seed: int) -> Iterator[Problem]:
 def make_splits(
     level: int = LEVEL, seed: int = SEED, sizes: dict[str, int] | None = None
 ) -> dict[str, list[Problem]]:
-    """The same problems on every call and every machine; the held-out ones come first, so they do not depend on the others'
-    number."""
+    """The same problems on every call and every machine; the held-out splits are drawn first, so they do not
+    depend on the sizes of the rest."""
     source = problems(level, seed)
     return {name: [next(source) for _ in range(size)] for name, size in (sizes or SIZES).items()}
 

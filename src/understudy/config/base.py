@@ -1,4 +1,4 @@
-"""What every config section shares: strictness, and the walk over annotations from a key's path."""
+"""The base of every config section: strict models, and the walk over annotations along a key's path."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
 
 
 def unwrap(annotation: Any) -> Any:
-    """`Section | None` → Section; `dict[str, Section]` → an `_Open`, whose section the next part of the path opens."""
+    """`Section | None` → Section; `dict[str, Section]` → an `_Open`, whose section the next part of the path
+    resolves to."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         for arm in typing.get_args(annotation):

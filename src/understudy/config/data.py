@@ -1,4 +1,4 @@
-"""`[data]`: which prompts, which rewards, which teacher judges a row."""
+"""`[data]`: prompts, rewards, and which teacher scores a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from understudy.config.base import Section
 
 
 def _as_list(value: Any) -> Any:
-    """One source may be written without brackets."""
+    """Accepts a single source without brackets."""
     return [value] if isinstance(value, str) else value
 
 
@@ -26,14 +26,15 @@ class DataConfig(Section):
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """The longest prompt, as the student sees it; what the context leaves beside `rollout.max_new_tokens` when not set."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    """What becomes of a row whose prompt is longer: the recipe is refused, the row is left out, or the prompt loses its first tokens."""
+    """What happens to a row with a longer prompt: the recipe is refused, the row is dropped, or the prompt
+    loses its first tokens."""
     reward: str | None = None
     """`"module:function"` taking (row, text) and giving a float, or with verl's `compute_score` signature; needed for accuracy and for
     `task_coef`. Modules beside the recipe are found."""
     teacher_key: str = "data_source"
     """The column that chooses the teacher."""
     mixture_key: str = "teacher_weights"
-    """A column `{teacher: weight}`; a row that has it is judged by that mixture of teachers instead."""
+    """A column `{teacher: weight}`; a row that has it is scored by that mixture of teachers instead."""
     default_teacher: str | None = None
-    """Takes rows whose column names no teacher; without it they are an error."""
+    """Scores rows whose column names no teacher; without it they are an error."""
     shuffle: bool = True

@@ -1,4 +1,4 @@
-"""What a recipe may write where it names a device, found wrong before anything looks for the device itself."""
+"""Validates device names in a recipe, before any device is opened."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ VisibleDevices = Annotated[str, AfterValidator(_visible_devices)]
 
 
 def asks_for_gpu(device: str) -> bool:
-    """`auto` takes a GPU where there is one, and asks for none."""
+    """Whether the name requires a GPU; `auto` uses one if present and does not require it."""
     return device.startswith("cuda")

@@ -15,10 +15,11 @@ LossKind = Literal[
 
 
 class CorrectionConfig(Section):
-    """`[loss.correction]`: between the probabilities the engine sampled with and the trainer's own before the step.
+    """`[loss.correction]`: corrects for the engine's sampling probabilities differing from the trainer's own
+    before the step.
 
-    Either key computes those first (one more forward pass per step) and multiplies policy gradients; divergences are left
-    alone. `rollout_corr/*` in the metrics says how far the two are apart.
+    Either key computes the trainer's first (one more forward pass per step) and multiplies policy gradients;
+    divergences do not change. The metrics `rollout_corr/*` show how far the two are apart.
     """
 
     weigh: Literal["off", "token", "sequence", "geometric"] = "off"
@@ -26,11 +27,11 @@ class CorrectionConfig(Section):
     sequence's geometric mean."""
     cap: Annotated[float, Field(gt=0)] = 2.0
     drop: Literal["off", "token", "sequence", "geometric"] = "off"
-    """Leave out what has a ratio outside [`low`, `high`]."""
+    """Drop tokens or sequences with a ratio outside [`low`, `high`]."""
     low: Annotated[float, Field(ge=0)] = 0.5
     high: Annotated[float, Field(gt=0)] = 2.0
     measure: bool = False
-    """Only compute and log the distance."""
+    """Only compute and log the mismatch."""
 
 
 class LossConfig(Section):
@@ -40,7 +41,7 @@ class LossConfig(Section):
     topk: Annotated[int, Field(ge=1)] = 64
     """Candidates per token (`topk` and `at_ids`)."""
     tail: Literal["bucket", "renormalise", "drop"] = "bucket"
-    """What becomes of the mass outside the K candidates."""
+    """What is done with the mass outside the K candidates."""
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
     """`jsd`: 0 is forward KL, 1 is reverse KL."""
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -57,32 +58,32 @@ class LossConfig(Section):
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of later rewards (`reinforce++`, `gae`)."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """`gae`: 1 trusts the rewards that came, 0 the critic."""
+    """`gae`: 1 relies on the observed rewards, 0 on the critic."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Above 0 keeps the student near a frozen reference (`[reference]`; the student as it starts)."""
     kl_kind: Literal["k1", "k1+", "k2", "k3", "k3+", "abs", "kl", "mse", "low_var_kl"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
-    """Differentiate the estimate, or take it off the task reward of each token."""
+    """Differentiate the estimate, or subtract it from the task reward of each token."""
     correction: CorrectionConfig = CorrectionConfig()
     reduction: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     tis_cap: Annotated[float, Field(gt=0)] | None = None
-    """Truncated importance sampling: ratios above this count as this."""
+    """Truncated importance sampling: ratios above this are truncated to it."""
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Policy gradient only: how far a token's advantage reaches back; 0 judges each token alone."""
+    """Policy gradient only: how far a token's advantage reaches back; 0 uses each token's own score alone."""
     per_token_clamp: Annotated[float, Field(gt=0)] | None = None
     """Scale a token's loss above this down to it, gradient included; such tokens are counted in the metrics."""
     loss_max_clamp: Annotated[float, Field(gt=0)] | None = None
     """verl's: clamp each token's estimate or divergence to [-c, c], before k1 becomes an advantage. A clamped token has no
     gradient (a policy gradient keeps it, with the clamped advantage)."""
     log_prob_min_clamp: Annotated[float, Field(lt=0)] | None = None
-    """verl's: log-probabilities of the K candidates below this count as this, on both sides (`tail = "drop"`)."""
+    """verl's: floor of the K candidates' log-probabilities, on both sides (`tail = "drop"`)."""
     clamp_at_zero: bool = False
     """verl's: a token whose K terms sum to less than 0 counts as 0 and has no gradient (`tail = "drop"`)."""
     student_temperature: Annotated[float, Field(gt=0)] = 1.0
     teacher_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Other than 1 needs `signal = "hidden"`: top-k scores cannot be re-tempered."""
     backend: Literal["auto", "torch", "triton"] = "auto"
-    """Which fused path computes it; `auto` takes Triton on a GPU."""
+    """Which fused path computes it; `auto` uses Triton on a GPU."""

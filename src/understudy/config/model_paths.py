@@ -1,7 +1,8 @@
-"""Whether a model's name in a recipe is a folder or a hub id, seen from the recipe's own folder.
+"""Decides whether a model's name in a recipe is a folder or a hub id, relative to the recipe's folder.
 
-Both may look alike: `models/student` and `Qwen/Qwen3-0.6B`. A name that is no folder counts as a folder that is missing where
-something beside the recipe says so; all others are left to the hub, which is not asked here.
+Both may look alike: `models/student` and `Qwen/Qwen3-0.6B`. A name that is no existing folder counts as a
+missing folder if the files beside the recipe suggest so; any other name counts as a hub id, and the hub is
+not asked here.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import difflib
 from pathlib import Path
 
 _TYPO = 0.8
-"""How alike a name must be to one that is there to count as a slip: `modls` and `models` are, `Qwen` and `qwen` are not."""
+"""How similar a name must be to an existing one to count as a typo: `modls` and `models` are, `Qwen` and
+`qwen` are not."""
 
 
 def resolved_model(name: str, base: Path) -> str:
-    """A folder as an absolute path, also one that is missing and was surely meant; anything else as it came."""
+    """A folder as an absolute path, also a missing one that was clearly meant; any other name unchanged."""
     path = base / name
     if Path(name).is_absolute() or (not path.exists() and Path(name).exists()):
         return name
@@ -24,14 +26,15 @@ def resolved_model(name: str, base: Path) -> str:
 
 
 def nearest_folder(path: Path, cutoff: float = 0.6) -> Path | None:
-    """The folder most like one that does not exist: each missing part replaced by the nearest there is."""
+    """The existing folder most like a missing one: each missing part is replaced by the nearest existing
+    name."""
     whole = path.resolve()
     found = Path(whole.anchor)
     for part in whole.parts[1:]:
         if not (found / part).is_dir():
             try:
                 names = [entry.name for entry in found.iterdir() if entry.is_dir()]
-            except OSError:  # a folder we may not look into
+            except OSError:  # no permission to list the folder
                 return None
             near = difflib.get_close_matches(part, names, n=1, cutoff=cutoff)
             if not near:

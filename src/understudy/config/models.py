@@ -12,12 +12,13 @@ from understudy.config.devices import Device
 
 DType = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"]
-"""Which of transformers' attention implementations computes a model. `auto`: `sdpa`, over packed rows where the model can, and `eager`
-where the model has no `sdpa` (soft caps, attention sinks). A name: that one, over padded rows."""
+"""Which of transformers' attention implementations computes a model. `auto`: `sdpa`, over packed rows if the
+model supports that, and `eager` if the model has no `sdpa` (soft caps, attention sinks). A name: that one,
+over padded rows."""
 
 
 class LoraConfig(Section):
-    """`[student.lora]`: train small adapters, leave the weights themselves frozen (needs the `lora` extra)."""
+    """`[student.lora]`: train small adapters and freeze the weights themselves (needs the `lora` extra)."""
 
     rank: Annotated[int, Field(ge=1)] = 16
     alpha: Annotated[float, Field(gt=0)] = 32.0
@@ -25,10 +26,11 @@ class LoraConfig(Section):
     targets: list[str] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-    """Last parts of the names of the linear layers that get one."""
+    """Suffixes of the names of the linear layers that get an adapter."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What engine processes (`rollout.processes`) get after an update: whole weights, or the adapters alone, which they merge into the
-    weights they loaded. `adapter` sends little, and keeps the adapted layers twice in each engine."""
+    """What engine processes (`rollout.processes`) get after an update: whole weights, or the adapters alone,
+    which they merge into the weights they loaded. `adapter` sends little, but each engine keeps the adapted
+    layers twice."""
 
 
 class StudentConfig(Section):
@@ -41,11 +43,11 @@ class StudentConfig(Section):
     attention: Attention = "auto"
     """For training, and for generation by `rollout.engine = "hf"`."""
     dtype: DType = "float32"
-    """Of the weights in forward and backward; masters stay float32."""
+    """Dtype of the weights in forward and backward; masters stay float32."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False
     """Compile the decoder layers for training: faster on GPUs, about a minute at start; needs a C++ compiler on a CPU."""
     lora: LoraConfig | None = None
@@ -66,7 +68,7 @@ class TeacherConfig(Section):
     attention: Attention = "auto"
     """For scoring, in processes that this run starts."""
     key: str | None = None
-    """Rows whose routing column has this value; one teacher needs no key."""
+    """Value of the routing column whose rows this teacher scores; a single teacher needs no key."""
     replicas: Annotated[int, Field(ge=0)] = 1
     """How many server processes hold this teacher."""
     placement: str = "standalone"
@@ -76,14 +78,15 @@ class TeacherConfig(Section):
     urls: list[str] = Field(default=[])
     """Running scoring servers (`external` only)."""
     backend: Literal["auto", "native", "vllm", "openai"] = "auto"
-    """What answers at `urls`; `auto` asks. Name it where a gateway answers every path alike."""
+    """Kind of server at `urls`; `auto` asks it. Set it if a gateway answers every path alike."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of external servers."""
     dtype: DType = "float32"
     device: Device = "auto"
-    """`auto` (a GPU of its own where there are several), `cpu`, `cuda` or `cuda:N` (that one, whoever else sits there)."""
+    """`auto` (a GPU of its own if there are several), `cpu`, `cuda` or `cuda:N` (that GPU, even if other
+    processes use it)."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """Processes, and devices, that share one replica's model."""
+    """Processes, and devices, over which one replica's model is sharded."""
     compile: bool = False
     """Compile the decoder layers: faster on GPUs, some seconds at start."""
     threads: Annotated[int, Field(ge=1)] = 1
@@ -91,15 +94,15 @@ class TeacherConfig(Section):
     ports: list[int] = Field(default=[])
     """Fixed loopback ports, one per replica; empty lets the system choose."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 16384
-    """Tokens of one forward of a replica."""
+    """Tokens of one forward pass of a replica."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """After this long without an answer a request is tried on another replica."""
+    """After this long without a reply a request is retried on another replica."""
     hedge_after_seconds: Annotated[float, Field(gt=0)] | None = None
-    """After this long a second replica is asked as well, and the first answer wins; not set: never."""
+    """After this long a second replica is asked as well, and the first reply wins; not set: never."""
     cache_bytes: Annotated[int, Field(ge=0)] = 0
-    """Scores to keep in memory for requests that come again; 0 keeps none."""
+    """Bytes of scores to keep in memory for repeated requests; 0 keeps none."""
     context_length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of one sequence at most, prompt + response + 1; what the model holds when not set."""
+    """Most tokens of one sequence, prompt + response + 1; the model's own limit when not set."""
 
     @field_validator("placement")
     @classmethod
@@ -176,7 +179,8 @@ _OF_OUR_PROCESSES = (
 
 
 def _check_code_is_pinned(model: str, trusted: bool, revision: str | None) -> None:
-    """A folder's code changes only when its owner changes it; the hub's may change between two downloads."""
+    """Code in a folder changes only when its owner changes it; code on the hub may change between two
+    downloads."""
     if trusted and not revision and not (Path(model).is_absolute() or Path(model).is_dir()):
         raise ValueError(
             f"trust_remote_code = true runs code from the hub, and {model!r} is no folder here: pin it with `revision`"

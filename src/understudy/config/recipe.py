@@ -1,8 +1,8 @@
-"""The whole recipe, and the checks that look across its sections.
+"""The whole recipe, and the checks across its sections.
 
     recipe = load_recipe(Path("recipe.toml"), ["trainer.steps=10"])
 
-Every problem is collected before anything is said: a user mends a recipe in one go.
+All problems are collected before any is reported, so a user can fix a recipe in one go.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from understudy.config.tables import RecipeTables
 from understudy.errors import ConfigError
 
 Overrides = Sequence[str] | Mapping[str, Any]
-"""`["section.key=value", …]`, as a command line has them, or `{"section.key": value}`."""
+"""`["section.key=value", …]`, as on a command line, or `{"section.key": value}`."""
 NOT_GIVEN = "<not given>"
-"""Stands where a needed key was missing or wrong, while the rest is looked at. What is found about it is not worth telling."""
+"""Placeholder for a required key that is missing or wrong, while the rest is checked. Findings about it are
+not reported."""
 
 
 class Recipe(RecipeTables):
-    """One run, whole. Everything not written has a default that is right for most."""
+    """The recipe of one run. Every key that is not written has a default that suits most runs."""
 
     def with_steps(self, rows: int) -> Recipe:
-        """With `trainer.steps` in place of `trainer.passes` over so many rows."""
+        """The same recipe with `trainer.steps` computed from `trainer.passes` over this many rows."""
         if self.trainer.passes is None:
             return self
         trainer = self.trainer.model_copy(update={"steps": self.trainer.steps_over(rows), "passes": None})
@@ -98,10 +99,10 @@ def parse_recipe(table: Mapping[str, Any]) -> Recipe:
 def examine(table: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     """Every problem of a recipe, and the recipe as far as it can be understood.
 
-    A validator that looks at a whole section only runs once its keys are right. So each offending key is told, taken
-    out, and the rest is looked at again, until nothing new is found.
+    A validator of a whole section only runs once its keys are valid. So each offending key is reported and
+    removed, and the rest is checked again, until nothing new is found.
     """
-    # A section that is not there is as one without keys: what it lacks is told by name, and once.
+    # A missing section is treated as an empty one: each missing key is reported by name, once.
     needed: dict[str, Any] = {name: {} for name, field in Recipe.model_fields.items() if field.is_required()}
     current: dict[str, Any] = needed | _floats(table)
     problems: list[str] = []
@@ -119,7 +120,8 @@ def examine(table: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
 
 
 def _mend(table: Any, finding: Finding) -> bool:
-    """Take one offending key out (or put a stand-in where one is needed), so that the rest can be looked at."""
+    """Removes one offending key (or puts in a placeholder if it is required), so that the rest can be
+    checked."""
     if not finding.movable:
         return False
     within: list[str] = []
@@ -135,14 +137,14 @@ def _mend(table: Any, finding: Finding) -> bool:
     field = around.section.model_fields.get(key) if around and around.section else None
     named = (
         around is not None and around.values is not None
-    )  # a teacher, a pool: it would be missed elsewhere
+    )  # a teacher or a pool: other sections refer to it by name
     if kind is not None and (named or (field is not None and field.is_required())):
         holder[key] = _stand_in(kind)
     return True
 
 
 def _stand_in(kind: Kind) -> Any:
-    """The least that a needed key may hold."""
+    """The smallest placeholder for a required key."""
     if kind.section is None:
         return NOT_GIVEN
     return {name: NOT_GIVEN for name, field in kind.section.model_fields.items() if field.is_required()}
@@ -152,7 +154,8 @@ _LENGTHS = ("steps", "passes")
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value`; the value is read as TOML, or as a plain string where it is none."""
+    """Sets one `section.key=value`; the value is parsed as TOML, or taken as a plain string if it is not
+    TOML."""
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
         raise ConfigError(f"override {override!r}: expected key=value, for example trainer.steps=10")
@@ -164,24 +167,24 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 
 def set_key(table: dict[str, Any], name: str, value: Any, shown: str) -> None:
-    """Set one `section.key`; `shown` says in the error what was given."""
+    """Sets one `section.key`; `shown` is what the error message shows as given."""
     *sections, key = name.split(".")
     for section in sections:
-        if table.get(section) is None:  # a run directory writes down sections that a recipe left out as null
+        if table.get(section) is None:  # a run directory writes omitted sections as null
             table[section] = {}
         table = table[section]
         if not isinstance(table, dict):
             raise ConfigError(f"{shown}: `{section}` is a value, not a section")
     if (
         sections == ["trainer"] and key in _LENGTHS
-    ):  # how far to go is said in one of two ways; the last word counts
+    ):  # the length is given as steps or as passes; the last one given counts
         for other in _LENGTHS:
             table.pop(other, None)
     table[key] = value
 
 
 def resolve_paths(table: dict[str, Any], base: Path) -> None:
-    """Model folders and data files named in a recipe are looked up beside the recipe first."""
+    """Model folders and data files in a recipe are first looked up relative to the recipe."""
 
     def resolved(value: Any) -> Any:
         if isinstance(value, str) and not Path(value).is_absolute() and (base / value).exists():
@@ -196,7 +199,7 @@ def resolve_paths(table: dict[str, Any], base: Path) -> None:
     for section in models:
         if not isinstance(section, dict) or not isinstance(section.get("model"), str):
             continue
-        # What an external server calls its model need not be a folder here.
+        # The model name of an external server need not be a folder here.
         find = resolved if section.get("placement") == "external" else partial(resolved_model, base=base)
         section["model"] = find(section["model"])
     data = table.get("data")
@@ -208,8 +211,9 @@ def resolve_paths(table: dict[str, Any], base: Path) -> None:
 
 
 def _data_files(entry: Any, base: Path) -> list[Any]:
-    """A file beside the recipe, or the files there that a glob matches, in alphabetical order; anything else stays as it is.
-    A run's recipe names the files it began with: one that is added to the folder later does not change it."""
+    """A file relative to the recipe, or the files there that a glob matches, in alphabetical order; anything
+    else is unchanged. The recipe in a run directory names the files the run began with: a file added to the
+    folder later does not change it."""
     if not isinstance(entry, str):
         return [entry]
     place = base / entry
@@ -217,7 +221,7 @@ def _data_files(entry: Any, base: Path) -> list[Any]:
         return [str(place.resolve())]
     if glob.has_magic(entry) and (found := glob.glob(str(place), recursive=True)):
         return [str(Path(one).resolve()) for one in sorted(found)]
-    # In a folder that is beside the recipe: a mistyped path rather than the name of something on the hub.
+    # In a folder beside the recipe: a mistyped path rather than a name on the hub.
     return [str(place)] if len(Path(entry).parts) > 1 and (base / Path(entry).parts[0]).is_dir() else [entry]
 
 
@@ -226,7 +230,7 @@ def _tables(value: Any) -> list[Any]:
 
 
 def _floats(table: Any, model: Any = Recipe) -> Any:
-    """Whole numbers where a float is expected are fine (`distill_coef = 1`); nothing else is coerced."""
+    """Converts whole numbers where a float is expected (`distill_coef = 1`); nothing else is coerced."""
     if not isinstance(table, Mapping):
         return table
     fields = getattr(model, "model_fields", {})
@@ -242,7 +246,7 @@ def _floats(table: Any, model: Any = Recipe) -> Any:
             and not isinstance(value, bool)
             and "float" in str(annotation)
             and "int" not in str(annotation)
-            and abs(value) < 1 << 1000  # a larger one has no float, and is refused as it stands
+            and abs(value) < 1 << 1000  # a larger one has no float, and is refused unchanged
         ):
             result[key] = float(value)
         else:
@@ -251,7 +255,7 @@ def _floats(table: Any, model: Any = Recipe) -> Any:
 
 
 def _cross_checks(recipe: Recipe) -> list[str]:
-    """What no section can see alone."""
+    """Problems that no single section can detect."""
     problems = []
     loss, teachers = recipe.loss, recipe.teachers
     if loss.distill_coef == 0 and loss.task_coef == 0:
@@ -301,7 +305,7 @@ def _cross_checks(recipe: Recipe) -> list[str]:
 
 
 def _engine(recipe: Recipe) -> list[str]:
-    """What the chosen engine cannot do for the rest of the recipe."""
+    """Features of the recipe that the chosen engine does not support."""
     rollout, problems = recipe.rollout, []
     if rollout.engine != "hf" and recipe.run.determinism == "full":
         problems.append(
@@ -345,7 +349,7 @@ def _routing(recipe: Recipe) -> list[str]:
 
 
 def _pools(recipe: Recipe) -> list[str]:
-    """Every pool that is named exists; on one machine a pool is a slice of that machine."""
+    """Checks that every named pool exists; on one machine a pool is a slice of that machine."""
     pools, problems = recipe.cluster.pools, []
     named = {f"cluster.roles.{role}": pool for role, pool in recipe.cluster.roles.items()}
     named |= {

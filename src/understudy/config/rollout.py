@@ -1,4 +1,4 @@
-"""`[rollout]`: how the student attempts its prompts."""
+"""`[rollout]`: how the student generates."""
 
 from __future__ import annotations
 
@@ -10,79 +10,89 @@ from understudy.config.base import Section, nearest
 from understudy.config.devices import VisibleDevices
 
 AGENTS = ("single_turn", "tool", "verifiers")
-"""The agent loops that ship."""
+"""The built-in agent loops."""
 
 
 class RolloutConfig(Section):
     engine: Literal["hf", "vllm", "sglang", "openai"] = "hf"
-    """What generates: `hf` runs in this process; `vllm` are servers that the run starts and watches, or running ones at `urls`;
-    `sglang` and `openai` (completions over token ids) are running servers."""
+    """What generates: `hf` runs in this process; `vllm` are servers that the run starts and watches, or
+    running ones at `urls`; `sglang` and `openai` (completions over token ids) are running servers."""
     processes: Annotated[int, Field(ge=0)] = 0
-    """Processes that hold the `hf` engine, each with a whole student; 0 keeps it inside the trainer. Results are the same. On a
-    Ray cluster they may sit on other machines (`cluster.roles.rollout`)."""
+    """Processes that hold the `hf` engine, each with a whole student; 0 keeps it inside the trainer. Results
+    are the same. On a Ray cluster they may run on other machines (`cluster.roles.rollout`)."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """vLLM servers to start; each holds the whole student. On a Ray cluster they may sit on other machines (`cluster.roles.rollout`)."""
+    """vLLM servers to start; each holds the whole student. On a Ray cluster they may run on other machines
+    (`cluster.roles.rollout`)."""
     devices: list[VisibleDevices] = Field(default=[])
-    """The GPUs of each vLLM server or engine process, as CUDA_VISIBLE_DEVICES wants them (`["1", "2,3"]`); empty leaves the choice to vLLM."""
+    """The GPUs of each vLLM server or engine process, in the form of CUDA_VISIBLE_DEVICES (`["1", "2,3"]`);
+    empty leaves the choice to vLLM."""
     vllm_python: str | None = None
     """The interpreter of an environment that has vLLM; the variable UNDERSTUDY_VLLM_PYTHON when not set."""
     engine_args: list[str] = Field(default=[])
-    """More words for vLLM's command line, for example `"--gpu-memory-utilization=0.4"`."""
+    """Further arguments of vLLM's command line, for example `"--gpu-memory-utilization=0.4"`."""
     urls: list[str] = Field(default=[])
     """Running servers that hold the student; they must see this machine's file system (`snapshots`) to get new weights."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of the servers at `urls`."""
     served_model: str = "student"
-    """What the servers at `urls` call the student."""
+    """The student's model name on the servers at `urls`."""
     snapshots: str | None = None
-    """Folder through which servers get new weights; memory (/dev/shm) when not set, which only this machine sees."""
+    """Folder through which servers get new weights; when not set, shared memory (/dev/shm), which only this
+    machine sees."""
     live_weights: bool = True
-    """Give every new version of the student to the servers. `false` rolls out with whatever they serve: off-policy."""
+    """Send every new version of the student to the servers. `false` generates with the weights they serve:
+    off-policy."""
     agent: str = "single_turn"
-    """A shipped agent loop, or `"module:Class"`. A row's `agent` column may choose another one that ships, or that `agent_options` names."""
+    """A built-in agent loop, or `"module:Class"`. A row's `agent` column may choose another built-in one, or
+    one that `agent_options` names."""
     agent_options: dict[str, dict[str, Any]] = Field(default={})
-    """`[rollout.agent_options.NAME]`: what the loop called NAME is made with, for example the tool loop's `tools`."""
+    """`[rollout.agent_options.NAME]`: constructor arguments of the loop NAME, for example the tool loop's
+    `tools`."""
     template_options: dict[str, Any] = Field(default={})
-    """Handed to the chat template as they are (`enable_thinking = false`)."""
+    """Passed to the chat template unchanged (`enable_thinking = false`)."""
     workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that run agent loops; 0 runs them all in the trainer's. On other machines (`cluster.roles.workers`), with rows through
-    TransferQueue, they also compute rewards, have rows judged and write them."""
+    """Processes that run agent loops; 0 runs them all in the trainer's. On other machines
+    (`cluster.roles.workers`), with rows through TransferQueue, they also compute rewards, have rows scored
+    and write them."""
     n: Annotated[int, Field(ge=1)] = 1
     """Sessions per prompt."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    """Tokens of one turn at most."""
+    """Most tokens of one turn."""
     max_trajectory_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens the student may write in all turns of a trajectory together; bounded by the context alone when not set."""
+    """Most tokens that the student writes in all turns of a trajectory together; limited only by the context
+    when not set."""
     context_length: Annotated[int, Field(ge=2)] | None = None
-    """The longest sequence a rollout may be, prompt and all turns; what the student holds when not set. Engines keep room
-    for it."""
+    """Most tokens of a rollout, prompt and all turns; the student's own limit when not set. Engines reserve
+    memory for it."""
     max_batch: Annotated[int, Field(ge=1)] = 128
     """Requests the engine decodes together."""
     kv_cache: Literal["model", "fp8"] = "model"
-    """How the `hf` engine on a GPU keeps keys and values: in the student's precision, or in eight bits (a scale for every head and
-    token), which nearly halves what a decode step reads and the memory. What writes the rollouts is then not quite the trained model:
-    `loss.correction.measure` shows by how much. vLLM: `engine_args = ["--kv-cache-dtype=fp8"]`."""
+    """How the `hf` engine on a GPU stores keys and values: in the student's precision, or in eight bits (a
+    scale for every head and token), which nearly halves the memory and what a decode step reads. The model
+    that writes the rollouts then differs slightly from the trained one: `loss.correction.measure` shows by
+    how much. vLLM: `engine_args = ["--kv-cache-dtype=fp8"]`."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     """0 keeps every token."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Above 1 makes tokens that were there before less likely."""
+    """Above 1 makes tokens that occurred before less likely."""
     stop: list[str] = Field(default=[])
-    """Texts that end a turn, besides the model's own end-of-turn token."""
+    """Strings that end a turn, besides the model's own end-of-turn token."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
     """A rollout that takes longer becomes a dead letter."""
     group_failure: Literal["train_rest", "drop_group"] = "train_rest"
-    """What becomes of a prompt's other sessions when one fails."""
+    """What happens to a prompt's other sessions when one fails."""
     filter_groups: bool = False
-    """Throw away prompts whose sessions all got the same reward (no advantage, nothing to learn) and take new ones instead."""
+    """Drop prompts whose sessions all got the same reward (no advantage, nothing to learn) and draw new ones
+    instead."""
     max_refills: Annotated[int, Field(ge=0)] = 10
-    """How often a step asks for new prompts in place of filtered ones; then it trains on what it has."""
+    """How often a step draws new prompts for filtered ones; then it trains on the rows it has."""
     overlong: Literal["keep", "drop"] = "keep"
-    """`drop`: responses cut off by `max_new_tokens` carry no loss; they were cut, not wrong."""
+    """`drop`: responses cut off by `max_new_tokens` carry no loss; they are incomplete, not wrong."""
     overlong_buffer: Annotated[int, Field(ge=1)] | None = None
-    """Over the last so many of `max_new_tokens` the reward falls in a straight line by `overlong_penalty`."""
+    """Over the last this many of `max_new_tokens`, the reward falls linearly by `overlong_penalty`."""
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0
 
     @property

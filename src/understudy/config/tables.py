@@ -1,4 +1,4 @@
-"""The sections of a recipe, by name; `Recipe` adds what is checked across them."""
+"""The sections of a recipe, by name; `Recipe` adds the checks across them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from understudy.config.trainer import ClusterConfig, DataPlaneConfig, RunConfig,
 
 
 class RecipeTables(Section):
-    """Every section with its keys. Sections that are not written have defaults."""
+    """Every section with its keys. Omitted sections have defaults."""
 
     student: StudentConfig
     teachers: dict[str, TeacherConfig] = Field(default={})

@@ -1,4 +1,4 @@
-"""A recipe written out as TOML, every key with its value, so that it can be saved and run again."""
+"""Writes a recipe as TOML with every key, so that it can be saved and run again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def recipe_as_toml(tables: Mapping[str, Any]) -> str:
-    """Of a recipe's plain tables (`as_tables`). Keys without a value are left out: TOML has no word for nothing."""
+    """TOML of a recipe's plain tables (`as_tables`). Keys without a value are left out: TOML has no null."""
     return "\n".join(_table(tables, ())).strip() + "\n"
 
 
@@ -21,7 +21,7 @@ def as_tables(recipe: Recipe) -> dict[str, Any]:
     """Plain tables that make the same recipe again."""
     tables = recipe.model_dump()
     if recipe.trainer.passes is not None:
-        del tables["trainer"]["steps"]  # the length of a run is said in one way
+        del tables["trainer"]["steps"]  # the length of a run is written in one way only
     return tables
 
 
@@ -48,5 +48,5 @@ def _value(value: Any) -> str:
         return f"{{{inside}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
-    # JSON's texts are TOML's, but for one control character that JSON leaves as it is.
+    # JSON strings are valid TOML strings, except for one control character that JSON does not escape.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

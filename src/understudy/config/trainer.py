@@ -1,4 +1,4 @@
-"""`[trainer]`, `[cluster]` and `[run]`: how the run proceeds, where it sits, what it leaves behind."""
+"""`[trainer]`, `[dataplane]`, `[cluster]` and `[run]`: schedule, rows, machines, run directory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ from understudy.config.base import Section
 
 class TrainerConfig(Section):
     mode: Literal["sync", "fully_async"] = "sync"
-    """`sync` produces a batch, trains on it, publishes, and begins again; `fully_async` does all three at once."""
+    """`sync` produces a batch, trains on it, publishes, and repeats; `fully_async` does all three at once."""
     max_staleness: Annotated[float, Field(ge=0)] = 1.0
-    """`fully_async`: how many publishes a trained row may lie behind. 0 is on-policy; a fraction bounds the share of a window
-    that may be one behind."""
+    """`fully_async`: how many publishes a trained row may lag behind. 0 is on-policy; a fraction bounds the
+    share of a window that may lag by one."""
     sync_every: Annotated[int, Field(ge=1)] = 1
     """`fully_async`: updates between two publishes."""
     partial_rollouts: bool = True
-    """`fully_async`: generations go on under new weights, each token with its own version; false waits for them to end."""
+    """`fully_async`: generations continue under new weights, each token with its own version; false waits
+    for them to end."""
     adapt_admission: bool = False
     """`fully_async`: admit fewer prompts while finished rows pile up, and more again when the trainer waits."""
     lend_after: Annotated[float, Field(gt=0)] | None = None
-    """`fully_async`: seconds the trainer waits for rows before its device helps to write them, where engines run elsewhere
-    (`rollout.processes`, servers) and have more to do than they can write at once; not set: never."""
+    """`fully_async`: seconds the trainer waits for rows before its device helps to generate them, if engines
+    run in other processes (`rollout.processes`, servers) and have more requests than they can decode at
+    once; not set: never."""
     stall_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """After this long without any progress the run says what waits for what; `understudy doctor RUN` says it any time."""
+    """After this long without any progress the run reports what waits for what; `understudy doctor RUN`
+    reports it any time."""
     steps: Annotated[int, Field(ge=1)] = 100
-    """How far the run goes; or say `passes`."""
+    """Length of the run; or set `passes`."""
     passes: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the rows of `data.train`, in place of `steps`: passes · rows / `batch_size` steps, rounded up. Rows that `data.overlong`
-    leaves out do not count, nor do prompts that `rollout.filter_groups` draws besides. (`epochs` is another thing.)"""
+    """Passes over the rows of `data.train`, in place of `steps`: passes · rows / `batch_size` steps, rounded
+    up. Rows that `data.overlong` drops do not count, nor do the extra prompts that `rollout.filter_groups`
+    draws. (`epochs` is something else.)"""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Prompts per step; with `rollout.n` sessions each."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
@@ -40,15 +44,15 @@ class TrainerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Processes that train the student together (FSDP2), each on a GPU of its own, or all on the CPU; started by us. Losses
-    do not depend on it beyond rounding."""
+    """Processes that train the student together (FSDP2), each on a GPU of its own, or all on the CPU;
+    started by the run. Losses do not depend on it beyond rounding."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Tokens of one forward and backward; the result does not depend on it. Where a GPU's memory is too small for them, one rank
-    goes on with half by itself (not under `run.determinism = "full"`)."""
+    """Tokens of one forward and backward; the result does not depend on it. If they do not fit a GPU's
+    memory, one rank continues with half by itself (not under `run.determinism = "full"`)."""
     epochs: Annotated[int, Field(ge=1)] = 1
-    """How often each batch is gone through."""
+    """How often each batch is trained on."""
     mini_batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Prompts of one optimizer step at most; the whole batch when not set. It need not divide anything."""
+    """Most prompts of one optimizer step; the whole batch when not set. It need not divide the batch size."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit` keeps both moments in one byte each: 6 bytes a parameter less."""
     offload_optimizer: bool = False
@@ -58,7 +62,8 @@ class TrainerConfig(Section):
     checkpoint_every: Annotated[int, Field(ge=1)] = 50
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     keep_best: bool = True
-    """Checkpoint each step whose `val/accuracy` is the best so far, and keep it besides (`understudy export RUN OUT --best`)."""
+    """Checkpoint each step whose `val/accuracy` is the best so far, and keep it in addition (`understudy
+    export RUN OUT --best`)."""
     async_save: bool = True
     """Write checkpoints while the next step runs, from a copy in host memory; false waits for the disk and needs no copy."""
     eval_every: Annotated[int, Field(ge=0)] = 0
@@ -71,12 +76,13 @@ class TrainerConfig(Section):
     solved_at: float = 1.0
     """A sample whose reward reaches this counts as solved in `pass@k`."""
     eval_teachers: bool = False
-    """Also measure each teacher on the held-out problems it would judge, once, before the first step."""
+    """Also measure each teacher once, before the first step, on the held-out problems it would score."""
     max_dead_letters: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of rows that may fail before the run stops."""
 
     def steps_over(self, rows: int) -> int:
-        """Rounded up: every row is met at least `passes` times, and the last batch may reach into the next pass."""
+        """Rounded up: every row is used at least `passes` times, and the last batch may reach into the next
+        pass."""
         if self.passes is None:
             return self.steps
         return max(math.ceil(round(self.passes * rows / self.batch_size, 6)), 1)
@@ -90,25 +96,26 @@ class TrainerConfig(Section):
 
 class DataPlaneConfig(Section):
     backend: Literal["embedded", "transfer_queue"] = "embedded"
-    """Where rows lie between the verbs: in the trainer's process, or in the memory of a Ray cluster (TransferQueue). Either
-    way they are in the run directory too."""
+    """Where rows are kept between production and training: in the trainer's process, or in the memory of a
+    Ray cluster (TransferQueue). Either way they are in the run directory too."""
     storage_units: Annotated[int, Field(ge=1)] = 2
     """`transfer_queue`: processes that hold rows, spread over the machines; each takes a CPU, and so does their controller."""
     max_rows: Annotated[int, Field(ge=1)] = 100_000
-    """Rows in flight at most, counting `rollout.n` for a prompt; producers wait when it is full, nothing is dropped. It holds a
-    window (`batch_size` · `n` · `sync_every`) at least; what it holds beyond that is how far ahead a fully async run may be."""
+    """Most rows in flight, counting `rollout.n` for a prompt; producers wait when it is full, nothing is
+    dropped. It must hold a window (`batch_size` · `n` · `sync_every`); the rest is how far ahead a fully
+    async run may be."""
     max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
-    """Of row data held in memory."""
+    """Most bytes of row data held in memory."""
     spill_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Columns of this size or more live on disk alone; not set: 1 MiB when embedded, none on `transfer_queue`, whose memory is
-    how they travel."""
+    """Columns of this size or more are on disk alone; not set: 1 MiB when embedded, none on
+    `transfer_queue`, which sends columns through its memory."""
     queue_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """`transfer_queue`: how long it may take to upload rows, or a rank to fetch its own, before the queue counts as lost and rows
-    are read from the run directory."""
+    """`transfer_queue`: how long an upload of rows, or a rank's fetch, may take before the queue counts as
+    lost and rows are read from the run directory."""
 
 
 class PoolConfig(Section):
-    """`[cluster.pools.NAME]`: machines that roles and teachers are cut from."""
+    """`[cluster.pools.NAME]`: machines on which roles and teachers are placed."""
 
     nodes: Annotated[int, Field(ge=1)] = 1
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
@@ -122,21 +129,22 @@ class PoolConfig(Section):
 
 
 class RestartsConfig(Section):
-    """`[cluster.restarts]`: what is started again by itself when it is lost, and how often; by role."""
+    """`[cluster.restarts]`: how often a lost process is restarted, by role."""
 
     student: Annotated[int, Field(ge=0)] = 1
-    """A rank of the student, or the critic's process (`critic.process`): the run goes back to its last checkpoint, in the same process,
-    on the machines there are. Counted anew after each checkpoint; 0 ends the run with the lost one's own words."""
+    """A rank of the student, or the critic's process (`critic.process`): the run goes back to its last
+    checkpoint, in the same process, on the machines that are left. Counted anew after each checkpoint; 0
+    ends the run with the lost process's last output."""
     rollout: Annotated[int, Field(ge=0)] = 5
-    """An engine process (`rollout.processes`): so often in a row without having served for a minute, with a growing wait between;
-    then it is given up, and the run ends with its last words when none is left. A vLLM server that the run started, in the same
-    way: so often in a row without having answered a request."""
+    """An engine process (`rollout.processes`): restarts in a row without having served for a minute, with a
+    growing wait between; then it is given up, and the run ends with its last output when none is left. A
+    vLLM server that the run started, in the same way: restarts in a row without having answered a request."""
     workers: Annotated[int, Field(ge=0)] = 10
-    """An agent-loop worker (`rollout.workers`): so often in a row without having finished a session; then it is given up, and the run
-    ends with the reason when none is left."""
+    """An agent-loop worker (`rollout.workers`): restarts in a row without having finished a session; then it
+    is given up, and the run ends with the reason when none is left."""
     teacher: Annotated[int, Field(ge=0)] = 20
-    """A replica of a teacher, counted and given up in the same way. Rows wait meanwhile, so it is tried for longer: 20 are eight
-    minutes of waiting besides the starts themselves."""
+    """A replica of a teacher, counted and given up in the same way. Rows wait meanwhile, so it is retried
+    for longer: 20 restarts are eight minutes of waiting besides the starts themselves."""
 
 
 class ClusterConfig(Section):
@@ -145,14 +153,15 @@ class ClusterConfig(Section):
     address: str | None = None
     """`ray`: HOST:PORT of the cluster, or `auto` on one of its machines; not set: a Ray of the run's own on this machine."""
     ray_auth: Literal["token", "off"] = "token"
-    """`off` uses a cluster that was started without authentication: whoever reaches it may run anything on it."""
+    """`off` uses a cluster that was started without authentication: anyone who can connect to it can run
+    anything on it."""
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 180.0
-    """How long a child process may take until it is ready."""
+    """How long a child process may take to become ready."""
     pools: dict[str, PoolConfig] = Field(default={})
     """Named slices of the machines; a teacher names its own with `pool`, other roles by `cluster.roles`."""
     roles: dict[Literal["student", "rollout", "workers", "critic"], str] = Field(default={})
-    """Role → pool. A role that is not named is seated by the backend; a critic without a pool or a process of its own (`critic.process`)
-    and a reference sit with the student's leading rank."""
+    """Role → pool. A role without a pool is placed by the backend; a critic without a pool or a process of
+    its own (`critic.process`) and a reference run with the student's leading rank."""
     restarts: RestartsConfig = RestartsConfig()
 
 
@@ -161,9 +170,10 @@ class RunConfig(Section):
     """This run's folder; when not set, a fresh one is made under `runs/`."""
     name: str = "run"
     note: str | None = None
-    """A sentence for readers of the report and of the terminal, for example how to read the answers."""
+    """A sentence shown in the report and the terminal, for example how to read the answers."""
     loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=[])
-    """Who is told the metrics besides the console and metrics.jsonl; each is an extra (`pip install understudy[wandb]`)."""
+    """Metric loggers besides the console and metrics.jsonl; each is an extra (`pip install
+    understudy[wandb]`)."""
     seed: Annotated[int, Field(ge=0)] = 0
     determinism: Literal["full", "fast"] | None = None
     """`full` composes every batch by key, so that a run repeats to the bit; `fast` batches by arrival. By default `full` on a
@@ -171,7 +181,7 @@ class RunConfig(Section):
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of the trainer; all cores when not set."""
     rollout_dump_every: Annotated[int, Field(ge=0)] = 0
-    """Write the rows of every so many steps as text to `rollouts/STEP.jsonl` in the run directory; 0: never."""
+    """Write the rows of every N-th step as text to `rollouts/STEP.jsonl` in the run directory; 0: never."""
     python_path: list[str] = Field(default=[])
     """Folders in which the modules of `module:object` names (rewards, agent loops, tools) are looked up, after Python's own path;
     relative to the recipe. The recipe's own folder when not set."""

@@ -1,1 +1,1 @@
-"""What one section of a recipe cannot see alone: keys that contradict each other or do nothing."""
+"""Checks across sections of a recipe: keys that contradict each other or have no effect."""

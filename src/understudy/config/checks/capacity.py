@@ -1,7 +1,7 @@
-"""Whether the rows of a window find room in the data plane, and how far ahead the rest may be made.
+"""Whether the rows of a window fit the data plane, and how far ahead producers may run.
 
-A prompt in flight counts as `rollout.n` rows. One whole window must fit, or no update could ever have its rows; what fits beside it
-is how far ahead producers run, whatever `trainer.max_staleness` allows.
+A prompt in flight counts as `rollout.n` rows. One whole window must fit, or no update could ever get its
+rows. The room beyond it is how far ahead producers run, even if `trainer.max_staleness` allows more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def capacity_problems(
 
 
 def capacity_notes(trainer: TrainerConfig, rollout: RolloutConfig, dataplane: DataPlaneConfig) -> list[str]:
-    """What the bound takes from a fully async run; nothing where it takes nothing."""
+    """A note if `dataplane.max_rows` keeps a fully async run below its `trainer.max_staleness`."""
     rows = window_rows(trainer, rollout)
     wanted = int((1 + trainer.max_staleness) * rows + 1e-9)
     if trainer.mode == "sync" or wanted <= dataplane.max_rows:
@@ -42,5 +42,5 @@ def max_prompts(rollout: RolloutConfig, dataplane: DataPlaneConfig) -> int:
 
 
 def window_rows(trainer: TrainerConfig, rollout: RolloutConfig) -> int:
-    """Rows the updates between two publishes take, one per session."""
+    """Rows that the updates between two publishes train on, one per session."""
     return trainer.batch_size * min(trainer.sync_every, trainer.steps) * rollout.n

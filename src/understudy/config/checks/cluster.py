@@ -1,4 +1,4 @@
-"""What `[cluster]` and `[dataplane]` ask of each other."""
+"""Checks `[cluster]` and `[dataplane]` against each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `trainer.mode` asks of the rest of a recipe."""
+"""Checks `trainer.mode` against the rest of a recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ASYNC_KEYS = ("max_staleness", "sync_every", "partial_rollouts", "adapt_admissi
 
 
 def repeats_to_the_bit(trainer: TrainerConfig) -> bool:
-    """Whether the schedule alone leaves nothing to timing: which weights write which row."""
+    """Whether the schedule alone decides which weights write which row, independent of timing."""
     return trainer.mode == "sync" or (trainer.max_staleness == 0 and trainer.sync_every == 1)
 
 

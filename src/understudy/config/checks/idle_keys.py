@@ -1,8 +1,9 @@
-"""Keys that are set and can have no effect: whoever wrote one believes that it does something.
+"""Refuses keys that are set but have no effect, because the user expects one.
 
-A key counts as set when it differs from its default. A run directory holds every key of its recipe, so that somebody wrote
-`beta = 0.5` cannot be told from the default there, and as it changes nothing it harms nobody. Keys are left alone that are only
-redundant, such as a teacher's `hedge_after_seconds` with one replica: others may join the run.
+A key counts as set if it differs from its default. A run directory holds every key of its recipe, so an
+explicit `beta = 0.5` cannot be told from the default there, and it has no effect either way. Keys that are
+only redundant are allowed, such as a teacher's `hedge_after_seconds` with one replica: more replicas may
+join the run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class _Rule:
     keys: tuple[str, ...]
     matters: Callable[[RecipeTables], bool]
     when: str
-    """What a user would have to set for the keys to matter."""
+    """What a user would have to set for the keys to have an effect."""
 
 
 def _policy_gradient(recipe: RecipeTables) -> bool:

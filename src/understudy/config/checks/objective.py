@@ -1,4 +1,4 @@
-"""What `[loss]`, `[rollout]`, `[critic]` and `[reference]` must agree on."""
+"""Checks `[loss]`, `[rollout]`, `[critic]` and `[reference]` against each other."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _roles(recipe: RecipeTables) -> list[str]:
 
 
 def _groups(recipe: RecipeTables) -> list[str]:
-    """A group of one row has no advantage. A loop of the user's own may return several rows for one session."""
+    """A group of one row has no advantage. A user's own agent loop may return several rows for one session."""
     loss, rollout = recipe.loss, recipe.rollout
     own_loops = any(":" in name for name in (rollout.agent, *rollout.agent_options))
     if loss.task_coef == 0 or rollout.n > 1 or loss.advantage not in GROUP_ADVANTAGES or own_loops:

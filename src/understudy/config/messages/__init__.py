@@ -1,1 +1,1 @@
-"""Problems of a recipe in plain words: keys by path, synonyms, explanations."""
+"""Error messages for recipes: keys by path, synonyms, explanations."""

@@ -1,4 +1,4 @@
-"""Findings of a validation in words of our own: what came, what was expected, what to set. Pydantic's wording is never shown."""
+"""Turns pydantic's errors into our own messages: what came, what was expected, what to set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from understudy.config.messages.synonyms import VALUES
 from understudy.config.messages.unknown_keys import unknown_key
 
 _TYPO = 0.6
-"""How alike a value must be to a choice to count as a slip; choices are few and differ."""
+"""How similar a value must be to a choice to count as a typo; choices are few and differ clearly."""
 _SHOWN = 60
 """Characters of a wrong value that are shown."""
 _OF_PYDANTIC = frozenset(typing.get_args(ErrorType)) - {"value_error", "assertion_error"}
@@ -29,7 +29,7 @@ class Finding:
     """The key that is wrong or missing; empty where the finding is about the recipe as a whole."""
     missing: bool
     movable: bool
-    """Whether the rest can be looked at without this key."""
+    """Whether the rest can be checked without this key."""
     lines: tuple[str, ...]
 
 
@@ -58,7 +58,8 @@ def _lines(
     elif error == "missing":
         yield f"`{where}` is missing; set it in the recipe"
     elif error not in _OF_PYDANTIC:
-        # Raised by a check of ours, in our own words. One about the whole recipe names its keys itself.
+        # Raised by one of our own checks, with our own message. One about the whole recipe names its keys
+        # itself.
         message = entry["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         if not place:
             yield from message.split("\n")
@@ -66,7 +67,7 @@ def _lines(
             yield f"`{where}`{'' if isinstance(came, dict | list) else _came(came)}: {message}"
     elif "[key]" in entry["loc"]:
         yield f"unknown key `{where}`; {_key_choices(model, place)}"
-    elif kind is None:  # no annotation leads there: pydantic looked where we cannot
+    elif kind is None:  # pydantic checked something that no annotation of ours describes
         yield f"`{where}`{_came(came)}: not a value of this key"
     else:
         wanted = described(kind, where)
@@ -81,7 +82,7 @@ def _came(value: Any) -> str:
 
 
 def _hint(kind: Kind, where: str, came: Any) -> str:
-    """The value that was meant, where it can be told."""
+    """The value that the user most likely meant, if it can be guessed."""
     if kind.items is not None and not isinstance(came, list | dict):
         item = kind_of(kind.items)
         meant = right_value(where, came, item.choices) if item.choices else came
@@ -116,7 +117,8 @@ def _is_number(text: str) -> bool:
 
 
 def right_value(where: str, came: Any, choices: Sequence[Any]) -> str | None:
-    """The choice a user most likely meant: by what other projects call it, by one of its words, by its spelling."""
+    """The choice a user most likely meant: by its name in other projects, by one of its words, by its
+    spelling."""
     word = str(came).lower()
     for end, synonyms in VALUES.items():
         if (where == end or where.endswith(f".{end}") or where.startswith(f"{end}.")) and word in synonyms:
@@ -134,7 +136,7 @@ def _plain(word: str) -> str:
 
 
 def _key_choices(model: type[BaseModel], place: Sequence[str]) -> str:
-    """The names a mapping with fixed names takes (`cluster.roles`)."""
+    """The allowed names of a mapping with fixed names (`cluster.roles`)."""
     _, kind = walk(model, place[:-1])
     names = (
         next((typing.get_args(arm)[0] for arm in kind.arms if typing.get_args(arm)), None) if kind else None

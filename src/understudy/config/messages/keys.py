@@ -1,4 +1,4 @@
-"""Every key of a recipe by its path, and what a value of it may be in words.
+"""Every key of a recipe by its path, and a description of its allowed values.
 
 Paths hold NAME where a user chooses the name: `teachers.NAME.model`, `cluster.pools.NAME.nodes`.
 """
@@ -26,7 +26,7 @@ class Kind:
 
     @property
     def section(self) -> type[BaseModel] | None:
-        """The config section it is, if it is one."""
+        """The config section, if it is one."""
         arm = self.arms[0]
         return arm if isinstance(arm, type) and issubclass(arm, BaseModel) else None
 
@@ -62,7 +62,8 @@ def kind_of(annotation: Any, metadata: Sequence[Any] = ()) -> Kind:
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key below a section with its path, sections themselves left out; `rollout.agent_options` and its like are keys."""
+    """Every key below a section with its path, without the sections themselves; free-form tables such as
+    `rollout.agent_options` are keys."""
     for name, field in model.model_fields.items():
         kind = kind_of(field)
         inner = kind_of(kind.values) if kind.values is not None else kind
@@ -74,7 +75,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def walk(model: type[BaseModel], place: Sequence[int | str]) -> tuple[list[int | str], Kind | None]:
-    """The place in a recipe that a pydantic location means, and the kind of what belongs there.
+    """The recipe path that a pydantic location means, and the kind of value that belongs there.
 
     Inside a union the location names the arm that was tried ("list[str]"); the walk ends there.
     """

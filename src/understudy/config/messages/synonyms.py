@@ -1,8 +1,9 @@
-"""What users of verl, TRL, HF Trainer, prime-rl, ms-swift and OpenRLHF call our keys and values.
+"""Names of our keys and values in verl, TRL, HF Trainer, prime-rl, ms-swift and OpenRLHF.
 
-`KEYS` maps a name as those users write it to our key, or to a sentence that explains the difference. A name matches the end of
-what was written: `optim.lr` answers `actor_rollout_ref.actor.optim.lr`, and `lr` answers any other `…lr`. The longest match wins.
-`*` stands for one part of a path. In sentences keys stand in backquotes; a test checks that every one of them exists.
+`KEYS` maps a name that those users write to our key, or to a sentence that explains the difference. A name
+matches the end of a key's path: `optim.lr` matches `actor_rollout_ref.actor.optim.lr`, and `lr` matches any
+other `…lr`. The longest match wins. `*` stands for one part of a path. In sentences, keys are in backquotes;
+a test checks that every one of them exists.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _GPUS = "`trainer.ranks` are the processes (GPUs) that train the student; pools 
 _OVERLONG = "`data.overlong` = 'drop' leaves out prompts longer than `data.max_prompt_tokens` or the context, 'truncate_left' cuts them"
 
 _CALLED: dict[str, str] = {
-    # How long, how much: HF Trainer, TRL, ms-swift, prime-rl, OpenRLHF, verl.
+    # Length and batch sizes: HF Trainer, TRL, ms-swift, prime-rl, OpenRLHF, verl.
     "trainer.learning_rate": "lr actor_learning_rate",
     "critic.learning_rate": "critic.lr critic.optim.lr critic_learning_rate",
     "trainer.steps": "max_steps train_steps num_steps total_steps total_training_steps num_training_steps",
@@ -235,7 +236,7 @@ FAMILIES: dict[str, str] = {
     "teacher": _ONE_TABLE,
     "lora": _ADAPTERS,
 }
-"""First part of a path → what to say of keys under it that `KEYS` does not know."""
+"""First part of a path → the message for keys under it that `KEYS` does not have."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 VALUES: dict[str, dict[str, str]] = {

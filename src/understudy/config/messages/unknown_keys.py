@@ -1,7 +1,8 @@
-"""What to say of a key that does not exist: what it is called here, or where the keys are listed.
+"""The message for an unknown key: its name here, or where the keys are listed.
 
-In this order: what users of other projects mean by it, the same key in another section, a slip of spelling, keys here that share a
-word with it. A key is offered by its spelling only where it is nearly the same word: `save_every` is not `sync_every`.
+Tried in this order: its name in other projects, the same key in another section, a typo, keys of this
+section that share a word with it. A key is offered by its spelling only if it is nearly the same word:
+`save_every` is not `sync_every`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from understudy.config.messages.keys import NAME, fields, walk
 from understudy.config.messages.synonyms import FAMILIES, KEYS
 
 _TYPO = 0.8
-"""How alike two keys must be to count as one with a slip: `stpes` and `steps` are, `max_steps` and `max_staleness` are not."""
+"""How similar two keys must be to count as a typo: `stpes` and `steps` are, `max_steps` and `max_staleness`
+are not."""
 _OFFERED = 4
 _SAY_LITTLE = {"max", "min", "size", "every", "steps", "use", "num", "seconds", "token", "tokens", "length"}
-"""Words that many keys have and that make two keys not alike."""
+"""Words that many keys contain and that do not make two keys similar."""
 
 
 def unknown_key(model: type[BaseModel], place: Sequence[str], value: Any) -> list[str]:
-    """A line for the key; for a table that no section has, a line for each key in it that something can be said of."""
+    """A line for the key; for an unknown table, a line for each key in it that has a known counterpart."""
     if not isinstance(value, Mapping) or not value or _typo(model, place):
         return [f"unknown key `{'.'.join(place)}`; {_answer(model, place) or _listed(place)}"]
     answered, others = [], 0
@@ -55,7 +57,9 @@ def _answer(model: type[BaseModel], place: Sequence[str]) -> str | None:
         if start and ending in paths:
             return f"it is `{ending}` here"
     elsewhere = [name for name in paths if name.rpartition(".")[2] == path[-1]]
-    elsewhere.sort(key=lambda name: name.startswith(("critic.", "reference.")))  # what few recipes have
+    elsewhere.sort(
+        key=lambda name: name.startswith(("critic.", "reference."))
+    )  # sections that few recipes have come last
     if elsewhere and len(path) > 1 and path[0] == "teachers":
         elsewhere = [name for name in elsewhere if not name.startswith(f"teachers.{NAME}.")] or elsewhere
     if elsewhere:
@@ -78,7 +82,7 @@ def _typo(model: type[BaseModel], place: Sequence[str]) -> str | None:
 
 
 def _known(model: type[BaseModel], place: Sequence[str]) -> Iterator[str]:
-    """The keys of the section that a key stands in; none where no such section is."""
+    """The keys of the section that holds this key; none if there is no such section."""
     _, kind = walk(model, place[:-1])
     if kind is not None and kind.section is not None:
         yield from kind.section.model_fields
@@ -91,7 +95,7 @@ def _matches(name: str, ending: str) -> bool:
 
 
 def _worded(told: str, place: Sequence[str]) -> str:
-    """A bare key becomes a sentence; NAME becomes the teacher's own name where the user wrote one."""
+    """Turns a bare key into a sentence; NAME becomes the teacher's own name if the user wrote one."""
     sentence = told if " " in told else f"it is `{told}` here"
     if len(place) > 2 and place[0] == "teachers":
         sentence = sentence.replace(f"teachers.{NAME}", f"teachers.{place[1]}")
