@@ -1,4 +1,4 @@
-"""Agent loops as a recipe asks for them: in this process, in worker processes, or in workers on other machines."""
+"""Starts a recipe's agent loops: in this process, in local workers, or in remote workers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from understudy.rollout.workers.pool import LoopWorkers, Tickets
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Workers that keep what they make: the module they are, where they may keep it, and what they need to know."""
+    """What workers need that write their rows themselves."""
 
     module: str
+    """The module of the worker process."""
     tickets: Tickets
+    """The data plane's permissions to write."""
     extra: bytes
+    """Encoded settings for the worker."""
 
 
 async def open_loops(
@@ -34,8 +37,10 @@ async def open_loops(
     keeping: Keeping | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Loops:
-    """Ready to run, and closed by `stack`. Workers read the tokenizer from `tokenizer_folder`, in the run directory, so that all
-    use the very one this run uses. With `keeping` they can keep what they make. `notify` is told when one is started again."""
+    """Agent loops that are ready to run; `stack` closes them.
+
+    Workers read the tokenizer from `tokenizer_folder` in the run directory, so that all use the run's. With
+    `keeping` they write their rows themselves. `notify` gets a message when a worker is restarted."""
     rollout = recipe.rollout
     if rollout.workers == 0:
         here = LoopChoice(rollout.agent, rollout.agent_options)
@@ -64,7 +69,8 @@ async def open_loops(
 
 
 async def _lines(processes: LocalProcesses, stack: AsyncExitStack, module: str = WORKER_MODULE) -> OpenLine:
-    """Workers are started here, or wherever the launcher has a place for them (`cluster.roles.workers`)."""
+    """How workers are started and reached: on this machine, or where the launcher places them
+    (`cluster.roles.workers`)."""
     if not processes.is_elsewhere(_name(0)):
         return PipeLine.open
     token = secrets.token_urlsafe(24)

@@ -1,4 +1,4 @@
-"""Which processes and which data plane a recipe asks for; those that need an extra are imported only then."""
+"""Chooses the process launcher and the data plane of a recipe. Optional extras are imported on use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EMBEDDED_SPILL_BYTES = 1 << 20
 
 
 def processes_of(recipe: Recipe, run: RunDir) -> LocalProcesses:
-    """Whoever starts this run's processes; nothing is started or connected to yet."""
+    """The launcher of this run's processes. It has not started or connected to anything yet."""
     cluster = recipe.cluster
     if cluster.backend == "local":
         return LocalProcesses(run.logs, cluster.start_timeout_seconds)
@@ -38,19 +38,20 @@ def processes_of(recipe: Recipe, run: RunDir) -> LocalProcesses:
 
 
 def lasting(recipe: Recipe) -> AbstractContextManager[None]:
-    """What outlives one attempt of a run and serves the next: a Ray of the run's own, which may be started once only."""
+    """A context for what outlives one attempt of a run: a Ray cluster of the run's own, which can be started
+    only once."""
     if recipe.cluster.backend != "ray" or recipe.cluster.address is not None:
         return nullcontext()
     _require(recipe)
     ray_module: Any = importlib.import_module("understudy.cluster.ray_cluster")
-    if ray_module.is_connected():  # somebody else's, which we leave as it is
+    if ray_module.is_connected():  # the caller's own connection, which stays as it is
         return nullcontext()
     held: AbstractContextManager[None] = ray_module.held_ray()
     return held
 
 
 async def open_plane(recipe: Recipe, run: RunDir, deterministic: bool, stack: AsyncExitStack) -> DataPlane:
-    """The run's rows; closed by `stack`, the queue they travel by after them."""
+    """The run's data plane. `stack` closes it, and after it the queue."""
     settings = recipe.dataplane
     retain = Retain.UNTIL_ACK if deterministic else Retain.UNTIL_SETTLED
     plane: DataPlane
@@ -86,8 +87,10 @@ async def open_plane(recipe: Recipe, run: RunDir, deterministic: bool, stack: As
 
 
 def _cpus_of_our_own(recipe: Recipe) -> int:
-    """What a Ray of the run's own calls this machine's CPUs: nobody else is on it, so it has as many as are asked for,
-    as local processes would."""
+    """The CPU count that the run's own Ray cluster declares for this machine.
+
+    Only this run uses it, so it declares as many as the recipe asks for: as with local processes, a high
+    count is not refused."""
     teachers = sum(
         teacher.replicas * teacher.tensor_parallel * max(teacher.threads, 1)
         for teacher in recipe.teachers.values()

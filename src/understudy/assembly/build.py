@@ -1,4 +1,4 @@
-"""The one place where a recipe becomes a running system. Everyone else gets plain arguments."""
+"""Builds a running `System` from a recipe. Other modules get plain arguments instead of the recipe."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ from understudy.weights.publish import WeightPublisher
 async def build(
     recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView, data: PromptData | None = None
 ) -> AsyncIterator[System]:
-    """Start everything a run needs; whatever happens, everything started is stopped again. `data` are the rows, where they were read
-    before."""
+    """Start everything a run needs. All of it is stopped again at the end, also after an error.
+
+    `data`: the prompts, if they were read already."""
     async with AsyncExitStack() as stack:
         look_in(recipe.run.python_path)
         deterministic = is_deterministic(recipe)
@@ -200,7 +201,7 @@ async def build(
 async def _critic(
     recipe: Recipe, run: RunDir, coming: ComingCritic | None, view: LiveView
 ) -> ValueModel | None:
-    """Where its process is coming, that one; else in this process, if the recipe has one at all."""
+    """The critic in its own process (`coming`), or in this process; None if the recipe has none."""
     on_bad_rows = partial(keep_refused, run, "critic")
     if coming is not None:
         return await coming.arrived(on_bad_rows, view)
@@ -218,7 +219,7 @@ async def _loops(
     engine: Engine,
     notify: Callable[[str], None],
 ) -> tuple[Loops, RowWorkers | None]:
-    """Agent loops; and the same workers once more, where they write rows themselves."""
+    """The agent loops, and the same workers as `RowWorkers` if they write rows themselves."""
     keeping = None
     if far_scoring is not None:
         keeping = Keeping(ROW_WORKER, plane.lent, settings_of(recipe, run, plane, PARTITION))
@@ -240,8 +241,10 @@ async def _policy_and_engine(
     stack: AsyncExitStack,
     view: LiveView,
 ) -> tuple[Policy | LeadingPolicy, Engine, WeightPublisher]:
-    """In sync mode on one rank engine and policy share their tensors. Sharded ones are gathered into the engine's own whole
-    model, adapters merged into it; and where rollouts go on while the optimizer writes, the engine needs its own as well."""
+    """In sync mode on one rank, engine and policy share their tensors.
+
+    The engine has its own copy if the policy is sharded (shards are gathered into it), has adapters (merged
+    into it), or trains while rollouts continue."""
     settings, on_bad_rows = policy_settings(recipe, usable), partial(keep_refused, run, "student")
     shared = recipe.trainer.ranks == 1 and recipe.trainer.mode == "sync" and recipe.student.lora is None
     engine = await open_engine(
@@ -282,7 +285,8 @@ def _student_facts(
 
 
 def _checkpoints(recipe: Recipe, run: RunDir) -> CheckpointStore:
-    """The run's own store; what a crash left half-written is cleared first (the run's lock is held)."""
+    """The run's checkpoint store. It first removes half-written checkpoints of a crash, which is safe under
+    the run's lock."""
     store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
     store.recover()
     return store
@@ -360,7 +364,8 @@ def policy_settings(recipe: Recipe, usable: UsableIds | None = None) -> PolicySe
 
 
 def lora_settings(recipe: Recipe) -> LoraSettings | None:
-    """Adapters start from the run's seed, so that every rank and every resume starts from the same."""
+    """Adapters are initialised from the run's seed, so every rank and every resume starts from the same
+    values."""
     lora = recipe.student.lora
     if lora is None:
         return None
@@ -368,8 +373,10 @@ def lora_settings(recipe: Recipe) -> LoraSettings | None:
 
 
 def steady_torch(recipe: Recipe, share_of: int = 1) -> None:
-    """Sums depend on how they are split over threads, so the thread count is part of a deterministic run. A follower takes
-    a share of the threads: it computes only when all ranks do."""
+    """Sets torch's thread count, seed and determinism.
+
+    Sums depend on how they are split over threads, so a deterministic run fixes the thread count. A rank gets
+    one `share_of`-th of the threads, because all ranks compute at the same time."""
     if (threads := torch_threads(recipe)) is not None:
         torch.set_num_threads(max(threads // share_of, 1))
     torch.manual_seed(recipe.run.seed)

@@ -1,9 +1,10 @@
-"""How `run.threads` are used: within an operation, or by whole micro-batches side by side.
+"""How a CPU run uses `run.threads`: within an operation, or for several micro-batches in parallel.
 
-The operations of a small student are over before a second thread has woken up, and wherever something else has a core (a
-teacher's process, say) they wait for each other. So such a student trains its micro-batches side by side, each with one thread,
-and everything else of the trainer's process computes with one. What is decided here follows from the recipe and the student's
-folder alone, so that a resume elsewhere repeats it to the bit.
+The operations of a small student end before a second thread has woken up. If another process, such as a
+teacher, uses a core, the threads of an operation wait for each other. So a small student trains several
+micro-batches in parallel, each on one thread ("lanes"), and all other operations of the trainer's process use
+one thread. The decision depends only on the recipe and the student's folder, so a resume on another machine
+repeats it to the bit.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from understudy.planning.models.folder import ModelFolder
 from understudy.trainers.models import resolve_device
 
 NEW_OBJECTS = 50_000
-"""Made more than freed before the newest are looked through: some ten megabytes."""
+"""The gc threshold of the youngest generation: objects allocated minus freed, about ten megabytes."""
 
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Leaves a collector alone that is switched off, or has been told to wait longer still."""
+    """Raises the gc threshold while a CPU run trains. A disabled collector or a higher threshold is left as
+    it is."""
     before = gc.get_threshold()
     if 0 < before[0] < NEW_OBJECTS:
         gc.set_threshold(NEW_OBJECTS, *before[1:])
@@ -36,15 +38,16 @@ def collecting_seldom() -> Iterator[None]:
 
 
 SMALL = 1 << 22
-"""Parameters. Every lane holds a gradient of its own, and larger students have larger products."""
+"""The most parameters of a student that trains in lanes. Every lane holds its own gradient, and the products
+of larger students are large enough for several threads."""
 KNOWN = {"llama", "qwen2", "qwen3"}
-"""Model types whose layers keep nothing from one call to the next, so that threads may share them."""
+"""Model types whose layers keep no state between calls, so that threads may share them."""
 STEADY = {"default", "linear", "llama3", "yarn"}
-"""Rotary kinds of which that is true."""
+"""Rotary kinds that keep no state between calls."""
 
 
 def lanes_of(recipe: Recipe) -> int:
-    """Micro-batches the student is trained on at a time; 1: an operation has all threads."""
+    """How many micro-batches train in parallel. 1: an operation uses all threads."""
     threads, student = recipe.run.threads or 1, recipe.student
     critic = recipe.critic.model if recipe.critic is not None else None
     if threads == 1 or recipe.trainer.ranks > 1 or student.compile or critic is not None:
@@ -55,18 +58,18 @@ def lanes_of(recipe: Recipe) -> int:
 
 
 def torch_threads(recipe: Recipe) -> int | None:
-    """Threads of one operation; None leaves torch's choice."""
+    """Threads of one operation. None: torch's default."""
     return 1 if lanes_of(recipe) > 1 else recipe.run.threads
 
 
 @contextmanager
 def products_of_lanes(recipe: Recipe) -> Iterator[None]:
-    """Where micro-batches go side by side, products stay with torch's own library.
+    """Disables oneDNN for students that train in lanes.
 
-    On ARM torch hands a product with a transposed weight to oneDNN. That takes a third of a millisecond more a call, and the
-    threads of OMP_NUM_THREADS whatever torch was told: those of two lanes and of a teacher wait for each other then. Without
-    a bias the numbers are the same to the bit; with one they are not, so such students keep it. So does half precision, which
-    it alone is fast at.
+    On ARM torch passes a product with a transposed weight to oneDNN. Each call then takes a third of a
+    millisecond more and uses OMP_NUM_THREADS threads, whatever torch's setting, so the threads of two lanes
+    and of a teacher wait for each other. Without a bias the results are bit-identical. With a bias they are
+    not, so such students keep oneDNN. So do students in half precision, which is fast only with oneDNN.
     """
     before, student = torch.backends.mkldnn.enabled, recipe.student
     if lanes_of(recipe) > 1 and student.dtype == "float32" and not _has_biases(Path(student.model)):
@@ -90,7 +93,8 @@ def _is_small(folder: Path) -> bool:
 
 
 def _has_biases(folder: Path) -> bool:
-    """Of a model that is known here: Qwen2 always has some, the others where they say so."""
+    """Whether a model of a `KNOWN` type has biases: Qwen2 always does, the other types if their config says
+    so."""
     config = ModelFolder(folder).config
     said = any(config.get(name) for name in ("attention_bias", "mlp_bias"))
     return said or config.get("model_type") == "qwen2"

@@ -1,8 +1,6 @@
-"""The critic of a run: values before a step, its own updates beside the student's, its place in a checkpoint.
+"""Loads the critic and the reference model of a recipe, and starts a critic in its own process.
 
-ValueModel  what a step asks of a critic, wherever it is
-├── Critic     whole in the trainer's process, with the leading rank where there are several
-└── FarCritic  the same `Critic` in a process of its own, here or on another machine (`remote.py`)
+The critic's classes are in `trainers/critic/`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,8 @@ MODULE = "understudy.assembly.processes.critic"
 
 
 class ComingCritic:
-    """A critic's process that is starting, while the run starts everything else."""
+    """A critic's process that starts while the run starts its other parts. Created and awaited on the event
+    loop."""
 
     def __init__(
         self,
@@ -69,7 +68,9 @@ class ComingCritic:
         stack.push_async_callback(self._end)
 
     async def arrived(self, on_bad_rows: BadRows, view: LiveView) -> FarCritic:
-        """Once it is ready. The task that calls this is cancelled when the critic is lost later on, and the stack raises how."""
+        """The client of the critic, once its process is ready.
+
+        If the critic is lost later, the calling task is cancelled and the stack raises the reason."""
         with view.work("waiting for the critic's process"):
             child = await self._starting
         elsewhere = self._processes.is_elsewhere(CRITIC)
@@ -83,7 +84,7 @@ class ComingCritic:
 
         def leave() -> None:
             watch.send_home()
-            channel.give_up("the run ends")  # whoever still waits for an answer gets none
+            channel.give_up("the run ends")  # fails calls that still wait for an answer
 
         self._stack.callback(leave)
         return FarCritic(channel, watch, self._recipe.critic or CriticConfig(), on_bad_rows, traffic)
@@ -95,7 +96,9 @@ class ComingCritic:
 
 
 def _device_without_seat(recipe: Recipe, seating: Seating) -> str:
-    """In a pool of CPUs there is no GPU for it, whatever the machine has; elsewhere Ray says what it sits on."""
+    """The device of a critic without assigned GPUs: the CPU in a CPU pool, otherwise the recipe's choice.
+
+    A CPU pool reserves no GPU for it, even if the machine has some."""
     claim = seating.claims.get(CRITIC)
     if claim is not None and claim.kind is DeviceKind.CPU:
         return "cpu"
@@ -103,7 +106,8 @@ def _device_without_seat(recipe: Recipe, seating: Seating) -> str:
 
 
 def critic_of(recipe: Recipe, on_bad_rows: BadRows | None, device: str | None = None) -> Critic | None:
-    """The critic this recipe asks for, loaded, on the student's device unless told; None where its advantages need none."""
+    """The recipe's critic, loaded on `device` or the student's device. None if the advantage needs no
+    critic."""
     if recipe.loss.advantage != "gae":
         return None
     config, trainer = recipe.critic or CriticConfig(), recipe.trainer
@@ -130,7 +134,7 @@ def critic_of(recipe: Recipe, on_bad_rows: BadRows | None, device: str | None = 
 
 
 def reference_of(recipe: Recipe, usable: UsableIds | None = None) -> FrozenModel | None:
-    """The frozen model a recipe with `kl_coef` keeps its student near."""
+    """The frozen reference model of a recipe with `loss.kl_coef`."""
     if recipe.loss.kl_coef == 0:
         return None
     student, config = recipe.student, recipe.reference

@@ -1,4 +1,4 @@
-"""Engine processes put on their feet: processes from `cluster`, the client from `engines`. Only here do the two meet."""
+"""Starts engine processes: connects the launcher of `cluster` with the client of `engines`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ HOST_MODULE = "understudy.engines.hosted.process"
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """What every engine process is started with."""
+    """The settings of every engine process."""
 
     model: str
-    """The student's folder; weights published later replace what is in it."""
+    """The student's folder. Published weights replace those loaded from it."""
     dtype: str
     device: str
     threads: int
@@ -38,18 +38,19 @@ class HostSettings:
     max_length: int
     pad_id: int
     batching: Batching
-    """Composed: a batch goes whole to one process, and every bit equals the in-process engine's with as many threads.
-    Continuous: requests are merged as they arrive and spread by outstanding tokens."""
+    """Composed: a batch goes to one process as a whole, and results equal those of the in-process engine with
+    as many threads, to the bit. Continuous: requests are merged as they arrive and spread by outstanding
+    tokens."""
     deterministic: bool
     kept_as: KeptAs = KeptAs.MODEL
-    """How keys and values are kept."""
+    """The storage format of keys and values."""
     trust_remote_code: bool = False
     revision: str | None = None
     attention: str = AUTO
-    """Which of transformers' implementations, as in training."""
+    """The attention implementation of transformers, as in training."""
     address: str = "127.0.0.1"
-    """Where it listens on this machine: at an address that others reach where workers elsewhere bring it tokens. On another machine it
-    listens at that one's own."""
+    """Where a process on this machine listens: an address that other machines reach, if remote workers send
+    it tokens. A process on another machine listens at that machine's address."""
 
     def arguments(self, weights: str) -> list[str]:
         words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
@@ -64,7 +65,8 @@ class HostSettings:
 
 
 class Hosts:
-    """Starts and restarts engine processes, here or wherever the launcher has a place (an `engines.hosted.HostKeeper`)."""
+    """Starts and restarts engine processes, on this machine or where the launcher places them (an
+    `engines.hosted.HostKeeper`)."""
 
     def __init__(
         self, launcher: HostLauncher, arguments: Sequence[str], env: Sequence[Mapping[str, str]]
@@ -95,7 +97,7 @@ class Hosts:
 
 
 def process_name(host: str) -> str:
-    """replica-0 of the rollout engine is the process rollout-0, with its log under that name."""
+    """The process name of an engine replica, also used for its log: replica-0 is rollout-0."""
     return f"rollout-{host.rpartition('-')[2]}"
 
 
@@ -108,9 +110,11 @@ async def start_hosts(
     restarts: Restarts | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> HostedEngine:
-    """One engine process per entry of `env` (its environment), all started at once, and the engine that speaks to them.
+    """Starts one engine process per entry of `env` (its environment), all at once. Returns the engine that
+    uses them.
 
-    `weight_bytes` is what one set of weights takes: weights are published through shared memory where two of them fit.
+    `weight_bytes`: the size of one set of weights. Weights are published through shared memory if two sets
+    fit.
     """
     snapshots = await asyncio.to_thread(Snapshots, weight_bytes)
     threads = {"OMP_NUM_THREADS": str(settings.threads)}
@@ -141,7 +145,7 @@ async def hosts_of(
     deterministic: bool,
     notify: Callable[[str], None] | None = None,
 ) -> HostedEngine:
-    """The engine processes a recipe asks for (`rollout.processes`), on the student's device unless `rollout.devices` says else."""
+    """The recipe's engine processes (`rollout.processes`), on `rollout.devices` or the student's device."""
     rollout = recipe.rollout
     beside = not launcher.is_elsewhere(process_name("replica-0"))
     settings = HostSettings(

@@ -1,16 +1,17 @@
-"""The student's engine as a recipe asks for it, and how new weights reach it.
+"""Opens the student's engine for a recipe, and chooses how new weights reach it.
 
-    engine    who generates                        new weights
-    hf        this process                         none to move: engine and policy share their tensors
-    hf        `processes` of its own               a snapshot in memory that each process copies in between two tokens
-    hf        `processes` on other machines        the same, broadcast to all of them (`cluster.roles.rollout`)
-    vllm      servers we start, watch, restart     a snapshot in memory that each server loads in place
-    vllm      the same on other machines           broadcast into a snapshot there, which each server loads
-    vllm      running servers at `urls`            the same, through `rollout.snapshots`
-    sglang    running servers at `urls`            the same, by SGLang's own route
-    openai    running servers at `urls`            cannot: `live_weights = false`
+| engine | runs in                     | new weights                                                   |
+|--------|-----------------------------|---------------------------------------------------------------|
+| hf     | this process                | not moved: engine and policy share tensors (sync, one rank)   |
+| hf     | engine processes            | snapshot in memory; each process copies it between two tokens |
+| hf     | the same, on other machines | the same, broadcast to all (`cluster.roles.rollout`)          |
+| vllm   | servers that the run starts | snapshot in memory; each server loads it in place             |
+| vllm   | the same, on other machines | broadcast into a snapshot there, which each server loads      |
+| vllm   | running servers at `urls`   | snapshot in `rollout.snapshots`, which each server loads      |
+| sglang | running servers at `urls`   | the same, by SGLang's own route                               |
+| openai | running servers at `urls`   | not possible: `live_weights = false`                          |
 
-Only here do the recipe, the process launcher and the engines meet.
+This is the only module that uses the recipe, the process launcher and the engines together.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from understudy.weights.publish import (
 )
 
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""vLLM on a CPU would take 4 GiB and bind itself to cores that the trainer uses."""
+"""By default vLLM on a CPU takes 4 GiB and binds itself to cores that the trainer uses."""
 
 
 class Notes(Protocol):
-    """Where a wait is explained to the user."""
+    """Shows the user what the run waits for."""
 
     def phase(self, text: str) -> None: ...
 
@@ -66,7 +67,7 @@ class TrainedPolicy(WeightSource, AdapterSource, Protocol):
 
 
 def context_of(recipe: Recipe, student: LoadedModel) -> int:
-    """The longest sequence of a rollout."""
+    """The maximum length of a rollout's sequence. `ConfigError` if the student cannot hold it."""
     wanted = recipe.rollout.context_length
     if wanted is not None and wanted > student.context:
         raise ConfigError(
@@ -106,7 +107,8 @@ async def open_engine(
     shared: bool,
     deterministic: bool,
 ) -> Engine:
-    """`shared`: nobody generates while the optimizer writes, so an engine in this process may use the trained tensors."""
+    """`shared`: no generation runs while the optimizer writes, so an engine in this process may use the
+    trained tensors."""
     if recipe.rollout.engine != "hf":
         return await _remote(recipe, student, launcher, notes, shared, seeded=deterministic)
     if recipe.rollout.processes:
@@ -122,7 +124,7 @@ async def open_engine(
 
 
 def publisher_of(recipe: Recipe, policy: TrainedPolicy, engine: Engine, *, shared: bool) -> WeightPublisher:
-    """How the policy's weights reach this engine; `shared` as in `open_engine`."""
+    """The publisher of the policy's weights to this engine. `shared` as in `open_engine`."""
     if isinstance(engine, HFEngine):
         return SharedWeights(policy.model, engine) if shared else CopiedWeights(policy, engine)
     if not recipe.rollout.live_weights:
@@ -135,8 +137,10 @@ def publisher_of(recipe: Recipe, policy: TrainedPolicy, engine: Engine, *, share
 async def _remote(
     recipe: Recipe, student: LoadedModel, launcher: HostLauncher, notes: Notes, at_rest: bool, seeded: bool
 ) -> RemoteEngine:
-    """Over servers: ours, started here, or running ones. `at_rest`: nobody trains while they generate, so a server on our own
-    GPU may read the trained tensors at any time it comes back."""
+    """An engine over servers: started by the run, or running already.
+
+    `at_rest`: the trainer does not train while they generate, so a restarted server on the trainer's GPU may
+    read the trained tensors at any time."""
     rollout = recipe.rollout
     snapshots = Path(rollout.snapshots) if rollout.snapshots else None
     if snapshots is not None:
@@ -193,7 +197,8 @@ def vllm_settings(recipe: Recipe, student: LoadedModel, address: str | None = No
 
 
 class FixedWeights:
-    """For servers that keep what they serve: tokens carry version 0 for ever, and the run is off-policy by choice."""
+    """Publishes nothing, for servers whose weights stay fixed. All tokens have version 0: the run is
+    off-policy by choice."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What the prompts of a run ask of its teachers."""
+"""Facts about a run's prompts that its teachers must fit: the longest one, and the mixtures they name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from understudy.rollout.dataset import Dataset
 from understudy.rollout.render import Renderer
 
 _AT_A_TIME = 256
-"""Prompts rendered in one go, which is half the work."""
+"""Prompts rendered in one batch, which halves the work."""
 
 
 class LongestPrompt:
-    """Measured when the first teacher asks, once for all of them; not on the event loop, which has teachers to start."""
+    """The length of the longest prompt. Measured once, on the first call, in a thread: the event loop starts
+    teachers meanwhile."""
 
     def __init__(self, renderer: Renderer, dataset: Dataset) -> None:
         self._renderer, self._dataset = renderer, dataset
@@ -29,7 +30,7 @@ class LongestPrompt:
 
 
 def longest_prompt(renderer: Renderer, dataset: Dataset) -> int:
-    """Tokens of the longest prompt among those the renderer has room for; longer ones never reach a teacher."""
+    """Tokens of the longest prompt that the renderer accepts. Longer ones never reach a teacher."""
     longest = 0
     for start in range(0, len(dataset), _AT_A_TIME):
         ordinals = range(start, min(start + _AT_A_TIME, len(dataset)))
@@ -44,7 +45,7 @@ def longest_prompt(renderer: Renderer, dataset: Dataset) -> int:
 
 
 def mixed_teachers(dataset: Dataset, column: str) -> set[str]:
-    """Every teacher that some row names in a mixture."""
+    """All teachers that rows name in mixtures."""
     named: set[str] = set()
     for row in dataset.rows:
         weights = row.get(column)

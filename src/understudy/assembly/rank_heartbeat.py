@@ -1,9 +1,10 @@
-"""A rank that lives and does nothing: stopped by somebody, or on a machine that stands still.
+"""Heartbeats of ranks: detects a rank whose process is alive but stopped, or whose machine stands still.
 
-    rank ──a new mark every 2 s──> the meeting folder ──> the trainer: the same mark for 60 s ──> the rank is lost
+    rank ──a new mark every 2 s──> file in the meeting folder ──> trainer: the same mark for 60 s = rank lost
 
-Its group would wait for it for ever, and nothing that ends a process would be seen. Marks are compared, not times: the clocks of
-machines differ. Only time in which the trainer itself looked is counted, so one that was stopped with all its ranks goes on with them.
+Without heartbeats the group would wait for such a rank for ever, because its process does not end. Marks are
+compared and not times, because the clocks of machines differ. Only time in which the trainer itself looked is
+counted, so a trainer that was stopped together with its ranks continues with them.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from pathlib import Path
 
 _BEAT_S = 2.0
 _LONGEST_LOOK_S = 2 * _BEAT_S
-"""What one look may add to a silence."""
+"""The most that one look may add to a rank's silence."""
 SILENCE_S = 60.0
 
 
 def beat(meeting: Path, rank: int) -> None:
-    """Leaves marks from now on, on a thread of its own, until the process ends."""
+    """Starts the heartbeat thread of a rank. It writes marks until the process ends."""
 
     def leave_marks() -> None:
         count = 0
         while True:
             count += 1
-            with suppress(OSError):  # a full disk is told by others
+            with suppress(OSError):  # a full disk is reported by other code
                 _mark_file(meeting, rank).write_text(f"{os.getpid()} {count}")
             time.sleep(_BEAT_S)
 
@@ -35,7 +36,7 @@ def beat(meeting: Path, rank: int) -> None:
 
 
 class Pulse:
-    """The marks of all ranks, as the trainer sees them."""
+    """The last mark of every rank and how long it has been the same. Used by the trainer's process."""
 
     def __init__(self, meeting: Path, silence_s: float = SILENCE_S) -> None:
         self._meeting, self.silence_s = meeting, silence_s
@@ -44,7 +45,8 @@ class Pulse:
         self._looked: dict[int, float] = {}
 
     def silent(self, rank: int) -> bool:
-        """Whether its mark has been the same for too long. One that has left none yet is still starting."""
+        """Whether a rank's mark has been the same for `silence_s`. A rank without a mark is still
+        starting."""
         now = time.monotonic()
         since = now - self._looked.get(rank, now)
         if rank in self._looked and since < _BEAT_S / 2:
@@ -52,7 +54,7 @@ class Pulse:
         self._looked[rank] = now
         with suppress(OSError):
             mark = _mark_file(self._meeting, rank).read_text()
-            # Half-written counts as news too: somebody is writing.
+            # A half-written mark is a new one too: the rank is writing.
             if mark != self._marks.get(rank):
                 self._marks[rank], self._silent_for[rank] = mark, 0.0
         if rank in self._marks:

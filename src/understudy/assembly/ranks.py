@@ -1,14 +1,18 @@
-"""One student trained by several ranks, from the recipe alone (`trainer.ranks`): on this machine, or over those of a cluster.
+"""Starts and monitors the ranks of a student (`trainer.ranks`), on this machine or on a cluster.
 
-    trainer process                       child processes (rank_process.py), started and watched like teachers
+    trainer process                       child processes (processes/rank.py)
     ┌──────────────────────────┐   gloo   ┌──────────────────────┐  ┌──────────────────────┐
     │ rank 0: LeadingPolicy    │<── or ──>│ rank 1: follow()     │  │ rank 2: follow()     │  …
     │ engine: a whole model    │   nccl   └──────────────────────┘  └──────────────────────┘
     └──────────────────────────┘
 
-A rank that dies is told by its own last words within seconds: `Followers` sees its process end, whatever the group is
-waiting for; one that lives and does nothing is lost after a minute (rank_pulse.py). What becomes of the run then is decided
-in `restarts.py`. A rank that only refuses a command leaves a note in the meeting folder.
+| a rank            | detected by                                     | result                            |
+|-------------------|-------------------------------------------------|-----------------------------------|
+| dies              | `Followers`: its process ends (seconds)         | `RankLost` with the end of its log |
+| stands still      | no heartbeat for a minute (`rank_heartbeat.py`) | `RankLost`                        |
+| refuses a command | its file in the meeting folder (`refusal_file`) | the command fails                 |
+
+`run/restarts.py` decides what the run does after `RankLost`.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from understudy.policy.step import BadRows, PolicySettings
 from understudy.trainers.models import LoadedModel
 
 FAILED, LOST_COMPANY = 1, 4
-"""Exit codes of a rank: by its own fault, or because another rank or the trainer went away."""
+"""Exit codes of a rank: its own fault, or the loss of another rank or the trainer."""
 _LOOK_SECONDS = 0.5
 _DOOR_SECONDS = 0.05
 _LEAVE_SECONDS = 10.0
@@ -50,8 +54,9 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def join_at(rank: int, size: int, rendezvous: str, device: torch.device) -> Group:
-    """Joins the ranks. On one machine they meet on its loopback; gloo would otherwise look for an address by the host's name,
-    which may have none. On several, by the interface that reaches the others."""
+    """Joins the process group. Ranks on one machine use the loopback: gloo would otherwise resolve the host's
+    name, which may have no address. Ranks on several machines use the interface that reaches the
+    rendezvous."""
     if rendezvous.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     else:
@@ -73,17 +78,21 @@ def interface_towards(rendezvous: str) -> str | None:
 
 
 def refusal_file(meeting: Path, number: int, rank: int) -> Path:
-    """Where rank `rank` says that it could not carry out command `number`."""
+    """The file in which rank `rank` writes why it could not carry out command `number`."""
     return meeting / f"refused-{number}-{rank}"
 
 
 def door_file(meeting: Path, rank: int) -> Path:
-    """Left by rank `rank` when it is about to join."""
+    """The file that rank `rank` creates when it is about to join the group."""
     return meeting / f"here-{rank}"
 
 
 class Followers:
-    """Ranks 1 … size−1, and the leader's `Lookout` on them."""
+    """The processes of ranks 1 … size−1, and rank 0's `Lookout` for them.
+
+    The event loop starts, watches and closes them. The thread that waits for a command of rank 0 calls `lost`
+    and `refused`.
+    """
 
     def __init__(self, processes: LocalProcesses, run: RunDir, size: int) -> None:
         self._processes = processes
@@ -95,9 +104,9 @@ class Followers:
         self._loss: RankLost | None = None
         self._patience = _LEAVE_SECONDS
         self.here = [rank for rank in range(size) if not rank or not processes.is_elsewhere(f"rank-{rank}")]
-        """Ranks of the trainer's own machine."""
+        """Ranks on the trainer's machine."""
         apart = len(self.here) < size
-        # Ranks of other machines see the run directory, and nothing else of this one.
+        # Ranks on other machines can read the run directory, but no other folder of this machine.
         self.meeting = Path(tempfile.mkdtemp(prefix="understudy-ranks-", dir=run.path if apart else None))
         self.rendezvous = (
             f"tcp://{processes.address}:{_free_port(processes.address)}"
@@ -106,7 +115,7 @@ class Followers:
         )
         self._pulse = Pulse(self.meeting)
         self._on_giving_up: Callable[[], None] | None = None
-        """Set once somebody has asked to stop."""
+        """Set after a stop request."""
 
     async def start(self, rank: int) -> None:
         name = f"rank-{rank}"
@@ -119,14 +128,17 @@ class Followers:
         )
 
     async def at_the_door(self) -> None:
-        """Returns once all of them are about to join; whoever starts them is told of one that does not come."""
+        """Returns once all ranks are about to join. If one fails before that, `start` raises in its own
+        task."""
         while not all(door_file(self.meeting, rank).exists() for rank in range(1, self._size)):
             await asyncio.sleep(_DOOR_SECONDS)
 
     def lost(self) -> RankLost | None:
-        """The error of the first rank that ended by its own fault; of one that lost company only if there is no other.
+        """The error of a rank that ended by its own fault. A rank that exited with `LOST_COMPANY` counts only
+        if no other did.
 
-        Once known it stays: whoever waits for a rank asks at its own times, perhaps after the others went home because of it.
+        The first error found is kept, because callers ask at different times, perhaps after other ranks ended
+        because of it.
         """
         if self._sent_home or self._loss is not None:
             return self._loss
@@ -143,25 +155,25 @@ class Followers:
         return found
 
     async def watch(self) -> None:
-        """Returns never; raises once a rank is lost, also while nobody waits for it."""
+        """Never returns. Raises once a rank is lost, even while no command is under way."""
         while (gone := self.lost()) is None:
             await asyncio.sleep(_LOOK_SECONDS)
         raise gone
 
     def send_home(self) -> None:
-        """From now on a rank that ends is no loss."""
+        """From now on the end of a rank is expected."""
         self._sent_home = True
 
     def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
         self._pulse.silence_s, self._on_giving_up = patience_s, on_giving_up
 
     def end_at_once(self) -> None:
-        """Nobody waits for them from now on, nor for a call they have part in."""
+        """From now on neither the ranks nor a call that involves them is waited for."""
         self._patience = 0.0
         self._loss = self._loss or RankLost("the ranks were ended with the run")
 
     async def close(self) -> None:
-        """After a stop command they end by themselves; whoever does not is ended."""
+        """Waits for the ranks to end after a stop command, and ends those that do not."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience
         while any(child.alive for child in self._children.values()) and loop.time() < deadline:
@@ -199,9 +211,10 @@ async def start_ranks(
     stack: AsyncExitStack,
     view: LiveView,
 ) -> LeadingPolicy:
-    """Rank 0 here and the others as children, joined and sharded; everything is undone by `stack`.
+    """Starts ranks 1 … n−1 as child processes, joins them with rank 0 in this process and shards the student.
+    `stack` undoes it all.
 
-    The task that calls this is cancelled when a rank is lost later on, and the stack raises what the rank said.
+    If a rank is lost later, the calling task is cancelled and the stack raises the rank's error.
     """
     size = recipe.trainer.ranks
     followers, thread = Followers(processes, run, size), RankThread()
@@ -212,8 +225,8 @@ async def start_ranks(
         return group, Policy(student.model, settings, on_bad_rows=on_bad_rows, ranks=group)
 
     async def join() -> tuple[Group, Policy]:
-        # Not sooner: who waits in the group's own rendezvous for a rank that does not come cannot be called back, and torch counts the
-        # groups of a process, so that no later one of this process would meet its ranks.
+        # Not sooner: a wait in torch's rendezvous for a missing rank cannot be cancelled. And torch numbers
+        # the groups of a process, so a later group of this process would never match that of its ranks.
         await followers.at_the_door()
         return await asyncio.wrap_future(thread.submit(lead))
 
@@ -242,8 +255,8 @@ async def _go_home(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """After a run that went well the ranks leave together. Otherwise one may be waiting for something that never comes,
-    and would not hear a command: they are ended as they are."""
+    """After a successful run all ranks leave the group together. After an error they are ended at once,
+    because a rank may be stuck in a collective and would not receive a command."""
     followers.send_home()
     if error is None:
         await asyncio.to_thread(leading.close)
@@ -253,7 +266,8 @@ async def _go_home(
 
 
 async def forget_group() -> bool:
-    """Whether this process may join ranks again: not while a call to the lost ones still waits for them."""
+    """Leaves the group. Returns whether this process may join ranks again: not while a call still waits for
+    the lost ones."""
     with suppress(Exception):
         async with asyncio.timeout(_LEAVE_SECONDS):
             await asyncio.to_thread(leave)

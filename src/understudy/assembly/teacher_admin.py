@@ -1,9 +1,10 @@
-"""Replicas that join and leave while a run goes on, asked for from another terminal.
+"""Adds and removes teacher replicas of a running run, on requests from another process.
 
-    understudy teachers RUN add math ──> RUN/teachers/<id>.ask ──> the run looks twice a second, does it,
-                                    <── RUN/teachers/<id>.done <── and says how it went
+    understudy teachers RUN add math ──> RUN/teachers/<id>.ask  ──> the run, which looks twice a second
+                                     <── RUN/teachers/<id>.done <── the result
 
-Files, because whoever may write into a run's folder may command it, and nobody else can: no port, no token.
+Requests are files, so the permissions of the run's folder decide who may send them. No port and no token is
+needed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from understudy.errors import TeacherError, UnderstudyError
 from understudy.observability.rundir import RunDir, read_json, write_atomically
 
 if TYPE_CHECKING:
-    from understudy.assembly.teachers import Teachers  # brings torch, which whoever asks does not need
+    from understudy.assembly.teachers import Teachers  # imports torch, which the asking process does not need
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
@@ -36,13 +37,13 @@ def folder_of(run: RunDir) -> Path:
 
 @asynccontextmanager
 async def open_for_requests(run: RunDir, teachers: Teachers) -> AsyncIterator[None]:
-    """While this is open, `ask_run` is answered."""
+    """While this context is open, the run answers `ask_run`."""
     folder = folder_of(run)
     folder.mkdir(exist_ok=True)
     for stale in [
         *folder.glob("*.ask"),
         *folder.glob("*.done"),
-    ]:  # of an earlier launch; nobody waits for these
+    ]:  # left by an earlier launch
         stale.unlink()
     listening = asyncio.create_task(_listen(folder, teachers), name="teacher-admin")
     try:
@@ -54,7 +55,9 @@ async def open_for_requests(run: RunDir, teachers: Teachers) -> AsyncIterator[No
 
 
 def ask_run(path: Path, request: Mapping[str, Any], patience: float = 600.0) -> dict[str, Any]:
-    """Ask a running run and wait for its answer: `{"do": "list" | "add" | "remove", "teacher": …, …}`."""
+    """Send a request to a running run and wait for its answer.
+
+    A request is `{"do": "list" | "add" | "remove", "teacher": …, …}`."""
     run = RunDir.open(path)
     _check_running(run)
     name = secrets.token_hex(8)
@@ -87,7 +90,7 @@ def _check_running(run: RunDir) -> None:
             return
     except ProcessLookupError:
         pass
-    except PermissionError:  # somebody else's process, and alive
+    except PermissionError:  # alive, and owned by another user
         return
     raise TeacherError(f"{run.path} is not running; replicas can only join and leave a run that goes on")
 
@@ -101,7 +104,7 @@ async def _listen(folder: Path, teachers: Teachers) -> None:
                 write_atomically(asked.with_suffix(".done"), json.dumps(answer))
             except (
                 OSError
-            ):  # a full disk, a folder taken away: whoever asked hears nothing, and the run goes on
+            ):  # a full disk, a removed folder: the asking process gets no answer, and the run continues
                 logger.exception("could not answer %s", asked.name)
         await asyncio.sleep(_LOOK_SECONDS)
 
@@ -111,7 +114,7 @@ async def _answered(teachers: Teachers, asked: Path) -> dict[str, Any]:
         answer = await _carry_out(teachers, read_json(asked))
     except UnderstudyError as error:
         answer = {"error": str(error)}
-    except Exception as error:  # an address with a port there cannot be, half a file: no request ends a run
+    except Exception as error:  # an invalid port, half a file: no request ends a run
         answer = {"error": f"{type(error).__name__}: {error}"}
     logger.info("asked for %s: %s", asked.name, answer)
     return answer

@@ -1,9 +1,10 @@
-"""Replicas of one teacher as processes of this machine (a `teacher.launch.Launcher`).
+"""Starts the replicas of one teacher as processes (a `teacher.pool.launch.Launcher`).
 
     replica 0 ─┬─ rank 0   answers HTTP        CUDA_VISIBLE_DEVICES = the replica's GPUs, device cuda:0
                └─ rank 1   holds a part        the same GPUs, device cuda:1
 
-Where each replica sits was decided before (`seating.py`); here the decision becomes environment and arguments.
+`planning/seating.py` has assigned GPUs to replicas. This module turns the assignment into environment and
+arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class LocalTeachers:
-    """Starts and restarts the replicas of one teacher."""
+    """Starts and restarts the replicas of one teacher, for its pool, on the event loop."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class LocalTeachers:
             shutil.rmtree(meeting, ignore_errors=True)
 
     def alive(self, replica: str) -> bool:
-        """All of its processes: one that lost a rank would wait for it for ever."""
+        """Whether all processes of a replica live. A replica that lost a rank would wait for it for ever."""
         children = [
             self._processes.children.get(self._process(replica, rank))
             for rank in range(self._teacher.tensor_parallel)
@@ -80,11 +81,11 @@ class LocalTeachers:
         return all(child is not None and child.alive for child in children)
 
     def last_words(self, replica: str) -> str:
-        """Of the rank that answers; the others end with it."""
+        """The last log lines of rank 0, which answers HTTP. The other ranks end with it."""
         return self._processes.last_words(self._process(replica, 0))
 
     def forget(self, replica: str) -> None:
-        """The replica has left for good: its seat is free."""
+        """Frees the GPUs of a replica that was removed."""
         self._seats.leave(teacher_role(self._name), int(replica))
         self.endpoints.pop(replica, None)
 
@@ -97,7 +98,7 @@ class LocalTeachers:
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if self._teacher.tensor_parallel > 1:
-            # Ranks of one machine meet on its loopback; gloo would look for an address by the host's name.
+            # Ranks on one machine use the loopback. By default gloo would resolve the host's name.
             env["GLOO_SOCKET_IFNAME"] = _LOOPBACK
         return env
 

@@ -1,7 +1,7 @@
-"""Teachers put on their feet: processes from `cluster`, pools and routing from `teacher`. Only here do the two meet.
+"""Starts the teachers of a recipe: connects the processes of `cluster` with the pools of `teacher`.
 
-recipe ─> seats ─> replicas start ─> each proves itself ─> fit for this recipe? ─> router, lanes
-                                     (manifest, scores)     signals, K, context, vocabulary
+recipe ─> seats ─> replicas start ─> each is checked    ─> fits this recipe?              ─> router, lanes
+                                     (manifest, scores)    (signals, K, context, vocabulary)
 """
 
 from __future__ import annotations
@@ -57,46 +57,50 @@ _TOLD = (
 
 
 _SCORE_TOGETHER = 16
-"""Sequences that end together and share a request otherwise: enough that requests cost little, few enough that their answers come soon."""
+"""The most sequences in one scoring request without full determinism. Enough to keep the cost of requests
+low, few enough that answers come soon."""
 _TOGETHER_TOKENS = 16_384
-"""Of such a request: a replica's own batch has as many."""
+"""The most tokens in such a request: as many as a replica's own batch has."""
 _SCORE_CHUNK = 64
-"""Sequences of one scoring request under full determinism: a constant, so that scores do not depend on replica counts."""
+"""The sequences in one scoring request under full determinism. A constant, so that scores do not depend on
+replica counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StudentFacts:
-    """What a teacher must fit."""
+    """Facts about the student and its data that a teacher must fit."""
 
     vocabulary: Vocabulary
     head_rows: int
-    """Of the student; some may belong to no token."""
+    """The rows of the student's output head; some may belong to no token."""
     usable: UsableIds | None
-    """The ids of this run: those that the student and all models beside it have a token for."""
+    """The token ids of this run: those that the student and all other models have a token for."""
     device: torch.device
     context: int
-    """The longest a rollout may be."""
+    """The maximum length of a rollout."""
     longest_prompt: Callable[[], Awaitable[int]]
-    """Tokens; only asked where a teacher may not hold the longest rollout."""
+    """The tokens of the longest prompt. Called only if a teacher may not hold the longest rollout."""
     mixed: Collection[str] = ()
     """Teachers that rows name in a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teachers:
+    """The teachers of a run. Used on the event loop."""
+
     pools: dict[str, TeacherPool]
     heads: dict[str, TeacherHead] = field(default_factory=dict)
-    """By teacher, where rows carry hidden states; a head travels once."""
+    """Output heads by teacher, if rows carry hidden states. A head is fetched once."""
     launchers: dict[str, LocalTeachers] = field(default_factory=dict)
-    """By teacher; external ones have none."""
+    """Launchers by teacher. External teachers have none."""
     tokens: dict[str, str | None] = field(default_factory=dict)
-    """By external teacher: the bearer token of its servers."""
+    """The bearer token of each external teacher's servers."""
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))
 
     async def add(self, teacher: str, url: str | None = None) -> str:
-        """One more replica while the run goes on: a process of our own, or the server at `url`. Returns its name."""
+        """Adds a replica to a running run: a new process, or the server at `url`. Returns its name."""
         pool = self._pool(teacher)
         name = str(max((int(replica) for replica in pool.replicas), default=-1) + 1)
         if url is None and teacher not in self.launchers:
@@ -113,7 +117,7 @@ class Teachers:
         return name
 
     async def remove(self, teacher: str, replica: str) -> None:
-        """One replica fewer; what it is working on is finished, or scored elsewhere."""
+        """Removes a replica. Its requests are finished, or sent to another replica."""
         await self._pool(teacher).remove(replica)
         if teacher in self.launchers:
             self.launchers[teacher].forget(replica)
@@ -136,8 +140,9 @@ async def start_teachers(
     deterministic: bool,
     far: FarScoring | None = None,
 ) -> Teachers:
-    """Every teacher's pool, started at once and checked against the student; nothing is left running when one fails. With
-    `far`, rows are judged through workers that have them."""
+    """Starts all teachers at once and checks them against the student. If one fails, all are stopped.
+
+    With `far`, remote rows are scored through the workers that hold them."""
     batching = Batching.BY_REQUEST if deterministic else Batching.BY_ARRIVAL
     seats, teachers = Seats(seating, gpu_names()), Teachers({})
     for name, teacher in recipe.teachers.items():
@@ -223,7 +228,7 @@ def token_of(name: str, teacher: TeacherConfig) -> str | None:
 async def _start(
     teachers: Teachers, name: str, recipe: Recipe, student: StudentFacts, deterministic: bool
 ) -> None:
-    """Up, and fit for this recipe: it can give the signal, holds a whole rollout, and shares the student's vocabulary."""
+    """Starts a teacher and checks that it fits the recipe: its signals, its context and its vocabulary."""
     pool, loss = teachers.pools[name], recipe.loss
     await pool.start()
     manifest = pool.manifest
@@ -262,13 +267,15 @@ async def _start(
 
 
 async def _length(recipe: Recipe, student: StudentFacts, manifest: Manifest) -> int:
-    """prompt + response + 1. Prompts are only measured where this teacher may not hold the longest rollout and one more."""
+    """The length that a teacher must hold: prompt + response + 1. Prompts are measured only if its context is
+    not longer than the longest rollout."""
     holds_all = manifest.limits.max_length > student.context
     return (0 if holds_all else await student.longest_prompt()) + recipe.rollout.max_new_tokens + 1
 
 
 def _head(wire: WireHead, temperature: float, device: torch.device) -> TeacherHead:
-    """The teacher's projection, beside the student; bfloat16 arrives as its bits, because numpy has no bfloat16."""
+    """The teacher's output head on the student's device. bfloat16 arrives as raw bits, because numpy has no
+    bfloat16."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         found = torch.from_numpy(np.array(array))
@@ -291,7 +298,8 @@ def router_of(recipe: Recipe, pools: Mapping[str, TeacherPool]) -> TeacherRouter
 
 
 def teacher_lanes(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict[str, Lane]:
-    """Full determinism sends chunks composed by key; otherwise samples go as they come, few to a request, and the replica batches."""
+    """The call lanes of the teachers. Under full determinism requests are chunks composed by key. Otherwise
+    samples are sent as they come, a few per request, and the replica batches them."""
     limit = _SCORE_CHUNK if deterministic else _SCORE_TOGETHER
     return {
         name: Lane(
@@ -318,7 +326,7 @@ def _tokens(item: ScoreItem) -> int:
 
 
 def manifests_of(pools: Mapping[str, TeacherPool]) -> dict[str, dict[str, Any]]:
-    """What each teacher said it is, and what it gave the fixed tokens, for checkpoints."""
+    """Each teacher's manifest and its scores of the fixed tokens, for checkpoints."""
     return {
         name: {**msgspec.to_builtins(pool.manifest), "fixed_scores": pool.fixed_scores}
         for name, pool in pools.items()

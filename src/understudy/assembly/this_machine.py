@@ -1,8 +1,4 @@
-"""Teachers put on their feet: processes from `cluster`, pools and routing from `teacher`. Only here do the two meet.
-
-recipe ─> seats ─> replicas start ─> each proves itself ─> fit for this recipe? ─> router, lanes
-                                     (manifest, scores)     signals, K, context, vocabulary
-"""
+"""The GPUs of this machine, and the seating of a recipe's processes on it."""
 
 from __future__ import annotations
 
@@ -18,14 +14,14 @@ from understudy.planning.seating import Seating, seat
 
 
 def gpu_names() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls each GPU that torch can use here."""
+    """The name in CUDA_VISIBLE_DEVICES of each GPU that torch can use in this process."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = visible_gpus()
     return names[:count] if len(names) >= count else [str(index) for index in range(count)]
 
 
 def seat_here(recipe: Recipe) -> Seating:
-    """Who sits where on this very machine; `ClusterError` when it is too small."""
+    """Assigns this machine's devices to the run's processes. `ClusterError` if it is too small."""
     here, usable, seen = recipe, gpu_names(), visible_gpus()
     if recipe.cluster.backend == "ray":
         here, usable = beside_the_trainer(recipe), usable[: gpus_outside_ray(recipe)]

@@ -1,9 +1,9 @@
-"""The token ids that a run uses, found once at its start and handed to engine, teachers, policy and reference.
+"""Finds the token ids that a run may use, once at its start, for engine, teachers, policy and reference.
 
-    tokenizer files of the student, of teachers, critic, reference ─┐
-    /v1/vocabulary of external teachers of our own kind ────────────┴─> UsableIds ─> Sampling, PolicySettings, teacher clients
+    tokenizer files of student, teachers, critic, reference ─┐
+    /v1/vocabulary of external native teachers ──────────────┴─> UsableIds ─> Sampling, policy, clients
 
-`usable_ids.json` in the run directory keeps them for ranks and for a replay.
+They are stored in `usable_ids.json` in the run directory for ranks and for a replay.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _ASK_SECONDS = 20.0
 async def find_usable_ids(
     recipe: Recipe, student: LoadedModel, tokens: Mapping[str, str | None], note: Callable[[str], None]
 ) -> UsableIds | None:
-    """The ids that the student and all models beside it have a token for; None where nothing is known of the student's. `ConfigError`
-    where two models read one id as two tokens. `tokens`: the bearer token of each external teacher."""
+    """The ids that the student and all other models have a token for. None if the student's vocabulary is
+    unknown.
+
+    `ConfigError` if two models read one id as different tokens. `tokens`: the bearer token of each external
+    teacher."""
     own = Side(
         "student",
         vocabulary_of(recipe.student.model, recipe.student.revision),
@@ -63,7 +66,8 @@ def _template(student: LoadedModel) -> str | None:
 
 
 async def _teacher(name: str, teacher: TeacherConfig, token: str | None) -> Side | None:
-    """What can be known of a teacher before it runs: an external one of our own kind tells its vocabulary, for others there may be files."""
+    """What is known of a teacher before it runs: from an external native server, or from the files of its
+    model."""
     place = f"teachers.{name}"
     if teacher.placement == "external" and teacher.backend in ("auto", "native"):
         url = teacher.urls[0].rstrip("/").removesuffix("/v1")
@@ -72,12 +76,13 @@ async def _teacher(name: str, teacher: TeacherConfig, token: str | None) -> Side
                 manifest = await client.manifest()
                 return Side(place, await client.vocabulary(), manifest.vocab_size)
         except (TeacherError, TimeoutError):
-            pass  # a server of another kind; one that cannot be reached is told when the pool starts
+            pass  # a server of another kind, or unreachable, which the pool reports when it starts
     return await asyncio.to_thread(_beside, place, teacher.model, teacher.revision)
 
 
 def _beside(place: str, model: str, revision: str | None) -> Side | None:
-    """A model's side from its files; None where there are none here (an external server's model may be anywhere)."""
+    """A model's `Side` from its files. None if they are not on this machine, as for an external server's
+    model."""
     folder = Path(model)
     if not folder.is_dir():
         try:

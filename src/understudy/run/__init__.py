@@ -1,1 +1,1 @@
-"""A run from its first file to its last: launch, restart, resume with a changed recipe, export, replay."""
+"""The life of a run: launch, restart, resume with a changed recipe, evaluate, export, replay."""

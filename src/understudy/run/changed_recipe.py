@@ -1,8 +1,8 @@
-"""A run taken up again with another recipe: what may change, what may not, and why.
+"""Which recipe keys may change when a run is resumed, which may not, and why.
 
-A checkpoint is the outcome of the recipe it was trained under. What only says how far to go, what to measure, what to keep
-or who computes may change at any time. What decides what is learnt may not: the run's curves would be of two experiments.
-Imports no torch.
+Keys may change that set how long to train, what to measure, what to keep on disk, or which processes compute.
+Keys that decide what is learnt may not change, because the run's curves would mix two experiments. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -92,14 +92,15 @@ ACCEPTED: Mapping[str, str] = {
     "run.note": "words for a reader",
     "run.python_path": "where code lies",
 }
-"""Keys that may change, each with the reason; `*` stands for any name."""
+"""Keys that may change, each with the reason. `*` stands for any name."""
 
 
 ONLY_MORE: Mapping[str, str] = {
     "trainer.max_staleness": "rows in flight may be further behind than the new bound allows",
     "dataplane.max_rows": "rows in flight may be further ahead than the new bound has room for",
 }
-"""Accepted keys that may not be lowered in a fully async run: what the journal holds was written under the wider bound."""
+"""Accepted keys that may not be lowered in a fully async run, because rows in the journal were written under
+the larger value."""
 
 
 REFUSED: Mapping[str, str] = {
@@ -124,7 +125,7 @@ REFUSED: Mapping[str, str] = {
     "trainer.mode": "the two schedules hold different rows in the journal",
     "trainer": "the optimizer's state and the curves so far belong to the old value",
 }
-"""Why everything else may not, by the longest prefix."""
+"""Why all other keys may not change, by the longest matching prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class Change:
 
 
 def changed_recipe(run: RunDir, overrides: Overrides) -> tuple[Recipe, list[Change]]:
-    """The run's recipe with overrides, and the differences; `ConfigError` for those that change its meaning."""
+    """The run's recipe with overrides, and the differences. `ConfigError` if one of them may not change."""
     table = run.read_recipe()
     before = parse_recipe(table)
     if not overrides:
@@ -150,7 +151,7 @@ def changed_recipe(run: RunDir, overrides: Overrides) -> tuple[Recipe, list[Chan
 
 
 def compare(before: Recipe, after: Recipe) -> list[Change]:
-    """Every difference that is accepted; raises with every one that is not."""
+    """All differences, if all are accepted. Otherwise raises with every one that is not."""
     old, new = flatten(_tables(before)), flatten(_tables(after))
     accepted, problems = [], []
     for key in sorted(old.keys() | new.keys()):
@@ -158,7 +159,7 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
             continue
         if (
             key == "trainer.steps" and after.trainer.passes is not None
-        ):  # counted from the rows, when they are read
+        ):  # computed from the rows when they are read
             continue
         reason = _accepted(key)
         lowered = after.trainer.mode == "fully_async" and key in ONLY_MORE and new[key] < old[key]
@@ -176,7 +177,8 @@ def compare(before: Recipe, after: Recipe) -> list[Change]:
 
 
 def _tables(recipe: Recipe) -> dict[str, Any]:
-    """A critic that the recipe says nothing of has the defaults: saying where it sits changes nothing else of it."""
+    """The recipe's tables, with the defaults of a critic that it does not mention: `critic.device` alone is
+    then one change."""
     table = recipe.model_dump()
     if recipe.loss.advantage == "gae" and recipe.critic is None:
         table["critic"] = CriticConfig().model_dump()

@@ -1,10 +1,11 @@
-"""The end of a run does not wait for threads that hang.
+"""Runs a coroutine to its end without waiting for threads that hang, and starts the fork server early.
 
-    run_to_its_end(launch(…)) ──> result, or the error, at once ──> said to the user ──> leave_soon(code)
-         └── threads in which somebody's agent loop still sits, or a download: left behind ──3 s──┘ the process ends
+    run_to_its_end(launch(…)) ──> result or error, at once ──> shown to the user ──> leave_soon(code)
+         └── threads that still run a user's agent loop, or a download ──3 s──> the process ends
 
-`asyncio.run` joins the event loop's threads before it gives back a result or raises an error: a run that failed would say so only when
-the last of them is over, and one that hangs would keep it quiet for ever. So would the end of the interpreter.
+`asyncio.run` joins the event loop's threads before it returns or raises. A failed run would report its error
+only after the last thread ended, and never if one hangs. The end of the interpreter waits for threads in the
+same way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from understudy.run.own_thread import OwnThread, inside_a_running_loop
 
 
 def begun_early(recipe: Recipe) -> AbstractContextManager[None]:
-    """A nursery for the teachers this run will start on this machine, if there are any."""
+    """The fork server for the teachers that this run will start on this machine, if there are any."""
     own = [teacher for teacher in recipe.teachers.values() if not teacher.urls]
     if recipe.cluster.backend != "local" or not own:
         return nullcontext()
@@ -38,8 +39,10 @@ Result = TypeVar("Result")
 
 
 def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
-    """Like `asyncio.run`, without waiting for what still runs in threads when `work` is over: nobody wants it any more. Inside a
-    running event loop it works too, on a thread of its own."""
+    """Like `asyncio.run`, but does not wait for threads that still run when `work` is done. Their results are
+    not needed.
+
+    Inside a running event loop, `work` runs on a new thread."""
     if inside_a_running_loop():
         thread: OwnThread[Result] = OwnThread(run_to_its_end)
         return thread.result(work)
@@ -50,13 +53,15 @@ def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
             return runner.run(work)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
-            # What is still to be closed with the loop has threads of its own, and those are waited for.
+            # What closes with the loop uses this new executor, whose threads are waited for.
             loop.set_default_executor(ThreadPoolExecutor())
 
 
 def leave_soon(code: int, *, whatever_runs: bool = False) -> None:
-    """All is saved and said: in a moment the process ends, where a thread of `run_to_its_end` would hold it up; with `whatever_runs`
-    also where any other would. For the end of a program: whoever has more to do in this process must not call it."""
+    """Ends the process in `_LAST_SECONDS` if a thread of `run_to_its_end` still runs; with `whatever_runs`,
+    in any case.
+
+    Call it only at the end of a program, after everything was saved and shown."""
     left_behind = [thread for thread in threading.enumerate() if thread.name.startswith(_NAME)]
 
     def end() -> None:

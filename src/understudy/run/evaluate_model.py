@@ -1,10 +1,7 @@
-"""Held-out accuracy: answers to problems nothing was trained on, judged by the recipe's reward.
+"""Evaluates a run's student, or any model, outside of training (`understudy eval`).
 
-`val/accuracy` is of greedy answers. With `trainer.eval_k` each problem is also sampled k times at the rollout's own
-temperature: `val/avg@k`, `val/pass@1` … `val/pass@k`. All names come once over everything and once per data source. Seeds
-belong to the problem, not to the step, so two evaluations differ by the weights alone.
-
-Answers that cannot be had or judged count as unsolved: `val/failed` says how many, and each is a dead letter with its reason.
+The metrics are those of `trainers/evaluation/evaluate.py`. Failed answers count as unsolved; the first few
+are shown.
 """
 
 from __future__ import annotations
@@ -46,8 +43,10 @@ async def evaluate_model(
     best: bool = False,
     view: LiveView | None = None,
 ) -> dict[str, float]:
-    """`understudy eval`: a run's latest student (or its best), or any model, on any data, by the run's agent loop or another;
-    with `k` samples per problem besides the greedy answer."""
+    """Evaluates `model` on `data`: greedy answers, and `k` samples per problem.
+
+    `model` is a run directory (its latest student, or with `best` its best one) or any model. A run's recipe
+    gives the defaults of the other arguments."""
     folder, recipe = Path(model), None
     if (folder / "recipe.json").is_file():
         run = RunDir.open(folder)
@@ -121,7 +120,7 @@ async def evaluate_model(
 
 
 def _student_of(recipe: Recipe) -> LoadedModel:
-    """The model `val/accuracy` was measured on: also a GPU's run may be looked at where there is none."""
+    """The run's student before training. A run from a GPU is loaded on the CPU where there is no GPU."""
     student = recipe.student
     here = student.device if torch.cuda.is_available() or not student.device.startswith("cuda") else "auto"
     return load_model(

@@ -1,4 +1,4 @@
-"""A run's student as a Hugging Face folder with a model card."""
+"""Exports a run's student as a Hugging Face folder with a model card."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from understudy.trainers.evaluation.best_checkpoint import best_step
 def export_run(
     run_path: Path, out: Path, *, best: bool = False, averaged: bool = False, adapter: bool = False
 ) -> Path:
-    """Writes the latest checkpoint's student, or the best one's; `averaged` its running average (`trainer.ema_decay`); `adapter`
-    its LoRA adapter alone."""
+    """Writes the student of the latest checkpoint, or of the best one.
+
+    `averaged`: its running average (`trainer.ema_decay`). `adapter`: only its LoRA adapter."""
     run = RunDir.open(run_path)
     recipe = parse_recipe(read_json(run.recipe))
     store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)

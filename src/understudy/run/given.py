@@ -1,10 +1,11 @@
-"""What a Python caller hands over that a recipe file cannot hold: rows as objects, functions and classes.
+"""Makes a Python caller's objects storable in a recipe: rows, functions and classes.
 
-    rows                   ──> a jsonl file in a temporary folder, which `launch` copies into the run directory
-    functions and classes  ──> "module:name", as a recipe names them, if another process can import them by it; the folder of the
-                               module goes into `run.python_path`
+| object                | stored as                                                                      |
+|-----------------------|--------------------------------------------------------------------------------|
+| rows                  | a temporary jsonl file, which `launch` copies into the run directory           |
+| functions and classes | "module:name", if a process can import it; the folder is in `run.python_path`  |
 
-A run is resumed and evaluated by other processes, which know the run directory alone. Imports no torch.
+Other processes resume and evaluate a run, and they have only the run directory. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ _GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
 @dataclass(frozen=True, slots=True)
 class GivenRows:
-    """The files of rows that came as objects, until the run directory has copies."""
+    """The temporary files of rows that the caller gave as objects. The run directory gets copies."""
 
     folder: Path
 
     def reworded(self, problem: str) -> str:
-        """A problem of a row, which the caller knows by its number alone."""
+        """An error message with the file and line replaced by the key and row number that the caller
+        knows."""
         files = "|".join(re.escape(str(self.folder / f"{key}.jsonl")) for key in _ROWS)
         return re.sub(
             f"({files})(?:, line (\\d+))?",
@@ -51,7 +53,7 @@ class GivenRows:
         )
 
     def keep(self, recipe: Recipe, run: RunDir) -> Recipe:
-        """The recipe with these rows in the run directory."""
+        """Copies the rows into the run directory. Returns the recipe that names the copies."""
         changes: dict[str, Any] = {}
         for key in _ROWS:
             given = self.folder / f"{key}.jsonl"
@@ -62,7 +64,7 @@ class GivenRows:
 
 @contextmanager
 def storable(table: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], GivenRows]]:
-    """The tables of a recipe as a file could hold them, and the files of the rows that were in them."""
+    """The recipe's tables with plain values only, and the files of the rows that were in them."""
     with TemporaryDirectory(prefix="understudy-") as name:
         folder, tables = Path(name), dict(table)
         data = tables.get("data")
@@ -82,7 +84,8 @@ def storable(table: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], GivenRo
 
 
 def name_of(thing: Any, key: str) -> str:
-    """`module:name` of a function or class, by which another process finds it again; `ConfigError` where it cannot."""
+    """`module:name` of a function or class. `ConfigError` if another process could not import it by that
+    name."""
     module_name, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module_name, str) or not isinstance(name, str):
         raise ConfigError(
@@ -105,7 +108,7 @@ def name_of(thing: Any, key: str) -> str:
 
 
 def _importable_main(thing: Any, shown: str) -> str:
-    """The name under which the running script is imported, if doing so does not start the run again."""
+    """The module name of the running script. `ConfigError` if importing it would start the run again."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     code = getattr(thing, "__code__", None)
@@ -128,7 +131,7 @@ def _importable_main(thing: Any, shown: str) -> str:
 
 
 def _is_guarded(main: ModuleType, file: Path) -> bool:
-    """Whether the statement that the script is at now is left out where the script is imported."""
+    """Whether the statement that the script is executing now is under `if __name__ == '__main__':`."""
     inside = threading.current_thread() is threading.main_thread()
     frame = sys._getframe() if inside else sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and (frame.f_globals is not vars(main) or frame.f_code.co_name != "<module>"):
@@ -152,7 +155,7 @@ def _refuse_no_rows(value: Any, key: str) -> None:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Tables and lists copied, paths as text, functions and classes by name."""
+    """A copy of tables and lists, with paths as text and functions and classes by name."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one, f"{key}.{name}" if key else str(name)) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -163,7 +166,8 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def _homes(value: Any) -> set[str]:
-    """The folders from which the modules of these functions and classes are imported, without those of installed packages."""
+    """The folders from which these functions and classes are imported, without those of installed
+    packages."""
     if isinstance(value, Mapping):
         return set().union(*map(_homes, value.values()))
     if isinstance(value, list | tuple):

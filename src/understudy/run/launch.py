@@ -1,4 +1,4 @@
-"""A run from its first file to its last: `launch` a recipe, `resume` a run directory."""
+"""Launches a recipe as a new run, and resumes a run directory."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from understudy.trainers.stopping import PATIENCE_S, Interrupts
 from understudy.trainers.sync import train_sync
 
 NOT_REPEATABLE = "does not have a deterministic implementation"
-"""How torch refuses an operation whose sums come in any order."""
+"""Part of torch's error message for an operation without a deterministic implementation."""
 
 
 def explained(error: BaseException, recipe: Recipe) -> BaseException:
-    """The error itself, unless the recipe has keys that decide about it: then one that names them."""
+    """The error, or for known causes an error that names the recipe keys to change."""
     if isinstance(error, torch.OutOfMemoryError):
         return _full_memory(error, recipe)
     if isinstance(error, RuntimeError) and NOT_REPEATABLE in str(error):
@@ -62,7 +62,8 @@ def _not_repeatable(error: RuntimeError) -> PolicyError:
 
 
 def _full_memory(error: torch.OutOfMemoryError, recipe: Recipe) -> PolicyError:
-    # "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of …": the rest is about the allocator.
+    # "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of …": the text after that
+    # is about the allocator.
     sentences = " ".join(str(error).split()).replace("GPU 0 has", "The GPU has").split(". ")
     student = recipe.student
     ways = [
@@ -91,8 +92,9 @@ async def launch(
     next_command: str | None = None,
     rows: GivenRows | None = None,
 ) -> RunOutcome:
-    """Make a fresh run directory and train; the caller has checked the recipe (`preflight`). `rows` are kept in the directory."""
-    seat_here(recipe)  # a machine that is too small says so before anything is written
+    """Create a run directory and train. The caller has checked the recipe (`preflight`). `rows` are copied
+    into the directory."""
+    seat_here(recipe)  # raises on a machine that is too small, before anything is written
     data = await asyncio.to_thread(open_data, recipe)
     run = RunDir.create(recipe.run.dir, recipe.run.name)
     recipe = _settled(rows.keep(recipe, run) if rows else recipe, run).with_steps(len(data.train))
@@ -101,9 +103,9 @@ async def launch(
 
 
 async def resume(path: Path, overrides: Overrides = (), *, progress: bool = True) -> RunOutcome:
-    """Continue a run from its last checkpoint, or from the start when it has none.
+    """Continue a run from its last checkpoint, or from the start if it has none.
 
-    `overrides` change what may change in a run; see `changed_recipe.py`.
+    `overrides` change recipe keys that may change (`changed_recipe.py`).
     """
     run = RunDir.open(path)
     recipe, changes = changed_recipe(run, overrides)
@@ -121,7 +123,8 @@ def _write_recipe(recipe: Recipe, run: RunDir) -> None:
 
 
 def _settled(recipe: Recipe, run: RunDir) -> Recipe:
-    """What depends on this machine is written down at the start, so that a resume elsewhere repeats it."""
+    """The recipe with settings that depend on this machine made explicit, so that a resume on another machine
+    repeats them."""
     threads = recipe.run.threads or os.cpu_count() or 1
     determinism = "full" if is_deterministic(recipe) else "fast"
     settings = recipe.run.model_copy(
@@ -187,7 +190,8 @@ async def _attempt(
     stop: Interrupts,
     facts: dict[str, object],
 ) -> int:
-    """From the last checkpoint to the recipe's last step, or until somebody asks to stop; returns the last step taken."""
+    """Trains from the last checkpoint to the recipe's last step or a stop request. Returns the last step
+    taken."""
     processes = processes_of(recipe, run)
     stop.starting(processes.kill_now)
     try:
@@ -200,7 +204,7 @@ async def _attempt(
         async with build(recipe, run, processes, view, data) as system:
             for party in (system.policy, system.critic):
                 if isinstance(party, LeadingPolicy | FarCritic):
-                    # Where one is given up nothing more is saved: from then on the run leaves.
+                    # If ranks or critic are given up, nothing more can be saved: the run leaves from then on.
                     stop.when_told(partial(party.hurry, PATIENCE_S, partial(stop.leaving, last_words)))
             await system.plane.rewind(
                 checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic
@@ -239,7 +243,8 @@ def _write_state(run: RunDir, status: str, detail: str, facts: dict[str, object]
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Out of a task group, the first of our own errors: the others followed from it, and all of them from a lost rank."""
+    """The cause in a task group's errors: a lost rank if there is one, otherwise the first `UnderstudyError`.
+    Later errors follow from it."""
     while isinstance(error, BaseExceptionGroup):
         lost = error.subgroup(RankLost)
         error = lost or error

@@ -1,4 +1,4 @@
-"""How a run ended, as `launch` and `resume` tell it."""
+"""The result of `launch` and `resume`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """A run that ended: where it left its files, and how it went."""
+    """A run that ended: its directory, its steps and its metrics."""
 
     dir: Path
     steps: int
-    """Steps taken in all, earlier launches of the same run included."""
+    """Steps taken, including earlier launches of the same run."""
     metrics: list[dict[str, Any]]
     """Every line of metrics.jsonl."""

@@ -1,10 +1,13 @@
-"""A run whose caller is inside a running event loop, as every cell of a notebook is: a thread with a loop of its own.
+"""Runs a run on its own thread and event loop, for a caller inside a running loop (a notebook cell).
 
-    caller's thread (blocked, as by any long cell)          run's thread
-    KeyboardInterrupt, the first   ──────────────────────>  `Interrupts`: finish the step, save, return
-                       the second  ──────────────────────>  its processes are killed, its task is cancelled; the caller goes on
+| on the caller's thread   | effect on the run's thread                                                     |
+|--------------------------|--------------------------------------------------------------------------------|
+| (blocked in `result`)    | trains                                                                         |
+| first KeyboardInterrupt  | `Interrupts`: finish the step, save, return                                    |
+| second KeyboardInterrupt | child processes are killed, the task is cancelled; the caller waits no longer  |
 
-Signals reach the main thread alone, where they become KeyboardInterrupt. The process is the caller's and is never ended from here.
+Signals reach only the main thread, where they become KeyboardInterrupt. The process is the caller's, so this
+module never ends it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from understudy.trainers.stopping import CALLER, Caller
 
 _UNWIND_SECONDS = 3.0
-"""How long the caller waits for a run that was told to leave at once."""
+"""How long the caller waits for the thread of a run that was told to leave at once."""
 Result = TypeVar("Result")
 
 
@@ -31,13 +34,14 @@ def inside_a_running_loop() -> bool:
 
 
 class OwnThread(Generic[Result]):
-    """`OwnThread(run).result(work)`: what `work` gives, where `run` (like `asyncio.run`) runs it on another thread. Used once."""
+    """`OwnThread(run).result(work)`: the result of `work`, which `run` (like `asyncio.run`) runs on another
+    thread. Used once."""
 
     def __init__(self, run: Callable[[Coroutine[Any, Any, Result]], Result]) -> None:
         self._run = run
         self._caller = Caller(self._leave)
         self._done = threading.Event()
-        """The run is over, or it is left behind."""
+        """Set when the run is over, or when the caller stops waiting for it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._outcome: Callable[[], Result] | None = None
@@ -45,7 +49,7 @@ class OwnThread(Generic[Result]):
     def result(self, work: Coroutine[Any, Any, Result]) -> Result:
         context = contextvars.copy_context()
         context.run(CALLER.set, self._caller)
-        # A daemon: a run that hangs after it was told to leave must not hold up the end of the interpreter.
+        # A daemon thread: a run that hangs after it was told to leave must not block the interpreter's exit.
         thread = threading.Thread(
             target=context.run, args=(self._body, work), name="understudy-own-loop", daemon=True
         )
@@ -59,7 +63,7 @@ class OwnThread(Generic[Result]):
                     self._caller.stop()
                 elif cancelled:
                     self._leave()
-                else:  # nothing that could be saved: a start, an evaluation, the report
+                else:  # nothing to save: the run starts, evaluates or writes its report
                     cancelled = True
                     self._cancel()
         if self._outcome is None:
@@ -86,7 +90,7 @@ class OwnThread(Generic[Result]):
         return await work
 
     def _leave(self) -> None:
-        """The caller does not wait any longer. Called on any thread."""
+        """Ends the caller's wait. Called on any thread."""
         self._cancel()
         self._done.set()
 

@@ -1,6 +1,6 @@
-"""`understudy replay`: the rows of a refused step, run again one by one.
+"""Runs the rows of a refused step again, one by one (`understudy replay`).
 
-refused/step-….safetensors ─┬─> loss and gradient of each row ──> which of them are not finite
+refused/step-….safetensors ─┬─> loss and gradient of each row ──> the rows that are not finite
 the checkpoint of that step ─┘
 """
 
@@ -25,10 +25,12 @@ from understudy.trainers.critic.local import critic_state
 
 @dataclass(frozen=True, slots=True)
 class Replay:
+    """The findings on the rows of one refused step."""
+
     refused: RefusedRows
     role: str
     weights_of: int
-    """The step whose weights the rows were run under: the refused one's own where there is a checkpoint of it."""
+    """The step whose weights were used: the refused step's, or the last checkpoint before it."""
     findings: list[RowFinding]
 
     @property
@@ -37,7 +39,8 @@ class Replay:
 
 
 def replay_run(path: Path, step: int | None = None) -> Replay:
-    """The rows last refused in the run at `path`, or those refused after `step` steps, under the weights they were refused under."""
+    """Replays the rows last refused in the run at `path`, or those refused after `step` steps, under the
+    weights of that step or of the last checkpoint before it."""
     run = RunDir.open(path)
     refused, about = RefusedRows.load(_file(run, step))
     recipe = parse_recipe(read_json(run.recipe))
@@ -63,7 +66,8 @@ def _file(run: RunDir, step: int | None) -> Path:
 def _learner(
     run: RunDir, recipe: Recipe, role: str, checkpoint: Checkpoint | None
 ) -> tuple[Policy, Objective]:
-    """Whoever refused the rows, with the weights of a checkpoint or those the run began with."""
+    """The model that refused the rows (student or critic), with a checkpoint's weights or the initial
+    ones."""
     if role == "critic":
         critic = critic_of(recipe, None)
         assert critic is not None

@@ -1,10 +1,11 @@
-"""When a rank or the critic's process is lost, the run goes back to its last checkpoint by itself.
+"""Restarts a run from its last checkpoint when a rank or the critic's process is lost.
 
-    attempt ──rank lost──> everything of it is ended ──> attempt from the last checkpoint, on the machines there are ──> …
+    attempt ──rank lost──> end its processes ──> attempt from the last checkpoint, on the machines left ──> …
 
-A student in shards cannot go on without one of them, nor without what its critic learnt, so the whole run is taken up again as `understudy resume` would: the
-journal is rewound, metrics are cut back, processes are started and seated anew. Every row is trained exactly once, and under
-`determinism = "full"` the figures are those of an undisturbed run.
+A sharded student cannot continue without one of its shards, nor without its critic's state. So the whole run
+is resumed as by `understudy resume`: the journal is rewound, metrics are truncated, processes are seated and
+started again. Every row is trained exactly once, and under `determinism = "full"` the results are those of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ async def with_restarts(
     stop: Interrupts,
     tell: Callable[[str], None],
 ) -> int:
-    """What `attempt` returns; made again where it lost a rank, `allowed` times between two checkpoints.
+    """The result of `attempt`. It is repeated after a lost rank or critic, at most `allowed` times between
+    two checkpoints.
 
-    Where somebody asked to stop and one of those who train stood still, the last checkpoint is what there is.
+    `GivenUp`: a rank or the critic stood still after a stop request. Then the result is the step of the last
+    checkpoint.
     """
     used, saved = 0, saved_step()
     while True:
@@ -48,7 +51,7 @@ async def with_restarts(
         except RankLost as lost:
             now = saved_step()
             used, saved = (0 if now > saved else used), now
-            # Somebody may ask to stop while the lost ranks are let go of, too.
+            # A stop request may also come during `forget_group`.
             if used >= allowed or not await forget_group() or stop.requested:
                 told = f"{lost}; `understudy resume` goes on from the last checkpoint"
                 raise type(lost)(told) from None
@@ -66,7 +69,7 @@ def last_checkpoint_step(run: RunDir) -> int:
 
 
 def _let_go_of_memory() -> None:
-    """What the lost attempt held on a device must be free for the next one."""
+    """Frees the device memory of the lost attempt for the next one."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

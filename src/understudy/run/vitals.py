@@ -1,4 +1,4 @@
-"""Figures of the moment, for whoever asks why a run does not move."""
+"""The current state of a run, for the watchdog's report on a run that stands still."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def vitals(system: System) -> dict[str, Any]:
 
 
 def waits(system: System, spans: Sequence[OpenSpan], now: float) -> list[str]:
-    """Who waits for whom, down to the replicas of teachers and to a critic in a process of its own."""
+    """The wait graph, including teachers' replicas and a critic in its own process."""
     chains = wait_graph(spans, now, _teachers(system))
     asked = system.critic.waiting(time.monotonic()) if isinstance(system.critic, FarCritic) else None
     return chains if asked is None else [*chains, f"train waits for the critic: {asked}"]

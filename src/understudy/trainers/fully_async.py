@@ -32,8 +32,8 @@ prompt is rolled out by the weights it trains, bit-identical to the sync trainer
 the arithmetic, fractions included. Every trained row is checked against the bound (`RowAges.check`).
 
 Recovery after a crash works as in the sync trainer. Windows follow the cursor's order, so after a resume the
-same prompts belong to the same windows. Rows in the journal are used as they are; the others are made again
-under the same keys.
+same prompts belong to the same windows. Rows in the journal are used as they are; all other rows are made
+again under the same keys.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The critic in a process of its own: `python -m understudy.assembly.processes.critic --run RUN --device cpu …`.
+"""The critic in a process of its own:
+`python -m understudy.assembly.processes.critic --run RUN --device cpu …`.
 
     bind the port ─> read the run's recipe ─> load ─> serve ─> write the ready file
 
-It holds the very `Critic` that the trainer's process would, under the same threads and the same rules for determinism, and carries
-out one command after another (`critic/messages.py`) on a thread of its own, so that it can say that it lives while it computes. It ends on
-SIGTERM, and at once when the pipe given by `--watch-fd` closes: whoever launched it is gone.
+It holds the same `Critic` as the trainer's process would, with the same threads and determinism settings. It
+carries out one command at a time (`trainers/critic/messages.py`) on its own thread, so that it answers
+/health while it computes. It ends on SIGTERM, and at once when the pipe given by `--watch-fd` closes, because
+then its launcher is gone.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ from understudy.trainers.critic.messages import (
 
 log = logging.getLogger("understudy.assembly.processes.critic")
 _LARGEST_COMMAND = 1 << 35
-"""A batch, or a part of a state: one tensor at least, however large."""
+"""The byte limit of a command: a batch, or a part of a state, which may be one large tensor."""
 Told = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 class CriticCommands:
-    """What the trainer may ask of a critic, one at a time."""
+    """Carries out the trainer's commands, one at a time, on the critic's thread."""
 
     def __init__(self, critic: Critic) -> None:
         self._critic = critic
@@ -118,7 +120,7 @@ class CriticCommands:
         return answer
 
     def _remember(self, refused: RefusedRows) -> None:
-        """The trainer has the rows; it is told which."""
+        """Keeps the refused rows, whose keys go into the answer. The trainer has the rows themselves."""
         self._refused = refused
 
 
@@ -146,7 +148,8 @@ async def run(args: argparse.Namespace, recipe: Recipe, sock: socket.socket, tok
         write_ready_file(args.ready_file, url=url_of(sock))
         log.info("the critic answers at %s (%s)", url_of(sock), args.device)
 
-    # Whoever ends a critic wants nothing more from it: a command under way is not waited for.
+    # Hurried: a launcher that ends the critic needs no more answers, so a command under way is not waited
+    # for.
     await serve(app_of(CriticCommands(critic), token), sock, ready, keep_alive=3600, hurried=True)
 
 

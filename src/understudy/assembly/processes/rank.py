@@ -1,8 +1,10 @@
-"""Rank 1 … n−1 of a run: `python -m understudy.assembly.processes.rank --run RUN --rank 1 --size 2 --meeting FOLDER …`.
+"""Rank 1 … n−1 of a run:
+`python -m understudy.assembly.processes.rank --run RUN --rank 1 --size 2 --meeting FOLDER …`.
 
     read the run's recipe ─> load the student ─> join the group ─> write the ready file ─> follow rank 0
 
-It ends when rank 0 says so, and at once when the pipe given by `--watch-fd` closes: whoever launched it is gone.
+It ends on rank 0's command, and at once when the pipe given by `--watch-fd` closes, because then its launcher
+is gone.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except Exception as error:
         traceback.print_exc()
-        # A broken connection is what a rank sees of another one's end; the other's words matter more.
+        # A rank sees another rank's end as a broken connection. The other rank's error is the cause to
+        # report.
         return LOST_COMPANY if joined and is_about_a_connection(error) else FAILED
     return 0
 
