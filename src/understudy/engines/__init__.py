@@ -25,6 +25,5 @@ servers/        `RemoteEngine`: vLLM, SGLang and OpenAI-compatible servers
     engine, weights, gpu_handover   balancing, retries, delivery of new weights
     vllm, vllm_process, vllm_proxy  vLLM servers that we start, monitor and restart
     remote_calls, worker_client     requests that rollout workers send to servers themselves
-
-vllm_side/      code that runs inside vLLM's own interpreter
+    vllm_side/      code that runs inside vLLM's own interpreter
 """

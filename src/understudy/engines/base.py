@@ -25,7 +25,7 @@ class Sampling:
     """How tokens are drawn, and when a generation ends.
 
     Filters apply in this order, on fp32 logits: repetition penalty, temperature, min-p, top-k, top-p.
-    `temperature = 0` is greedy: the most likely token, whose reported logprob is the model's own at temperature 1.
+    `temperature = 0` is greedy: the most likely token, with the model's own logprob at temperature 1.
     """
 
     max_new_tokens: int
@@ -44,10 +44,9 @@ class Sampling:
     candidates: int = 0
     """How many of the model's own best ids to report at every new token, before any of the filters above."""
     usable: UsableIds | None = None
-    """The only ids that are ever drawn or reported, and the only ones in the softmax; None: every row of the head."""
+    """The only ids in the softmax, so the only ones drawn or reported; None: every row of the head."""
     head_rows: int = 0
-    """Rows of the model's head; needed with `usable`, because servers take a list of the ids they may not
-    draw."""
+    """Rows of the model's head; needed with `usable`, because servers take a list of forbidden ids."""
 
     def unusable_ids(self) -> list[int]:
         """The ids of the head that are never drawn."""
@@ -85,8 +84,7 @@ class GenerateRequest:
     """int32 [T]: the whole context."""
     sampling: Sampling
     seed: int
-    """63 bits. The tokens drawn depend on (weights, tokens, sampling, seed), not on other rows of the
-    batch."""
+    """63 bits. The drawn tokens depend on (weights, tokens, sampling, seed), not on the rest of the batch."""
     session: str = ""
     """Requests with the same session share a prefix: a server may keep them on one replica."""
 
@@ -100,8 +98,7 @@ class Generation:
     logprobs: np.ndarray
     """float32 [N]: under the distribution actually sampled from."""
     weight_versions: np.ndarray
-    """int32 [N]: the weights that each token was drawn with; they differ within one generation after a live
-    update."""
+    """int32 [N]: the version of the weights that drew each token; a live update changes it midway."""
     stop_reason: StopReason
     candidate_ids: np.ndarray | None = None
     """int32 [N, K], best first, if `Sampling.candidates` = K asks for them."""
@@ -150,8 +147,7 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def abort(self) -> None:
-        """Ends every running and waiting generation with `StopReason.ABORTED`; tokens drawn so far are
-        kept."""
+        """Ends every running and waiting generation with `StopReason.ABORTED`; drawn tokens are kept."""
         ...
 
     async def close(self) -> None:

@@ -54,8 +54,7 @@ class NotBrought(EngineError):
 
 
 class CallGivenUp(EngineError):
-    """The batch was cancelled or could not be generated; the worker keeps its tokens and the engine asks
-    again."""
+    """The batch was cancelled or failed; the worker keeps its tokens and the engine asks again."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -96,8 +95,7 @@ class Bearer(Protocol):
         ...
 
     def cut(self, call: int) -> None:
-        """Says that the server has returned everything it had: `bring` waits a moment longer, then returns
-        what came."""
+        """The server has returned everything it had: `bring` waits a moment, then returns what arrived."""
         ...
 
     def give_up(self) -> None:

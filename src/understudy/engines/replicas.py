@@ -20,8 +20,7 @@ from understudy.errors import EngineError
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of requests and answers to and from all engine processes or servers so far, without HTTP
-    headers."""
+    """Bytes of requests and answers of all engine processes or servers so far, without HTTP headers."""
 
     sent: int = 0
     received: int = 0
@@ -68,6 +67,8 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Replica:
+    """One server or engine process: its address, load, failures and back-off."""
+
     name: str
     endpoint: Endpoint
     outstanding_tokens: int = 0

@@ -31,8 +31,7 @@ from transformers.cache_utils import Cache
 from understudy.nn.prefix_tree import PrefixTree
 
 MODELS = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""transformers classes with layers of: norm, grouped causal attention with rotary, norm, gated
-feed-forward."""
+"""transformers classes with layers: norm, grouped causal attention with rotary, norm, gated feed-forward."""
 FLIPPED_UP_TO = 1 << 18
 """Largest weight, in elements, that is kept as a transposed copy for a batch. On ARM, torch hands a product
 with a transposed weight to oneDNN, which costs 0.1 ms per call. Small products do not gain that back. Large
@@ -43,6 +42,8 @@ STEADY_TURNS = {"default", "linear", "llama3", "yarn"}
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
+    """RMS norm."""
+
     weight: Tensor
     epsilon: Tensor
     """A tensor: with a Python number, an operation on a few rows takes three times as long."""
@@ -56,6 +57,8 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
+    """A linear layer."""
+
     weight: Tensor
     bias: Tensor | None
     flipped: bool
@@ -71,6 +74,8 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """One decoder layer."""
+
     entry_norm: _Norm
     query: _Product
     key: _Product
@@ -92,8 +97,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """Rotary cosines and sines. The sine of the first half is negated, so that a rotation needs no negated
-    copy."""
+    """Rotary cosines and sines. Sines of the first half are negated, so a rotation needs no negated copy."""
 
     cosine_RD: Tensor
     sine_RD: Tensor
@@ -183,8 +187,7 @@ class LeanForward:
         return self._logits(layer.feed_forward(states_UF.index_select(0, last_B) + layer.mixed(mixed_BF)))
 
     def states(self, tree: PrefixTree, nodes_P: Tensor) -> Tensor:
-        """[P, F]: final states of these nodes, without a cache; the last feed-forward runs for these nodes
-        only."""
+        """[P, F]: final states of these nodes, without a cache; the last feed-forward runs for them only."""
         rows, turns = _Rows.of(tree, self._size), self._turns.at(torch.from_numpy(tree.positions_U))
         states_UF = embedding(torch.from_numpy(tree.tokens_U), self._embedding)
         for layer in self._layers[:-1]:
@@ -231,8 +234,7 @@ class LeanForward:
 def _attend(
     query_BQD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, hidden_BT: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention of one query per head and row; the queries that share a key head use the axis of query
-    positions."""
+    """Attention of one query per head and row; queries of one key head are laid out as query positions."""
     rows, _, size = query_BQD.shape
     mixed_BHGD = scaled_dot_product_attention(
         query_BQD.view(rows, keys_BHTD.shape[1], -1, size),

@@ -45,8 +45,7 @@ class Groups:
     """The padded length of each row."""
     begins_B: np.ndarray
     table_G3: np.ndarray
-    """int64 [MOST_GROUPS, 3]: (first token, rows, tokens per row), then zeros, so that its shape is
-    constant."""
+    """int64 [MOST_GROUPS, 3]: (first token, rows, tokens per row), then zeros up to a constant shape."""
 
     @property
     def total(self) -> int:
@@ -66,8 +65,7 @@ def rounded_lengths(lengths: np.ndarray) -> np.ndarray:
 
 
 def in_groups(lengths_B: np.ndarray) -> Groups | None:
-    """The layout of rows; None if padding costs more than cuDNN saves, or there are too many different
-    lengths."""
+    """The layout of rows; None if padding costs more than cuDNN saves, or too many lengths differ."""
     filled_B = rounded_lengths(lengths_B.astype(np.int64))
     if filled_B.sum() > WORTH_ROUNDING * lengths_B.sum():
         return None

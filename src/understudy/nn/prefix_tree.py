@@ -20,6 +20,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
+    """The distinct prefixes of some rows as nodes, and the node of each token."""
+
     tokens_U: np.ndarray
     """int64."""
     positions_U: np.ndarray
@@ -27,8 +29,7 @@ class PrefixTree:
     nodes_BL: np.ndarray
     """int64: the node of each token; rows are padded on the right with node 0."""
     places_U: np.ndarray
-    """int64: a node's index in the flattened `nodes_BL`, in the first row (sorted by content) that contains
-    it."""
+    """int64: a node's index in the flattened `nodes_BL`, in the first row (by content) that contains it."""
 
     def __len__(self) -> int:
         return len(self.tokens_U)

@@ -1,4 +1,4 @@
-"""Finds the length at which a model's rotary frequencies change, from its configuration, without torch.
+"""Finds the length at which a model's rotary frequencies change, from its configuration; no torch.
 
 transformers chooses these frequencies by the longest position of a whole *batch*:
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters for engine processes: only the small matrices are sent, and the engine merges them.
+"""Low-rank adapters for engine processes: only the small matrices are sent; the engine merges them.
 
     trainer ──A, B, scale of each adapted layer, hash of the base──> engine: W = W0 + scale · B·A, W0 kept
 
@@ -47,8 +47,7 @@ def is_of_adapters(name: str) -> bool:
 
 @torch.no_grad()
 def base_mark(weights: Iterable[tuple[str, Tensor]]) -> bytes:
-    """A hash of a set of weights: names, shapes, types, and integer sums over all bits, exact on any
-    device."""
+    """A hash of weights: names, shapes, types, and integer sums over all bits, exact on any device."""
     lines = []
     for name, tensor in weights:
         words = tensor.detach().contiguous().view(_WORDS[tensor.element_size()])
@@ -119,6 +118,5 @@ class AdaptedModel:
 
 
 def merged(base_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:
-    """Adds an adapter to a layer, in float32 and rounded once: the error is at most half a unit in the last
-    place."""
+    """Adds an adapter to a layer in float32 and rounds once: at most half a unit in the last place off."""
     return (base_OI.float() + scale * (up_OR.float() @ down_RI.float())).to(base_OI.dtype)

@@ -1,8 +1,8 @@
-"""Broadcast of weights to remote engines: flat buckets through a separate process group. For both ends.
+"""Broadcast of weights to remote engines in flat buckets through a process group; code of both ends.
 
     trainer (rank 0)   pack bucket 2 │ send bucket 1        pack bucket 3 │ send bucket 2 …
                                      │ broadcast (gloo, or NCCL between GPUs: `choose_backend`)
-    engine (rank 1 …)                └──> own buffers ──> complete and verified ──> copied in between two tokens
+    engine (rank 1 …)                └──> own buffers ──> complete, verified ──> copied in between two tokens
 
 A bucket is a byte buffer: whole tensors one after another, each at a multiple of 16, then the sum of the
 bucket's 8-byte words. The order lists the tensors (`StreamOrder.tensors`), so both ends compute the same
@@ -39,6 +39,8 @@ from understudy.errors import EngineError
 
 
 class GroupBackend(StrEnum):
+    """The library that carries a broadcast."""
+
     GLOO = "gloo"
     NCCL = "nccl"
 
@@ -54,6 +56,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
+    """The chosen backend, with the reason where it may surprise."""
+
     backend: GroupBackend
     note: str | None = None
     """Why it is not NCCL, if a user might expect NCCL."""
@@ -154,6 +158,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
+    """Which tensors share one buffer, and its size."""
+
     pieces: tuple[Piece, ...]
     size: int
     """Bytes without the checksum; a multiple of 16."""
@@ -167,8 +173,7 @@ def notes_of(named: Sequence[tuple[str, Tensor]]) -> list[TensorNote]:
 
 
 def plan(notes: Sequence[TensorNote], bucket_bytes: int) -> list[Bucket]:
-    """Distributes tensors in order to buckets of at most `bucket_bytes`; a larger tensor gets its own
-    bucket."""
+    """Puts tensors in order into buckets of at most `bucket_bytes`; a larger tensor gets its own bucket."""
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     at = 0
@@ -242,8 +247,7 @@ class PackedWeights:
             return flat
 
     def staged(self, index: int, stage: Stage) -> Tensor:
-        """The same bucket in device memory. A new bucket is packed there, so weights are copied to the host
-        only once."""
+        """The same bucket in device memory. A new one is packed there: weights leave the device once."""
         with self._packing:
             pieces, flat = self.buckets[index].pieces, self.flats[index]
             room = stage.room(index, len(flat))
@@ -376,8 +380,7 @@ def send(group: Any, packed: PackedWeights, stage: Stage | None = None) -> None:
 
 
 class Receiver:
-    """An engine's end of a broadcast: its group, and buffers for one set of weights. Calls must not
-    overlap."""
+    """An engine's end of a broadcast: group, and buffers for one set of weights. Calls must not overlap."""
 
     def __init__(self, address: str, device: torch.device | str = "cpu") -> None:
         self._address = address

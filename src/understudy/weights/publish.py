@@ -20,8 +20,7 @@ class WeightPublisher(Protocol):
         ...
 
     async def publish(self, version: int) -> None:
-        """Publishes the current weights as `version`. Versions only grow, except after a return to a
-        checkpoint."""
+        """Publishes the current weights as `version`; versions grow, except on a return to a checkpoint."""
         ...
 
 

@@ -57,12 +57,16 @@ Write = Callable[[int, Sequence[GenerateRequest]], Awaitable[list[Generation]]]
 
 @dataclass(slots=True)
 class _Deposit:
+    """One worker's request, and the future of its generation."""
+
     request: GenerateRequest
     answer: asyncio.Future[Generation]
 
 
 @dataclass(slots=True)
 class _Composition:
+    """One batch: the deposits that have arrived so far, by key."""
+
     deposits: dict[str, _Deposit] = field(default_factory=dict)
     came: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at every deposit."""
@@ -71,8 +75,7 @@ class _Composition:
 
 
 class Compositions:
-    """Batches that wait for the requests workers send to them, by call number. Used on the event loop
-    only."""
+    """Batches that wait for workers' requests, by call number. Used on the event loop only."""
 
     def __init__(self, write: Write) -> None:
         """`write` generates: it takes a call's number and its batch."""
@@ -99,8 +102,7 @@ class Compositions:
                     self._calls.pop(call, None)
 
     async def run(self, order: ComposeOrder) -> list[str]:
-        """Waits for the deposits and generates the batch. Returns the keys that did not arrive in time, if
-        any."""
+        """Waits for the deposits and generates the batch. Returns the keys that did not arrive in time."""
         if len(set(order.keys)) != len(order.keys) or not order.keys:
             raise FrameError(f"call {order.call} names {len(order.keys)} keys; expected some, each once")
         one = self._calls.setdefault(order.call, _Composition())

@@ -74,8 +74,7 @@ class HostChannel:
         return response.content
 
     def give_up(self, problem: str) -> None:
-        """Fails all pending requests with `HostLost`. Needed because a dead machine does not close its
-        connections."""
+        """Fails all pending requests with `HostLost`: a dead machine does not close its connections."""
         if not self._given_up.done():
             self._given_up.set_result(problem)
 

@@ -48,8 +48,7 @@ class HostKeeper(Protocol):
     """The launcher that owns the processes. Hosts are called replica-0, replica-1, …"""
 
     async def restart(self, name: str) -> Endpoint:
-        """Ends what is left of the process, starts a new one, and returns its address once it can
-        generate."""
+        """Ends the old process, starts a new one, and returns its address once it can generate."""
         ...
 
     async def stop(self, name: str) -> None: ...
@@ -123,8 +122,7 @@ class HostedEngine:
     # --- generation -------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Tokens of a remote request (`FarRequest`) do not pass through here: its generation holds lengths
-        only."""
+        """Generates. For remote requests (`FarRequest`) the generations hold lengths only."""
         if not requests:
             return []
         if self._batching is Batching.COMPOSED:
@@ -140,8 +138,7 @@ class HostedEngine:
         return await self._batch([request], lambda size: self._replicas.pick(request.session, size))
 
     def _by_hash(self, requests: Sequence[GenerateRequest], size: int) -> Replica | None:
-        """The same batch goes to the same host, regardless of load; to the next by hash while that host is
-        gone."""
+        """Sends a batch to the same host regardless of load; to the next by hash if that host is gone."""
         keys = "\n".join(request.key for request in requests)
 
         def place_in_line(host: Replica) -> bytes:
@@ -259,8 +256,7 @@ class HostedEngine:
             await self._tell_all("/v1/abort", AbortOrder(self._calls))
 
     async def _tell_all(self, path: str, order: AbortOrder | None = None) -> None:
-        """Sends an order to every serving host. A host lost meanwhile gets the current state after its
-        restart."""
+        """Sends an order to every serving host. A lost host gets the current state after its restart."""
 
         async def tell(host: Replica) -> None:
             channel = self._channels[host.name]
@@ -273,12 +269,10 @@ class HostedEngine:
             raise EngineError("the engine is closed")
         await asyncio.gather(*(tell(host) for host in self._serving))
 
-    # --- loss and restart of hosts
-    # ----------------------------------------------------------------------------
+    # --- loss and restart of hosts --------------------------------------------------------------------------
 
     def _lost(self, host: Replica, channel: HostChannel, problem: str) -> None:
-        """Marks a host as gone and restarts it. Ignored if `channel` belongs to a process already
-        replaced."""
+        """Marks a host as gone and restarts it, unless the process behind `channel` was already replaced."""
         if self._closed or host.name in self._reviving or self._channels[host.name] is not channel:
             return
         host.last_problem = problem
@@ -313,8 +307,7 @@ class HostedEngine:
             self._news.notify_all()
 
     async def _bring_back(self, host: Replica) -> None:
-        """Starts a new process, gives it the newest weights and our pause state, and only then lets it
-        serve."""
+        """Starts a new process; it serves once it has the newest weights and our pause state."""
         endpoint = await self._keeper.restart(host.name)
         old, fresh = self._channels[host.name], HostChannel(host.name, endpoint, self.traffic)
         host.endpoint, self._channels[host.name] = endpoint, fresh
@@ -331,8 +324,7 @@ class HostedEngine:
             self._news.notify_all()
 
     async def _feel_pulse(self) -> None:
-        """Finds hosts that died while idle and hosts that hang; a pending request alone would wait for
-        ever."""
+        """Finds hosts that died while idle and hosts that hang; requests have no timeout of their own."""
 
         async def feel(host: Replica) -> None:
             channel = self._channels[host.name]

@@ -48,6 +48,8 @@ class ArrayNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class WireRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """One request of a call; its tokens follow the header."""
+
     key: str
     session: str
     seed: int
@@ -57,19 +59,24 @@ class WireRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class CallHeader(msgspec.Struct, forbid_unknown_fields=True):
+    """The header of a call frame: one batch of requests."""
+
     call: int
-    """Incremented by the client. An abort names the last call it applies to, so their order of arrival is
-    irrelevant."""
+    """Incremented by the client. An abort names the last call it applies to; both may arrive in any order."""
     samplings: list[Sampling]
     requests: list[WireRequest]
 
 
 class WireGeneration(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """One generation of an answer; its arrays follow the header."""
+
     stop_reason: str
     streams: list[ArrayNote]
 
 
 class AnswerHeader(msgspec.Struct, forbid_unknown_fields=True):
+    """The header of an answer frame: generations in the order of the call's requests."""
+
     version: int
     """Version of the engine's weights when it answered."""
     generations: list[WireGeneration]
@@ -87,13 +94,14 @@ class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AbortOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /v1/abort`."""
+
     through: int
     """Applies to every call up to this one."""
 
 
 class ComposeOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /v1/compose`: a batch by its keys. Workers send its requests (`POST /v1/deposit`, frames of one
-    request)."""
+    """`POST /v1/compose`: a batch by its keys. Workers send the requests, each by `POST /v1/deposit`."""
 
     call: int
     keys: list[str]

@@ -89,8 +89,7 @@ def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
         model = load_causal_lm(args.model, dtype=DTYPES[args.dtype], attention=args.attention, **options)
     except CannotLoadError as error:
         raise EngineError(f"the model {args.model} cannot be loaded: {error}") from error
-    # Parameters keep requires_grad, as in training: without it torch picks other kernels, with other last
-    # bits.
+    # Parameters keep requires_grad, as in training: without it torch picks kernels with other last bits.
     engine = HFEngine(
         model,
         max_batch=args.max_batch,

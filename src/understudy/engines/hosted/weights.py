@@ -99,8 +99,7 @@ class WeightDelivery:
     async def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], hosts: Sequence[HostChannel]
     ) -> dict[HostChannel, HostLost]:
-        """Sends the weights to every host. Returns the hosts lost meanwhile, with the reason; raises a
-        refusal."""
+        """Sends the weights to every host. Returns lost hosts with the reason; raises if a host refuses."""
         named = list(tensors)
         if not named:
             return await self._tell(hosts, WeightsOrder(version))
@@ -130,8 +129,7 @@ class WeightDelivery:
         return lost
 
     async def give(self, version: int, host: HostChannel) -> None:
-        """Sends the newest weights to one host as version `version`; raises if the host does not confirm
-        them."""
+        """Sends the newest weights to one host as version `version`; raises unless the host confirms."""
         if self._file is None and self._packed is None:
             await host.order("/v1/weights", WeightsOrder(version))
         elif host.shares_memory:
@@ -197,8 +195,7 @@ class WeightDelivery:
             logger.warning("%s", text)
 
     async def _alone(self, version: int, host: HostChannel) -> HostLost | None:
-        """Sends to one host in a group of two, so that no other member can break it; by gloo, which needs
-        no GPU."""
+        """Sends to one host in a group of two, which no other member can break; by gloo, without a GPU."""
         missed = await self._stream(version, _Group((host,), self._next_name()))
         return HostLost(f"{host.name} did not get the weights: {missed[host]}") if missed else None
 
@@ -244,8 +241,7 @@ class WeightDelivery:
             send(group.joined, packed, self._staged(group))
         except (RuntimeError, TransferBroken) as error:
             problem = str(error)
-        # Outside the handler, so that no traceback references the group: other members detect its
-        # destruction.
+        # Outside the handler, so that no traceback keeps the group alive: its end tells other members.
         if problem:
             drop(group.joined, order)
             group.joined = None

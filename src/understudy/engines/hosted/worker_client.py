@@ -18,8 +18,7 @@ _CONNECT_S = 10.0
 
 
 class Deposits:
-    """Keep-alive connections by host, on a worker's event loop. The trainer monitors hosts; here we only
-    wait."""
+    """Keep-alive connections by host, on a worker's event loop. The trainer monitors the hosts."""
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, str | None], httpx.AsyncClient] = {}

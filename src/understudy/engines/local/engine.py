@@ -46,8 +46,7 @@ _POOL_SHARE = 0.7
 KERNEL_DEVICES = {"cuda"}
 """Device types where rows live in slots and decode steps run our own kernels."""
 GROWING_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types whose state is keys and values per token; the state of other types cannot be padded or
-merged."""
+"""Layer types with keys and values per token as state; other states cannot be padded, merged or cut."""
 
 
 class Layout(StrEnum):
@@ -151,8 +150,7 @@ class HFEngine:
 
     @contextmanager
     def _handing_over(self) -> Iterator[None]:
-        """Orders this stream's writes inside: after all work the engine has queued, before the work it
-        queues next."""
+        """Orders this stream's writes after all work the engine has queued, and before its next work."""
         if self._stream is None:
             yield
             return

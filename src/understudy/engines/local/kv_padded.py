@@ -66,8 +66,7 @@ def _grown(old_BHTD: Tensor, used: int, room: int) -> Tensor:
 
 
 def new_cache(layers: int, width: int, most: int) -> Cache:
-    """A cache for prompts of `width` columns that may grow to `most`. It starts small: few rows grow that
-    long."""
+    """A cache for prompts of `width` columns. It starts small, because few rows grow to `most`."""
     room = min(width + FIRST_ROOM, most)
     return Cache(layers=[RoomyLayer(room, most) for _ in range(layers)])
 

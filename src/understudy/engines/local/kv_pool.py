@@ -35,6 +35,8 @@ class KeptAs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeyValues:
+    """One layer's keys and values in slots, with their scales in fp8."""
+
     keys_SHCD: Tensor
     values_SHCD: Tensor
     key_scales_SHC: Tensor | None = None
@@ -110,8 +112,7 @@ def bytes_per_token(heads: int, size: int, kept_as: KeptAs, dtype: torch.dtype) 
 
 @dataclass(slots=True)
 class Places:
-    """Slot and length of each row of a step. The tensors keep their addresses, because a recorded graph
-    reads them."""
+    """Slot and length of each row of a step. The addresses never change: a recorded graph reads them."""
 
     slots_B: Tensor
     lengths_B: Tensor

@@ -91,8 +91,7 @@ class RowBatch(Protocol):
 
 
 class Writing:
-    """The rows of one batch, their sampling state and the tokens its steps drew. Used on the scheduler's
-    thread."""
+    """The rows of one batch, their sampling state and their drawn tokens. Used on the scheduler's thread."""
 
     def __init__(
         self,
@@ -255,8 +254,7 @@ class Writing:
 def _usable_ids(
     usable: Sequence[UsableIds | None], vocab: int, device: torch.device
 ) -> tuple[int, Tensor | None]:
-    """The number of ids to draw from, and a mask [B, ids] of the ids forbidden per row; None if there are
-    none."""
+    """The number of ids to draw from, and a mask [B, ids] of ids forbidden per row; None if none is."""
     limits = [vocab if one is None else min(one.limit, vocab) for one in usable]
     most = max(limits)
     if min(limits) == most and not any(one is not None and one.holes for one in usable):

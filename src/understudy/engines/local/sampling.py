@@ -147,8 +147,7 @@ class SamplingBatch:
             stop_ids_BS=torch.from_numpy(stops).to(device),
             temperature_B1=column([s.temperature or 1.0 for s in settings], 1.0),
             greedy_B=torch.tensor(greedy, device=device) if any(greedy) else None,
-            # Greedy rows skip the filters: the likeliest token passes them all, and its logprob is the
-            # model's own.
+            # Greedy rows skip the filters: the likeliest token passes them, with the model's own logprob.
             min_p_B1=column([s.min_p if s.temperature else 0.0 for s in settings], 0.0),
             top_k_B1=column(
                 [(min(s.top_k, vocab) or vocab) if s.temperature else vocab for s in settings],
@@ -202,8 +201,7 @@ def _keep_top(logits_BV: Tensor, top_k_B1: Tensor | None, top_p_B1: Tensor | Non
         ranks_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
         ranked_BV = ranked_BV.masked_fill(ranks_V >= top_k_B1, -torch.inf)
     if top_p_B1 is not None:
-        # Keep a token while the mass ranked before it is below p: the smallest set that reaches p, never
-        # empty.
+        # Keep a token while the mass ranked before it is below p: the smallest set that reaches p.
         mass_BV = ranked_BV.softmax(-1)
         before_BV = mass_BV.cumsum(-1) - mass_BV
         drop_BV = before_BV >= top_p_B1
@@ -213,8 +211,7 @@ def _keep_top(logits_BV: Tensor, top_k_B1: Tensor | None, top_p_B1: Tensor | Non
 
 
 def draw(logits_BV: Tensor, batch: SamplingBatch, step: int) -> tuple[Tensor, Tensor]:
-    """Token ids [B] and logprobs [B] from shaped logits, by the rule at the top; `step` counts from
-    `build`."""
+    """Ids [B] and logprobs [B] from shaped logits, by the rule at the top; `step` counts from `build`."""
     logprobs_BV = logits_BV.log_softmax(-1)
     # softmax, not exp(log_softmax), so that the rule at the top can be reproduced to the bit.
     cdf_BV = logits_BV.softmax(-1).double().cumsum(-1)

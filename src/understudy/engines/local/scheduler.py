@@ -26,9 +26,10 @@ from understudy.types.trajectory import StopReason
 
 
 class Batching(StrEnum):
+    """How calls form batches."""
+
     COMPOSED = "composed"
-    """Each call is its own batch: results depend on its composition alone. `determinism = "full"` needs
-    this."""
+    """Each call is its own batch: results depend on it alone. `determinism = "full"` needs this."""
     CONTINUOUS = "continuous"
     """Calls are merged in order of arrival, and waiting rows join a batch that is being decoded."""
 
@@ -101,8 +102,7 @@ class Scheduler:
         self._waiting: deque[CallRow] = deque()
         """Rows of admitted calls that had no place in the batch yet."""
         self._entering: Sequence[Row] = ()
-        """Rows whose prompts are being computed: neither waiting nor in the batch. Kept here in case that
-        fails."""
+        """Rows whose prompts are being computed: not waiting, not in the batch; needed if that fails."""
         self._changed = threading.Condition()
         self._paused = self._refresh = self._closed = False
         self._resting = True
@@ -238,8 +238,7 @@ class Scheduler:
         return batch
 
     def _next_group(self, free: int, running: int) -> list[CallRow]:
-        """Up to `free` waiting rows whose padded prompts fit the prefill budget; at least one if any
-        waits."""
+        """Up to `free` waiting rows whose padded prompts fit the prefill budget; the first always enters."""
         group: list[CallRow] = []
         longest = 0
         while len(group) < free:

@@ -59,8 +59,7 @@ def pool_bytes(model: Any, *, slots: int, max_length: int, kept_as: KeptAs = Kep
 
 
 class SlotPool:
-    """Keys and values of every row in flight, the free slots, and the recorded steps. On the scheduler's
-    thread."""
+    """Keys and values of all rows in flight, free slots, recorded steps. Used on the scheduler's thread."""
 
     def __init__(
         self,
@@ -110,8 +109,7 @@ class SlotPool:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether `read` may be called. If not, transformers computes the prompts and `fill` copies them
-        in."""
+        """Whether `read` may be called; if not, transformers computes prompts and `fill` copies them in."""
         return self._loop is not None
 
     def read(self, slots: list[int], rows: Sequence[np.ndarray]) -> Tensor:
@@ -253,8 +251,7 @@ class _Step:
             static_B[: len(fresh_B)] = fresh_B
 
     def run(self, tokens_B: Tensor) -> Tensor:
-        """Runs the step and returns the logits after these tokens; each row is one token longer
-        afterwards."""
+        """Runs the step: appends these tokens to the rows and returns the logits after them."""
         rows = len(tokens_B)
         self._tokens_B[:rows] = tokens_B
         if self._graph is None:

@@ -119,8 +119,7 @@ async def fetch(
     traffic: Traffic | None = None,
     connect_s: float | None = None,
 ) -> Piece:
-    """Asks for one piece; raises `RefusedError`, `UnreachableError` or another `EngineError` if there is no
-    valid one."""
+    """Asks for one piece. Raises `RefusedError`, `UnreachableError` or another `EngineError`."""
     dialect = order.language
     timeout = httpx.Timeout(order.timeout_s, connect=connect_s or order.timeout_s, pool=None)
     body = dialect.body(ask)
@@ -192,8 +191,7 @@ def failure(name: str, dialect: Dialect, path: str, error: httpx.HTTPError) -> E
 
 
 def check_candidates(dialect: Dialect, sampling: Sampling) -> None:
-    """Refuses candidates with filters: servers rank the filtered distribution, we need the model's own
-    ranking."""
+    """Refuses candidates with filters: servers rank the filtered distribution, not the model's own."""
     if not sampling.candidates:
         return
     filtered = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1

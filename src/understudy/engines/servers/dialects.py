@@ -1,8 +1,8 @@
 """Wire formats of generation servers: request bodies, and parsing and checking of answers.
 
     VLLM      POST /inference/v1/generate   token ids in, token ids and logprobs out, nothing detokenised
-    SGLANG    POST /generate                the same in SGLang's words
-    OPENAI    POST /v1/completions          a server that takes ids as prompt and can return ids (`return_token_ids`)
+    SGLANG    POST /generate                the same in SGLang's format
+    OPENAI    POST /v1/completions          ids as prompt; the server must return ids (`return_token_ids`)
 
 Pure functions and values only. `continuation.py` sends; `engine.py` retries and balances.
 """
@@ -74,15 +74,13 @@ class Dialect:
     loaded: Callable[[Json, int], bool] = lambda reply, version: True
     """Whether the answer to `load` says that every worker has this version."""
     label: Callable[[int], tuple[str, Json]] | None = None
-    """Sets the server's name for its weights, which each answer then reports; older servers lack the
-    route."""
+    """Sets the server's name for its weights, which its answers report; older servers lack the route."""
     candidates: bool = False
     """Whether answers can name the model's best ids at each token."""
 
 
 def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -> Piece:
-    """Refuses answers that would corrupt a row: wrong lengths, invalid ids, values that are no
-    log-probabilities."""
+    """Refuses answers that would corrupt a row: wrong lengths, invalid ids, invalid log-probabilities."""
     key = ask.request.key
     if not isinstance(tokens, list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
         raise EngineError(
@@ -102,8 +100,7 @@ def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -
 
 
 def best_ids(entries: Iterable[tuple[Any, Any]], ask: Ask) -> list[int]:
-    """The K likeliest of one token's (id, logprob) entries; the drawn token may be listed too, with a lower
-    rank."""
+    """The K likeliest of one token's (id, logprob) entries, which may include a drawn token of lower rank."""
     wanted = ask.request.sampling.candidates
     found = {int(i): float(x) for i, x in entries if isinstance(x, (int, float)) and math.isfinite(x)}
     if len(found) < wanted:
@@ -123,8 +120,7 @@ def _id_of(entry: Mapping[str, Any]) -> int:
 def _no_filters(sampling: Sampling) -> Json:
     """Sampling settings with the same name in vLLM and SGLang."""
     unusable = sampling.unusable_ids()
-    # A request must stay small. With more unusable ids than this, a row that holds one is discarded
-    # afterwards.
+    # A request must stay small. With more unusable ids, a row that contains one is discarded afterwards.
     bias = {str(number): -100.0 for number in unusable} if 0 < len(unusable) <= MOST_BIASED else None
     return {
         **({} if bias is None else {"logit_bias": bias}),

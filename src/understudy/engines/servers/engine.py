@@ -114,8 +114,7 @@ class RemoteEngine:
     # --- generation -------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Tokens of a remote request (`FarRequest`) do not pass through here: its generation holds lengths
-        only."""
+        """Generates. For remote requests (`FarRequest`) the generations hold lengths only."""
         for request in requests:
             length, new = len(request.tokens), request.sampling.max_new_tokens
             if length == 0 or length + new > self._max_length:
@@ -177,8 +176,7 @@ class RemoteEngine:
             aborted.cancel()
 
     async def _piece(self, writing: _Near | FarWriting) -> None:
-        """Retries until a server gives a valid answer or weights change; each failure counts against its
-        server."""
+        """Retries until a server gives a valid answer or weights change; counts failures per server."""
         request, version = writing.request, self._version
         left = request.sampling.max_new_tokens - writing.written
         size = len(request.tokens) + writing.written + left

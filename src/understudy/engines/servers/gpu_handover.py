@@ -37,8 +37,7 @@ class GpuHandover:
         self._attached.pop(replica, None)
 
     async def attach(self, replica: str, call: Call, tensors: Sequence[tuple[str, Tensor]]) -> bool:
-        """Whether the replica has these tensors open, with all writes finished; False if it needs a
-        snapshot."""
+        """Whether the replica has these tensors open, all writes finished; False if it needs a snapshot."""
         if replica in self._declined or not tensors or any(not tensor.is_cuda for _, tensor in tensors):
             return False
         addresses = tuple(tensor.data_ptr() for _, tensor in tensors)

@@ -1,4 +1,4 @@
-"""Calls in flight of remote requests: a rollout worker asks the server, the engine says which and when.
+"""Calls in flight of remote requests: a rollout worker asks the server that the engine chose.
 
     from      message                                                         to
     engine    `Grant`: server, version, the call it continues (gate open)     worker
@@ -51,6 +51,8 @@ class WayCut(EngineError):
 
 @dataclass(slots=True)
 class _Call:
+    """One call that a worker has been granted."""
+
     replica: str
     request: FarRequest
     void: asyncio.Future[None]
@@ -58,8 +60,7 @@ class _Call:
 
 
 class FarCalls:
-    """The calls in flight of one engine, on its event loop. `lives` checks a server over this process's
-    connection."""
+    """The calls in flight of one engine, on its event loop. `lives` checks a server from this process."""
 
     def __init__(self, lives: Lives) -> None:
         self._lives = lives

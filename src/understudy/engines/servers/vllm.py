@@ -1,4 +1,4 @@
-"""vLLM servers as child processes: started by an injected launcher, monitored, restarted when they die.
+"""vLLM servers as child processes: started by an injected launcher, monitored, restarted.
 
 A remote server is reached over the network, through a proxy that asks for the run's token
 (`vllm_proxy.py`). So is a server on this machine that remote workers use (`VLLMSettings.address`). All
@@ -42,8 +42,7 @@ class ChildLauncher(Protocol):
     async def start(
         self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
     ) -> Child:
-        """Starts `python -m module …` with `--ready-file` and `--watch-fd`; returns when its ready file
-        appears."""
+        """Starts `python -m module …` with `--ready-file` and `--watch-fd`; returns once it is ready."""
         ...
 
     async def stop(self, name: str) -> None: ...
@@ -66,6 +65,8 @@ class HostLauncher(ChildLauncher, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
+    """How the vLLM servers of one engine are started."""
+
     python: str
     """The interpreter of an environment that has vLLM."""
     model: str

@@ -132,6 +132,5 @@ class VLLMDoor:
 
 
 def _nobody_behind(error: httpx.HTTPError) -> Response:
-    """A response that is not in our error format, so that clients treat the server as gone rather than as
-    refusing."""
+    """A response outside our error format: clients then treat the server as gone, not as refusing."""
     return as_json({"error": f"vLLM does not answer: {type(error).__name__} {error}"}, NOBODY_BEHIND)

@@ -65,8 +65,7 @@ class WeightDelivery:
     async def bring(
         self, replicas: Sequence[Replica], version: int, tensors: Sequence[tuple[str, Tensor]]
     ) -> None:
-        """Sends new weights to these servers, to each in the fastest way it supports. No tensors: nothing
-        to do."""
+        """Sends new weights to these servers, to each the fastest way it supports. No tensors: a no-op."""
         if not tensors:
             return
         far = [one for one in replicas if not one.endpoint.shares_memory]

@@ -45,13 +45,14 @@ class Leg:
 
 @dataclass(slots=True)
 class _Server:
+    """Connections to one server, and the time of its last answer."""
+
     client: httpx.AsyncClient
     answered_at: float = 0.0
 
 
 class Visits:
-    """Keep-alive connections by server, on a worker's event loop. The trainer monitors servers and their
-    weights."""
+    """Keep-alive connections by server, on a worker's event loop. The trainer monitors the servers."""
 
     def __init__(self) -> None:
         self._servers: dict[tuple[str, str | None], _Server] = {}

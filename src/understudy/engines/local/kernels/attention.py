@@ -41,7 +41,10 @@ def slot_attention_plain(
     scale: float,
     window: int,
 ) -> Tensor:
-    """[B, Q, D]: softmax(q·k)·v over the first `lengths` columns of each row's slot; the last `window` of them if > 0."""
+    """[B, Q, D]: softmax(q·k)·v over the first `lengths` columns of each row's slot.
+
+    If `window` > 0, over the last `window` of these columns only.
+    """
     rows, queries, size = query_BQD.shape
     keys_BHCD, values_BHCD = pool.of_slots(slots_B)
     heads = keys_BHCD.shape[1]
@@ -155,8 +158,7 @@ def kernel_fits(queries: int, heads: int, size: int) -> bool:
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls; `key` and `value` are already in the layer's pool
-    (`pools`)."""
+    """The attention function that transformers calls; `key` and `value` are in the layer's pool already."""
     places = options["slots"]
     window = int(options.get("sliding_window") or 0)
     function = slot_attention if query.is_cuda else slot_attention_plain

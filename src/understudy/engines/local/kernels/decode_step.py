@@ -8,7 +8,8 @@ transformers' modules launch fourteen kernels per layer for the same arithmetic,
 (`fused.py`). Rounding is the same as in transformers: every sum, product and norm is rounded where its code
 rounds. Models with other layers use transformers' code. Prompts are written directly into their slots.
 
-Legend: B rows, T tokens of all prompts, R either, F features, Q query heads, H key/value heads, D head size, V vocabulary.
+Legend: B rows, T tokens of all prompts, R either, F features, Q query heads, H key/value heads, D head size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ Attend = Callable[["_Layer", Tensor, "SlotLayer"], Tensor]
 
 
 class _Layer:
+    """References to one decoder layer's weights, with its merged products."""
+
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.size, self.scale = int(attention.head_dim), float(attention.scaling)
@@ -85,8 +88,7 @@ class _Layer:
 
 
 class DecodeLoop:
-    """One model's decode step. It keeps references to the weights' memory: build a new one when weights
-    moved."""
+    """One model's decode step. It holds the weights' addresses: build a new one when weights have moved."""
 
     def __init__(self, model: Any) -> None:
         fused_norm.generates_only(model)
@@ -147,8 +149,7 @@ class DecodeLoop:
 def packed_attention(
     query_TQD: Tensor, key_THD: Tensor, value_THD: Tensor, prompts: Prompts, scale: float, window: int
 ) -> Tensor:
-    """Causal attention inside each row; FlashAttention's variable-length kernel on a GPU in half
-    precision."""
+    """Causal attention inside each row; by FlashAttention on a GPU in half precision."""
     if query_TQD.is_cuda and query_TQD.dtype in (torch.float16, torch.bfloat16):
         out_TQD: Tensor = torch.ops.aten._flash_attention_forward(
             query_TQD, key_THD, value_THD, prompts.bounds, prompts.bounds, prompts.longest, prompts.longest,
@@ -180,8 +181,7 @@ def fits(model: Any) -> bool:
 
 
 def join_products(model: Any) -> None:
-    """Places the weights of products over the same input contiguously in memory; parameters keep their
-    identity."""
+    """Makes weights of products over the same input contiguous in memory; parameters keep their identity."""
     for layer in model.model.layers:
         lay_side_by_side(_heads(layer.self_attn))
         lay_side_by_side(_gates(layer.mlp))

@@ -29,13 +29,11 @@ except ImportError:  # a CPU build of torch comes without it
     triton = None
 
 ATTENTIONS = {"LlamaAttention", "Qwen2Attention", "Qwen3Attention"}
-"""transformers classes whose forward is: projections, optional head norms, rotary, cache, attention,
-projection."""
+"""transformers classes of: projections, optional head norms, rotary, cache, attention, projection."""
 MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
 """transformers classes that compute down(act(gate(x)) * up(x))."""
 SHARE = 8
-"""Heads of a row per program. With one head per program, starting programs takes as long as the rest of the
-step."""
+"""Heads of a row per program. With one head each, starting programs takes as long as the rest of the step."""
 
 if triton is not None:
     SMALLEST_TOP = tl.constexpr(key_values.SMALLEST_TOP)
@@ -84,8 +82,7 @@ if triton is not None:
         QUERIES: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
         NORMED: tl.constexpr, SIZE: tl.constexpr, NARROW: tl.constexpr,
     ):  # fmt: skip
-        """Each program handles `SHARE` heads of a row: first the queries' programs, then the keys', then
-        the values'."""
+        """Each program handles `SHARE` heads of a row: programs of queries, then of keys, then of values."""
         row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         query_parts: tl.constexpr = (QUERIES + SHARE - 1) // SHARE
         key_parts: tl.constexpr = (HEADS + SHARE - 1) // SHARE

@@ -15,8 +15,7 @@ from torch.nn.functional import linear
 
 
 class Together:
-    """Several linear layers as one product. It views the parameters' memory, so updates in place take
-    effect."""
+    """Several linear layers as one product. It views the parameters' memory: updates in place take effect."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self._sizes = [one.out_features for one in linears]
@@ -35,8 +34,7 @@ class Together:
 
 
 def lay_side_by_side(linears: Sequence[nn.Linear]) -> None:
-    """Moves the weights into one block if dtype, device and inner shape agree; parameters keep their
-    identity."""
+    """Moves weights of one dtype, device and inner shape into one block; parameters keep their identity."""
     for name in ("weight", "bias"):
         tensors = [getattr(one, name) for one in linears]
         if any(type(one) is not nn.Parameter for one in tensors) or as_one(tensors) is not None:

@@ -73,8 +73,7 @@ def rms_norm(x_RF: Tensor, weight_F: Tensor, epsilon: float) -> Tensor:
 
 
 def add_norm(x_RF: Tensor, before_RF: Tensor, weight_F: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(x + before, its norm): the end of one block and the beginning of the next. Inputs must be
-    contiguous."""
+    """(x + before, its norm): the end of one block and the start of the next. Inputs must be contiguous."""
     rows, features = x_RF.shape
     after_RF, out_RF = torch.empty_like(x_RF), torch.empty_like(x_RF)
     block = 1 << (features - 1).bit_length()
@@ -98,8 +97,7 @@ def generates_only(model: Any) -> None:
 
 
 def refuse_gradients(module: Any) -> None:
-    """Called at every forward outside a recorded graph: a second check, in case the modules are trained
-    after all."""
+    """A second check, at every forward outside a recorded graph, in case the modules are trained later."""
     if torch.is_grad_enabled():
         raise EngineError(
             f"this {type(module).__name__} generates only: its kernel cannot be differentiated, so whatever lies below it would get "
@@ -108,8 +106,7 @@ def refuse_gradients(module: Any) -> None:
 
 
 def fuse_norms(model: Any) -> int:
-    """Makes the model's norms use the kernel; returns how many. The model must be the engine's own, in eval
-    mode."""
+    """Makes the norms of the engine's own model use the kernel; returns how many. Needs eval mode."""
     generates_only(model)
     norms = [module for module in model.modules() if type(module).__name__ in NORMS]
     for module in norms:

@@ -41,6 +41,8 @@ class CopyPlan:
 
 
 class _Watch(TorchDispatchMode):
+    """Records every `copy_` while it is active."""
+
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []

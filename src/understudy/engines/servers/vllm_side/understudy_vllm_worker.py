@@ -18,15 +18,14 @@ _BYTES_FIELDS = ("storage_handle", "ref_counter_handle", "event_handle")
 
 
 class UnderstudyWorker:
-    """Mixed into vLLM's worker class; methods are called through `/collective_rpc`, with text arguments only."""
+    """Mixed into vLLM's worker class. The trainer calls it through `/collective_rpc`, with text arguments."""
 
     model_runner: Any
     device: Any
     parallel_config: Any
 
     def understudy_load_weights(self, path: str, version: str) -> dict[str, Any]:
-        """Loads every tensor of a safetensors file by its Hugging Face name. Returns the version and the
-        count."""
+        """Loads every tensor of a safetensors file by its Hugging Face name. Returns version and count."""
         count = 0
 
         def tensors() -> Any:
@@ -93,8 +92,7 @@ def _pack_again(model: Any) -> None:
 
 
 def _opened(fields: dict[str, Any], device: Any) -> torch.Tensor:
-    """Opens the trainer's tensor. Handles are base64 text; the device index is this process's, not the
-    trainer's."""
+    """Opens the trainer's tensor. Handles are base64 text; the device index is this process's own."""
     fields = {
         name: base64.b64decode(value) if name in _BYTES_FIELDS else value for name, value in fields.items()
     }
