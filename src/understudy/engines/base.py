@@ -76,7 +76,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One continuation to write."""
+    """One continuation to generate."""
 
     key: str
     """Identifies the request in errors and metrics; unique within a batch."""

@@ -56,7 +56,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The chosen backend, with the reason where it may surprise."""
+    """The chosen backend, and a note if a user might expect another."""
 
     backend: GroupBackend
     note: str | None = None

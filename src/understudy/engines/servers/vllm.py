@@ -109,7 +109,7 @@ class VLLMEngine(RemoteEngine):
         self._servers, self._restarts, self._notify = servers, restarts, notify
         self._children = dict(children)
         self._given_up: dict[str, str] = {}
-        """Replicas that are not started again, with the reason."""
+        """Replicas that are no longer restarted, with the reason."""
         self._watchers = [asyncio.create_task(self._watch(name)) for name in self._children]
 
     @property
