@@ -62,6 +62,8 @@ class Notes(Protocol):
 
 
 class TrainedPolicy(WeightSource, AdapterSource, Protocol):
+    """A policy whose weights or adapters can be published."""
+
     @property
     def model(self) -> nn.Module: ...
 

@@ -1,10 +1,11 @@
-"""Heartbeats of ranks: detects a rank whose process is alive but stopped, or whose machine stands still.
+"""Heartbeats of ranks: detects a rank whose process is alive but does nothing.
 
     rank ──a new mark every 2 s──> file in the meeting folder ──> trainer: the same mark for 60 s = rank lost
 
-Without heartbeats the group would wait for such a rank for ever, because its process does not end. Marks are
-compared and not times, because the clocks of machines differ. Only time in which the trainer itself looked is
-counted, so a trainer that was stopped together with its ranks continues with them.
+Such a rank was stopped by a signal, or its machine stands still. Without heartbeats the group would wait for
+such a rank for ever, because its process does not end. Marks are compared and not times, because the clocks
+of machines differ. Only time in which the trainer itself looked is counted, so a trainer that was stopped
+together with its ranks continues with them.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@
     │ engine: a whole model    │   nccl   └──────────────────────┘  └──────────────────────┘
     └──────────────────────────┘
 
-| a rank            | detected by                                     | result                            |
-|-------------------|-------------------------------------------------|-----------------------------------|
-| dies              | `Followers`: its process ends (seconds)         | `RankLost` with the end of its log |
-| stands still      | no heartbeat for a minute (`rank_heartbeat.py`) | `RankLost`                        |
-| refuses a command | its file in the meeting folder (`refusal_file`) | the command fails                 |
+| a rank            | detected by                                     | result                             |
+|-------------------|-------------------------------------------------|------------------------------------|
+| dies              | `Followers`: its process ends (within seconds)  | `RankLost` with the end of its log |
+| stands still      | no heartbeat for a minute (`rank_heartbeat.py`) | `RankLost`                         |
+| refuses a command | its file in the meeting folder (`refusal_file`) | the command fails                  |
 
 `run/restarts.py` decides what the run does after `RankLost`.
 """

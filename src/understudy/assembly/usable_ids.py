@@ -1,4 +1,4 @@
-"""Finds the token ids that a run may use, once at its start, for engine, teachers, policy and reference.
+"""Finds the token ids that a run may use, once at its start, for all its models.
 
     tokenizer files of student, teachers, critic, reference ─┐
     /v1/vocabulary of external native teachers ──────────────┴─> UsableIds ─> Sampling, policy, clients

@@ -130,6 +130,8 @@ REFUSED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
+    """An accepted change of one recipe key, and why it is accepted."""
+
     key: str
     before: Any
     after: Any

@@ -6,8 +6,8 @@ and teachers are fastest on batches. Calls are joined under one of two rules:
 `Cohort` (determinism "full"): batches are composed by KEY. A cohort is a fixed set of samples. When every
     living member waits and nothing is in flight, all waiting calls are sorted by key, cut into chunks and
     launched. Which calls wait at that moment depends on what the samples do, not on their speed, so batches
-    and results repeat to the bit. Cohorts overlap: one is scored while the next one generates. If a worker that
-    held a call's tokens leaves, its batch is returned: the other calls wait until that sample calls again.
+    and results repeat to the bit. Cohorts overlap: one is scored while the next one generates. If a worker
+    that held a call's tokens leaves, its batch is returned: the other calls wait until it calls again.
 
 `Arrivals` (determinism "fast"): a call goes out at once. Engines and teachers batch continuously, so holding
     calls back to fill a batch would only add waiting. There is no barrier. Only score calls made within two
@@ -86,6 +86,8 @@ class Gather(Protocol):
 
 @dataclass(slots=True)
 class _Call:
+    """One sample's call and the future that its task waits for."""
+
     key: str
     item: Any
     result: asyncio.Future[Any]

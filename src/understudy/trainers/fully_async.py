@@ -6,13 +6,13 @@
                  │                  teacher, journal   they finish    enough rows     │
                  └──────────── a whole window's slots are free again ─────────────────┘
 
-| task     | consumes           | produces               | waits for               |
-|----------|--------------------|------------------------|-------------------------|
-| admit    | slots and prompts  | producers              | a free slot             |
-| producer | a few prompts      | rows (`produce_step`)  | the engine, the teachers |
-| train    | rows               | weights, free slots    | rows                    |
+| task     | consumes          | produces              | waits for           |
+|----------|-------------------|-----------------------|---------------------|
+| admit    | slots and prompts | producers             | a free slot         |
+| producer | a few prompts     | rows (`produce_step`) | engine and teachers |
+| train    | rows              | weights, free slots   | rows                |
 
-No two tasks wait for each other. All rows of the oldest window have their slots. A slot is also a place in
+There is no deadlock. All rows of the oldest window have their slots. A slot is also a place in
 the data plane: there are never more slots than `dataplane.max_rows` has room for, and rows are issued
 `reserved`. The prompt that replaces a filtered one keeps the slot. So the trainer's wait for rows always
 ends, and then a publish ends the admission's wait.

@@ -1,4 +1,4 @@
-"""Performance metrics of a step: tokens per second, model FLOPs, memory, bytes sent (all under `perf/`)."""
+"""Performance metrics of a step, under `perf/`: tokens per second, model FLOPs, memory, bytes."""
 
 from __future__ import annotations
 

@@ -23,6 +23,8 @@ from understudy.policy.lora import LoraSettings, add_lora
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """A model on its device with its tokenizer."""
+
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     context: int

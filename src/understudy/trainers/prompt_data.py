@@ -22,6 +22,8 @@ _AT_A_TIME = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptData:
+    """The datasets of a run."""
+
     train: Dataset
     eval: Dataset | None
     notes: list[str] = field(default_factory=list)

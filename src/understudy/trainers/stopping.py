@@ -8,7 +8,7 @@
 | second SIGINT or SIGTERM              | end child processes and this process                         |
 | signal not handled for DEAF_S         | the same: a coroutine blocks the event loop                  |
 
-A computation is always finished. A wait is bounded, because its end may never come (a reward that hangs, a
+After the first signal a computation is always finished. A wait is bounded, because its end may never come (a reward that hangs, a
 stopped teacher). No child process survives in any of these cases.
 
 There are no signals on a thread other than the main one. If a `CALLER` waits for the run on another thread

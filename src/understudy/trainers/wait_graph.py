@@ -26,6 +26,8 @@ _TASKS = ("train", "admission", "evaluation")
 
 @dataclass(frozen=True, slots=True)
 class Edge:
+    """A task or producer that waits, and what it waits for."""
+
     waiter: str
     what: str
     target: str | None = None

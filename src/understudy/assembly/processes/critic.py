@@ -1,5 +1,6 @@
-"""The critic in a process of its own:
-`python -m understudy.assembly.processes.critic --run RUN --device cpu …`.
+"""The critic's process.
+
+    python -m understudy.assembly.processes.critic --run RUN --device cpu …
 
     bind the port ─> read the run's recipe ─> load ─> serve ─> write the ready file
 

@@ -1,5 +1,6 @@
-"""Rank 1 … n−1 of a run:
-`python -m understudy.assembly.processes.rank --run RUN --rank 1 --size 2 --meeting FOLDER …`.
+"""The process of one rank 1 … n−1 of a run.
+
+    python -m understudy.assembly.processes.rank --run RUN --rank 1 --size 2 --meeting FOLDER …
 
     read the run's recipe ─> load the student ─> join the group ─> write the ready file ─> follow rank 0
 

@@ -1,4 +1,4 @@
-"""Tracks the best checkpoint of a run: the step with the highest held-out accuracy, the earliest of equals.
+"""Tracks the best checkpoint of a run: the first step with the highest held-out accuracy.
 
 The step follows from metrics.jsonl, so a resumed run needs no other file. Step 0, before any training, has no
 checkpoint and does not count.

@@ -1,4 +1,4 @@
-"""Generates on the trainer's device while the trainer waits for rows (`trainer.lend_after`, off by default).
+"""Generates on the trainer's device while the trainer waits for rows (`trainer.lend_after`).
 
     calls ──> remote engines have capacity? ──yes──> generate there
                      │ no                               ▲

@@ -2,7 +2,7 @@
 
     sample A ──put──┐                     ┌─ one put of all of them ──> journal
     sample B ──put──┼── a few turns later ┤
-    sample C ──put──┘                     └─ each sample is told that its rows are safe
+    sample C ──put──┘                     └─ done: each sample's future is set
 
 Writing a row and sending it to a teacher both need the interpreter. The request to the teacher goes first,
 and the row is written while the teacher works. It is written even if the request fails, so a teacher outage
@@ -48,6 +48,8 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
+    """A sample whose rows wait to be written, and the future of its `put`."""
+
     write: Callable[[], Written]
     safe: asyncio.Future[None]
 

@@ -42,6 +42,8 @@ class Use(StrEnum):
 
 
 class RowSettings(msgspec.Struct):
+    """What a worker needs to write rows, sent once at its start."""
+
     folder: str
     """The data plane's folder in the run directory."""
     queue: str
@@ -58,6 +60,8 @@ class RowSettings(msgspec.Struct):
 
 
 class KeptRow(msgspec.Struct):
+    """A worker's report of one output: its sizes, its reward and where its columns are."""
+
     key: str
     tokens: int
     loss: int
@@ -105,6 +109,8 @@ class Inline(msgspec.Struct):
 
 
 class OrderItem(msgspec.Struct, omit_defaults=True):
+    """One row, or one inline item, of a `ScoreOrder`."""
+
     key: str
     signal: str
     k: int
@@ -119,6 +125,8 @@ class OrderItem(msgspec.Struct, omit_defaults=True):
 
 
 class ScoreOrder(msgspec.Struct):
+    """A scoring request that a worker sends to one replica."""
+
     door: Door
     items: list[OrderItem]
     seconds: float | None
@@ -127,12 +135,16 @@ class ScoreOrder(msgspec.Struct):
 
 
 class RecallItem(msgspec.Struct):
+    """One row, and the cache entry (`memory`) with its scores."""
+
     key: str
     memory: str
     use: Use
 
 
 class RecallOrder(msgspec.Struct):
+    """Cached scores of one teacher, to be stored for other rows."""
+
     teacher: str
     items: list[RecallItem]
 
@@ -148,6 +160,8 @@ class OpinionAt(msgspec.Struct):
 
 
 class MixOrder(msgspec.Struct):
+    """The partial scores of one row, to be mixed into its final scores."""
+
     key: str
     signal: str
     k: int
@@ -155,6 +169,8 @@ class MixOrder(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct, omit_defaults=True):
+    """The answer for one item: where its scores are stored, or the scores themselves if it was inline."""
+
     key: str
     teacher: str
     written: Written | None = None
@@ -169,6 +185,8 @@ class Verdict(msgspec.Struct, omit_defaults=True):
 
 
 class ScoreAnswer(msgspec.Struct):
+    """The answer to any errand: one `Verdict` per item, or the kind of error and its message."""
+
     verdicts: list[Verdict]
     trouble: str | None = None
     """A name in `TROUBLES`, or `ROWS`."""

@@ -2,11 +2,13 @@
 
 | on              | the worker                                                               | and answers |
 |-----------------|--------------------------------------------------------------------------|-------------|
-| Grant           | sends a turn's tokens to an engine process or server, keeps the new tokens | nothing   |
+| Grant           | sends a turn's tokens to an engine process or server, keeps what it writes | Have      |
 | end of the loop | runs the reward, writes columns to run directory and queue               | KeptRow     |
 | ScoreOrder      | sends tokens (in memory or from the queue) to the replica, writes scores | ScoreAnswer |
 | RecallOrder     | writes scores from its cache for another row (`worker_scores.py`)        | ScoreAnswer |
 | MixOrder        | mixes several teachers' scores of a row and writes the result            | ScoreAnswer |
+
+`rollout/workers/generations.py` has the messages of a generation (Grant, Have).
 
 The trainer's process sees only a row's key, sizes, reward and the location of its columns. The teacher's pool
 in the trainer's process decides which replica is asked, when, and whether a request is repeated. The worker
