@@ -1,12 +1,18 @@
-"""Teachers: frozen models that judge what the student wrote, token by token.
+"""Teachers: frozen models that score the student's rollouts token by token.
 
-    item ──> score.score ──> route.TeacherRouter ──> pool.TeacherPool ──> client.ReplicaClient ─┐
-                                                                                     HTTP, binary │ protocol
-    scores <── validate <───────────────────────────────────────────────── server ── scorer <────┘
+    item ──> TeacherRouter ──> TeacherPool ──> ReplicaClient ──HTTP, binary frames──> server ──> Scorer
+                                                                                                   │
+    scores <── checked by clients/validate <───────────────────────────────────────────────────────┘
 
-protocol   the bytes on the wire              health     a replica's life as a pure state machine
-scorer     prefill-only scoring of one model  balance    who gets the next request: outstanding tokens
-server     one replica process                pool       replicas of one teacher: deadlines, retries, restarts
-client     one replica, seen from outside     route      which teacher judges which row
-validate   no bad number passes               integrity  start-up checks: identity, agreement, vocabulary
+| module | its job |
+|---|---|
+| `route` | which teacher scores which row |
+| `mixture` | several teachers' scores of one row as one |
+| `protocol` | the bytes on the wire |
+| `manifest` | how a replica describes itself |
+| `vocabulary` | token→id maps and whether two of them agree |
+| `pool/` | replicas of one teacher: choice, deadlines, retries, health, restarts, start-up checks |
+| `clients/` | clients of native replicas and of completion servers; validation of every reply |
+| `replica/` | the process: HTTP, queue, tensor parallelism |
+| `scoring/` | prefill-only scoring with one model |
 """

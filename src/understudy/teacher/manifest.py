@@ -1,4 +1,7 @@
-"""What a replica says about itself. Two replicas of one teacher must say the same; a resumed run checks it again."""
+"""The manifest: how a replica describes itself.
+
+All replicas of one teacher must have the same identity. A resumed run checks it again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Batching(StrEnum):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a replica refuses beyond, with a 4xx that says so."""
+    """The largest requests a replica serves; beyond them it answers with a 4xx and the reason."""
 
     max_length: int = 1 << 30
     """Tokens of one sequence."""
@@ -30,15 +33,17 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
+    """Served at /manifest; read by clients and by the pool."""
+
     teacher: str
     backend: str
     """"native", "vllm" or "openai"."""
     model: str
     weights_sha256: str
-    """Empty where a backend does not let us see its weights."""
+    """Empty if the backend does not show its weights."""
     vocab_fingerprint: str
     vocab_size: int
-    """Ids are below this: one more than the last that has a token. A head may have more rows."""
+    """Ids are below this: one more than the last id with a token. A head may have more rows."""
     hidden_size: int
     dtype: str
     signals: list[Signal]
@@ -46,12 +51,12 @@ class Manifest(msgspec.Struct, frozen=True):
     batching: Batching = Batching.BY_REQUEST
     protocol: int = protocol.VERSION
     unused_ids: list[int] = []
-    """Ids below `vocab_size` without a token; mostly there are none."""
+    """Ids below `vocab_size` without a token; usually none."""
     leaves_out_ids: bool = False
     """Whether a request may name the ids it wants (`id_limit`); older servers do not know the field."""
 
     def cut_to(self, usable: UsableIds | None) -> Manifest:
-        """As a run sees it that uses these ids only."""
+        """This manifest for a run that uses only these ids."""
         cut = None if usable is None else usable.within(self.vocab_size)
         if cut is None:
             return self
@@ -59,5 +64,5 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> tuple[str, str, str, int, str]:
-        """What must be equal for two replicas to be the same teacher, wherever they keep its files."""
+        """What must be equal for two replicas to be the same teacher. The path of the model may differ."""
         return (self.backend, self.weights_sha256, self.vocab_fingerprint, self.vocab_size, self.dtype)

@@ -1,14 +1,16 @@
-"""Several teachers' opinions on one row as one: the mixture p = Σ w_i · p_i of their distributions.
+"""Combines several teachers' scores of one row: the mixture p = Σ w_i · p_i of their distributions.
 
     sampled   log p(y) from each teacher's log p_i(y): exact
     at_ids    the same at every named id: exact
-    topk      first each teacher's K best, then every teacher at the others' ids; of all of these the K best by p. Their
-              probabilities are exact; an id that is in no teacher's K best cannot be among them
+    topk      1. each teacher gives its K best ids
+              2. each teacher scores the ids of the other teachers (cross scores)
+              3. the K best of all these ids by p are kept
+              Their probabilities are exact. An id that is in no teacher's K best cannot be among them
     hidden    refused: a mixture is not the softmax of one head over one state
 
 For forward KL this is the weighted sum of the KLs to each teacher, up to a constant that has no gradient.
 
-Legend: M teachers, P judged positions, K candidates of each teacher, C = M·K.
+Legend: M teachers, P scored positions, K candidates of each teacher, C = M·K.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ Ask = Callable[[str, ScoreItem], Awaitable[TeacherScores]]
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """One teacher's scores and how much they weigh; weights of a mixture sum to 1."""
+    """One teacher's partial scores and their weight; weights of a mixture sum to 1."""
 
     weight: float
     scores: TeacherScores
 
 
 def needed_signals(signal: Signal) -> list[Signal]:
-    """What each teacher of a mixture must be able to give for a row that asks for `signal`."""
+    """The signals each teacher of a mixture must support for a row that asks for `signal`."""
     if signal is Signal.HIDDEN:
         raise TeacherError(
             "rows with a mixture of teachers cannot be scored by 'hidden': a mixture is not the softmax of one head over "
@@ -44,7 +46,10 @@ def needed_signals(signal: Signal) -> list[Signal]:
 
 
 async def opinions_of(item: ScoreItem, shares: Mapping[str, float], ask: Ask) -> list[Opinion]:
-    """Every teacher's scores, heaviest first, one teacher after another; for `topk` all of them at the same C ids."""
+    """Every teacher's partial scores, heaviest teacher first; for `topk` all at the same C ids.
+
+    Teachers are asked one after another.
+    """
     needed_signals(item.signal)
     names = heaviest_first(shares)
     found = [await ask(name, item) for name in names]
@@ -63,13 +68,14 @@ def heaviest_first(shares: Mapping[str, float]) -> list[str]:
 
 
 def at_others_ids(item: ScoreItem, own: int, ids_PK: Sequence[np.ndarray]) -> ScoreItem:
-    """What one teacher is asked after each has told its K best: its verdict on the others'."""
+    """The request for one teacher's cross scores: its scores at the K best ids of the other teachers."""
     others_PC = np.concatenate([ids for i, ids in enumerate(ids_PK) if i != own], axis=1)
     return replace(item, signal=Signal.AT_IDS, k=0, ids=others_PC)
 
 
 def at_all_ids(own: int, best: Sequence[TeacherScores], others_PC: np.ndarray) -> TeacherScores:
-    """One teacher at its own K best, which it has told, and at the others', which it was asked for then."""
+    """One teacher's scores at all C ids: its own K best, then its cross scores `others_PC`, in teacher
+    order."""
     ids_PK = [_candidates(scores)[0] for scores in best]
     rest = np.split(others_PC, len(best) - 1, axis=1)
     rest.insert(own, _candidates(best[own])[1])
@@ -77,7 +83,7 @@ def at_all_ids(own: int, best: Sequence[TeacherScores], others_PC: np.ndarray) -
 
 
 def mix(opinions: Sequence[Opinion], item: ScoreItem) -> TeacherScores:
-    """One verdict out of several, in the shape that `item` asked for."""
+    """The final scores from the partial ones, in the shape that `item` asks for."""
     if len(opinions) == 1:
         return opinions[0].scores
     log_weights_M = np.log([opinion.weight for opinion in opinions])
@@ -105,11 +111,11 @@ def _log_mean(logprobs_M: Sequence[np.ndarray], log_weights_M: np.ndarray) -> np
 
 
 def _best(ids_PC: np.ndarray, logprobs_PC: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The K best different ids of each position, best first; of equal ones the smaller id."""
+    """The K best distinct ids of each position, best first; ties go to the smaller id."""
     order_PC = np.lexsort((ids_PC, -logprobs_PC), axis=1)
     ids_PC = np.take_along_axis(ids_PC, order_PC, 1)
     logprobs_PC = np.take_along_axis(logprobs_PC, order_PC, 1)
-    # The same id comes from several teachers with one and the same value up to rounding; the first of its kind counts.
+    # An id that several teachers gave has the same value each time, up to rounding; the first is kept.
     repeated_PC = np.array([~_first_of_its_kind(ids_C) for ids_C in ids_PC], bool).reshape(ids_PC.shape)
     kept_PK = np.argsort(repeated_PC, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(ids_PC, kept_PK, 1), np.take_along_axis(logprobs_PC, kept_PK, 1)

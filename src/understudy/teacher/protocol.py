@@ -1,13 +1,13 @@
-"""The bytes between a teacher replica and its clients. docs/teacher-protocol.md describes them one by one.
+"""The wire protocol between a teacher replica and its clients; docs/teacher-protocol.md has every byte.
 
     frame  = prefix (24 bytes) · header (JSON, space-padded to a multiple of 8) · body (little-endian arrays)
     prefix = magic "UDST" · version u16 · kind u16 · header bytes u32 · reserved u32 · body bytes u64
 
 Requests and replies are columns, not lists of records: one array holds the tokens of every sequence,
-another their counts. Encoding and decoding are therefore a handful of copies and views however many
-sequences a request carries, and no number is ever turned into text.
+another their counts. So encoding and decoding take a handful of copies and views, however many sequences
+a request has, and no number is turned into text.
 
-Legend: N sequences, T tokens (of all sequences together), P judged positions, K candidates, H hidden size.
+Legend: N sequences, T tokens (of all sequences together), P scored positions, K candidates, H hidden size.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class _RequestHeader(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     signals: list[str]
     k: list[int]
     id_limit: int = 0
-    """Ids from here on are no candidates and no part of the softmax; 0: the teacher's own choice."""
+    """Ids from here on are excluded from the candidates and the softmax; 0: the teacher's default."""
     unused_ids: list[int] = []
-    """The same of single ids below the limit."""
+    """Single ids below the limit that are excluded too."""
 
 
 class _ReplyHeader(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,7 +65,7 @@ class _ReplyHeader(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Many sequences to judge, as columns."""
+    """Sequences to score, as columns."""
 
     keys: list[str]
     signals: list[Signal]
@@ -80,7 +80,8 @@ class ScoreRequest:
     ids: np.ndarray
     """int32, flat: P_i × k_i ids of each `at_ids` sequence, one after another."""
     usable: UsableIds | None = None
-    """The ids that the teacher's softmax runs over; None: all that have a token for the teacher."""
+    """The ids that the teacher's softmax runs over; None: all ids with a token in the teacher's
+    vocabulary."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -92,7 +93,7 @@ class ScoreRequest:
 
     @property
     def flat_positions_P(self) -> np.ndarray:
-        """int64: the index in `tokens_T` of each judged token."""
+        """int64: the index in `tokens_T` of each scored token."""
         return self.positions_P.astype(np.int64) + np.repeat(self.starts_N, self.position_counts_N)
 
     @property
@@ -110,7 +111,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoreReply:
-    """The verdicts on a request's sequences, as columns in the request's order."""
+    """The scores of a request's sequences, as columns in the request's order."""
 
     teacher: str
     keys: list[str]
@@ -119,7 +120,7 @@ class ScoreReply:
     position_counts_N: np.ndarray
     digests_N: np.ndarray
     judged_P: np.ndarray
-    """int32: the token each entry judges; a reply that slipped by one position cannot hide."""
+    """int32: the token each entry scores, so that the client detects a reply shifted by one position."""
     sampled_P: np.ndarray
     """float32."""
     ids: np.ndarray
@@ -169,7 +170,7 @@ def digest(tokens: np.ndarray) -> int:
 
 
 def request_of(items: Sequence[ScoreItem], usable: UsableIds | None = None) -> ScoreRequest:
-    """Pack items into columns. Raises `TeacherError` naming the item that makes no sense."""
+    """Pack items into columns. Raises `TeacherError` naming the first invalid item."""
     for item in items:
         if item.signal is Signal.TOPK and item.k < 1:
             raise TeacherError(f"row {item.key}: signal 'topk' needs k ≥ 1, got {item.k}")
@@ -278,7 +279,7 @@ def unframe(data: bytes | memoryview, kind: Kind, header_type: type[H]) -> tuple
 
 
 class Body:
-    """Takes arrays off the front of a frame's body, and never past its end."""
+    """Reads arrays from a frame's body one after another, never past its end."""
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
@@ -394,7 +395,7 @@ def decode_reply(data: bytes | memoryview) -> ScoreReply:
 
 
 WIRE_TYPES = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
-"""numpy has no bfloat16: its bits travel as uint16."""
+"""numpy has no bfloat16: its bits are sent as uint16."""
 
 
 class _HeadHeader(msgspec.Struct, forbid_unknown_fields=True):
@@ -408,7 +409,8 @@ class _HeadHeader(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class WireHead:
-    """logits = softcap(scale · (hidden · weightᵀ + bias)), where softcap(x) = cap · tanh(x / cap) or nothing."""
+    """logits = softcap(scale · (hidden · weightᵀ + bias)); softcap(x) = cap · tanh(x / cap), or x without a
+    cap."""
 
     weight_VH: np.ndarray
     bias_V: np.ndarray | None

@@ -1,7 +1,8 @@
-"""Which teacher judges which row.
+"""Routing: which teacher scores which row.
 
-One teacher takes everything. With several, a row's field (`teacher_key`, by default `data_source`) names the
-teacher through its `key`; a value nobody claims is an error that lists the keys, or goes to a named default.
+A single teacher scores every row. With several teachers, a field of the row (`teacher_key`, by default
+`data_source`) is matched with the teachers' `key`. A value without a teacher goes to the default teacher;
+without a default it is an error that lists the keys.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 
 
 Mixture = Mapping[str, float]
-"""Teacher name → weight, for a row that wants several opinions; weights sum to 1."""
+"""Teacher name → weight, for a row that several teachers score; weights sum to 1."""
 
 
 class TeacherRouter:
-    """Pools by teacher name, and the row values that lead to each."""
+    """Maps a row's routing value to the pool of its teacher.
+
+    Used by the trainer; immutable after construction.
+    """
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class TeacherRouter:
         return self.pools[self.route(value)]
 
     def mixture(self, weights: Mixture) -> dict[str, float]:
-        """Check a row's own weights and scale them to sum to 1. An empty weight (parquet has them) is 0."""
+        """Check a row's own weights and scale them to sum to 1. A null weight (as in parquet) is 0."""
         if not isinstance(weights, Mapping):
             raise TeacherError(f"a mixture is written {{teacher: weight}}, got {weights!r}")
         given = {name: weight for name, weight in weights.items() if weight is not None}
@@ -92,8 +96,8 @@ def _listed(names: object) -> str:
 async def score(router: TeacherRouter, items: Sequence[tuple[ScoreItem, str]]) -> list[TeacherScores]:
     """Scores of (item, value of its routing field), in the order given.
 
-    Items of one teacher travel in one request, in their order here: with `determinism = "full"` whoever calls
-    composes requests by key, and so composes the batches that are scored.
+    Items of one teacher are sent in one request, in the order given. With `determinism = "full"` the caller
+    orders items by key and so determines the batches that are scored.
     """
     by_teacher: dict[str, list[int]] = {}
     for i, (_, value) in enumerate(items):
@@ -104,10 +108,10 @@ async def score(router: TeacherRouter, items: Sequence[tuple[ScoreItem, str]]) -
 async def score_mixture(
     router: TeacherRouter, item: ScoreItem, weights: Mixture, ask: Ask | None = None
 ) -> TeacherScores:
-    """The verdict of several teachers on one item, weighed (see `mixture.py`).
+    """The weighted scores of several teachers for one item (see `mixture.py`).
 
-    `ask` sends one item to one teacher; by default straight to its pool. Questions follow one another, so that a caller
-    that composes batches sees one at a time.
+    `ask` sends one item to one teacher; by default directly to its pool. Requests are sent one after another,
+    so that a caller that composes batches sees one at a time.
     """
 
     async def straight(teacher: str, wanted: ScoreItem) -> TeacherScores:

@@ -1,7 +1,7 @@
 """A tokenizer's token→id map, read from its files, and whether two of them agree.
 
-Token ids travel between models, never text. So what must agree is which token an id stands for, of the ids that both
-models have. Special ids (eos, pad, unk), chat templates and the number of embedding rows may differ.
+Models exchange token ids, never text. So each id that both models have must stand for the same token. Special
+ids (eos, pad, unk), chat templates and the number of embedding rows may differ.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
+    """The token→id map of one tokenizer and its special ids."""
+
     ids: Mapping[str, int]
     special: Mapping[str, int | None] = field(default_factory=dict)
-    """bos_token, eos_token, pad_token, unk_token → id, None where there is none."""
+    """bos_token, eos_token, pad_token, unk_token → id; None if the tokenizer has none."""
 
     @property
     def fingerprint(self) -> str:
@@ -40,7 +42,7 @@ class Vocabulary:
         return {number: token for token, number in self.ids.items() if rows is None or number < rows}
 
     def usable(self, rows: int) -> UsableIds:
-        """The ids with a token, for a model with this many embedding rows; all of them where no token is known."""
+        """The ids with a token, for a model with this many embedding rows; all rows if no token is known."""
         known = self.tokens(rows)
         if not known:
             return UsableIds(rows)
@@ -67,11 +69,11 @@ def _stamp(path: Path) -> int:
 
 @lru_cache(maxsize=8)
 def _read(folder: Path, stamps: tuple[int, ...]) -> Vocabulary:
-    """`stamps`: when each file was written, so that a changed file is read again."""
+    """`stamps`: modification times, part of the cache key, so that a changed file is read again."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     config = _optional(folder / "tokenizer_config.json")
     ids = _model_vocabulary(tokenizer.get("model") or {})
-    # Tokens added later stand in up to three places; transformers reads all of them.
+    # Added tokens are listed in up to three places; transformers reads all of them.
     ids.update(_optional(folder / "added_tokens.json"))
     for number, token in (config.get("added_tokens_decoder") or {}).items():
         ids[token["content"]] = int(number)
@@ -103,7 +105,10 @@ def _special_ids(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str,
 def differences(
     student: Vocabulary, other: Vocabulary, rows: tuple[int | None, int | None] = (None, None)
 ) -> dict[int, tuple[str, str]]:
-    """Ids that both models have (`rows`: their embedding rows) and that stand for different tokens: id → (student's, other's)."""
+    """Ids that stand for different tokens in the two models: id → (student's, other's).
+
+    Only ids that both models have are compared; `rows` are their embedding rows.
+    """
     theirs = other.tokens(rows[1])
     return {
         number: (token, theirs[number])

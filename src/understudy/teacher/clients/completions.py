@@ -1,12 +1,12 @@
-"""Teachers behind somebody else's server: a running vLLM, or any OpenAI-compatible completion server.
+"""Client for teachers on a third-party server: vLLM, or any OpenAI-compatible completion server.
 
-Token ids go in, prompt logprobs come out; nothing is detokenised on our side. What such a server can give is found
-out at start by asking it, and what it cannot give is said in words (`Capabilities.missing`).
+Token ids go in, prompt logprobs come out; nothing is detokenised on our side. At start the client probes what
+the server supports and keeps the server's error for what it does not (`Capabilities.missing`).
 
     vLLM      POST /inference/v1/generate, or /v1/completions where that is missing, with `prompt_logprobs`
     OpenAI    POST /v1/completions with `echo` and `logprobs`; candidates need their ids ("token_id:17")
 
-Legend: P judged positions of one sequence, K candidates.
+Legend: P scored positions of one sequence, K candidates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
 MANY_K = (1024, 512, 256, 128, 64, 32, 20, 16, 10, 8, 5, 4, 2, 1)
-"""Candidate counts tried at start, most first, where the recipe's own K is refused or not known."""
+"""Candidate counts tried at start, largest first, if the recipe's own K is refused or not known."""
 
 
 class Route(StrEnum):
@@ -46,12 +46,12 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a server answered when asked for everything."""
+    """What the probes found that a server supports."""
 
     route: Route | None
     max_k: int
     missing: Mapping[str, str]
-    """What does not work → the server's own words."""
+    """What does not work → the server's error."""
 
     @property
     def signals(self) -> list[Signal]:
@@ -66,7 +66,7 @@ class _Served(msgspec.Struct):
     max_model_len: int | None = None
 
     def answers_to(self, name: str) -> bool:
-        """By the name it is served under, or by the model it was loaded from, whatever folder that lies in."""
+        """Matches the served name, or the model it was loaded from, in any folder."""
         return name in (self.id, self.root) or (
             self.root is not None and PurePath(name).name == PurePath(self.root).name
         )
@@ -77,7 +77,10 @@ class _Models(msgspec.Struct):
 
 
 class CompletionsClient:
-    """Scores through prompt logprobs. The vocabulary is the student's: such servers do not tell theirs."""
+    """Scores through prompt logprobs; called by the pool on its event loop.
+
+    The vocabulary is the student's: such servers do not report theirs.
+    """
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class CompletionsClient:
         usable: UsableIds | None = None,
         k: int = 0,
     ) -> None:
-        """`k`: the K that will be asked for, tried first; `usable`: the ids that may be among candidates."""
+        """`k`: the recipe's K, probed first; `usable`: the ids that candidates may have."""
         self._channel = Channel(url, token, teacher, replica)
         self._model = model
         self._vocab_size = vocab_size
@@ -143,7 +146,10 @@ class CompletionsClient:
         return named[0]
 
     async def capabilities(self) -> Capabilities:
-        """Ask for each kind of answer once; remembered. Raises when the server can give no prompt logprobs at all."""
+        """Probe each route once and cache the result.
+
+        Raises if the server gives no prompt logprobs at all.
+        """
         if self._capabilities is None:
             if self._model is None:
                 await self._served()
@@ -179,7 +185,7 @@ class CompletionsClient:
         return 0
 
     async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
-        """One question per sequence, side by side: these servers batch what arrives together."""
+        """Sends one request per sequence, concurrently: these servers batch what arrives together."""
         if not items:
             return []
         found = await self.capabilities()

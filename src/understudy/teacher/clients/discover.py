@@ -1,7 +1,7 @@
-"""A server known by its address alone: asked what it is, then spoken to in its own way.
+"""Finds out which kind of teacher server answers at an address, and makes the client for it.
 
-A native replica answers /manifest. Anything else is taken for a vLLM or OpenAI-compatible server, whose probe says
-what it can give.
+A native replica answers /manifest. Any other server is treated as vLLM or OpenAI-compatible, and is probed
+for what it supports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from understudy.types.usable_ids import UsableIds
 
 
 class Backend(StrEnum):
-    """What answers at an address."""
+    """The kind of server at an address."""
 
     AUTO = "auto"
     NATIVE = "native"
@@ -29,7 +29,7 @@ class Backend(StrEnum):
 
 
 class DiscoveringClient:
-    """Becomes the right client at the first question."""
+    """Chooses between the native and the completions client at the first call."""
 
     def __init__(self, native: ReplicaClient, completions: CompletionsClient) -> None:
         self._native = native
@@ -78,11 +78,12 @@ def connect_external(
 ) -> Connect:
     """For `TeacherPool(connect=…)`: external servers of any known kind. Vocabulary and model name are the recipe's.
 
-    `k` is the K that the recipe asks for, `usable` the ids it uses. With a `backend` named nothing is guessed: useful behind a gateway that answers every path alike.
+    `k` is the recipe's K, `usable` the ids it uses. With an explicit `backend` nothing is probed for its
+    kind: needed behind a gateway that answers every path alike.
     """
 
     def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
-        # People write the base address of an OpenAI client, which ends in /v1.
+        # Users often give the base URL of an OpenAI client, which ends in /v1.
         url = endpoint.url.rstrip("/").removesuffix("/v1")
         native = ReplicaClient(url, endpoint.token, teacher=teacher, replica=replica, usable=usable)
         if backend is Backend.NATIVE:

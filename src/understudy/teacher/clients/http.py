@@ -1,4 +1,4 @@
-"""HTTP to one server, with every way it can go wrong turned into an error that says what it means for a pool."""
+"""HTTP to one teacher server; turns every failure into the error class that the pool acts on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ REFUSALS = (400, 401, 403, 404, 405, 413, 422)
 
 
 class RequestRefused(TeacherError):
-    """The replica understood the request and will not serve it: asking another replica would not help."""
+    """The replica refused the request (4xx). Another replica would refuse it too."""
 
 
 class NoSuchRoute(RequestRefused):
-    """The server does not know this path: it is another kind of server."""
+    """The server does not have this path, so it is another kind of server."""
 
 
 class ReplicaTimeout(TeacherUnavailable):
@@ -32,7 +32,10 @@ class ServerFailed(TeacherError):
 
 
 class Channel:
-    """Kept-alive connections to one server; knows whom to name in errors."""
+    """Kept-alive connections to one server, and the teacher and replica names for errors.
+
+    Owned by one client.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Channel:
 
     @property
     def who(self) -> str:
-        """A client that only knows an address (`understudy score`) names that."""
+        """The server's name in errors: teacher and replica, or its address if the client has no names."""
         return (
             f"teacher {self.teacher}, replica {self.replica}"
             if self.teacher
@@ -83,7 +86,7 @@ class Channel:
             raise ReplicaTimeout(f"{self.who}: no answer to {path} within {seconds:.1f} s") from error
         except httpx.HTTPError as error:
             raise TeacherUnavailable(f"{self.who}: {path} failed: {type(error).__name__}: {error}") from error
-        except RuntimeError as error:  # httpx's word for a client that is closed
+        except RuntimeError as error:  # httpx raises it for a closed client
             if not self._http.is_closed:
                 raise
             raise TeacherUnavailable(
@@ -112,7 +115,7 @@ class Channel:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The server's own words, from the shapes that errors come in."""
+    """The server's error message, from any of the usual JSON shapes, else the start of the body."""
     try:
         answer = response.json()
         error = answer.get("error", answer)

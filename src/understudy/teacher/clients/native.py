@@ -1,4 +1,4 @@
-"""One replica, seen from outside: send items, get scores that have passed every check."""
+"""Client of one native replica: sends items, returns scores that have passed every check."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from understudy.types.usable_ids import UsableIds
 
 
 class ScoringClient(Protocol):
-    """What a pool needs of a replica, whatever serves it: native, vLLM or an OpenAI-compatible server.
+    """The interface a pool uses for a replica of any kind: native, vLLM or an OpenAI-compatible server.
 
     `score` raises TeacherReplyError (a wrong reply), TeacherUnavailable (no reply; ReplicaTimeout: not in time),
     RequestRefused (4xx) or ServerFailed (5xx).
@@ -46,7 +46,7 @@ class ScoringClient(Protocol):
 
 
 class ReplicaClient:
-    """A native replica."""
+    """Client of a native replica; caches its manifest. The pool calls it on its event loop."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ReplicaClient:
         replica: str = "",
         usable: UsableIds | None = None,
     ) -> None:
-        """`usable`: the ids that its softmax may run over; None: all that have a token for it."""
+        """`usable`: the ids that its softmax may run over; None: all ids with a token in its vocabulary."""
         self._channel = Channel(url, token, teacher, replica)
         self._usable = usable
         self._manifest: Manifest | None = None
@@ -74,7 +74,7 @@ class ReplicaClient:
         await self._channel.close()
 
     async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
-        """One request for all the items; scores come back in their order."""
+        """Sends all items in one request; returns their scores in the same order."""
         if not items:
             return []
         if self._manifest is None:
@@ -114,7 +114,7 @@ class ReplicaClient:
             raise TeacherReplyError(f"{self._channel.who}: unreadable vocabulary: {error}") from error
 
     async def head(self) -> WireHead:
-        """The output projection, for `hidden` scores; ask once per teacher."""
+        """The output projection, needed for `hidden` scores; fetch it once per teacher."""
         return decode_head(await self._channel.ask("GET", "/v1/head"))
 
     async def metrics(self) -> str:

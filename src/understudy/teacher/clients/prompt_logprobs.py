@@ -1,6 +1,6 @@
-"""Reads prompt logprobs out of vLLM's and OpenAI's JSON. A missing, null or mis-shaped entry is a ValueError.
+"""Parses prompt logprobs from vLLM's and OpenAI's JSON. A missing, null or malformed entry is a ValueError.
 
-Legend: P judged positions of one sequence, K candidates.
+Legend: P scored positions of one sequence, K candidates.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import numpy as np
 from understudy.types.scores import ScoreItem, Signal
 
 TOKEN_ID = "token_id:"
-"""How a server writes a token that it names by id."""
+"""The prefix by which a server names a token by id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
+    """The scores of one sequence."""
+
     judged_P: np.ndarray
     sampled_P: np.ndarray
     ids_PK: np.ndarray
@@ -34,14 +36,14 @@ class _Choice(msgspec.Struct):
 
 
 class _PromptAnswer(msgspec.Struct):
-    """vLLM answers with `prompt_logprobs` at the top (generate) or in the choice (completions)."""
+    """vLLM puts `prompt_logprobs` at the top level (generate) or in the choice (completions)."""
 
     choices: list[_Choice]
     prompt_logprobs: list[dict[str, _Entry] | None] | None = None
 
 
 def from_prompt_logprobs(body: bytes, item: ScoreItem) -> Candidates:
-    """Each position holds the K likeliest and the prompt's own token: K or K + 1 entries, in no promised order."""
+    """Each position has the K likeliest tokens and the prompt's own: K or K + 1 entries in any order."""
     try:
         answer = msgspec.json.decode(body, type=_PromptAnswer)
     except msgspec.DecodeError as error:
@@ -88,7 +90,7 @@ class _EchoAnswer(msgspec.Struct):
 
 
 def from_echo(body: bytes, item: ScoreItem) -> Candidates:
-    """The prompt echoed with a logprob per token, then what was generated after it."""
+    """The answer echoes the prompt with a logprob per token, followed by the generated token."""
     try:
         answer = msgspec.json.decode(body, type=_EchoAnswer)
     except msgspec.DecodeError as error:
@@ -136,5 +138,8 @@ def _fill(
 
 
 def _token_id(token: str, expected: int) -> int:
-    """The echoed token by id; where the server echoes text, there is nothing to compare and the count must do."""
+    """The echoed token's id.
+
+    If the server echoes text, `expected`: then only the number of tokens is checked.
+    """
     return int(token[len(TOKEN_ID) :]) if token.startswith(TOKEN_ID) else expected

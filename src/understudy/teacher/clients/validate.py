@@ -1,7 +1,8 @@
-"""Nothing a teacher sends reaches the loss before it has passed here.
+"""Validates every reply of a teacher before its scores can reach the loss.
 
-A missing or broken number is an error that names teacher, replica, row and position. It is never replaced by 0.0,
-which would mean probability 1. All checks run over the whole reply at once; only a failure looks for its place.
+A missing or invalid number is an error that names teacher, replica, row and position. It is never replaced by
+0.0, which would mean probability 1. Each check runs on the whole reply at once; its position is looked up
+only on failure.
 
 Legend: N sequences, P positions of all of them, C candidates (positions × K), K candidates of one position.
 """
@@ -20,13 +21,14 @@ from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
 ABOVE_ZERO = 1e-4
-"""A logprob may exceed 0 by rounding, by no more."""
+"""A logprob may exceed 0 by this much, by rounding."""
 ABOVE_ONE = 1e-3
-"""The mass of K candidates may exceed 1 by rounding."""
+"""The probability mass of K candidates may exceed 1 by this much, by rounding."""
 UNSORTED = 1e-6
 IMPOSSIBLE = "a candidate's logprob is not a finite number ≤ 0"
 DISAGREE = 1e-3
-"""The judged token's logprob and its twin among the candidates come from one forward: equal up to rounding."""
+"""The scored token's logprob and the same token's among the candidates may differ by this much, by
+rounding."""
 
 
 Wrong = Callable[..., TeacherReplyError]
@@ -34,16 +36,16 @@ Wrong = Callable[..., TeacherReplyError]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who sent it."""
+    """The sender of a reply."""
 
     teacher: str
     replica: str
     vocab: int
-    """Ids are below this; 0 where a backend does not say."""
+    """Ids are below this; 0 if the backend does not report it."""
 
 
 def check_reply(request: ScoreRequest, reply: ScoreReply, origin: Origin) -> None:
-    """Raise `TeacherReplyError` unless the reply is a possible answer to the request."""
+    """Raise `TeacherReplyError` unless the reply is a valid answer to the request."""
 
     def wrong(what: str, row: int | None = None, position: int | None = None) -> TeacherReplyError:
         place = "" if row is None else f", row {request.keys[row]!r}"
@@ -152,15 +154,19 @@ def _rows(flat: np.ndarray, starts: np.ndarray, k: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
+    """The candidates of the positions that have the same K."""
+
     ids_PK: np.ndarray
     logprobs_PK: np.ndarray
     judged_P: np.ndarray
     sampled_P: np.ndarray
 
     def problems(self, named_PK: np.ndarray | None, vocab: int) -> Iterator[tuple[str, np.ndarray]]:
-        """(what is wrong, bool [positions] where), check by check; `named_PK` are the ids asked for, if any were.
+        """Yields (problem, bool [positions] that have it) per check; `named_PK` are the requested ids of
+        `at_ids`.
 
-        Comparisons are written so that NaN fails them, and in an order that lets later ones rely on earlier ones.
+        Comparisons are written so that NaN fails them, and ordered so that later ones may rely on earlier
+        ones.
         """
         if named_PK is not None:
             possible_PK = np.isfinite(self.logprobs_PK) & (self.logprobs_PK <= ABOVE_ZERO)
@@ -171,12 +177,12 @@ class _Block:
             return
         first_P, last_P = self.logprobs_PK[:, 0], self.logprobs_PK[:, -1]
         falling_PK: np.ndarray = self.logprobs_PK[:, 1:] <= self.logprobs_PK[:, :-1] + UNSORTED
-        if not falling_PK.all():  # NaN among them, or out of order: say which
+        if not falling_PK.all():  # NaN, or out of order: find out which
             broken_P: np.ndarray = np.isnan(self.logprobs_PK).any(1)
             yield IMPOSSIBLE, broken_P
             unsorted_P: np.ndarray = np.logical_not(falling_PK.all(1))
             yield "candidates are not sorted, best first", unsorted_P
-        # They fall from the first to the last, so these two bound all of them.
+        # They fall from first to last, so these two bound all of them.
         yield IMPOSSIBLE, ~((first_P <= ABOVE_ZERO) & (last_P > -np.inf))
         mass_P = np.exp(self.logprobs_PK, dtype=np.float32).sum(1)
         yield "candidates hold more than all probability", mass_P > 1 + ABOVE_ONE
@@ -192,7 +198,7 @@ class _Block:
         yield "the judged token is likelier than the last candidate yet not among them", hidden_P
 
     def _twin_problem(self) -> tuple[str, np.ndarray]:
-        """Where the judged token is among the candidates, both logprobs must be the same number."""
+        """If the scored token is among the candidates, its two logprobs must be equal up to rounding."""
         place_P, column_P = np.nonzero(self.ids_PK == self.judged_P[:, None])
         apart = np.abs(self.logprobs_PK[place_P, column_P] - self.sampled_P[place_P])
         wrong_P = np.zeros(len(self.judged_P), bool)
@@ -211,7 +217,7 @@ def _check_hidden(request: ScoreRequest, reply: ScoreReply, rows_P: np.ndarray, 
 
 
 def check_usable(items: Sequence[ScoreItem], usable: UsableIds, who: str) -> None:
-    """Raise `RequestRefused` naming the first row with an id that some model of the run has no token for."""
+    """Raise `RequestRefused` naming the first row with an id that a model of the run has no token for."""
     for item in items:
         at = usable.first_unusable(item.tokens)
         if at is not None:
@@ -228,7 +234,8 @@ def check_usable(items: Sequence[ScoreItem], usable: UsableIds, who: str) -> Non
 
 
 def check_candidates_usable(scores: Sequence[TeacherScores], usable: UsableIds, who: str) -> None:
-    """For servers that cannot leave ids out: raise `RequestRefused` naming the first row with a candidate that is not usable."""
+    """Raise `RequestRefused` naming the first row with an unusable candidate; for servers that cannot exclude
+    ids."""
     for one in scores:
         ids = None if one.ids is None else one.ids.reshape(-1)
         at = None if ids is None else usable.first_unusable(ids)

@@ -1,7 +1,8 @@
-"""Who gets the next request: the replica with the fewest outstanding tokens.
+"""Load balancing: the next request goes to the replica with the fewest outstanding tokens.
 
-Tokens and not requests, because lengths vary by a hundred times. A replica that fails fast finishes everything at
-once and would look idle; a failure therefore leaves its tokens behind as a debt that fades with time.
+Tokens rather than requests, because lengths vary by a factor of a hundred. A replica that fails fast finishes
+everything at once and would look idle. So a failed request's tokens stay on the replica as a debt that decays
+with time.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 DEBT_HALF_LIFE = 2.0
-"""Seconds in which half of a failure's weight is forgotten."""
+"""Seconds in which a debt halves."""
 MOST_DEBT = 1e9
-"""Tokens; a replica that kept failing for an hour can still come back within a minute."""
+"""Tokens; with this limit a replica that failed for an hour can come back within about a minute."""
 
 
 @dataclass(slots=True)
 class Load:
-    """What one replica has on its hands."""
+    """One replica's outstanding work and debt; updated by the pool on its event loop."""
 
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
     sent_tokens: int = 0
-    """Since start; settles ties so that idle replicas take turns."""
+    """Since start; breaks ties, so that idle replicas take turns."""
     _debt: float = 0.0
     _debt_at: float = 0.0
 
@@ -37,19 +38,21 @@ class Load:
         self.outstanding_requests -= 1
 
     def failed(self, tokens: int, now: float) -> None:
-        """After `end`: the failed work still weighs, and a run of failures weighs ever more."""
+        """Called after `end`: adds the failed tokens to twice the current debt, so repeated failures weigh
+        more and more."""
         self._debt = min(2 * self.debt(now) + tokens, MOST_DEBT)
         self._debt_at = now
 
     def settled(self) -> None:
-        """A success: the replica works."""
+        """Called on a success: clears the debt."""
         self._debt = 0.0
 
     def debt(self, now: float) -> float:
         return self._debt * 0.5 ** ((now - self._debt_at) / DEBT_HALF_LIFE)
 
     def weight(self, now: float) -> tuple[int, int]:
-        """Less than a token of debt is none, or a replica that failed once would never again win among idle ones."""
+        """Sort key. Debt below one token counts as 0; otherwise a replica that failed once would lose to idle
+        ones for ever."""
         return (self.outstanding_tokens + int(self.debt(now)), self.sent_tokens)
 
 
@@ -57,6 +60,6 @@ Name = TypeVar("Name")
 
 
 def least_loaded(loads: Iterable[tuple[Name, Load]], now: float) -> Name | None:
-    """The lightest of them, the first among equals; None of none."""
+    """The name with the lowest weight, the first among equals; None if there are no loads."""
     best = min(loads, key=lambda pair: pair[1].weight(now), default=None)
     return None if best is None else best[0]

@@ -1,8 +1,8 @@
-"""Scores that were asked for before. A frozen teacher gives the same answer again, so asking twice is waste.
+"""Cache of scores: a frozen teacher gives the same scores for the same request.
 
-The key is (teacher identity, tokens, positions, signal, K, named ids); row keys are not part of it. Where requests
-are scored alone ("by_request"), floating-point results follow the composition of a request, and only a whole request
-seen before is answered from here: the cache never changes a single bit of a run.
+The key is (teacher identity, tokens, positions, signal, K, named ids); row keys are not part of it. If
+requests are scored alone ("by_request"), floating-point results depend on the composition of a request. Then
+only whole requests are cached, so the cache never changes a bit of a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from understudy.types.scores import ScoreItem, TeacherScores
 
 
 class PoolCache(Protocol):
-    """What a pool asks before it asks a replica."""
+    """The cache a pool looks in before it asks a replica."""
 
     hits: int
 
@@ -33,7 +33,7 @@ class PoolCache(Protocol):
 
 @dataclass(slots=True)
 class ScoreCache:
-    """Least recently used entries leave when `max_bytes` is reached."""
+    """An LRU cache of at most `max_bytes`; used by one pool on its event loop."""
 
     max_bytes: int
     held_bytes: int = 0
@@ -62,7 +62,7 @@ class ScoreCache:
     def put(self, key: bytes, scores: Sequence[TeacherScores]) -> None:
         if key in self._entries:
             return
-        # Replies are views of one buffer; a copy keeps an entry from holding the rest of it alive.
+        # Replies are views of one buffer; without a copy an entry would keep the whole buffer alive.
         kept = [_copied(one) for one in scores]
         self._entries[key] = kept
         self.held_bytes += size_of(kept)
@@ -76,7 +76,7 @@ def item_digest(manifest: Manifest, item: ScoreItem) -> bytes:
 
 
 def question_digest(manifest: Manifest, item: ScoreItem, content: bytes) -> bytes:
-    """What is asked of which teacher; `content` stands for the item's arrays, wherever they are."""
+    """The cache key of an item; `content` is the digest of its arrays, which may be remote."""
     return hashlib.sha256(repr((manifest.identity, item.signal.value, item.k)).encode() + content).digest()
 
 

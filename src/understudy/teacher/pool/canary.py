@@ -1,7 +1,8 @@
-"""The fixed tokens ride along with every request, and their scores must come back as they were at admission.
+"""The canary: fixed tokens sent with every request, whose scores must equal those at admission.
 
-Some wrong replies look right: scores that slipped by one position under a correct echo, weights that changed in a
-running process, a stale buffer. No check of the reply alone can always tell. Twelve tokens of known verdict can.
+Some wrong replies look valid: scores shifted by one position under a correct echo, weights that changed in a
+running process, a stale buffer. No check of the reply alone always detects them. Twelve tokens with known
+scores do.
 """
 
 from __future__ import annotations
@@ -18,24 +19,28 @@ from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 KEY = "fixed tokens"
 APART = {"float32": 1e-3}
-"""Nats; scores move a little with what shares their batch, and half precision moves more."""
+"""Nats. Scores vary slightly with the composition of a batch, more so in half precision."""
 APART_HALF = 0.25
 
 
 class Canary:
+    """The fixed tokens and their expected scores; a pool adds them to a request and checks them in the
+    reply."""
+
     def __init__(self, identity: Identity) -> None:
         manifest = identity.manifest
         self._item = replace(
             probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids)[0], key=KEY
         )
         self._named = 0 if 0 not in manifest.unused_ids else int(self._item.tokens[0])
-        """The id that the fixed tokens ask about where rows ask about named ids."""
+        """The id scored for the fixed tokens if the request is for named ids."""
         self._expected_P = identity.probe_logprobs
         self._allowed = APART.get(manifest.dtype, APART_HALF)
         self._most_tokens = manifest.limits.max_request_tokens
 
     def with_items(self, items: Sequence[ScoreItem]) -> list[ScoreItem]:
-        """The items and the fixed tokens, asked for in the same way as the last item so that they share its batch."""
+        """The items and the fixed tokens, with the signal and K of the last item so that they share its
+        batch."""
         if sum(len(item.tokens) for item in items) + len(self._item.tokens) > self._most_tokens:
             return list(items)
         last = items[-1]
@@ -46,7 +51,7 @@ class Canary:
         return [*items, own]
 
     def taken_off(self, scores: Sequence[TeacherScores], teacher: str, replica: str) -> list[TeacherScores]:
-        """The scores without the canary's, once those are right."""
+        """Checks the canary's scores and returns the scores without them."""
         if not scores or scores[-1].key != KEY:
             return list(scores)
         apart_P = np.abs(scores[-1].sampled_logprobs - self._expected_P)

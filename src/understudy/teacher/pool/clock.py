@@ -1,4 +1,4 @@
-"""Time, handed in so that tests decide how it passes."""
+"""The clock of a pool, injected so that tests control time."""
 
 from __future__ import annotations
 

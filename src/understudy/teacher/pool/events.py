@@ -1,4 +1,4 @@
-"""What happens to a pool that someone may want to hear of."""
+"""Events that a pool reports to its listener."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolEvent:
+    """One event of a pool or of one of its replicas."""
+
     kind: EventKind
     teacher: str
     replica: str | None

@@ -1,13 +1,13 @@
-"""A replica's life as a pure state machine: events and times go in, states come out; nothing here waits or calls.
+"""A replica's health as a pure state machine: events and times in, states out; no waiting, no calls.
 
     STARTING ──started──> PROBING ──probe_passed──> HEALTHY <──request_ok / probe_passed── SUSPECT
        ▲                     │                         └──────────request_failed─────────────▲ │
        │                probe_failed                                                           │ streak, bad replies,
        │                     ▼                                                                 ▼ failed probe
     RESTARTING <──restart── EJECTED <───────────────────── died / eject ───────────────────────┘
-                                               RETIRED: taken out for good, from any state
+                                               RETIRED: removed for good, from any state
 
-Health is judged by requests, not by /health: a wedged server still answers that.
+Health depends on score requests, not on /health: a hung server still answers that.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class State(StrEnum):
     """It has an address and is being checked; no traffic yet."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """It failed a request; it is used only where no healthy one is left, and probed at once."""
+    """It failed a request; it is used only if no healthy replica is left, and is probed at once."""
     EJECTED = "ejected"
-    """Out of traffic until its back-off is over."""
+    """Out of traffic until its backoff is over."""
     RESTARTING = "restarting"
     RETIRED = "retired"
 
@@ -35,31 +35,37 @@ class Failure(StrEnum):
     CONNECTION = "connection"
     SERVER = "server"
     BAD_REPLY = "bad_reply"
-    """An answer that fails validation. A sound replica never sends one, so successes do not excuse it."""
+    """An answer that fails validation. A correct replica never sends one, so successes do not reset the
+    count."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
+    """When a replica is ejected, and how long its backoff is (seconds)."""
+
     eject_after: int = 3
     """Request failures in a row."""
     eject_after_bad_replies: int = 3
-    """Bad replies since the last admission, whatever succeeded between them."""
+    """Bad replies since the last admission, not necessarily in a row."""
     backoff_first: float = 0.5
     backoff_most: float = 30.0
     forgive_after: float = 60.0
-    """Seconds of health after which the back-off starts small again."""
+    """Seconds of health after which the backoff is reset."""
 
 
 @dataclass(slots=True)
 class ReplicaLife:
-    """One replica's state; every method is an event at time `now` (seconds of the injected clock)."""
+    """One replica's state. Every method is an event at time `now` (seconds of the injected clock).
+
+    `Keeper` and `Replica` call it on the pool's event loop.
+    """
 
     rules: HealthRules
     state: State = State.STARTING
     streak: int = 0
     bad_replies: int = 0
     setbacks: int = 0
-    """Ejections and failed revivals since it was last forgiven: what the back-off grows with."""
+    """Ejections and failed revivals since the last reset; the backoff doubles with each."""
     retry_at: float = 0.0
     healthy_since: float = 0.0
     last_reason: str = ""
@@ -79,7 +85,7 @@ class ReplicaLife:
             self.healthy_since = now
             self.state = State.HEALTHY
         elif self.state is State.SUSPECT:
-            # The streak stays: small fixed tokens may pass where real requests do not.
+            # The streak is kept: the short fixed tokens may pass while real requests fail.
             self.state = State.HEALTHY
 
     def probe_failed(self, now: float, reason: str) -> None:
@@ -107,7 +113,7 @@ class ReplicaLife:
 
     @property
     def deserves_ejection(self) -> bool:
-        """The replica's own record; whether the pool can spare it is the pool's to say."""
+        """By the replica's own failures; the pool decides whether it can spare the replica."""
         return self.usable and (
             self.streak >= self.rules.eject_after or self.bad_replies >= self.rules.eject_after_bad_replies
         )
@@ -117,7 +123,7 @@ class ReplicaLife:
             self._eject(now, self.last_reason)
 
     def died(self, now: float, reason: str) -> None:
-        """Its process is gone: certain, so no other replica is asked first."""
+        """Its process has died: ejected at once, and restarted without a backoff the first time."""
         if self.state not in (State.RETIRED, State.EJECTED, State.RESTARTING, State.STARTING):
             self._eject(now, reason, wait=self.setbacks > 0)
 

@@ -1,4 +1,4 @@
-"""What must hold before a teacher is believed: it is not empty, its replicas agree, it shares the student's vocabulary."""
+"""Start-up checks of a teacher: not empty, replicas agree, vocabulary shared with the student."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from understudy.teacher.vocabulary import Vocabulary, differences, told
 from understudy.types.scores import ScoreItem, Signal
 
 TOLERANCE = {"float32": 1e-4}
-"""Nats between replicas on the fixed tokens; half precision differs by kernels and gets more room."""
+"""Nats between replicas on the fixed tokens. Half precision varies with kernels and is allowed more."""
 HALF_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a replica must show again whenever it comes back."""
+    """What a replica must match whenever it is admitted again."""
 
     manifest: Manifest
     probe_logprobs: np.ndarray
@@ -30,7 +30,7 @@ class Identity:
 
 
 async def identify(client: ScoringClient, timeout: float | None = None) -> Identity:
-    """Ask a replica who it is and let it score the fixed tokens. An empty (uniform) model is refused here."""
+    """Fetch a replica's manifest and its scores of the fixed tokens. Refuses an empty (uniform) model."""
     manifest = await client.manifest()
     scores = await client.score(
         probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids), timeout
@@ -63,7 +63,7 @@ def check_same(expected: Identity, found: Identity, replica: str) -> None:
 
 
 def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length: int) -> None:
-    """Refuse before the run what a teacher cannot give: a signal, a K, or a context of `length` tokens."""
+    """Raise before the run if a teacher does not support a signal, a K, or a context of `length` tokens."""
     problems = []
     missing = [signal.value for signal in signals if signal not in manifest.signals]
     if missing:
@@ -81,7 +81,8 @@ def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length:
 
 
 def check_row(manifest: Manifest, item: ScoreItem) -> None:
-    """Refuse a row that every replica of this teacher would refuse: it must not take the other rows of its request with it."""
+    """Raise for a row that every replica of this teacher would refuse, so that the rest of its request is not
+    lost."""
     what = f"teacher {manifest.teacher}: row {item.key!r}"
     if len(item.tokens) > manifest.limits.max_length:
         raise RequestRefused(
@@ -106,8 +107,10 @@ def check_vocabulary(
     name: str,
     rows: tuple[int | None, int | None] = (None, None),
 ) -> None:
-    """Of the ids that both have (`rows`: in their heads), each must be the same token for both. Special ids and the number of tokens
-    may differ."""
+    """Each id that both have (`rows`: in their heads) must be the same token for both.
+
+    Special ids and the number of tokens may differ.
+    """
     if differing := differences(student, teacher, rows):
         raise TeacherError(
             f"teacher {name} and the student do not share a vocabulary: {told(differing)}. "
@@ -116,8 +119,8 @@ def check_vocabulary(
 
 
 def check_manifest_unchanged(stored: Manifest, found: Manifest) -> None:
-    """On resume: the teacher is the one the run began with."""
-    # The number of ids follows from weights and tokenizer, and earlier versions counted padding rows.
+    """On resume: raise unless the teacher is the one the run began with."""
+    # Without the number of ids: weights and tokenizer determine it, earlier versions counted padding rows.
     if _but_the_size(stored) != _but_the_size(found):
         raise TeacherError(
             f"teacher {stored.teacher} changed since this run began: {stored.model} ({stored.dtype}, weights "
@@ -131,7 +134,10 @@ def _but_the_size(manifest: Manifest) -> tuple[object, ...]:
 
 
 def check_scores_unchanged(manifest: Manifest, stored: Sequence[float], found: Sequence[float]) -> None:
-    """On resume: the fixed tokens score as they did. For servers that do not show their weights this is the only sign."""
+    """On resume: raise if the scores of the fixed tokens changed.
+
+    For servers that do not show their weights this is the only check.
+    """
     if len(stored) != len(found):
         return
     apart = float(np.abs(np.array(stored) - np.array(found)).max(initial=0.0))

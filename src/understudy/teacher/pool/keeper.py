@@ -1,7 +1,8 @@
-"""The life of a pool's replicas: bring them up, doubt them, eject them, bring them back, let them go.
+"""The replica supervisor of a pool: starts, probes, ejects, restarts and stops replicas.
 
-The rules are in health.py; here are the calls and tasks that carry them out. A replica enters traffic only after
-the identity probe: the same manifest and the same scores of fixed tokens as the replica that came first.
+The rules are in health.py; here are the calls and tasks that carry them out. A replica gets traffic only
+after the identity probe: its manifest and its scores of the fixed tokens must equal those of the first
+replica.
 """
 
 from __future__ import annotations
@@ -34,22 +35,30 @@ def connect_native(
 
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
+    """Deadlines and limits of a `Keeper`; times in seconds."""
+
     probe_deadline: float = 15.0
-    """Seconds for the fixed tokens, beyond what already waits at the replica."""
+    """For scoring the fixed tokens, in addition to the time for tokens already outstanding at the replica."""
     first_probe_deadline: float = 60.0
     """The same for a process that has just started and may still be warming up."""
     slowest_tokens_per_second: float = 500.0
     start_deadline: float = 600.0
     watch_every: float = 0.25
-    """Seconds between looks at processes and back-offs."""
+    """Between checks of processes and backoffs."""
     max_in_flight: int = 32
     """Requests one replica may hold."""
     max_restarts: int | None = None
-    """In a row, without health between them that its back-off would be forgiven for; then it is given up. None: never."""
+    """In a row, without enough healthy time between them to reset the backoff; then it is given up. None:
+    never."""
     health: HealthRules = field(default_factory=HealthRules)
 
 
 class Keeper:
+    """Holds the replicas of one pool by name, their common identity and the watch task.
+
+    `TeacherPool` calls it; everything runs on the pool's event loop.
+    """
+
     def __init__(
         self,
         teacher: str,
@@ -71,7 +80,7 @@ class Keeper:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, specs: Sequence[ReplicaSpec]) -> None:
-        """Bring all up and prove that they agree. If one cannot start, none stays."""
+        """Start all replicas and check that they agree. If one cannot start, all are stopped."""
         for spec in specs:
             self._enrol(spec)
         try:
@@ -87,7 +96,7 @@ class Keeper:
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{self.teacher}")
 
     async def add(self, spec: ReplicaSpec) -> None:
-        """A further replica; it joins once it has proved to be the same teacher."""
+        """Start a further replica; it gets traffic once the identity probe has passed."""
         replica = self._enrol(spec)
         try:
             self._check_identity(replica, await self._bring_up(replica))
@@ -100,7 +109,7 @@ class Keeper:
         self._notify()
 
     async def remove(self, name: str, drain: float) -> None:
-        """Send it nothing more, give its requests in flight `drain` seconds, stop it."""
+        """Stop sending to it, wait up to `drain` seconds for its requests in flight, stop it."""
         replica = self.replicas.get(name)
         if replica is None:
             raise TeacherError(
@@ -125,14 +134,17 @@ class Keeper:
             replica.life.retire()
 
     def usable(self) -> list[Replica]:
-        """Healthy ones; where there is none, suspects."""
+        """The healthy replicas; if there are none, the suspect ones."""
         healthy = [replica for replica in self.replicas.values() if replica.life.state is State.HEALTHY]
         return healthy or [
             replica for replica in self.replicas.values() if replica.life.state is State.SUSPECT
         ]
 
     def request_failed(self, replica: Replica, failure: Failure, tokens: int, reason: str) -> None:
-        """Take note; eject on a bad record if another can serve, otherwise ask the replica to prove itself."""
+        """Record the failure.
+
+        Eject the replica if its record is bad and another can serve; otherwise probe it.
+        """
         replica.failed(failure, tokens, reason, self._clock.now())
         if replica.life.deserves_ejection and self._spare(replica):
             self._eject(replica)
@@ -141,12 +153,12 @@ class Keeper:
 
     @property
     def hopeless(self) -> str | None:
-        """Why nobody will ever serve again: every replica was given up. The last one's own words first."""
+        """The reason, if every replica was given up: starts with the last one's own error. None otherwise."""
         problems = [replica.given_up for replica in self.replicas.values()]
         return problems[-1] if problems and all(problems) else None
 
     async def wait_for_change(self, most: float) -> None:
-        """Return when a replica has come back, or after `most` seconds."""
+        """Return when a replica is admitted or given up, or after `most` seconds."""
         waits = [asyncio.create_task(self._changed.wait()), asyncio.create_task(self.wait(most))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -183,12 +195,12 @@ class Keeper:
         self.tell(EventKind.EJECTED, replica.name, replica.life.last_reason)
 
     async def _prove(self, replica: Replica) -> None:
-        """A suspect scores the fixed tokens: health is a matter of scoring, not of answering /health."""
+        """Probe a suspect by scoring the fixed tokens; /health would prove nothing."""
         try:
             await self._probe(replica)
         except Exception as error:
             replica.life.probe_failed(self._clock.now(), str(error))
-            # A lone external replica is kept: nobody here could restart it, and trying it is all there is.
+            # A lone external replica is kept: we cannot restart it, so all we can do is try it again.
             if replica.life.usable and (self._spare(replica) or not replica.spec.external):
                 self._eject(replica)
         else:
@@ -231,8 +243,11 @@ class Keeper:
         return await self._first_contact(replica)
 
     async def _first_contact(self, replica: Replica) -> Identity:
-        """A process of ours that said it is ready may still be slow to take a connection on a crowded machine: it is asked again
-        while it lives. A server of others that cannot be reached is told at once."""
+        """The first identity probe. Retried for our own processes, which may be slow to accept connections on
+        a busy machine.
+
+        An external server that cannot be reached is an error at once.
+        """
         latest = self._clock.now() + self._options.first_probe_deadline
         while True:
             try:
@@ -244,7 +259,7 @@ class Keeper:
                 await self._clock.sleep(self._options.watch_every)
 
     async def _watch(self) -> None:
-        """Look for dead processes and for ejected replicas whose back-off is over."""
+        """Finds dead processes, and revives ejected replicas whose backoff is over."""
         while True:
             await self._clock.sleep(self._options.watch_every)
             for replica in list(self.replicas.values()):
@@ -264,7 +279,7 @@ class Keeper:
                     )
 
     async def _revive(self, replica: Replica) -> None:
-        """Probe what is still there; restart what is not, or does not pass."""
+        """Probe the replica if it still runs; restart it if it does not run or fails the probe."""
         try:
             if await self._still_sound(replica):
                 self._readmit(replica, EventKind.READMITTED, "proved itself again")
@@ -278,7 +293,7 @@ class Keeper:
             replica.reviving = None
 
     def _abandon(self, replica: Replica) -> None:
-        """It does not stay up, and nobody tries any more."""
+        """Give the replica up: it does not stay up, and is not restarted again."""
         said = replica.life.last_reason
         if isinstance(self._launcher, Witness) and (words := self._launcher.last_words(replica.name)):
             said = said if words in said else f"{words}\n{said}"

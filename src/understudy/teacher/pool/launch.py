@@ -1,4 +1,4 @@
-"""How a pool gets processes without making any: whoever owns processes hands it a `Launcher`."""
+"""The interfaces by which a pool starts and stops replica processes that the launcher owns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
+    """Where a replica answers."""
+
     url: str
     token: str | None = None
 
@@ -16,12 +18,14 @@ class Endpoint:
 
 
 class Launcher(Protocol):
+    """Starts and stops the processes of a pool's replicas; called by `Keeper` on the pool's event loop."""
+
     async def start(self, replica: str) -> Endpoint:
-        """Start the replica's process and return where it answers, once it can score."""
+        """Start the replica's process; returns its endpoint once it can score."""
         ...
 
     async def stop(self, replica: str) -> None:
-        """End the replica's process, if there is one, and return when it is gone."""
+        """End the replica's process, if there is one; returns when it has exited."""
         ...
 
     def alive(self, replica: str) -> bool:
@@ -31,10 +35,10 @@ class Launcher(Protocol):
 
 @runtime_checkable
 class Witness(Protocol):
-    """A launcher that heard its processes."""
+    """A launcher that keeps the output of its processes."""
 
     def last_words(self, replica: str) -> str:
-        """What the replica's process said last, for an error that begins with it."""
+        """The end of the replica's log, to begin an error with."""
         ...
 
 

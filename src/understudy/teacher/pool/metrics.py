@@ -1,4 +1,4 @@
-"""A pool in numbers, at one moment."""
+"""Metrics of a pool: a snapshot of its counters and of its replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from understudy.teacher.pool.replica_record import Replica
 
 @dataclass(slots=True)
 class PoolTotals:
-    """Since the pool started."""
+    """Counters since the pool started."""
 
     requests: int = 0
     retries: int = 0
@@ -27,7 +27,7 @@ class ReplicaMetrics:
     name: str
     state: State
     share: float
-    """Of all tokens this teacher scored."""
+    """Its share of all tokens this teacher scored."""
     tokens: int
     requests: int
     failures: int

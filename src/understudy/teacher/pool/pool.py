@@ -1,10 +1,11 @@
-"""One teacher: replicas that are balanced, watched, retried, restarted, and only believed after proving who they are.
+"""The pool of one teacher: sends score requests to its replicas, with deadlines and retries.
 
-    score(items) ─> pick the lightest usable replica ─> deadline by tokens ─> checked scores
+    score(items) ─> pick the least loaded usable replica ─> deadline by tokens ─> checked scores
           ▲                                                   │ failed
-          └──── back-off with jitter, another replica ────────┘      nobody left: wait and say so, drop nothing
+          └──── backoff with jitter, another replica ─────────┘      no replica left: report it and wait
 
-Scores are a pure function of (teacher, tokens), so asking again, elsewhere or twice is always safe.
+Scores are a pure function of (teacher, tokens), so a request may be sent again, to another replica, or twice.
+No row is dropped.
 """
 
 from __future__ import annotations
@@ -30,50 +31,54 @@ from understudy.teacher.pool.replica_record import Replica
 from understudy.types.scores import ScoreItem, TeacherScores
 
 HEDGE_AFTER_SEEN = 20
-"""Answers to have seen before one can be called late."""
+"""Answers needed before the pool can tell that one is late."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
+    """Deadlines, retries, hedging, canary and cache of a pool; times in seconds."""
+
     deadline_base: float = 30.0
-    """Seconds every request gets, beyond its tokens."""
+    """For every request, in addition to the time for its tokens."""
     deadline_growth: float = 1.5
-    """A request that timed out gets more time elsewhere: perhaps it was the deadline that was wrong."""
+    """Factor on the deadline after each timeout of a request: the deadline itself may have been too short."""
     deadline_growth_most: float = 10.0
     retry_first: float = 0.05
     retry_most: float = 2.0
-    """Seconds between rounds, once every usable replica has been tried."""
+    """The longest wait between rounds, once every usable replica has been tried."""
     max_bad_attempts: int = 4
-    """Wrong replies or server failures for one request, over all replicas; beyond, the request is the problem."""
+    """Bad replies or server failures of one request over all replicas, after which the request itself
+    fails."""
     hedge_factor: float | None = None
-    """Ask another replica too when the answer takes longer than this multiple of the 95th percentile; None: never."""
+    """Also ask another replica when an answer takes longer than this multiple of the 95th percentile; None:
+    never."""
     hedge_after: float | None = None
-    """The same after a fixed number of seconds; goes before `hedge_factor`."""
+    """The same after a fixed time; overrides `hedge_factor`."""
     canary: bool = True
-    """Send the fixed tokens along with every request and compare their scores with those at admission."""
+    """Send the fixed tokens with every request and compare their scores with those at admission."""
     cache_bytes: int = 0
-    """Scores to keep for requests that come again; 0: none."""
+    """Bytes of scores to cache for repeated requests; 0: no cache."""
     drain: float = 30.0
-    """Seconds a replica that is taken out gets for its requests in flight."""
+    """For the requests in flight of a replica that is removed."""
     keeper: KeeperOptions = field(default_factory=KeeperOptions)
 
 
 @dataclass(slots=True)
 class _Attempts:
-    """What one call has been through."""
+    """The failed attempts of one request."""
 
     tried: set[str] = field(default_factory=set)
     rounds: int = 0
-    """In which everybody usable was tried in vain, since the pool last answered anybody."""
+    """Rounds in which every usable replica failed, since the pool last answered any request."""
     answers_seen: int = 0
-    """Of the whole pool, when the rounds began to be counted."""
+    """The pool's `_answers` when `rounds` was last reset."""
     timeouts: int = 0
     bad: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What came of sending a request to one replica: scores, or the error that counts against it."""
+    """The result of sending a request to one replica: scores, or the error that counts against it."""
 
     replica: Replica
     scores: list[TeacherScores] | None
@@ -81,6 +86,12 @@ class _Outcome:
 
 
 class TeacherPool:
+    """The replicas of one teacher behind one `score`. Holds the supervisor (`Keeper`), the cache, the canary
+    and counters.
+
+    The trainer and `TeacherRouter` call it; everything runs on one event loop.
+    """
+
     def __init__(
         self,
         name: str,
@@ -94,7 +105,7 @@ class TeacherPool:
         on_event: Callable[[PoolEvent], None] = log_event,
         cache: PoolCache | None = None,
     ) -> None:
-        """`cache` stands in for one of `options.cache_bytes` in this process."""
+        """`cache` replaces the in-process cache of `options.cache_bytes`."""
         if not replicas:
             raise TeacherError(f"teacher {name} needs at least one replica")
         self.name = name
@@ -113,7 +124,7 @@ class TeacherPool:
         self._paused_at: float | None = None
 
     async def start(self) -> None:
-        """Bring every replica up; raises if one cannot start, is empty, or differs from the others."""
+        """Start every replica; raises if one cannot start, is empty, or differs from the first."""
         await self._keeper.start(self._specs)
         if self.options.canary and self._keeper.identity is not None:
             self._canary = Canary(self._keeper.identity)
@@ -129,7 +140,8 @@ class TeacherPool:
 
     @property
     def fixed_scores(self) -> list[float]:
-        """What this teacher gave the fixed tokens when it was admitted: all there is to know a closed server by."""
+        """Its scores of the fixed tokens at admission: the only identity of a server that hides its
+        weights."""
         return [] if self._keeper.identity is None else self._keeper.identity.probe_logprobs.tolist()
 
     @property
@@ -138,15 +150,16 @@ class TeacherPool:
 
     @property
     def width(self) -> int:
-        """Replicas that could answer now."""
+        """The number of replicas that can answer now."""
         return len(self._keeper.usable())
 
     async def add(self, spec: ReplicaSpec) -> None:
-        """One more replica while running."""
+        """Add a replica while running."""
         await self._keeper.add(spec)
 
     async def remove(self, replica: str) -> None:
-        """One replica fewer while running; its requests in flight are finished or retried elsewhere."""
+        """Remove a replica while running; its requests in flight are finished or retried on another
+        replica."""
         await self._keeper.remove(replica, self.options.drain)
 
     def metrics(self) -> PoolMetrics:
@@ -154,9 +167,11 @@ class TeacherPool:
         return snapshot(self.name, paused, self._waiting, self._totals, self._keeper.replicas.values())
 
     async def score(self, items: Sequence[ScoreItem]) -> list[TeacherScores]:
-        """One request. Returns checked scores, or raises because the request itself cannot be served.
+        """Scores the items in one request. Returns checked scores; raises if the request itself cannot be
+        served.
 
-        Replicas that fail, lie or vanish cost time, not rows: while none can answer the call waits.
+        Replicas that fail, send bad replies or die cost time, not rows: while none can answer, the call
+        waits.
         """
         if not items:
             return []
@@ -198,7 +213,7 @@ class TeacherPool:
                 for outcome in await self._attempt(replica, items, tokens, attempts):
                     if outcome.scores is not None:
                         self._answers += 1
-                        # An answer to a request from before the outage says nothing about now.
+                        # An answer to a request from before the outage does not end the outage.
                         if outage == self._totals.pauses:
                             self._resume()
                         return outcome.scores
@@ -214,9 +229,12 @@ class TeacherPool:
     async def _attempt(
         self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
     ) -> list[_Outcome]:
-        """One replica, or two when the first one straggles: the first scores win, and end what is still running."""
+        """Send to one replica, and to a second if the first is late.
+
+        The first scores win; the other request is cancelled.
+        """
         patience = self._hedge_patience()
-        replica.load.begin(tokens)  # before anything is awaited: the next call must already see it
+        replica.load.begin(tokens)  # before the first await: the next call must see this load
         if patience is None:
             return [await self._send(replica, items, tokens, attempts)]
         running = {asyncio.create_task(self._send(replica, items, tokens, attempts))}
@@ -249,7 +267,8 @@ class TeacherPool:
         return any(task.done() for task in tasks)
 
     def _hedge_patience(self) -> float | None:
-        """Seconds; None while hedging is off or too few answers have been seen to know what is slow."""
+        """Seconds until hedging; None if hedging is off or too few answers have been seen to tell what is
+        slow."""
         if self.options.hedge_after is not None:
             return self.options.hedge_after
         if self.options.hedge_factor is None:
@@ -262,7 +281,7 @@ class TeacherPool:
     async def _send(
         self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
     ) -> _Outcome:
-        """Ask one replica, whose load already counts this request; the count ends here, however it goes."""
+        """Ask one replica. Its load already counts this request, and is released here in every case."""
         try:
             async with replica.slots:
                 started = self._clock.now()
@@ -277,7 +296,7 @@ class TeacherPool:
     async def _checked(
         self, replica: Replica, items: Sequence[ScoreItem], deadline: float
     ) -> list[TeacherScores]:
-        """Ask, with the fixed tokens among the items: every reply proves anew that this is still the same teacher."""
+        """Ask with the fixed tokens added, so that every reply shows that this is still the same teacher."""
         assert replica.client is not None
         if self._canary is None:
             return await replica.client.score(items, deadline)
@@ -285,7 +304,7 @@ class TeacherPool:
         return self._canary.taken_off(scores, self.name, replica.name)
 
     def _deadline(self, replica: Replica, attempts: _Attempts) -> float:
-        """Seconds for this request: a base, its tokens, and the tokens that wait before it at the replica."""
+        """Seconds for this request: a base, plus time for its tokens and those outstanding at the replica."""
         growth = min(self.options.deadline_growth**attempts.timeouts, self.options.deadline_growth_most)
         work = replica.load.outstanding_tokens / self.options.keeper.slowest_tokens_per_second
         return growth * (self.options.deadline_base + work)
@@ -302,9 +321,10 @@ class TeacherPool:
         self._keeper.tell(EventKind.RETRIED, replica.name, str(error))
 
     async def _wait(self, attempts: _Attempts) -> None:
-        """Every usable replica has been tried, or there is none: wait a little, or for one to come back.
+        """Called when every usable replica has been tried or there is none: wait for the backoff, or for a
+        replica.
 
-        `ClusterError` where none ever will: that is no row's fault.
+        Raises `ClusterError` if every replica was given up: then no row is at fault.
         """
         if self._keeper.hopeless is not None:
             raise ClusterError(

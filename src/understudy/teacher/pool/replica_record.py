@@ -1,4 +1,4 @@
-"""What a pool keeps about one replica."""
+"""The pool's record of one replica: client, health, load, tasks and counters."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ LATENCIES_KEPT = 512
 
 @dataclass(slots=True)
 class Replica:
+    """Held by `Keeper`; the pool updates it on its event loop."""
+
     spec: ReplicaSpec
     life: ReplicaLife
     slots: asyncio.Semaphore
-    """Requests it may hold at once; the rest wait on this side, where their deadline does not run yet."""
+    """Limits its requests in flight; further ones wait in the pool, where their deadline has not started."""
     client: ScoringClient | None = None
     load: Load = field(default_factory=Load)
     probing: asyncio.Task[None] | None = None
     reviving: asyncio.Task[None] | None = None
     requests: int = 0
     tokens: int = 0
-    """Scored, not merely sent."""
+    """Tokens scored; failed requests do not count."""
     failures: dict[Failure, int] = field(default_factory=dict)
     ejections: int = 0
     restarts: int = 0
     in_vain: int = 0
-    """Restarts since it last was healthy for a while."""
+    """Restarts since it was last healthy for `forgive_after` seconds."""
     given_up: str | None = None
-    """Why it is not started again, its own last words first."""
+    """Why it is not restarted any more; begins with the end of its log. None while it may be."""
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES_KEPT))
 
     @property

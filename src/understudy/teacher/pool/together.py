@@ -1,4 +1,4 @@
-"""Several awaitables at once: all results, or the first failure as itself, with the rest ended."""
+"""Runs coroutines concurrently: all results, or the first error, with the remaining ones cancelled."""
 
 from __future__ import annotations
 
