@@ -1,4 +1,4 @@
-"""The wire protocol between a teacher replica and its clients; docs/teacher-protocol.md has every byte.
+"""The wire protocol between a teacher replica and its clients, as in docs/teacher-protocol.md.
 
     frame  = prefix (24 bytes) · header (JSON, space-padded to a multiple of 8) · body (little-endian arrays)
     prefix = magic "UDST" · version u16 · kind u16 · header bytes u32 · reserved u32 · body bytes u64

@@ -1,4 +1,4 @@
-"""Parses prompt logprobs from vLLM's and OpenAI's JSON. A missing, null or malformed entry is a ValueError.
+"""Parses prompt logprobs from vLLM's and OpenAI's JSON; raises ValueError for a malformed entry.
 
 Legend: P scored positions of one sequence, K candidates.
 """

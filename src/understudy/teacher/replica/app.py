@@ -1,4 +1,4 @@
-"""The HTTP face of a replica: who may ask, what is refused, and how.
+"""The HTTP routes of a replica, and the limits it enforces.
 
     POST /v1/score        a request frame in, a reply frame out
     GET  /v1/head         the output projection, once per client that asks for `hidden`
@@ -7,7 +7,7 @@
     GET  /metrics         Prometheus text
     GET  /health          the only route that needs no token
 
-Refusals are JSON {"error": {"kind", "message"}} with a 4xx; the server stays up whatever it is sent.
+A refusal is JSON {"error": {"kind", "message"}} with a 4xx status. No request can bring the server down.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ def build_app(
 
 
 def check_limits(request: ScoreRequest, limits: Limits, vocab: int) -> None:
-    """Everything a well-formed frame can still ask wrongly. Ids are below `vocab`, or below the request's own limit."""
+    """Refuse a well-formed request that is beyond the limits.
+
+    Ids must be below `vocab` and the request's own limit.
+    """
     count = vocab
     if request.usable is not None:
         vocab = min(vocab, request.usable.limit)

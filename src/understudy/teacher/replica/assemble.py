@@ -1,4 +1,4 @@
-"""From command-line options to a scorer that works: one process, or several in lockstep."""
+"""Builds a replica's scorer from command-line options: one process, or several in lockstep."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from understudy.teacher.vocabulary import Vocabulary
 from understudy.types.scores import Signal
 
 SMALL = 1 << 22
-"""Parameters of a model whose threads score requests side by side."""
+"""The most parameters of a model whose threads score requests concurrently."""
 CPU_CHUNK_MIB = 64
 CUDA_CHUNK_MIB = 2048
 
 
 def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Vocabulary]:
-    """Load, prove, describe. For several processes this is process 0's part; the others run `follow`."""
+    """Load the model, check it by warming up, describe it.
+
+    Rank 0 runs this; the remaining ranks run `follow`.
+    """
     frozen = _loaded(args)
     if args.max_length > frozen.max_length:
         raise TeacherError(
@@ -61,7 +64,10 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
 
 
 def _lanes(args: argparse.Namespace, scorer: Scorer) -> int:
-    """Requests scored side by side, each by one thread, where the model's operations are too short to share."""
+    """The number of requests scored concurrently, each on one thread.
+
+    More than 1 only if the model's operations are too short to be split over threads.
+    """
     if args.threads < 2 or args.world_size > 1 or args.compile:
         return 1
     small = sum(weight.numel() for weight in scorer.frozen.model.parameters()) <= SMALL
@@ -69,14 +75,14 @@ def _lanes(args: argparse.Namespace, scorer: Scorer) -> int:
 
 
 def follow(args: argparse.Namespace) -> None:
-    """Processes 1 … of a replica: hold a part of the model and score in step with process 0."""
+    """Ranks 1 … of a replica: hold a shard of the model and score in lockstep with rank 0."""
     scorer = _scorer(args, _loaded(args), vocabulary_of(args.model, args.revision))
     assert isinstance(scorer, lockstep.LockstepScorer)
     scorer.follow()
 
 
 def _loaded(args: argparse.Namespace) -> FrozenModel:
-    # What will be cut is loaded on the host: no single device may hold it.
+    # A model to be sharded is loaded on the host: it may not fit on one device.
     device = "cpu" if args.world_size > 1 else args.device
     return load_frozen(
         args.model,

@@ -1,10 +1,10 @@
-"""A scorer spread over several processes: process 0 leads, the others follow it request by request.
+"""A scorer over several ranks: rank 0 leads, the remaining ranks follow request by request.
 
-    leader:    begin(request) ─> broadcast the request's frame ─> the same forward as everyone
-    follower:  wait for a frame ─> the same forward, results thrown away ─> wait again
+    leader:    begin(request) ─> broadcast the request's frame ─> the same forward as every rank
+    follower:  wait for a frame ─> the same forward, results discarded ─> wait again
 
-A process that fails in the middle of a forward leaves the others waiting, so it ends; the rest end with it, and
-whoever launched the replica starts it again.
+A rank that fails in the middle of a forward would leave its peers waiting for ever. So it exits; the
+remaining ranks exit with it, and the launcher restarts the replica.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ LAYOUTS = list(Layout)
 
 
 class LockstepScorer(Scorer):
-    """The part of a scorer that one process holds. Built from the whole model, which is cut here."""
+    """One rank's shard of a scorer. Built from the whole model, which is sharded here.
+
+    On rank 0 `ScoringWorker` calls it; on the remaining ranks `follow` runs it on the main thread.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class LockstepScorer(Scorer):
         self.place = place
         head = head_of(whole.model)
         own = usable.within(head.vocab) if usable is not None else None
-        # The model's own forward of the probe, before it is cut: what the parts together must give.
+        # The model's own forward of the probe, before sharding: what the shards together must reproduce.
         self._truth = plain_truth(whole, own) if place.rank == 0 else np.empty(0, np.float32)
         self._wire = to_wire(head) if place.rank == 0 else None
         shard_layers(whole.model, place)
@@ -60,7 +63,7 @@ class LockstepScorer(Scorer):
 
     def begin(self, request: ScoreRequest) -> Begun:
         if self.place.rank == 0:
-            # The layout decides how the forward is cut into steps, so it travels with every request.
+            # The layout decides how the forward is cut into steps, so it is sent with every request.
             send(LAYOUTS.index(self.body.layout).to_bytes() + encode_request(request))
         try:
             return super().begin(request)
@@ -71,7 +74,7 @@ class LockstepScorer(Scorer):
             os._exit(4)
 
     def follow(self) -> None:
-        """Score what the leader scores, until it says that there is nothing more."""
+        """Score every request the leader broadcasts, until an empty message ends it."""
         if self.options.compile_layers:
             self.body.compile_layers()
         while message := receive():
@@ -86,7 +89,7 @@ class LockstepScorer(Scorer):
 
 
 def _drop_whole_head(whole: FrozenModel) -> None:
-    """The head's rows live in `Head` from here on; tied embeddings stay whole."""
+    """Frees the model's head: `Head` holds the rows from here on. Tied embeddings stay whole."""
     if not getattr(whole.model.config.get_text_config(), "tie_word_embeddings", False):
         whole.model.set_output_embeddings(None)
 
@@ -105,7 +108,7 @@ def _moved(head: Head, device: str) -> Head:
 
 
 def send(message: bytes) -> None:
-    """To everyone; through the host, so that processes that wait keep no device busy."""
+    """Broadcast to all ranks through host memory, so that waiting ranks keep no device busy."""
     dist.broadcast(torch.tensor([len(message)], dtype=torch.int64), 0)
     if message:
         dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)

@@ -1,4 +1,4 @@
-"""A replica's totals in Prometheus' text format."""
+"""A replica's counters in Prometheus' text format."""
 
 from __future__ import annotations
 

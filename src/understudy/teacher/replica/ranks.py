@@ -1,7 +1,7 @@
-"""One replica over several processes of this machine, started by hand: the others are children of process 0.
+"""Starts a replica over several ranks of one machine by hand: ranks 1 … are children of rank 0.
 
-They end with it, however it ends (the pipe they watch closes), and it ends when one of them does: a replica that lost a
-part of its model would wait for it for ever.
+The children watch a pipe and exit when rank 0 ends in any way. Rank 0 exits when a child does: a replica that
+lost a shard of its model would wait for it for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def with_ranks(arguments: Sequence[str], world: int) -> int:
-    """`server.main(arguments)` as process 0 of `world`; returns its exit code."""
+    """Runs `server.main(arguments)` as rank 0 of `world`; returns its exit code."""
     if world < 1:
         raise TeacherError(f"--tensor-parallel {world}: expected at least 1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
@@ -41,7 +41,7 @@ def with_ranks(arguments: Sequence[str], world: int) -> int:
                 ],
                 pass_fds=[read_end],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches process 0, which ends the others in order
+                start_new_session=True,  # Ctrl-C reaches rank 0 alone, which ends its children in order
             )
             for rank in range(1, world)
         ]
@@ -59,7 +59,7 @@ def with_ranks(arguments: Sequence[str], world: int) -> int:
 
 
 def _at(arguments: Sequence[str], rank: int) -> list[str]:
-    """The same words for another process: it has its own rank, and its own GPU where there are GPUs."""
+    """The arguments for another rank: with its own `--rank`, and its own GPU on CUDA."""
     words = [*arguments, "--rank", str(rank)]
     if "--device" in words:
         place = words.index("--device") + 1
@@ -69,7 +69,7 @@ def _at(arguments: Sequence[str], rank: int) -> list[str]:
 
 def _watch(rank: int, process: subprocess.Popen[bytes], done: threading.Event) -> None:
     code = process.wait()
-    if not done.wait(1.0):  # a replica that was asked to stop sends its ranks home first
+    if not done.wait(1.0):  # a replica that was asked to stop ends its ranks first
         print(
             f"error: rank {rank} of this replica ended with code {code}; the replica ends too",
             file=sys.stderr,

@@ -1,8 +1,8 @@
-"""The threads that use the model, and the queue in front of them.
+"""The scoring threads of a replica and the queue in front of them.
 
-The forward runs here and not on the event loop, so /health and /metrics answer while a batch is being scored. One thread is
-the rule; a small model on a CPU scores requests side by side (`lanes`), because its operations are too short to be shared out
-among threads one by one.
+The forward runs here and not on the event loop, so /health and /metrics answer while a batch is being scored.
+Usually there is one thread. A small model on a CPU scores several requests concurrently (`lanes`), because
+its operations are too short to be split over threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class WorkerCounts:
-    """Totals since start, read by /metrics."""
+    """Counters since start, read by /metrics. `lock` guards them."""
 
     requests: int = 0
     sequences: int = 0
@@ -46,6 +46,8 @@ class WorkerCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """A request and the future of its reply."""
+
     request: ScoreRequest
     future: Future[ScoreReply]
 
@@ -56,7 +58,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """Jobs whose work is queued on the device together."""
+    """Jobs whose forward is queued on the device as one batch."""
 
     jobs: list[_Job]
     begun: Begun
@@ -64,8 +66,10 @@ class _Running:
 
 
 class ScoringWorker:
-    """Takes requests in arrival order. On CUDA the next batch is queued before the last one is collected, so the
-    device never waits for Python."""
+    """Scores requests in arrival order on its own threads; the HTTP handler calls `submit` on the event loop.
+
+    On CUDA the next batch is queued before the last one is collected, so the device never waits for Python.
+    """
 
     def __init__(self, scorer: Scorer, batching: Batching, lanes: int = 1) -> None:
         self.scorer = scorer
@@ -112,7 +116,8 @@ class ScoringWorker:
             self._finish(running.popleft())
 
     def _gather(self) -> tuple[list[_Job], bool]:
-        """The jobs to score together (one alone, or what is waiting up to the token budget), and whether to stop."""
+        """The jobs to score together (one, or the waiting ones up to the token budget), and whether to
+        stop."""
         batch: list[_Job] = []
         tokens = 0
         most = self.scorer.options.max_batch_tokens if self.batching is Batching.BY_ARRIVAL else 1
@@ -128,7 +133,7 @@ class ScoringWorker:
         return batch, False
 
     def _begin(self, batch: Sequence[_Job]) -> _Running | None:
-        # A caller that went away (a client's deadline) cancelled its future: its work is not worth doing.
+        # A client that disconnected (its deadline passed) has cancelled its future: the job is skipped.
         live = [job for job in batch if job.future.set_running_or_notify_cancel()]
         self._count_gone(batch, live)
         if not live:
@@ -152,7 +157,10 @@ class ScoringWorker:
             job.future.set_result(own)
 
     def _fail(self, jobs: Sequence[_Job], error: Exception, started: float) -> None:
-        """One bad request among merged ones must fail alone."""
+        """Fails a single job.
+
+        Of a merged batch each job is scored again on its own, so that only the bad ones fail.
+        """
         if len(jobs) == 1:
             log.error("scoring %d sequences failed", len(jobs[0].request), exc_info=error)
             with self.counts.lock:
@@ -186,7 +194,7 @@ class ScoringWorker:
             self.counts.tokens += tokens
             self.counts.positions += sum(len(job.request.positions_P) for job in jobs)
             self.counts.batches += 1
-            # Batches overlap on CUDA and in lanes: count each second once.
+            # Batches overlap on CUDA and over lanes: each second is counted once.
             self.counts.busy_seconds += now - max(started, self.counts.busy_until)
             self.counts.busy_until = now
 
@@ -209,7 +217,7 @@ def merged(requests: Sequence[ScoreRequest]) -> ScoreRequest:
 
 
 def divided(reply: ScoreReply, requests: Sequence[ScoreRequest]) -> list[ScoreReply]:
-    """The reply to `merged(requests)`, cut back into one per request."""
+    """The reply to `merged(requests)`, split into one reply per request."""
     if len(requests) == 1:
         return [reply]
     replies = []

@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_place(args)
         if args.rank > 0:
             if args.ready_file is not None:
-                # Up, and on its way to the others; process 0 says when all can score.
+                # This rank runs and will join its peers; rank 0's ready file says that all can score.
                 write_ready_file(args.ready_file, url="")
             follow(args)
             return 0

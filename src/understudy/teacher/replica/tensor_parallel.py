@@ -1,9 +1,10 @@
-"""A model too large for one device, cut across the processes of one replica.
+"""Tensor parallelism: shards a model that is too large for one device over the ranks of a replica.
 
-Each process holds a part of every attention and feed-forward projection (the plan that transformers' models carry) and
-a part of the head's rows. Within a layer two sums travel between the processes; of the head only totals and candidates do.
+Each rank holds a shard of every attention and feed-forward projection (by the plan of transformers' models)
+and a shard of the head's rows. A layer needs two all-reduces. Of the head only logsumexps, candidates and
+single logits are exchanged.
 
-Process 0 answers HTTP and tells the others what to score (`lockstep.py`); all run the same forward in step.
+Rank 0 answers HTTP and broadcasts what to score (`lockstep.py`); all ranks run the same forward.
 
 Legend: V vocabulary, H hidden size.
 """
@@ -26,19 +27,19 @@ from understudy.teacher.scoring.head import Head
 from understudy.teacher.scoring.head_kernel import VocabularyShard
 
 WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "sequence_parallel", "colwise_gather_output")
-"""Parts of a plan that are kept whole here: embeddings and norms; the head is cut on its own."""
+"""Styles of a plan that are kept whole here: embeddings and norms. The head is sharded separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which of the replica's processes this is."""
+    """This process's rank in its replica."""
 
     rank: int
     world: int
 
 
 def join(place: Place, rendezvous: str, device: str) -> None:
-    """Meet the replica's other processes; `rendezvous` is tcp://host:port or file:///path."""
+    """Join the replica's process group; `rendezvous` is tcp://host:port or file:///path."""
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
@@ -47,18 +48,18 @@ def join(place: Place, rendezvous: str, device: str) -> None:
         init_method=rendezvous,
         world_size=place.world,
         rank=place.rank,
-        # A process waits here for the next request, however long that takes.
+        # Ranks wait in a broadcast for the next request, which may take any time.
         timeout=timedelta(days=30),
     )
 
 
 class RowSharded(nn.Module):
-    """A linear layer that holds some of its input columns; the processes' parts sum to the whole output."""
+    """A linear layer that holds some of its input columns; the ranks' outputs sum to the whole output."""
 
     def __init__(self, linear: nn.Linear, place: Place) -> None:
         super().__init__()
         self.weight = nn.Parameter(_part(linear.weight, 1, place), requires_grad=False)
-        # One process adds the bias, or it would be added once per process.
+        # One rank adds the bias; otherwise it would be added once per rank.
         self.bias = linear.bias if place.rank == 0 else None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ class RowSharded(nn.Module):
 
 
 def shard_layers(model: Any, place: Place) -> None:
-    """Cut the projections of every decoder layer in place, as the model's own plan says."""
+    """Shard the projections of every decoder layer in place, by the model's own plan."""
     plan: Mapping[str, str] = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
     if not plan:
         raise TeacherError(
@@ -109,12 +110,12 @@ def _check_divisible(model: Any, place: Place) -> None:
 
 
 def _part(tensor: torch.Tensor, dim: int, place: Place) -> torch.Tensor:
-    """A copy, so that the rest of the tensor can be freed."""
+    """This rank's shard, copied so that the rest of the tensor can be freed."""
     return tensor.detach().chunk(place.world, dim)[place.rank].clone()
 
 
 def shard_head(head: Head, place: Place) -> Head:
-    """This process's rows of the head. The last part may be shorter, never empty."""
+    """This rank's rows of the head. The last shard may be shorter, never empty."""
     rows = -(-head.vocab // place.world)
     first = rows * place.rank
     if head.vocab <= first:

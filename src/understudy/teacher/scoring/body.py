@@ -1,9 +1,9 @@
-"""Runs the transformer body over a micro-batch and hands back the hidden states that are wanted.
+"""Runs the transformer body over a micro-batch and returns the requested hidden states.
 
 Two layouts give the same states: padded rows (fast for small models on CPU), and one packed row (no padding, shared
-prefixes read once). Which one is used depends on the device and on what sharing would save; see `plan`.
+prefixes read once). The choice depends on the device and on how many tokens sharing saves; see `plan`.
 
-Legend: B sequences of a micro-batch, L its longest, T packed tokens, P judged positions, H hidden size.
+Legend: B sequences of a micro-batch, L its longest, T packed tokens, P scored positions, H hidden size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from understudy.teacher.scoring.shared_prefixes import Family, families, saved_t
 BACKEND = "inductor"
 """torch's own compiler."""
 CPU_SEGMENT_COST = 16
-"""Tokens that one more attention call per layer costs on CPU."""
+"""The cost of one more attention call per layer on CPU, in tokens."""
 WORTH_SHARING = 0.1
 """The share of a request's tokens that shared prefixes must save before they are used."""
 
@@ -40,22 +40,28 @@ class Layout(StrEnum):
     """Packed on CUDA; on CPU padded unless shared prefixes save enough."""
     PADDED = "padded"
     PACKED = "packed"
-    """Always, and prefixes are shared however little that saves."""
+    """Always packed, and prefixes are always shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
+    """The sequences of one forward and their layout."""
+
     layout: Layout
     families: tuple[Family, ...]
 
     @property
     def rows(self) -> list[int]:
-        """The sequences in the order their states are given."""
+        """The sequences in the order of their states."""
         return [row for family in self.families for row in family.rows]
 
 
 class Body:
-    """The transformer without its head. Registers the packed attention and switches the model to it when needed."""
+    """The transformer without its head. Registers the packed attention and switches the model to it when
+    needed.
+
+    `Scorer` calls it, on one or several scoring threads; a lock guards the model's attention setting.
+    """
 
     def __init__(self, frozen: FrozenModel, layout: Layout, share_prefixes: bool, budget: int) -> None:
         self.frozen = frozen
@@ -65,14 +71,14 @@ class Body:
         self._own_attention = frozen.model.config._attn_implementation
         self.rotary_border = frozen.rotary_border
         if layout is Layout.AUTO and self._own_attention != "sdpa":
-            self.layout = Layout.PADDED  # packing would replace the attention that was chosen
+            self.layout = Layout.PADDED  # packing would replace the attention the user chose
         self._attention = self._own_attention
         dtype = next(frozen.model.parameters()).dtype
         self._groups = takes_groups(frozen.device, dtype, frozen.config, learns=False)
         self._switch = threading.Lock()
-        """Held while the model's attention is what one forward needs; a lean forward has its own."""
+        """Held during a forward that depends on the model's attention setting; a lean forward does not."""
         self._lean: tuple[int, LeanForward | None] | None = None
-        """The longest row it reaches, and the model's weights laid out for it."""
+        """The longest row it serves, and the model's weights laid out for it."""
         varlen.register()
 
     def plan(self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray) -> list[MicroBatch]:
@@ -109,7 +115,7 @@ class Body:
         return [MicroBatch(Layout.PADDED, tuple(singles[i] for i in batch)) for batch in members]
 
     def _too_short_to_share(self, rows: int, total: int) -> bool:
-        """Whether even one prefix shared by all could not pay, so that looking for prefixes would be in vain."""
+        """Whether even one prefix shared by all rows would not pay, so that the search can be skipped."""
         if self.layout is not Layout.AUTO or self.frozen.device.type != "cpu":
             return False
         return total <= WORTH_SHARING * total + CPU_SEGMENT_COST * (rows + 1)
@@ -128,7 +134,7 @@ class Body:
         positions_P: np.ndarray,
         counts_B: np.ndarray,
     ) -> torch.Tensor:
-        """[P, H]: the states at `positions_P`, given per sequence in the order of `batch.rows`."""
+        """[P, H]: the states at `positions_P`, which are listed per sequence in the order of `batch.rows`."""
         if batch.layout is Layout.PACKED:
             return self._packed_states(request, batch, lengths_N, positions_P, counts_B)
         return self._padded_states(request, batch.rows, lengths_N, positions_P, counts_B)
@@ -152,7 +158,10 @@ class Body:
         return hidden_BLH.flatten(0, 1)[self.to_device(places_P)]
 
     def lean_forward(self, longest: int) -> LeanForward | None:
-        """The weights never change, so they are laid out once for rows of about this length, not for every micro-batch."""
+        """The CPU forward for rows up to about this length, if the model has one.
+
+        The weights never change, so they are laid out once and not for every micro-batch.
+        """
         reach, kept = _rounded_up(longest), self._lean
         if kept is None or kept[0] != reach:
             with self._attention_of(self._own_attention):
@@ -168,7 +177,7 @@ class Body:
         positions_P: np.ndarray,
         counts_B: np.ndarray,
     ) -> torch.Tensor:
-        """On a CPU, for the models it knows: what several sequences begin with is read once, and filling not at all."""
+        """On a CPU, for supported models: common prefixes are read once and padding is not read at all."""
         starts_N = request.starts_N
         tree = prefix_tree([request.tokens_T[starts_N[row] : starts_N[row] + lengths_N[row]] for row in rows])
         row_P = np.repeat(np.arange(len(rows)), counts_B)
@@ -199,10 +208,11 @@ class Body:
         return hidden_1TH[0][self.to_device(packed.places(positions_P, counts_B))]
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer on its own: seconds instead of minutes, and one compiled layer serves them all.
+        """Compile each decoder layer on its own: seconds instead of minutes, and one compiled layer serves
+        all.
 
-        For any lengths from the start: left to find out what varies, torch compiles again for a short answer, a new bound, a new
-        way of packing, in the middle of a run, and gives up for good after a few times.
+        Dynamic shapes from the start. Otherwise torch recompiles in the middle of a run for a short answer, a
+        new bound or a new way of packing, and stops compiling after a few times.
         """
         self._lean = None
         layers = getattr(self.frozen.body, "layers", None)
@@ -216,7 +226,7 @@ class Body:
             last.compile(backend=BACKEND, dynamic=True)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """Without waiting for the device."""
+        """Copies to the device without waiting for it."""
         tensor = torch.from_numpy(array)
         if self.frozen.device.type == "cuda":
             return tensor.pin_memory().to(self.frozen.device, non_blocking=True)
@@ -232,5 +242,6 @@ class Body:
 
 
 def _rounded_up(length: int) -> int:
-    """To a power of two: kernels take it as a bound, and a compiled layer sees few different ones."""
+    """Rounds up to a power of two: kernels take it as a bound, and a compiled layer sees few different
+    values."""
     return 1 << (length - 1).bit_length()

@@ -1,9 +1,10 @@
-"""From hidden states to log-probabilities without ever holding [tokens × vocabulary].
+"""The head: from hidden states to logprobs without a [tokens × vocabulary] tensor.
 
-Only the judged positions come here, in chunks bounded by bytes. A chunk's logits live just long enough to give
-their logsumexp (fp32), the judged token's logit, and the K best or the named ones.
+Only scored positions come here, in chunks bounded by bytes. Of a chunk's logits only the logsumexp (fp32),
+the scored token's logit, and the K best or the named logits are kept.
 
-Legend: P judged positions, C rows of one chunk, H hidden size, V vocabulary (or the part of it held here), K candidates.
+Legend: P scored positions, C rows of one chunk, H hidden size, V vocabulary (or the part of it held here), K
+candidates.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ WIDE_PRODUCT = torch.__version__ >= torch.torch_version.TorchVersion("2.8")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output projection of a causal LM, with what some families do to the logits afterwards."""
+    """The output projection of a causal LM, with the scale and soft cap that some families apply to the
+    logits."""
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None = None
@@ -35,9 +37,9 @@ class Head:
     """cap · tanh(logits / cap), after the scale (Gemma)."""
     reader: ChunkReader = field(default_factory=WholeVocabulary)
     vocab_size: int | None = None
-    """Of the whole vocabulary, where `weight_VH` holds some of its rows only."""
+    """Rows of the whole vocabulary, if `weight_VH` holds only some of them."""
     widest_shard: int | None = None
-    """The most rows a process holds: all must cut their chunks alike, or they would wait for each other for ever."""
+    """The most rows a rank holds. All ranks must use equal chunks, or their collectives would not match."""
 
     @property
     def vocab(self) -> int:
@@ -46,7 +48,7 @@ class Head:
     def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """fp32 [C, V]."""
         if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32 and WIDE_PRODUCT:
-            # The product stays in the accumulator's precision: rounding logits to bf16 costs up to 0.06 nats.
+            # The product stays in the accumulator's fp32: rounding logits to bf16 costs up to 0.06 nats.
             logits_CV = torch.mm(hidden_CH, self.weight_VH.T, out_dtype=torch.float32)
             if self.bias_V is not None:
                 logits_CV += self.bias_V
@@ -98,7 +100,7 @@ def from_wire(wire: WireHead) -> Head:
 
 @dataclass(frozen=True, slots=True)
 class HeadScores:
-    """On the device the model is on."""
+    """Scores on the model's device."""
 
     sampled_P: torch.Tensor
     ids_PK: torch.Tensor | None = None
@@ -119,8 +121,11 @@ def score_rows(
     chunk_bytes: int,
     usable: UsableIds | None = None,
 ) -> HeadScores:
-    """Full-softmax logprobs at temperature 1: of the judged token, and of the K best or the named ids. The softmax runs over the
-    `usable` ids, which must hold the judged and the named ones; None: over all."""
+    """Full-softmax logprobs at temperature 1: of the scored token, and of the K best or the named ids.
+
+    The softmax runs over the `usable` ids, which must include the scored and the named ones; None: over all
+    ids.
+    """
     if usable is not None:
         usable = usable.within(head.vocab)
     rows = rows_per_chunk(head.widest_shard or head.vocab, chunk_bytes)

@@ -1,14 +1,15 @@
-"""The K best of each row of logits, and its logsumexp, with the logits read once.
+"""Kernels for the K best of each row of logits and its logsumexp, reading the logits once.
 
     row_summary   one pass over a row: its logsumexp, and the maximum of each block of 64 columns
     row_best      the K blocks with the largest maxima, then the K best of their 64 · K values
 
-That is exact: the K best values lie in the K blocks with the largest maxima, for were one outside, K blocks would
-each hold a value at least as large. Selection is by bisection on the bits of the K-th largest value, so nothing is
-sorted but the K results, and equal values are taken from the lowest id on.
+This is exact: the K best values lie in the K blocks with the largest maxima. If one were outside, K blocks
+would each hold a value at least as large. Selection is by bisection on the bits of the K-th largest value, so
+only the K results are sorted, and equal values are taken from the lowest id on.
 
-torch needs several passes for a logsumexp and sorts far more for a top-k; a chunk is gigabytes, so passes are the cost.
-Each kernel has a twin in plain torch, and `usable` compares them once per process before they are trusted.
+torch needs several passes for a logsumexp and sorts much more for a top-k. A chunk is gigabytes, so passes
+are the cost. Each kernel has an equivalent in plain torch, and `usable` compares them once per process before
+the kernels are used.
 
 Legend: C rows of a chunk, V vocabulary, B column blocks, K candidates.
 """
@@ -30,13 +31,13 @@ from understudy.types.usable_ids import UsableIds
 try:
     import triton
     import triton.language as tl
-except ImportError:  # Triton comes with torch's CUDA builds; a CPU machine needs none
+except ImportError:  # Triton comes with torch's CUDA builds and is not needed on CPU
     triton = None
 
 
 log = logging.getLogger(__name__)
 BLOCK = 64
-"""Columns whose maximum decides whether a block can hold one of the K best."""
+"""Columns per block; a block's maximum decides whether it can hold one of the K best."""
 TILE = 32
 """Blocks read at a time by one program of `row_summary`: 2048 columns."""
 MOST_K = 256
@@ -65,7 +66,7 @@ if triton is not None:
     @triton.jit
     def _row_summary(logits, totals, maxima, vocab, blocks, stride, BLOCK: tl.constexpr, TILE: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
-        largest = -1e38  # finite, so that a tile of −inf alone does not become NaN
+        largest = -1e38  # finite, so that a tile of nothing but −inf does not become NaN
         mass = 0.0
         for start in range(0, blocks, TILE):
             block = start + tl.arange(0, TILE)
@@ -82,7 +83,7 @@ if triton is not None:
 
     @triton.jit
     def _chosen(values, K: tl.constexpr):
-        """Which of the values are the K largest: exactly K of them, the first among equals."""
+        """Marks the K largest values: exactly K, the first among equals."""
         bits = values.to(tl.int32, bitcast=True)
         keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
         above_zero = tl.sum((keys >= 0).to(tl.int32), axis=0) >= K
@@ -164,26 +165,24 @@ def row_best(logits_CV: torch.Tensor, maxima_CB: torch.Tensor, k: int) -> tuple[
         BLOCK=BLOCK,
         num_warps=4 if room <= 64 else 8,
     )
-    # Ids rise along a row here, so a stable sort keeps the lowest first among equals.
+    # Ids rise along a row here, so a stable sort keeps the lowest id first among equals.
     best_CK, order_CK = values_CK.sort(dim=-1, descending=True, stable=True)
     return best_CK, ids_CK.gather(1, order_CK)
 
 
 def fits(vocab: int, k: int) -> bool:
-    """Whether the kernels take this many columns and candidates, and are worth it."""
+    """Whether the kernels support this many columns and candidates, and pay off."""
     return k <= MOST_K and 8 * max(k, 1) * BLOCK <= vocab <= MOST_BLOCKS * BLOCK
 
 
 @functools.cache
 def usable(device: torch.device) -> bool:
-    """Whether the kernels run here and equal their twins; found out once per process."""
+    """Whether the kernels run here and equal plain torch; tested once per process."""
     if triton is None:
         return False
     try:
         agree(device)
-    except (
-        Exception
-    ) as error:  # a compiler, driver or card that cannot: plain torch serves as well, only slower
+    except Exception as error:  # unsupported compiler, driver or GPU: plain torch is equal, only slower
         log.warning("the head's kernels are not used on %s: %s", device, error)
         return False
     return True
@@ -193,7 +192,7 @@ CHECKED = ((2 * 8 * 64 * BLOCK, 64), (8 * 5 * BLOCK + 17, 5), (8 * 100 * BLOCK +
 
 
 def agree(device: torch.device | str, shapes: Sequence[tuple[int, int]] = CHECKED) -> None:
-    """Raise unless kernels and twins give the same on logits with ties, short blocks, −inf and large values.
+    """Raise unless the kernels equal plain torch on logits with ties, short blocks, −inf and large values.
 
     `shapes` are (vocabulary, K).
     """
@@ -213,8 +212,10 @@ def agree(device: torch.device | str, shapes: Sequence[tuple[int, int]] = CHECKE
 
 
 class ChunkReader(Protocol):
+    """Reads the logsumexp, the K best and named logits from a chunk of logits."""
+
     def cut(self, logits_CV: torch.Tensor, usable: UsableIds) -> torch.Tensor:
-        """The logits of usable ids; −inf where a column of another id stays."""
+        """The logits of usable ids; columns of unusable ids are removed or set to −inf."""
         ...
 
     def read(
@@ -229,6 +230,8 @@ class ChunkReader(Protocol):
 
 
 class WholeVocabulary:
+    """The reader if one process holds every column."""
+
     def cut(self, logits_CV: torch.Tensor, usable: UsableIds) -> torch.Tensor:
         if usable.holes:
             logits_CV[:, list(usable.holes)] = -torch.inf
@@ -252,12 +255,12 @@ class WholeVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """Columns first … first + V − 1 of the vocabulary; every process holds a part and calls in step."""
+    """The reader of one rank, which holds columns first … first + V − 1. All ranks call it in lockstep."""
 
     first: int
 
     def cut(self, logits_CV: torch.Tensor, usable: UsableIds) -> torch.Tensor:
-        """Every column stays: all processes must cut their chunks alike, and a part may have no usable id at all."""
+        """Keeps every column: all ranks must use equal chunks, and a shard may have no usable id at all."""
         logits_CV[:, max(usable.limit - self.first, 0) :] = -torch.inf
         own = [one - self.first for one in usable.holes if 0 <= one - self.first < logits_CV.shape[1]]
         if own:
@@ -272,7 +275,7 @@ class VocabularyShard:
         if best is None:
             return total_C, None
         values_CK, ids_CK = best
-        short = topk - values_CK.shape[1]  # a shard narrower than K offers what it has
+        short = topk - values_CK.shape[1]  # a shard narrower than K gives all its columns
         values_CK = torch.nn.functional.pad(values_CK, (0, short), value=-torch.inf)
         ids_CK = torch.nn.functional.pad(ids_CK + self.first, (0, short))
         all_values = _gathered(values_CK).transpose(0, 1).flatten(1)
@@ -281,7 +284,8 @@ class VocabularyShard:
         return total_C, (best_CK, all_ids.gather(1, places_CK))
 
     def at(self, logits_CV: torch.Tensor, ids_CK: torch.Tensor) -> torch.Tensor:
-        """Whoever holds an id says its logit; the others say −inf, and the largest is kept."""
+        """An all-reduce by maximum: the rank that holds an id contributes its logit, every other rank
+        −inf."""
         here_CK = ids_CK - self.first
         mine_CK = (here_CK >= 0) & (here_CK < logits_CV.shape[1])
         values_CK = logits_CV.gather(1, here_CK.clamp(0, logits_CV.shape[1] - 1))
@@ -291,7 +295,7 @@ class VocabularyShard:
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """[W, …]: everyone's tensor, in rank order."""
+    """[W, …]: every rank's tensor, in rank order."""
     tensor = tensor.contiguous()
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)

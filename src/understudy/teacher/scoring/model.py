@@ -1,4 +1,4 @@
-"""Load a frozen causal LM and say what it is."""
+"""Loads a frozen causal LM, its vocabulary and the digest of its weights."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
+    """A loaded teacher model and what the scorer must know of it."""
+
     model: Any
     """A transformers causal LM in eval mode, without gradients."""
     path: str
@@ -30,7 +32,7 @@ class FrozenModel:
     """The longest sequence the model's positions allow."""
 
     def on(self, device: str) -> FrozenModel:
-        """The same, where the model has been moved to another device."""
+        """The same record after the model was moved to another device."""
         return replace(self, device=torch.device(device))
 
     @property
@@ -43,7 +45,7 @@ class FrozenModel:
 
     @property
     def rotary_border(self) -> int | None:
-        """Sequences on both sides of this length may not share a forward (`nn/rotary_border.py`)."""
+        """Sequences up to this length and longer ones may not share a forward (`nn/rotary_border.py`)."""
         return rotary_border(self.config.to_dict())
 
 
@@ -56,7 +58,10 @@ def load_frozen(
     trust_remote_code: bool = False,
     attention: str = AUTO,
 ) -> FrozenModel:
-    """Load from a folder or a hub id; code that comes with a model runs only on request, from the hub at a pinned revision."""
+    """Load from a folder or a hub id.
+
+    Code that comes with a model runs only on request; from the hub only at a pinned revision.
+    """
     if trust_remote_code and revision is None and not Path(path).is_dir():
         raise TeacherError(f"trust_remote_code for {path} runs code from the hub: pin it with a revision")
     if dtype not in DTYPES:
@@ -87,12 +92,12 @@ def load_frozen(
 
 
 def looks_like_folder(path: str) -> bool:
-    """A hub id is `name` or `owner/name`; everything else is meant as a folder."""
+    """A hub id is `name` or `owner/name`; everything else is a folder."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
 
 
 def weights_sha256(model: Any) -> str:
-    """A digest of every tensor by name, type, shape and bytes: equal weights, equal digest, however they are stored."""
+    """A digest of every tensor's name, type, shape and bytes; it does not depend on how files store them."""
     total = hashlib.sha256()
     state = model.state_dict()
     for name in sorted(state):
@@ -104,8 +109,11 @@ def weights_sha256(model: Any) -> str:
 
 
 def vocabulary_of(model: str, revision: str | None = None) -> Vocabulary:
-    """The token→id map beside a model, from a folder or the hub. Student and teachers are read alike, from the files where there is a
-    tokenizer.json: the classes of transformers add ids of their own for some models."""
+    """The token→id map of a model, from a folder or the hub.
+
+    Student and teachers are read in the same way, from tokenizer.json if there is one: the classes of
+    transformers add ids of their own for some models.
+    """
     folder = Path(model)
     if not folder.is_dir():
         found = cached_file(

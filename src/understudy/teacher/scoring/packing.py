@@ -1,9 +1,9 @@
-"""How sequences become the input of one forward: right-padded rows, or one packed row without padding.
+"""Lays sequences out for one forward: right-padded rows, or one packed row without padding.
 
-Plans depend on the request alone, so the same request is always cut the same way: floating-point results follow
-batch composition, and a score must not change with what else happens to be waiting.
+Plans depend on the request alone, so the same request is always cut the same way. Floating-point results
+depend on batch composition, and a score must not change with the other requests that are waiting.
 
-Legend: B sequences of a micro-batch, L its longest, T packed tokens, N keys, S segments, P judged positions.
+Legend: B sequences of a micro-batch, L its longest, T packed tokens, N keys, S segments, P scored positions.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from understudy.teacher.scoring.shared_prefixes import Family
 
 
 def padded_plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches for right-padded forwards: near lengths together, count × longest ≤ budget.
+    """Micro-batches for right-padded forwards: similar lengths together, count × longest ≤ budget.
 
-    A sequence longer than the budget goes alone; the server's length limit is what refuses a sequence.
+    A sequence longer than the budget is a micro-batch of its own; only the server's length limit refuses
+    sequences.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     plan: list[list[int]] = []
     for i in order:
-        # Lengths rise along `order`, so the newcomer is the longest of its micro-batch.
+        # Lengths rise along `order`, so the new sequence is the longest of its micro-batch.
         if plan and (len(plan[-1]) + 1) * lengths[i] <= budget:
             plan[-1].append(i)
         else:
@@ -36,7 +37,7 @@ def padded_plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def pad_right(
     tokens_T: np.ndarray, starts_N: np.ndarray, counts_N: np.ndarray, rows: Sequence[int]
 ) -> np.ndarray:
-    """int64 [B, L], zeros to the right. Causal attention never looks right, so no mask is needed."""
+    """int64 [B, L], zeros to the right. Attention is causal, so padding on the right needs no mask."""
     starts_B, counts_B = starts_N[rows], counts_N[rows].astype(np.int64)
     longest = int(counts_B.max())
     columns_L = np.arange(longest)
@@ -55,7 +56,7 @@ def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def as_slice(places: np.ndarray) -> np.ndarray | slice:
-    """Rising neighbours as a slice, which copies many times faster; anything else as it is."""
+    """Consecutive places as a slice, which copies many times faster; anything else unchanged."""
     if (
         len(places)
         and int(places[-1]) - int(places[0]) + 1 == len(places)
@@ -67,11 +68,11 @@ def as_slice(places: np.ndarray) -> np.ndarray | slice:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One packed row, and where everything in it is.
+    """One packed row and the indexes of its segments and sequences.
 
     Two samples of the prompt [7, 8] and one sequence of its own, with the prefix read once:
 
-        tokens      7 8 | 5 6 | 9 | 4 4 4        segments: prefix, tail of sample 1, tail of sample 2, the other
+        tokens      7 8 | 5 6 | 9 | 4 4 4        segments: prefix, tail of sample 1, tail of sample 2, third
         positions   0 1 | 2 3 | 2 | 0 1 2
         key_places  0 1 | 0 1 2 3 | 0 1 4 | 5 6 7
     """
@@ -84,7 +85,7 @@ class Packed:
     """int32 [S + 1]: the same for its keys, in `key_places` (or the packed row itself)."""
     key_places_N: np.ndarray | None
     rows: tuple[int, ...]
-    """The sequences in the order their states are given."""
+    """The sequences in the order of their states."""
     tail_starts: np.ndarray
     """int64 [rows]: the packed place of each sequence's token number `shared`."""
     prefix_starts: np.ndarray
@@ -101,7 +102,8 @@ class Packed:
         return int(np.diff(self.ends_k).max())
 
     def places(self, positions_P: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
-        """int64 [P]: the packed places of the states at `positions_P`, given per sequence in the order of `rows`."""
+        """int64 [P]: the packed places of the states at `positions_P`, which are listed per sequence in
+        `rows` order."""
         of_P = np.repeat(np.arange(len(self.rows)), counts_B)
         positions_P = positions_P.astype(np.int64)
         in_prefix_P = positions_P < self.shared[of_P]
@@ -149,7 +151,7 @@ def pack(
             if own:
                 before = (prefix_at, family.shared) if family.shared else None
                 segment(int(starts_N[row]) + family.shared, own, family.shared, before)
-    if at == 1:  # a compiled layer would be compiled once more for a single token; nobody looks at the second
+    if at == 1:  # a compiled layer would be recompiled for a single token; the second is ignored
         segment(0, 1, 0, None)
     runs = np.array(sources, dtype=np.int64).reshape(-1, 2)
     any_shared = any(family.shared for family in batch)
@@ -170,8 +172,11 @@ def pack(
 def pack_in_groups(
     tokens_T: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray, batch: Sequence[Family]
 ) -> Packed | None:
-    """Lay a micro-batch out with equally long segments beside each other, each rounded up with tokens nobody looks at
-    (attention is causal, they are last). None where sequences share prefixes, or are too short for that to pay."""
+    """Lay a micro-batch out with segments of equal length next to each other.
+
+    Segments are filled up at the end with tokens that no real token attends to, since attention is causal.
+    None if sequences share prefixes or are too short for this to pay.
+    """
     rows = [row for family in batch for row in family.rows]
     own_B = lengths_N[rows].astype(np.int64)
     groups = None if any(family.shared for family in batch) else in_groups(own_B)

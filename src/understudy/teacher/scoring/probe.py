@@ -1,4 +1,4 @@
-"""The fixed tokens that every identity check scores, and what an empty model answers to them."""
+"""The fixed tokens that every identity check scores, and the test for an empty model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PROBE_TOKENS = 12
 
 
 def probe_items(vocab: int, max_length: int, unused: Sequence[int] = ()) -> list[ScoreItem]:
-    """One short sequence spread over the vocabulary, the same for every replica; ids that are `unused` are left out."""
+    """One short sequence spread over the vocabulary, the same for every replica; without `unused` ids."""
     length = max(2, min(PROBE_TOKENS, max_length))
     tokens = ((np.arange(length, dtype=np.int64) + 1) * 7919 % max(vocab, 1)).astype(np.int32)
-    if unused:  # an id without a token gives way to the next that has one
+    if unused:  # an id without a token is replaced by the next that has one
         known = np.setdiff1d(np.arange(vocab, dtype=np.int32), np.asarray(unused, dtype=np.int32))
         tokens = known[np.searchsorted(known, tokens) % len(known)]
     return [judged("probe", tokens)]
 
 
 def probe_family(vocab: int, max_length: int, unused: Sequence[int] = ()) -> list[ScoreItem]:
-    """Sequences that share a beginning, and one of another length: what packing and prefix sharing must get right."""
+    """Sequences with a common prefix and one of another length: a test of packing and prefix sharing."""
     whole = probe_items(vocab, max_length, unused)[0]
     other = whole.tokens.copy()
     other[-(len(other) // 3) :] = other[: len(other) // 3]
@@ -32,14 +32,14 @@ def probe_family(vocab: int, max_length: int, unused: Sequence[int] = ()) -> lis
 
 
 def judged(key: str, tokens: np.ndarray) -> ScoreItem:
-    """A sequence of which every token but the first is to be judged."""
+    """An item that scores every token of a sequence but the first."""
     return ScoreItem(key, tokens, np.arange(1, len(tokens), dtype=np.int32), Signal.SAMPLED)
 
 
 def is_uniform(logprobs: np.ndarray, vocab: int) -> bool:
-    """True when every value is the same, about −ln V: a model without weights, or one whose weights were lost.
+    """True if every value is about −ln V: a model whose weights are missing or lost.
 
-    V is not exact everywhere: a server may have more rows in its head than the tokenizer has tokens.
+    V is not always exact: a server's head may have more rows than the tokenizer has tokens.
     """
     if len(logprobs) == 0:
         return False

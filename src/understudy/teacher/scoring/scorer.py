@@ -1,11 +1,11 @@
 """Prefill-only scoring with any transformers causal LM.
 
-    request ─> groups of one (signal, K) ─> micro-batches ─> body ─> states before the judged tokens ─> head ─> reply
+    request ─> groups by (signal, K) ─> micro-batches ─> body ─> states before scored tokens ─> head ─> reply
 
-There is no KV cache, no decoding and no sampling here. `begin` queues the work of a request on the device and
-`finish` collects it, so that a GPU computes one request while the next is prepared and the last is sent.
+There is no KV cache, no decoding and no sampling. `begin` queues the work of a request on the device and
+`finish` collects it, so a GPU computes one request while the next is prepared and the previous one is sent.
 
-Legend: N sequences, T tokens, P judged positions, B sequences of a micro-batch, H hidden size, K candidates.
+Legend: N sequences, T tokens, P scored positions, B sequences of a micro-batch, H hidden size, K candidates.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScorerOptions:
+    """Batch sizes, layout and compilation of a `Scorer`."""
+
     max_batch_tokens: int = 16384
-    """Tokens of one forward, padding counted in."""
+    """The most tokens of one forward, including padding."""
     chunk_bytes: int = 64 << 20
     """The largest fp32 logits chunk the head may hold."""
     layout: Layout = Layout.AUTO
     share_prefixes: bool = True
     compile_layers: bool = False
-    """torch.compile for each decoder layer: faster on GPUs, some seconds at start."""
+    """torch.compile for each decoder layer: faster on GPUs, costs some seconds at start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The scores of one micro-batch on their way to the host, and where in their group they belong."""
+    """The scores of one micro-batch, being copied to the host, and their places in the group."""
 
     places: np.ndarray
     sampled: torch.Tensor
@@ -85,7 +87,10 @@ class Begun:
 
 
 class Scorer:
-    """Scores requests with one frozen model. On a CPU several threads may score once it is warm; else one thread owns it."""
+    """Scores requests with one frozen model. Called by `ScoringWorker`.
+
+    On a CPU several threads may call it once it is warmed up; on a GPU one thread.
+    """
 
     def __init__(
         self,
@@ -116,7 +121,7 @@ class Scorer:
         return self.head.weight_VH.shape[1]
 
     def score(self, request: ScoreRequest) -> ScoreReply:
-        """Judge every sequence of the request; the result depends on the request alone."""
+        """Score every sequence of the request; the result depends on the request alone."""
         return self.finish(self.begin(request))
 
     @torch.inference_mode()
@@ -205,7 +210,7 @@ class Scorer:
         )
 
     def _collect(self, request: ScoreRequest, group: _Group, parts: Sequence[_Part]) -> _Columns:
-        """Every micro-batch's rows where request order wants them."""
+        """The scores of all micro-batches of a group, in request order."""
         total = int(request.position_counts_N[group.rows].sum(dtype=np.int64))
         sampled = np.empty(total, np.float32)
         ids = (
@@ -223,9 +228,9 @@ class Scorer:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Really score, and prove the result: it equals the model's own forward and is no uniform noise.
+        """Score a probe and check that the result equals the model's own forward and is not uniform.
 
-        An architecture whose attention cannot be packed is found out here and scored padded from then on.
+        An architecture whose attention cannot be packed is detected here and scored padded from then on.
         """
         items = probe_family(self.vocab, self.frozen.max_length, self.usable.holes if self.usable else ())
         theirs = self._expected()
@@ -245,8 +250,10 @@ class Scorer:
             self._rehearse()
 
     def _rehearse(self) -> None:
-        """Score batches of several sizes now, long sequences and short ones, alone, in groups and with a beginning in common, so that
-        no request pays for compiling."""
+        """Score batches of several shapes now, so that no request waits for compilation.
+
+        Long and short sequences, alone, in groups and with a common prefix.
+        """
         rng = np.random.default_rng(0)
         most = self.options.max_batch_tokens
         large = [(most // 3, 3), (most // 6, 3), (most // 9, 3), (most // 256, 32), (most // 128, 32)]
@@ -273,7 +280,7 @@ class Scorer:
             self.body.layout = wanted
 
     def _expected(self) -> np.ndarray:
-        """What the model's own forward says of the probe."""
+        """The probe's logprobs by the model's own forward."""
         return plain_truth(self.frozen, self.usable)
 
     @property
@@ -281,10 +288,11 @@ class Scorer:
         return to_wire(self.head)
 
     def close(self) -> None:
-        """Nothing to let go of here; a scorer of several processes sends the others home."""
+        """Nothing to release here; a scorer over several ranks ends its followers."""
 
     def _check_same(self, ours: np.ndarray, theirs: np.ndarray) -> None:
-        """Half precision rounds the model's own logits, by more the larger they are."""
+        """The tolerance grows with the logprob in half precision, where the model's own logits are
+        rounded."""
         near = 1e-3 if self.frozen.dtype == "float32" else 0.25 + 0.02 * np.abs(theirs)
         if not (np.abs(ours - theirs) <= near).all():
             raise TeacherError(
@@ -294,7 +302,7 @@ class Scorer:
 
 
 def plain_truth(frozen: FrozenModel, usable: UsableIds | None) -> np.ndarray:
-    """What the model's own forward says of the probe, over the ids that have a token."""
+    """The probe's logprobs by the model's own forward, over the ids that have a token."""
     vocab = frozen.model.get_output_embeddings().weight.shape[0] if usable is None else usable.limit
     items = probe_family(vocab, frozen.max_length, () if usable is None else usable.holes)
     return np.concatenate([plain_logprobs(frozen, item, usable) for item in items])
@@ -302,7 +310,7 @@ def plain_truth(frozen: FrozenModel, usable: UsableIds | None) -> np.ndarray:
 
 @torch.inference_mode()
 def plain_logprobs(frozen: FrozenModel, item: ScoreItem, usable: UsableIds | None = None) -> np.ndarray:
-    """One sequence through the model's own forward, head and all."""
+    """The logprobs of one sequence by the model's own forward, including its head."""
     tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(frozen.device)
     logits = frozen.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
     if usable is not None:
@@ -311,16 +319,19 @@ def plain_logprobs(frozen: FrozenModel, item: ScoreItem, usable: UsableIds | Non
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """On CUDA a copy that does not wait; the request's event says when it has arrived."""
+    """On CUDA an asynchronous copy; the request's event tells when it is complete."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _needed_lengths(request: ScoreRequest, rotary_border: int | None = None) -> np.ndarray:
-    """int64 [N]: how many tokens of each sequence the model must read. Nothing after the state that predicts the
-    last judged token matters, so that token itself is never read; but a sequence beyond `rotary_border` is read beyond it,
-    because its length decides how it is rotated."""
+    """int64 [N]: how many tokens of each sequence the model must read.
+
+    Nothing after the state that predicts the last scored token matters, so that token itself is not read. A
+    sequence longer than `rotary_border` is read beyond it in any case, because its length decides its rotary
+    embedding.
+    """
     lengths_N = np.zeros(len(request), dtype=np.int64)
     judged = np.flatnonzero(request.position_counts_N)
     ends_N = np.cumsum(request.position_counts_N, dtype=np.int64)
@@ -340,7 +351,7 @@ def _groups_of(request: ScoreRequest) -> list[_Group]:
 
 
 def named_ids(request: ScoreRequest, group: _Group) -> np.ndarray | None:
-    """int32 [P, K]: the ids the caller named for the group's positions (`at_ids` only)."""
+    """int32 [P, K]: the ids the client named for the group's positions (`at_ids` only)."""
     if group.signal is not Signal.AT_IDS:
         return None
     sizes = np.array(
@@ -358,7 +369,7 @@ def named_ids(request: ScoreRequest, group: _Group) -> np.ndarray | None:
 def _in_request_order(
     request: ScoreRequest, groups: Sequence[_Group], columns: Sequence[_Columns]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(ids, logprobs, hidden, sampled), flat; one group is the usual case and costs no copy."""
+    """(ids, logprobs, hidden, sampled), flat. Usually there is one group, which costs no copy."""
     if len(groups) == 1:
         only = columns[0]
         return (

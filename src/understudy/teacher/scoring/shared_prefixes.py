@@ -1,7 +1,8 @@
-"""Sequences that begin alike: the shared beginning is read once.
+"""Groups sequences with a common prefix, so that the model reads the prefix once.
 
-The n samples of one prompt share it, and the turns of one conversation share their past. A family's tokens go
-through the model as one prefix and one tail per member; only attention sees the prefix's keys again.
+The n samples of one prompt share the prompt, and the turns of one conversation share the earlier turns. A
+family's tokens go through the model as one prefix and one tail per member; only attention reads the prefix's
+keys again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from itertools import pairwise
 import numpy as np
 
 LARGEST_FAMILY = 64
-"""Sequences; bounds the search, and a larger group loses one prefix in 64."""
+"""Sequences. Bounds the search; a larger group reads its prefix once per 64 sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """Sequences with a common prefix."""
+
     rows: tuple[int, ...]
     shared: int
-    """Tokens all of them begin with, read once; 0 for a sequence on its own."""
+    """Length of the common prefix, read once; 0 for a single sequence."""
 
     def tokens(self, lengths: np.ndarray) -> int:
         """How many tokens go through the model for this family."""
@@ -28,10 +31,11 @@ class Family:
 
 
 def families(sequences: Sequence[np.ndarray]) -> list[Family]:
-    """Group sequences by their common beginnings so that few tokens are left to read; every sequence appears once.
+    """Group sequences by common prefix so that few tokens are left to read; every sequence appears once.
 
-    Sorted by content, relatives are neighbours, and what a run of neighbours shares is the least of the beginnings
-    that adjacent ones have in common. The best way to cut the sorted order into runs follows by dynamic programming.
+    Sorted by content, sequences with a common prefix are neighbours. A run of neighbours shares the shortest
+    of the prefixes that adjacent ones share. Dynamic programming finds the best way to cut the sorted order
+    into runs.
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i4").tobytes())
     common = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
@@ -79,8 +83,11 @@ def saved_tokens(found: Sequence[Family]) -> int:
 
 
 def split_to_budget(found: Sequence[Family], lengths: np.ndarray, budget: int) -> list[list[Family]]:
-    """Micro-batches of families, in order, each at most `budget` tokens; a family too large is cut into several,
-    each with the prefix again, and a single sequence too long goes alone."""
+    """Micro-batches of families, in order, each of at most `budget` tokens.
+
+    A family that is too large is cut into several, each with the prefix again. A single sequence that is too
+    long is a micro-batch of its own.
+    """
     batches: list[list[Family]] = []
     used = budget
     for family in found:

@@ -1,16 +1,16 @@
-"""Causal attention over sequences packed one after another, as an attention function transformers can call.
+"""Causal attention over packed sequences, as an attention function for transformers.
 
 Queries of one segment see the keys of that segment only. With shared prefixes a segment has more keys than queries
 (the prefix's keys, then its own), aligned at the end: query i of m sees keys 0 … n − m + i of n.
 
-Three ways, all exact:
+Three implementations, all exact:
 
     cuDNN          on Hopper and later in half precision, over groups of equally long segments (`nn/grouped_attention.py`);
                    1.8 × FlashAttention 2 there
     FlashAttention torch's own kernel for variable lengths, in half precision: shared prefixes, windows, short segments
     SDPA           one call per segment; everything else
 
-No mask is ever built: transformers builds none for an attention function it has no mask for.
+No mask is built: transformers builds none for an attention function it has no mask for.
 
 Legend: T packed tokens, Q queries, N keys, H heads, D head size.
 """
@@ -26,7 +26,8 @@ from transformers import AttentionInterface
 from understudy.nn.grouped_attention import grouped_attention
 
 NAME = "understudy_scoring"
-"""Its own: the policy registers another function for packed rows, and both may live in one process."""
+"""A name of its own: the policy registers another function for packed rows, and both may be in one
+process."""
 MAX_FLASH_HEAD = 256
 
 
@@ -49,9 +50,9 @@ def varlen_attention(
     groups: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`key_places` says which packed tokens' keys each segment sees, one segment after another; None: its own.
+    """`key_places` lists the packed tokens whose keys each segment sees, segment by segment; None: its own.
 
-    `groups` (on the host) says which neighbouring segments are equally long, and promises that each sees itself only.
+    `groups` (on the host) lists neighbouring segments of equal length; each of them must see only itself.
     """
     if softcap is not None or attention_mask is not None or others.get("s_aux") is not None:
         raise ValueError("packed attention knows no soft caps, no attention sinks and no masks")
@@ -127,7 +128,7 @@ def per_segment(
 
 
 def visible(queries: int, longer: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool [Q, N]: which keys each query sees, aligned at the end."""
+    """bool [Q, N]: the keys each query sees, aligned at the end."""
     ahead_QN = (
         torch.arange(queries + longer, device=device) - torch.arange(queries, device=device)[:, None] - longer
     )
