@@ -1,12 +1,12 @@
-"""From a dataset row to what the student wrote: prompts, rendering, agent loops, tools and rewards.
+"""From a dataset row to a trajectory: prompts, rendering, agent loops, tools and rewards.
 
-sources, dataset   where rows come from; checked rows;  cursor  the resumable order in which they are issued
-seeds              randomness as a pure function of (run, epoch, prompt, session, turn)
-render             messages to token ids, once per turn boundary
-agent, loops       the loop protocol, the loops there are, and loading a user's own
-single_turn        one question, one answer
-tool_loop, tools   the model calls tools, which run outside our process
-conversations      for agents that know messages only;  verifiers_env  environments of that package
-workers, worker    loops in processes of their own;  timing  where a rollout's time goes
-rewards            task rewards as plain callables; reward (exact match, GSM8K), math_reward and judge ship
+sources.py, dataset.py  read and check rows;  cursor.py  the resumable order in which they are issued
+seeds.py     seeds as a pure function of (run, epoch, prompt, session, turn)
+render.py    messages to token ids, once per turn boundary
+loading.py   loads user code named as "module:object";  timing.py  seconds per phase of a rollout
+agents/      the loop protocol (agent.py), its registry, and the loops: single_turn, tool_loop, verifiers_env;
+             conversations.py is for agents that work with messages instead of tokens
+tools/       tools that a model calls; they run in jailed child processes
+rewards/     task rewards as plain callables: builtin (exact match, GSM8K), math_reward, judge
+workers/     agent loops in worker processes
 """

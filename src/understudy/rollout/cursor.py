@@ -1,6 +1,6 @@
-"""Which prompt comes next: a place in a seeded order that can be saved and taken up again.
+"""The prompt cursor: a position in a seeded order of prompts that can be saved and restored.
 
-The order of an epoch is a hash of (seed, epoch, row): no generator state, no clock. A saved place is a few numbers.
+The order of an epoch is a hash of (seed, epoch, row): no generator state, no clock. A saved position is a few numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from understudy.types.prompt import Prompt
 
 
 class PromptCursor:
-    """Issues prompts epoch after epoch, without end.
+    """Issues prompts epoch after epoch, without end. Used by the trainer.
 
     >>> from understudy.rollout.dataset import load_dataset
     >>> cursor = PromptCursor(load_dataset([{"prompt": "a"}, {"prompt": "b"}]), seed=0, shuffle=False)
@@ -37,7 +37,7 @@ class PromptCursor:
         return ordinals
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; a batch may reach over the end of an epoch."""
+        """The next `count` prompts; a batch may span the end of an epoch."""
         prompts = []
         for _ in range(count):
             if self._place == len(self._order):
@@ -49,7 +49,7 @@ class PromptCursor:
         return prompts
 
     def peek(self, count: int) -> list[Prompt]:
-        """The very prompts that `take` will issue next, without issuing them: `count` at most, and none of the next epoch."""
+        """The prompts that `take` will issue next (the same objects): at most `count`, none of the next epoch."""
         prompts = [
             self._prompt(place) for place in range(self._place, min(self._place + count, len(self._order)))
         ]
@@ -61,7 +61,7 @@ class PromptCursor:
         return self._shown.get(key) or self._dataset.prompt(self._order[place], key=key, epoch=self._epoch)
 
     def state(self) -> dict[str, Any]:
-        """JSON-able. `restore` of it on a new cursor over the same dataset issues exactly what would have come."""
+        """The position as JSON. A cursor over the same dataset that restores it issues the same prompts from here on."""
         return {"epoch": self._epoch, "place": self._place, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Prompts from jsonl or parquet files, hub datasets, or a plain list of dicts.
+"""Datasets of prompts from jsonl or parquet files, hub datasets, or a list of dicts.
 
-A row needs `prompt` (plain text, used as it stands; a list of messages is taken as `messages`) or `messages` (a
-chat). `data_source` routes it to its teacher, and every other column (`answer`, `tools`, `agent`, …) is kept as it
-came. Rows as verl has them work as they are. Every row is checked here, before anything expensive starts; the module
-needs no torch.
+A row needs `prompt` (plain text, used unchanged; a list of messages is treated as `messages`) or `messages` (a chat).
+`data_source` routes it to its teacher. Every other column (`answer`, `tools`, `agent`, …) is kept unchanged. Rows in
+verl's format work unchanged. Every row is checked here, before anything expensive starts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _CONTENT = {"prompt", "messages", "data_source"}
 """Columns that become fields of a `Prompt`; the rest stay columns."""
 _NOT_TEXT = ("images", "image", "videos", "video", "audios", "audio")
 VERL_AGENTS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}
-"""What verl's `agent_name` column calls the loops that ship here."""
+"""Names in verl's `agent_name` column → our loops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Dataset:
 
     rows: Sequence[Row]
     fingerprint: str
-    """sha256 of the content: a resumed run refuses another dataset by it."""
+    """sha256 of the content; a resumed run compares it and refuses another dataset."""
     source: str
     """Where the rows came from, for messages."""
     places: Sequence[str] = ()
@@ -44,7 +43,7 @@ class Dataset:
         return self.places[ordinal] if self.places else f"row {ordinal + 1}"
 
     def only(self, ordinals: Sequence[int]) -> Dataset:
-        """These rows alone. Another choice of rows is another dataset to a resumed run."""
+        """A dataset of these rows only, with its own fingerprint."""
         if len(ordinals) == len(self.rows):
             return self
         chosen = sha256(f"{self.fingerprint} {list(ordinals)}".encode()).hexdigest()
@@ -79,8 +78,8 @@ def content_of(row: Row) -> Any:
 def load_dataset(
     source: str | Path | Sequence[str | Path] | Sequence[Row], key: str = "data.train"
 ) -> Dataset:
-    """Reads and checks a file, several sources one after another, or rows given as they are. `key` is the recipe key that
-    named them, for messages."""
+    """Reads and checks a file, several sources in order, or rows given as dicts. `key` is the recipe key that named
+    them, for messages."""
     if isinstance(source, (str, Path)):
         source = [source]
     if source and all(isinstance(item, Mapping) for item in source):
@@ -117,7 +116,7 @@ def _checked(places: Iterable[tuple[str, Any]], fingerprint: str, source: str) -
 
 
 def _checked_row(place: str, row: Any) -> Row:
-    """The row as the run uses it: text parts joined, verl's `agent_name` as `agent`."""
+    """The checked row, with text parts joined and verl's `agent_name` as `agent`."""
     if not isinstance(row, Mapping):
         raise DataError(f"{place} is a {type(row).__name__}; expected an object with `prompt` or `messages`")
     content = content_of(row)
@@ -161,7 +160,7 @@ def _agent_of(place: str, row: Row) -> str | None:
 
 
 def _checked_messages(place: str, messages: Any) -> Any:
-    """The messages, those made of text parts with one text instead."""
+    """The checked messages, with content in text parts joined into one text."""
     if not isinstance(messages, Sequence):
         raise DataError(f"{place}: messages is a {type(messages).__name__}; expected a list of messages")
     plain = []
@@ -199,7 +198,7 @@ def _text_of(place: str, part: Any) -> str:
 
 
 def _lone_surrogate(value: Any, where: str = "") -> str | None:
-    """Where in a row a text cannot be written as UTF-8; JSON can hold half of a character."""
+    """The path of a text in the row that UTF-8 cannot encode (JSON can hold a lone surrogate); None if all can be."""
     if isinstance(value, str):
         try:
             value.encode()

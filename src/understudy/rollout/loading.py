@@ -1,4 +1,4 @@
-"""User code enters by name: `"package.module:object"`."""
+"""Loads user code by name: `"package.module:object"`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from understudy.errors import ConfigError
 
 _added: list[str] = []
-"""Folders that `look_in` put on the Python path."""
+"""Folders that `look_in` added to the Python path."""
 _found: set[str] = set()
-"""Top-level modules that were found there."""
+"""Top-level modules that were imported from them."""
 
 _MOVED = {
     "understudy.rollout.reward": "understudy.rollout.rewards.builtin",
@@ -23,12 +23,12 @@ _MOVED = {
     "understudy.rollout.tool_loop": "understudy.rollout.agents.tool_loop",
     "understudy.rollout.verifiers_env": "understudy.rollout.agents.verifiers_env",
 }
-"""Modules that recipes name, by the names they had."""
+"""Old names of modules that recipes may name → their current names."""
 
 
 def look_in(folders: Sequence[str]) -> None:
-    """Modules are also looked up in these folders, which come last: they cannot hide an installed module. The folders of an earlier
-    call are left, and modules from there forgotten: two recipes may each have a `reward.py`."""
+    """Append these folders to the Python path; being last, they cannot hide an installed module. The folders of an
+    earlier call are removed and their modules unloaded: two recipes may each have a `reward.py`."""
     if list(folders) == _added:
         return
     for folder in _added:
@@ -42,7 +42,7 @@ def look_in(folders: Sequence[str]) -> None:
 
 
 def load_object(name: str, what: str) -> Any:
-    """The object at `module:object`; `what` says in the error which setting named it."""
+    """The object at `module:object`; `what` is the setting that named it, for errors."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f'{what} = "{name}": expected "package.module:object"')

@@ -1,7 +1,7 @@
-"""From messages to token ids, once per turn boundary.
+"""Renders messages to token ids with the student's chat template, once per turn boundary.
 
-What the model wrote is never rendered again: a chat template may drop thinking, reorder tool calls or change
-whitespace, and the trained tokens would no longer be those the engine produced.
+The model's own output is never rendered again: a chat template may drop thinking, reorder tool calls or change white
+space, and the trained tokens would no longer be those the engine produced.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MARKER = "understudy-turn-marker"
 class Renderer:
     """Turns prompts into ids with a student's tokenizer and chat template.
 
-    `context` is the longest sequence the student can hold, `reserve` how much of it must stay free for an answer. A prompt may
-    have `max_prompt` tokens at most, and what is free; a longer one is an error, or loses its first tokens (`truncate`).
-    `template_options` go to the template as they are (`enable_thinking = false`).
+    `context` is the student's maximum sequence length; `reserve` tokens of it stay free for an answer. A prompt may
+    have at most `max_prompt` tokens, and at most `context − reserve`. A longer one raises `DataError`, or loses its
+    first tokens (`truncate`). `template_options` are passed to the template (`enable_thinking = false`).
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class Renderer:
         self._template_options = dict(template_options or {})
         self._special_ids = set(tokenizer.all_special_ids)
         self._ready: dict[str, tuple[Prompt, np.ndarray]] = {}
-        """By key: prompts that `ahead` rendered."""
+        """By key: prompts that `ahead` has rendered."""
 
     @property
     def context(self) -> int:
-        """The longest sequence a rollout may be."""
+        """The maximum length of a rollout in tokens."""
         return self._context
 
     def render(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> np.ndarray:
-        """int32 [T]: what the student must see to answer this prompt.
+        """int32 [T]: the tokens of this prompt, up to where the student's answer starts.
 
-        `tools` are function schemas for the template; without them a row's own `tools` column is used.
+        `tools` are function schemas for the template; without them the row's own `tools` column is used.
         """
         ready = self._ready.get(prompt.key)
         if ready is not None and ready[0] is prompt and tools is None:
@@ -79,9 +79,9 @@ class Renderer:
         )
 
     def ahead(self, prompts: Sequence[Prompt], *, forget: bool = True) -> None:
-        """Render these chats in one go: half the work of rendering them one by one, and each of a prompt's sessions finds it
-        done. One that cannot be rendered is left to `render`, which says why. Those of an earlier call need not be rendered
-        again; of others it made, `forget` lets go."""
+        """Render these chats in one batch, for later `render` calls of all their sessions; half the work of rendering
+        one by one. Prompts that cannot be rendered are left to `render`, which raises the error. Prompts of an earlier
+        call are not rendered again; with `forget`, earlier prompts that are not among these are dropped."""
         before = self._ready
         if forget:
             self._ready = {}
@@ -102,18 +102,18 @@ class Renderer:
                 **self._template_options,
             )
             rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        except Exception:  # some prompt's own trouble
+        except Exception:  # one prompt cannot be rendered; `render` will say which
             return
         for prompt, ids in zip(chats, rows, strict=True):
             if 0 < len(ids) <= self._limit:
                 self._ready[prompt.key] = (prompt, np.asarray(ids, dtype=np.int32))
 
     def after_turn(self, key: str, messages: Sequence[Mapping[str, Any]], *, ended: bool) -> np.ndarray:
-        """int32 [T]: what stands between the student's turn and its next one, when `messages` came in between.
+        """int32 [T]: the tokens between the student's turn and its next one, with `messages` in between.
 
-        `ended` says that the student wrote its own end-of-turn token; the template's is then left out, and the rest
-        of its separator is not. Found by rendering a conversation in which the student said a marker: everything
-        behind the marker is the template's. The tokens of the turn itself are never touched.
+        `ended`: the student wrote its own end-of-turn token, so the template's is left out; the rest of the separator
+        stays. Method: render a conversation in which the assistant's message is a marker, and take everything after
+        the marker. The tokens of the turn itself are never changed.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}, *messages]
         text = self._apply_template(key, chat, tools=None, generate=True)
@@ -127,7 +127,7 @@ class Renderer:
         return ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text for people, rewards and tool parsers, special tokens left out."""
+        """Text without special tokens, for display, rewards and tool parsers."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def _apply_template(

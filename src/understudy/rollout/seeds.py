@@ -1,6 +1,6 @@
-"""Randomness by name: a seed is a hash of what it is for, so nothing depends on who asked first.
+"""Derives seeds by hashing what they are for, so they do not depend on the order of calls.
 
-A rollout that is made again after a crash, on another worker, or in another order draws the same tokens.
+A rollout that is repeated after a crash, on another worker, or in another order draws the same tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 
 def hash63(*parts: str | int) -> int:
-    """A 63-bit number from the parts. Parts are length-prefixed: ("ab", "c") and ("a", "bc") differ."""
+    """A 63-bit hash of the parts. Parts are length-prefixed: ("ab", "c") and ("a", "bc") differ."""
     digest = blake2b(digest_size=8)
     for part in parts:
         data = str(part).encode()

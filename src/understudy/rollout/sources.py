@@ -1,7 +1,7 @@
-"""Where rows come from: jsonl and parquet files, globs, datasets of the Hugging Face hub, `datasets.Dataset` objects.
+"""Readers of dataset rows: jsonl and parquet files, globs, hub datasets, `datasets.Dataset` objects.
 
-Each source yields (place, row) pairs, where the place names the file and the line for messages, and is digested, so that
-a resumed run can tell whether it reads the same rows. Needs no torch.
+Each source yields (place, row) pairs, where the place names file and line for messages. Each source also gives a
+digest, by which a resumed run checks that it reads the same rows. Imports no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HubDataset:
 
 
 def hub_dataset(source: str) -> HubDataset | None:
-    """What a source names on the hub; None where it is, or most likely was meant as, a path."""
+    """The hub dataset that a source names; None if it is a path or looks like a mistyped one."""
     found = _HUB.fullmatch(source)
     if found is None or source.startswith(".") or Path(source).exists():
         return None
@@ -55,14 +55,14 @@ def hub_dataset(source: str) -> HubDataset | None:
 
 
 def expand(source: str) -> list[str]:
-    """The files a glob matches, sorted; anything else as it is."""
+    """The files that a glob matches, sorted; any other source unchanged."""
     if not glob.has_magic(source) or Path(source).exists() or hub_dataset(source):
         return [source]
     return sorted(glob.glob(source, recursive=True))
 
 
 def read_source(source: str, key: str) -> tuple[list[tuple[str, Any]], bytes]:
-    """Rows with their places, and a digest of the content; `key` names the recipe key in errors."""
+    """Rows with their places, and a digest of the content; `key` is the recipe key, for errors."""
     hub = hub_dataset(source)
     if hub is not None:
         return _read_hub(source, hub, key)
@@ -126,7 +126,7 @@ def _read_hub(source: str, hub: HubDataset, key: str) -> tuple[list[tuple[str, A
 
 
 def rows_of(data: Iterable[Any], key: str = "data") -> list[dict[str, Any]]:
-    """The rows of a list of dicts or of a `datasets.Dataset`, as plain dicts that JSON can hold."""
+    """The rows of a list of dicts or a `datasets.Dataset`, as plain dicts that JSON can encode."""
     if isinstance(data, Mapping):
         raise DataError(
             f"{key} holds several splits ({', '.join(map(str, data))}); give one of them, for example dataset['train']"
@@ -147,13 +147,13 @@ def rows_of(data: Iterable[Any], key: str = "data") -> list[dict[str, Any]]:
 
 
 def write_rows(data: Iterable[Any], path: Path, key: str = "data") -> None:
-    """Rows given as objects, kept as a jsonl file that a resumed run can read again."""
+    """Writes rows given as objects to a jsonl file that a resumed run can read again."""
     lines = [json.dumps(row, ensure_ascii=True, default=str) + "\n" for row in rows_of(data, key)]
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def digest_of(rows: Iterable[Any]) -> bytes:
-    """Of rows that come from no file."""
+    """A digest of rows that do not come from a file."""
     digest = sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -161,17 +161,17 @@ def digest_of(rows: Iterable[Any]) -> bytes:
 
 
 def _without_nulls(row: Row) -> dict[str, Any]:
-    """Columnar formats hold a null where a row lacks a column."""
+    """The row without null columns: columnar formats store a null where a row lacks a column."""
     return {str(name): value for name, value in row.items() if value is not None}
 
 
 def _unpacked(value: Any) -> Any:
-    """numpy's numbers and arrays as Python's."""
+    """numpy numbers and arrays converted to Python's; other values unchanged."""
     return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
 
 
 def _odd_value(value: Any) -> Any:
-    """A value inside `value` that JSON has no form for; None where there is none."""
+    """A value inside `value` that cannot be written as JSON; None if there is none."""
     if value is None or isinstance(value, str | int | float | date | time | Decimal):
         return None
     if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""Where a rollout's time goes: seconds per activity of every row, and a batch's summary.
+"""Timing of rollouts: seconds per activity of every row, and a summary per batch.
 
-loop        the agent loop from beginning to end, and inside it
-  generate    waiting for tokens, and for a place in the engine
+loop        the whole agent loop, which includes
+  generate    waiting for the engine: queueing and decoding
   tool        running tools
-reward      judging what was written
+reward      computing the reward
 score       waiting for the teacher
 """
 
@@ -23,7 +23,7 @@ from understudy.types.trajectory import Trajectory
 
 
 class TimedLoop:
-    """Any loop, with `extra["seconds"]` on its trajectories: `generate`, `loop`, and what the loop itself reports."""
+    """Wraps a loop and adds `extra["seconds"]` to its trajectories: `generate`, `loop`, and what the loop reports."""
 
     def __init__(self, loop: AgentLoop) -> None:
         self.loop = loop
@@ -54,27 +54,27 @@ class TimedLoop:
 
 
 class BatchTimings:
-    """Collects rows' seconds until somebody takes the summary: one step's rows, or those that came in since."""
+    """Collects the seconds of rows until the trainer takes the summary: of one step, or since the last call."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, float]] = {}
         self._lengths: dict[str, tuple[int, int]] = {}
 
     def add(self, key: str, seconds: Mapping[str, float]) -> None:
-        """More seconds of a row; an activity named twice adds up."""
+        """Add seconds of a row; repeated activities are summed."""
         spent = self._rows.setdefault(key, {})
         for activity, value in seconds.items():
             spent[activity] = spent.get(activity, 0.0) + value
 
     def lengths(self, key: str, tokens: int, written: int) -> None:
-        """How long a row is, and how many of its tokens the student wrote."""
+        """Record a row's length, and how many of its tokens the student wrote."""
         self._lengths[key] = (tokens - written, written)
 
     def during(self, key: str, activity: str) -> AbstractContextManager[None]:
         return _During(self, key, activity)
 
     def take(self) -> dict[str, float | str]:
-        """`time/rollout/{activity}/{min,mean,max}`, and `time/rollout/slowest/…` of the row that took longest in all."""
+        """`time/rollout/{activity}/{min,mean,max}`, and `time/rollout/slowest/…` of the row with the largest total."""
         rows, self._rows = self._rows, {}
         lengths, self._lengths = self._lengths, {}
         summary: dict[str, float | str] = {}
@@ -100,7 +100,7 @@ class BatchTimings:
 
 
 class _During:
-    """The context of `during`: a class, because every row has several."""
+    """The context manager of `during`; a class is cheaper than a generator, and every row uses several."""
 
     __slots__ = ("_activity", "_key", "_start", "_timings")
 
@@ -115,4 +115,4 @@ class _During:
 
 
 _WHOLE = ("loop", "reward", "score")
-"""What a row's time is made of; generating and tools are inside its loop."""
+"""The parts of a row's total time; `generate` and `tool` are inside `loop`."""

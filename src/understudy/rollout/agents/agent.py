@@ -1,4 +1,4 @@
-"""The agent-loop protocol: a prompt and a way to generate go in, one trajectory or several come out."""
+"""The agent-loop protocol: takes a prompt and a generate function, returns one or more trajectories."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
 
 Generate = Callable[[np.ndarray, Sampling, int], Awaitable[Generation]]
-"""(tokens, sampling, turn) → what the student wrote. `turn` names the randomness: give each generation of a session
-its own, counted from 0."""
+"""(tokens, sampling, turn) → what the student wrote. `turn` is part of the seed: number the generations of a session
+from 0, each with its own."""
 
 FarGenerate = Callable[[int, int, int, Bearer], Awaitable[Generation]]
-"""(how many tokens, how many more at most, turn, who has them) → how many were written."""
+"""(number of tokens, max new tokens, turn, holder of the tokens) → the generation, whose tokens the holder keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopContext:
-    """What a loop is given for one session of one prompt."""
+    """The arguments of a loop for one session of one prompt."""
 
     generate: Generate
     renderer: Renderer
@@ -35,21 +35,22 @@ class LoopContext:
     session: int
     """Which of the prompt's n rollouts this is."""
     context: int
-    """The longest sequence a rollout may be."""
+    """The maximum length of a rollout in tokens."""
     max_generated: int | None = None
-    """Tokens the student may write in all turns of one trajectory; None leaves that to the context."""
+    """Tokens the student may write in all turns of one trajectory; None: limited by the context only."""
     generate_far: FarGenerate | None = None
-    """The same where the loop runs in a worker that brings tokens to the engine itself; never a loop's to call."""
+    """`generate` for loops in a worker that sends tokens to the engine itself. Called by `workers/sessions.py`, not by
+    loops."""
     judging: Callable[[int], None] | None = None
-    """Told, where a worker judges the outputs itself, how many there are when it begins to; never a loop's to call."""
+    """Called with the number of outputs when a worker starts to compute their rewards itself. Not called by loops."""
 
     def spent(self, generated: int) -> bool:
-        """Whether a trajectory in which the student wrote this many tokens may have no more."""
+        """Whether the budget is used up by a trajectory in which the student wrote this many tokens."""
         return self.max_generated is not None and generated >= self.max_generated
 
     def sampling_after(self, length: int, generated: int = 0) -> Sampling:
-        """The sampling of a turn that starts after `length` tokens, `generated` of them the student's own: its budget shrinks to
-        what is left of the context and of the trajectory."""
+        """The sampling of a turn that starts after `length` tokens, `generated` of which the student wrote. Its
+        `max_new_tokens` is reduced to what is left of the context and of the trajectory's budget."""
         room = self.context - length
         if room < 1:
             raise DataError(
@@ -67,8 +68,8 @@ class LoopContext:
 
 
 def check_ids(one: Trajectory, sampling: Sampling) -> None:
-    """`DataError` for a trajectory with an id that the student or a model beside it has no token for: a prompt, a tool or a server that
-    cannot be told may bring one in. The row fails, not the run."""
+    """Raises `DataError` for a trajectory with an id that the student, teacher, critic or reference has no token for. A
+    prompt, a tool or a server without id limits can produce one. Only the row fails, not the run."""
     usable = sampling.usable
     at = None if usable is None else usable.first_unusable(one.tokens)
     if usable is not None and at is not None:
@@ -79,17 +80,17 @@ def check_ids(one: Trajectory, sampling: Sampling) -> None:
 
 
 class AgentLoop(Protocol):
-    """One way to attempt a prompt.
+    """One way to attempt a prompt. `run` is called concurrently for many sessions.
 
-    Several trajectories may come out of one run (a sub-agent, a branch, a context reset): each is scored by the
-    teacher and trained on. Their keys are `context.row_key(0)`, `context.row_key(1)`, …
+    A run may return several trajectories (a sub-agent, a branch, a context reset); each is scored by the teacher and
+    trained on. Their keys are `context.row_key(0)`, `context.row_key(1)`, …
     """
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]: ...
 
 
 def checked_outputs(outputs: list[Trajectory], context: LoopContext) -> list[Trajectory]:
-    """What a loop returned, whose keys must be those of outputs 0, 1, … of its session."""
+    """Checks that the keys of a loop's trajectories are those of outputs 0, 1, … of its session."""
     keys = [one.key for one in outputs]
     if not keys or sorted(keys) != sorted(context.row_key(index) for index in range(len(keys))):
         raise DataError(

@@ -1,11 +1,11 @@
-"""Chat messages in, an answer out: for agents that know messages and not tokens.
+"""Chat interface for agents that work with messages instead of tokens.
 
-Such an agent sends the whole conversation each time. One that goes on where the last answer ended is continued by token:
-what the model wrote stays as the engine produced it, and only the new messages are rendered. Anything else (another system
-prompt, a history that was cut or edited, a sub-agent) is a conversation of its own, and becomes a trajectory of its own.
+Such an agent sends the whole conversation each time. If it extends a known conversation, that conversation is continued
+by token: the model's tokens stay as the engine produced them, and only the new messages are rendered. Anything else
+(another system prompt, a cut or edited history, a sub-agent) starts a new conversation and a new trajectory.
 
     [user a]                         ─> conversation 0: answer b
-    [user a, assistant b, user c]    ─> conversation 0 goes on: answer d
+    [user a, assistant b, user c]    ─> conversation 0 continues: answer d
     [user summary-of-it, user e]     ─> conversation 1
 """
 
@@ -27,15 +27,15 @@ Message = Mapping[str, Any]
 
 
 class NoRoom(DataError):
-    """The conversation fills the context, or the student has written all it may."""
+    """The conversation fills the context, or the student's token budget is used up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the student said in one turn."""
+    """What the student wrote in one turn."""
 
     text: str
-    """Special tokens left out; tool calls still in it, as the model writes them."""
+    """Without special tokens; tool calls are included as the model wrote them."""
     stop_reason: StopReason
     prompt_tokens: int
     new_tokens: int
@@ -45,7 +45,7 @@ class Answer:
 class _Conversation:
     transcript: Transcript
     said: list[Message]
-    """Everything in it so far, the student's own answers as they were handed out."""
+    """All messages so far, with the student's answers as they were returned to the agent."""
     ended: bool = False
     """Whether the student ended its last turn itself."""
 
@@ -67,9 +67,9 @@ class Conversations:
         max_new_tokens: int | None = None,
         shown: Callable[[str], str] = str,
     ) -> Answer:
-        """The student's next turn after `messages`. `NoRoom` when there is none left for it.
+        """Generates the student's next turn after `messages`; raises `NoRoom` if no token fits.
 
-        `shown` says how the text will come back as a message's content, where the agent sees another than this one's.
+        `shown` maps the text to the content with which the agent will send it back, where the two differ.
         """
         conversation, new = self._continued(messages) or self._begun(messages, tools)
         transcript = conversation.transcript
@@ -80,7 +80,7 @@ class Conversations:
                 f"own; the context is {self.context.context}"
             )
         transcript.observe(new)
-        # From here on the messages are part of it, whether or not an answer comes.
+        # Recorded before the generation: the transcript holds these messages even if the generation fails.
         conversation.said = list(messages)
         sampling = self.context.sampling_after(len(transcript), transcript.generated)
         if max_new_tokens is not None:
@@ -96,7 +96,7 @@ class Conversations:
     def finish(
         self, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> list[Trajectory]:
-        """A trajectory for each conversation in which the student said something, with the session's reward."""
+        """One trajectory per conversation in which the student wrote a turn, each with the session's reward."""
         spoken = [one.transcript for one in self._all if one.transcript.turns]
         return [
             replace(one.finish(self.context.row_key(index), metrics=metrics), reward=reward)
@@ -104,7 +104,7 @@ class Conversations:
         ]
 
     def _continued(self, messages: Sequence[Message]) -> tuple[_Conversation, np.ndarray] | None:
-        """The conversation these messages go on with, and the tokens of what is new."""
+        """The conversation that these messages extend, and the tokens of the new messages; None if there is none."""
         for conversation in reversed(self._all):
             known = len(conversation.said)
             news = messages[known:]
@@ -128,6 +128,6 @@ class Conversations:
 
 
 def _same(known: Message, sent: Message) -> bool:
-    """Whether a message came back as it was. Many agents strip what they get."""
+    """Whether a message came back unchanged, apart from surrounding white space, which many agents strip."""
     texts = [message.get("content") or "" for message in (known, sent)]
     return bool(known["role"] == sent["role"] and texts[0].strip() == texts[1].strip())

@@ -1,4 +1,4 @@
-"""The loops there are, and the way in for a user's own."""
+"""The registry of agent loops: the ones that ship, and a user's own by `"module:Class"`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOPS: dict[str, Callable[..., AgentLoop]] = {
 
 
 def build_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLoop:
-    """The loop called `name`, or a user's `"module:Class"`, made with `options` as keyword arguments."""
+    """Makes the loop called `name`, or a user's `"module:Class"`, with `options` as keyword arguments."""
     make = LOOPS.get(name)
     if make is None:
         if ":" not in name:
@@ -49,10 +49,10 @@ def build_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLoop
 
 
 def _known_options(name: str, make: Callable[..., AgentLoop], options: Mapping[str, Any]) -> None:
-    """Refuses an option that the loop does not take, with the nearest one that it does."""
+    """Raises `ConfigError` for options that the loop does not take, with the nearest one that it does."""
     try:
         parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # a callable without a signature says itself what it does not take
+    except (TypeError, ValueError):  # no signature: the call itself raises
         return
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return
@@ -74,7 +74,7 @@ Schemas = Callable[[Prompt], Sequence[Mapping[str, Any]] | None]
 
 
 class Loops(Protocol):
-    """Where rows get their loop: `LoopChoice` here, or worker processes."""
+    """Gives each row its loop: `LoopChoice` in this process, or `LoopWorkers`."""
 
     def of(self, prompt: Prompt) -> AgentLoop: ...
 
@@ -82,9 +82,9 @@ class Loops(Protocol):
 
 
 class LoopChoice:
-    """Picks the loop of each row: its `agent` column where it has one, the recipe's otherwise. Loops are made once.
+    """Picks the loop of each row: its `agent` column if set, else the recipe's default. Each loop is made once.
 
-    A row may name loops that ship and those of `options`: the recipe decides which code runs, data do not."""
+    A row may only name loops that ship and those in `options`: the recipe decides which code runs, not the data."""
 
     def __init__(self, default: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._default, self._options = default, dict(options or {})
@@ -93,7 +93,7 @@ class LoopChoice:
 
     @staticmethod
     def known(default: str, options: Mapping[str, Any] | None = None) -> Collection[str]:
-        """What rows may name."""
+        """The loop names that rows may use."""
         return {*LOOPS, default, *(options or {})}
 
     def of_name(self, name: str) -> AgentLoop:
@@ -114,13 +114,13 @@ class LoopChoice:
             raise DataError(f"row {prompt.ordinal} asks for an agent that cannot be had: {error}") from error
 
     def schemas(self, prompt: Prompt) -> Sequence[Mapping[str, Any]] | None:
-        """The tools that the row's loop shows to the student; None where it leaves that to the row."""
+        """The tools that the row's loop shows to the student; None: the row's own `tools` column is used."""
         loop = self.of(prompt)
         own = getattr(loop.loop if isinstance(loop, TimedLoop) else loop, "schemas", None)
         found: Sequence[Mapping[str, Any]] | None = own(prompt) if own else None
         return found
 
     async def close(self) -> None:
-        """Ends what loops keep running (tool processes)."""
+        """Ends the loops' tool processes."""
         for loop in self._made.values():
             await loop.close()

@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""The single-turn agent loop: one prompt, one answer."""
 
 from __future__ import annotations
 

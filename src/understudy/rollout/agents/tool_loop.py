@@ -1,10 +1,10 @@
-"""The multi-turn loop: the model calls tools, sees what they say, and goes on until it answers.
+"""The multi-turn tool loop: the model calls tools and reads their results until it answers.
 
     prompt ─> generate ─> tool calls? ──no──> done
                  ▲            │ yes
-                 └─ observe <─┘ run them, outside our process, all calls of a turn at once
+                 └─ observe <─┘ run them in child processes, all calls of a turn concurrently
 
-The observation is rendered on its own and appended by token. What the model wrote stays as the engine produced it.
+Only the observation is rendered, and appended by token. The model's tokens stay as the engine produced them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from understudy.types.trajectory import StopReason, Trajectory
 
 
 class ToolLoop:
-    """Options are the recipe's.
+    """The loop named "tool". Its arguments are the recipe's `rollout.agent_options.tool`.
 
     tools             names of shipped tools, `"module:function"`, or `Tool` objects
     format            how the model writes calls: hermes, llama3, json, or `"module:function"`
     max_turns         generations per episode; a call in the last one is not run
-    max_calls         calls per turn that are run; the model is told about the rest
+    max_calls         calls per turn that are run; the model gets an error for the rest
     tool_deadline_s   for one call;  turn_deadline_s  for all calls of a turn, queueing included
-    tool_role         "tool", or "user" for chat templates that know no tools
+    tool_role         "tool", or "user" for chat templates without tool messages
     isolation         "namespaces", or "none" (see `understudy.rollout.tools.sandbox`)
     """
 
@@ -96,11 +96,11 @@ class ToolLoop:
         return [transcript.finish(context.row_key(), stop_reason=stop_reason, metrics=metrics, extra=extra)]
 
     def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """What the chat template is told of the row's tools."""
+        """The schemas of the row's tools, for the chat template."""
         return [tool.schema for tool in self._tools_of(prompt).values()]
 
     def _tools_of(self, prompt: Prompt) -> Mapping[str, Tool]:
-        """A row's `tools` column (names, or schemas) picks among the loop's."""
+        """The loop's tools, or those that the row's `tools` column (names or schemas) selects."""
         wanted = prompt.columns.get("tools")
         if not wanted:
             return self._tools
@@ -149,12 +149,12 @@ class ToolLoop:
             if self._tool_role == "tool" and isinstance(call, ToolCall):
                 message["name"] = call.name
             messages.append(message)
-        if self._tool_role == "user":  # templates without tools want one message a turn
+        if self._tool_role == "user":  # templates without tools expect one message per turn
             return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
         return messages
 
     async def close(self) -> None:
-        """Ends the processes that serve tools."""
+        """Ends the tools' child processes."""
         for tool in self._tools.values():
             if hasattr(tool, "close"):
                 await tool.close()

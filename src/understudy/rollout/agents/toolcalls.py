@@ -1,11 +1,11 @@
-"""Finding tool calls in what a model wrote, in the formats models are trained to write them in.
+"""Parsers for tool calls in a model's output, one per format that models are trained on.
 
     hermes    <tool_call>{"name": "f", "arguments": {…}}</tool_call>, any number of them    (Hermes, Qwen)
     llama3    the whole answer is {"name": "f", "parameters": {…}}, several joined by ";"   (Llama 3.1 and later)
     json      ```json blocks with {"name": "f", "arguments": {…}}                           (models without a format)
 
-Calls inside a thinking block are thoughts. Something that looks like a call and cannot be read is a `BadCall`: the
-model is told, it does not end the episode.
+Calls inside a thinking block are ignored. Text that looks like a call but cannot be parsed is a `BadCall`: the model
+gets its reason as the tool's answer, and the episode continues.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def parse_llama3(text: str) -> list[ToolCall | BadCall]:
 
 def parse_json(text: str) -> list[ToolCall | BadCall]:
     blocks = [block.strip() for block in _FENCE.findall(spoken(text))]
-    # A block without a name is data the model shows, not a call.
+    # A block without a name is displayed data, not a call.
     return [_read(block) for block in blocks if any(f'"{key}"' in block for key in _NAME_KEYS)]
 
 
@@ -62,7 +62,7 @@ FORMATS: dict[str, Parse] = {"hermes": parse_hermes, "llama3": parse_llama3, "js
 
 
 def parser_of(name: str) -> Parse:
-    """A shipped format, or a user's `"module:function"` from text to calls."""
+    """The parser of a shipped format, or a user's `"module:function"` from text to calls."""
     if name in FORMATS:
         return FORMATS[name]
     if ":" not in name:
@@ -72,7 +72,7 @@ def parser_of(name: str) -> Parse:
 
 
 def spoken(text: str) -> str:
-    """The text without its thinking; nothing where the thinking never ends."""
+    """The text without its thinking block; only what precedes it if the block is not closed."""
     if "</think>" in text:
         return text.rpartition("</think>")[2]
     return text.partition("<think>")[0]
@@ -102,7 +102,7 @@ def _read(body: str) -> ToolCall | BadCall:
 
 
 def _split_objects(body: str) -> Iterable[str]:
-    """JSON objects one after another, with semicolons or space between; what cannot be read is one last piece."""
+    """Splits consecutive JSON objects, separated by semicolons or space; an unreadable rest is the last piece."""
     decoder = json.JSONDecoder()
     at = 0
     while at < len(body):

@@ -1,4 +1,4 @@
-"""A trajectory while it grows: prompt, then what the model wrote, then what the world answered, by token."""
+"""Builds a trajectory token by token: the prompt, then the model's turns and the observations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from understudy.types.trajectory import StopReason, Trajectory
 
 
 class Transcript:
-    """Keeps the streams aligned; tokens go in once and are never changed."""
+    """The tokens of one session so far, append-only, with aligned streams. Used by agent loops."""
 
     def __init__(self, prompt: np.ndarray) -> None:
         self._tokens: list[np.ndarray] = []
         self._written: list[tuple[int, Generation]] = []
-        """The student's turns, and where each begins."""
+        """(start, generation) of each turn of the student."""
         self._length = 0
         self.generated = 0
-        """Tokens the student wrote so far, over all turns."""
+        """Tokens that the student wrote so far, in all turns."""
         self.observe(prompt)
 
     @property
@@ -36,12 +36,12 @@ class Transcript:
         return self._length
 
     def observe(self, tokens: np.ndarray) -> None:
-        """Tokens the student did not write: seen, never trained on."""
+        """Append tokens that the student did not write; they are never trained on."""
         self._tokens.append(np.asarray(tokens, dtype=np.int32))
         self._length += len(tokens)
 
     def write(self, generation: Generation) -> None:
-        """One turn of the student."""
+        """Append one turn of the student."""
         self._written.append((self._length, generation))
         self._tokens.append(generation.tokens)
         self._length += len(generation.tokens)
@@ -55,7 +55,7 @@ class Transcript:
         metrics: Mapping[str, float] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Trajectory:
-        """The trajectory; it stopped for the reason its last turn did, unless another is given."""
+        """The trajectory. Its stop reason is that of the last turn, unless one is given."""
         loss_mask, logprobs, versions = (
             np.zeros(self._length, bool),
             np.empty(self._length, np.float32),

@@ -5,9 +5,9 @@
     [rollout.agent_options.verifiers]
     env = "my-environment"            # what verifiers.load_environment takes
 
-The environment decides what is said to the model and what the outcome is worth; the model's side of it is the run's own
-engine, by token. Rows come from the environment too: `understudy.rollout.agents.verifiers_env.write_rows(env, path)` writes them to
-a file for `data.train`.
+The environment sends the messages and computes the reward; the run's own engine generates the model's turns, by token.
+Rows come from the environment too: `understudy.rollout.agents.verifiers_env.write_rows(env, path)` writes them to a
+file for `data.train`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_environment(env: str, env_args: Mapping[str, Any] | None = None) -> Any
 
 
 def write_rows(env: str, path: Path, env_args: Mapping[str, Any] | None = None) -> int:
-    """The environment's training problems as rows for `data.train`; how many there are."""
+    """Writes the environment's training problems as rows for `data.train`; returns how many."""
     rows = load_environment(env, env_args).get_dataset().to_list()
     with path.open("w") as file:
         for row in rows:
@@ -53,9 +53,9 @@ def write_rows(env: str, path: Path, env_args: Mapping[str, Any] | None = None) 
 
 
 class VerifiersLoop:
-    """Options are the recipe's.
+    """The loop named "verifiers". Its arguments are the recipe's `rollout.agent_options.verifiers`.
 
-    env, env_args   the environment and what it is made with
+    env, env_args   the environment's name and its arguments
     format          how the model writes tool calls: hermes, llama3, json, or `"module:function"`
     """
 
@@ -75,7 +75,7 @@ class VerifiersLoop:
         }
         client = _client_over(conversations, self._parse)
         outcome = await self._env.run_rollout(problem, client, model="student", sampling_args={})
-        if client.failure is not None:  # the environment would make it a bad answer of the model's
+        if client.failure is not None:  # the environment would count it as a bad answer of the model
             raise client.failure
         if outcome.get("error"):
             raise DataError(f"{context.row_key()}: the environment ended with {_words(outcome['error'])}")
@@ -91,7 +91,7 @@ class VerifiersLoop:
 
 
 def _client_over(conversations: Conversations, parse: Any) -> Any:
-    """A `verifiers` client whose model is the run's student. Made here because its base class is in the extra."""
+    """A `verifiers` client whose model is the student. Defined here because its base class is in the extra."""
     clients: Any = importlib.import_module("verifiers.clients.client")
     errors: Any = importlib.import_module("verifiers.errors")
 
@@ -130,13 +130,13 @@ def _client_over(conversations: Conversations, parse: Any) -> Any:
                 raise
 
         async def raise_from_native_response(self, response: Answer) -> None:
-            """An answer that came is a good one: what is wrong with it is for the environment to judge."""
+            """Never raises: the environment evaluates the answer."""
 
         async def from_native_response(self, response: Answer) -> Any:
             return _response(response, parse(response.text))
 
         async def close(self) -> None:
-            """The engine is the run's."""
+            """Nothing to close: the run owns the engine."""
 
     return StudentClient()
 
@@ -167,7 +167,7 @@ def _response(answer: Answer, calls: Sequence[ToolCall | BadCall]) -> Any:
 
 
 def _said(text: str, calls: Sequence[ToolCall | BadCall]) -> str:
-    """The content of the student's message: all of it, or what stands before its calls, which go into a field of their own."""
+    """The content of the student's message: the text before its tool calls, which have their own field, or all of it."""
     if not any(isinstance(call, ToolCall) for call in calls):
         return text
     before = spoken(text).partition("<tool_call>")[0].partition("```")[0].strip()
@@ -175,7 +175,7 @@ def _said(text: str, calls: Sequence[ToolCall | BadCall]) -> str:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """A message as the chat template knows it. Content in parts is joined: the student reads text."""
+    """A message as the chat template expects it. Content in parts is joined into one text."""
     content = message.content
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else part.model_dump() for part in content]

@@ -1,11 +1,11 @@
-"""The rewards that ship: plain functions from a dataset row and what the student wrote to one number.
+"""Built-in rewards: plain functions from a dataset row and the student's text to a number.
 
-A recipe names one as `"understudy.rollout.rewards.builtin:exact_match"`; a project's own function is named the same way and needs
-no registration (`rewards` says which shapes it may have). `row` is the dataset row as it was read, extra columns
-included; `text` is the student's own writing without special tokens.
+A recipe names one as `"understudy.rollout.rewards.builtin:exact_match"`. A project's own function is named the same
+way and needs no registration (`rewards.py` lists the signatures). `row` is the dataset row with all its columns;
+`text` is what the student wrote, without special tokens.
 
-Nothing a student writes makes these functions raise: a wrong or unreadable answer is worth 0.0, and an error means that
-the dataset itself cannot be graded.
+No student text makes these functions raise: a wrong or unreadable answer is worth 0.0. An error means that the dataset
+row cannot be graded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _AFTER_MARKER = re.compile(r"####\s*([-+$.,0-9]+)")
 
 
 def exact_match(row: Mapping[str, Any], text: str) -> float:
-    """1.0 where the text equals the `answer` column, white space around either left out; 0.0 elsewhere."""
+    """1.0 if the text equals the `answer` column, both stripped of white space; else 0.0."""
     return float(text.strip() == answer_of(row).strip())
 
 
 def gsm8k(row: Mapping[str, Any], text: str) -> float:
-    """1.0 where the last `#### number` of the text is the number of the `answer` column; 0.0 elsewhere.
+    """1.0 if the last `#### number` of the text is the number of the `answer` column; else 0.0.
 
     The column may hold the number alone or GSM8K's worked solution, which ends in `#### number`. Numbers are compared
-    as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are one answer.
+    as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are equal.
     """
     expected_text = answer_of(row)
     expected = _marked_number(expected_text)

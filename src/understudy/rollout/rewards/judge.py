@@ -1,4 +1,4 @@
-"""A model as judge, behind any server with an OpenAI-compatible chat route.
+"""A reward by an LLM judge behind any server with an OpenAI-compatible chat route.
 
 # my_rewards.py                                        # recipe
 from understudy.rollout.rewards.judge import Judge             [data]
@@ -37,10 +37,11 @@ _SCORE = re.compile(r"SCORE:\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 class Judge:
-    """Rewards in 0 … 1: the judge's score over `scale`.
+    """Rewards in 0 … 1: the judge's score divided by `scale`. Called on an event loop; one HTTP client per loop.
 
-    The key is read from the environment variable `key_variable` when it is first needed and shown nowhere. An answer
-    without a score is asked for again, and in the end the row's fault; a server that stays away is not.
+    The key is read from the environment variable `key_variable` on first use and never shown. A reply without a score
+    is requested again, up to `attempts` times, then raises `DataError` (the row fails). A server that stays
+    unreachable raises `EngineError`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Judge:
         question = row.get("prompt") or "\n".join(
             str(message.get("content", "")) for message in row.get("messages", ())
         )
-        # One pass over the template: braces in the texts themselves stay as they are.
+        # One `format` over the template only: braces in the texts are not interpreted.
         return self._question.format(question=question, reference=ground_truth(row) or "(none)", answer=text)
 
     async def _ask(self, messages: list[dict[str, str]], attempt: int) -> str:

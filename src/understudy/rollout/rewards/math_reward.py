@@ -1,10 +1,10 @@
-"""The math-verify reward: 1.0 where the answer is mathematically equal to the row's `answer`, graded in a jailed child.
+"""The math-verify reward: 1.0 if the answer equals the row's `answer`, graded in a jailed child.
 
     [data]
     reward = "understudy.rollout.rewards.math_reward:math_verify"
 
-A text that takes longer than the deadline to grade is worth 0.0 and counted in the metric `timeout`: it is something
-the student wrote. A reference answer that cannot be read is the dataset's fault.
+A text that takes longer than the deadline to grade is worth 0.0 and counted in the metric `timeout`. A reference
+answer that cannot be parsed raises `DataError`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PROCESSES = 2
 
 
 class MathVerify:
-    """The reward as an object, for other settings: `grade = MathVerify(deadline_s=3)` in a module of yours."""
+    """The reward as an object, for other settings: `grade = MathVerify(deadline_s=3)` in your own module."""
 
     def __init__(
         self, *, deadline_s: float = DEADLINE_S, processes: int = PROCESSES, memory_mb: int = 1024
     ) -> None:
         self._deadline_s, self._processes, self._memory_mb = deadline_s, processes, memory_mb
-        # A child process talks to the event loop that started it.
+        # Per event loop: a child process belongs to the loop that started it.
         self._workers: WeakKeyDictionary[asyncio.AbstractEventLoop, FunctionWorkers] = WeakKeyDictionary()
 
     async def __call__(self, row: Mapping[str, Any], text: str) -> dict[str, float]:
@@ -52,7 +52,7 @@ class MathVerify:
                 raise ConfigError(
                     "the math_verify reward needs the package math-verify: pip install math-verify"
                 )
-            # Grading is our own function: where walls cannot be had, a child with a deadline and a memory limit must do.
+            # The grading function is ours: without namespaces, a child with a deadline and a memory limit is enough.
             isolation = Isolation.NONE if namespace_problem() else Isolation.NAMESPACES
             folders = [str(Path(__file__).parents[1] / "tools"), *_package_folders()]
             sandbox = Sandbox(isolation, self._memory_mb)
@@ -60,7 +60,7 @@ class MathVerify:
         return self._workers[loop]
 
     async def close(self) -> None:
-        """Ends this event loop's grading processes; they also end by themselves with ours."""
+        """Ends this event loop's grading processes; they also end when this process does."""
         pool = self._workers.pop(asyncio.get_running_loop(), None)
         if pool is not None:
             await pool.close()

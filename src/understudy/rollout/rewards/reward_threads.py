@@ -1,7 +1,7 @@
-"""Threads for rewards that are plain functions.
+"""A pool of daemon threads for rewards that are plain functions.
 
-A reward is somebody else's code and may hang. On the event loop's own threads it would hold up everything else that uses them (a
-checkpoint, a read from disk), and Python waits for such threads before it ends. These are apart and nobody waits for them.
+A reward is user code and may hang. On the event loop's default executor it would block other work (a checkpoint, a
+read from disk), and Python joins those threads at exit. These threads are separate and never joined.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 _MOST = min(32, (os.cpu_count() or 1) + 4)
-"""As many as the event loop would have."""
+"""The size of the event loop's default executor."""
 
 
 class DaemonThreads(Executor):
-    """An executor whose threads end with the process, whatever they are doing."""
+    """An executor whose threads end with the process, even in the middle of a job."""
 
     def __init__(self, most: int = _MOST, name: str = "reward") -> None:
         self._most, self._name = most, name
@@ -55,6 +55,6 @@ class DaemonThreads(Executor):
             del entry, future, job
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Threads end when what they are doing ends; nobody waits for that."""
+        """Threads end after their current job; this does not wait for them."""
         for _ in range(self._started):
             self._jobs.put(None)

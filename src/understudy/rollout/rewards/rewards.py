@@ -1,8 +1,9 @@
 """Task rewards: plain callables, one or several with weights.
 
     def reward(row, text) -> float                    text: what the student wrote in its last turn
-    def reward(row, trajectory) -> float | dict       asked for by naming the second parameter `trajectory`
-    def reward(data_source, solution_str, ground_truth, extra_info) -> float | dict     verl's `compute_score`, known by these names
+    def reward(row, trajectory) -> float | dict       recognised by the second parameter's name, `trajectory`
+    def reward(data_source, solution_str, ground_truth, extra_info) -> float | dict
+                                                      verl's `compute_score`, recognised by these names
     async def …                                       any of them
 
 A dict holds `score` (or `reward`) and any further numbers, which become metrics of the row.
@@ -32,7 +33,7 @@ RewardFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """One reward function and its share of the sum."""
+    """One reward function and its weight in the sum."""
 
     name: str
     function: RewardFunction
@@ -44,7 +45,7 @@ class Reward:
 
 
 def load_reward(name: str, weight: float = 1.0) -> Reward:
-    """A reward by `"module:function"`; an object with `__call__` will do."""
+    """Loads a reward by `"module:function"`; any callable object is accepted."""
     function = load_object(name, "data.reward")
     if not callable(function):
         raise ConfigError(
@@ -64,7 +65,7 @@ def last_turn(trajectory: Trajectory) -> np.ndarray:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The dataset row as rewards see it."""
+    """The dataset row as it is passed to rewards."""
     content: dict[str, Any] = (
         {"prompt": prompt.text} if prompt.text is not None else {"messages": prompt.messages}
     )
@@ -72,14 +73,15 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 class Rewards:
-    """Judges finished rollouts. With no reward functions rows keep the reward their loop gave them, or none."""
+    """Computes the rewards of finished rollouts. Without reward functions, rows keep the reward of their loop, if any.
+    Called on the event loop; sync functions run on daemon threads."""
 
     def __init__(self, rewards: Sequence[Reward], renderer: Renderer) -> None:
         self._rewards, self._renderer = tuple(rewards), renderer
         self._threads = DaemonThreads()
 
     async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with its reward (the weighted sum) and each function's own numbers as metrics."""
+        """The trajectory with its reward (the weighted sum) and each function's numbers as metrics."""
         if not self._rewards:
             return trajectory
         row = row_of(prompt)
@@ -95,7 +97,7 @@ class Rewards:
         return replace(trajectory, reward=total, metrics=metrics)
 
     async def close(self) -> None:
-        """Ends what reward objects keep running (grading processes, connections)."""
+        """Closes reward objects (grading processes, connections)."""
         for reward in self._rewards:
             close = getattr(reward.function, "close", None)
             if inspect.iscoroutinefunction(close):
@@ -110,7 +112,7 @@ class Rewards:
             if is_async(reward.function):
                 result = await call()
             else:
-                # On a thread: a slow reward must not stop the other rollouts.
+                # On a thread: a slow reward must not block other rollouts.
                 result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except Exception as error:
             raise DataError(

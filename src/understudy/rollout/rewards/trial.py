@@ -1,8 +1,8 @@
-"""How a reward function is called, and a program that calls one on a few rows to see whether it works.
+"""Calls reward functions by their signature; as a script, tries one on a few rows.
 
-A run decides by the signature which of three shapes a function has (`shape_of`). `understudy check` runs this file as a
-script in a child process, because a reward is foreign code that may hang, crash or print. Standard library only: it must
-start at once.
+The signature decides which of three shapes a function has (`shape_of`). `understudy check` runs this file as a script
+in a child process, because a reward is user code that may hang, crash or print. It imports only the standard library,
+so that it starts quickly.
 
     stdin    one JSON object: reward, paths, rows
     stdout   {"ready": true} after the import, then {"problem": …} or {"score": …} for each row; or one {"problem": …} before
@@ -24,7 +24,7 @@ from enum import StrEnum
 from typing import Any
 
 ANSWER = "an answer"
-"""What the student would have written, where a row has no answer of its own."""
+"""The student's text in a trial, for rows without an answer of their own."""
 
 
 class Shape(StrEnum):
@@ -34,7 +34,7 @@ class Shape(StrEnum):
 
 
 def shape_of(function: Callable[..., Any]) -> Shape:
-    """By the names of its parameters."""
+    """The shape of a reward function, by the names of its parameters."""
     names = list(_parameters(function))
     if "solution_str" in names and "ground_truth" in names:
         return Shape.VERL
@@ -44,7 +44,7 @@ def shape_of(function: Callable[..., Any]) -> Shape:
 
 
 def call_with(function: Callable[..., Any], shape: Shape, row: Mapping[str, Any], answer: Any) -> Any:
-    """Calls a reward function in its shape; the result of an async one is to be awaited."""
+    """Calls a reward function according to its shape; the caller awaits the result of an async one."""
     if shape is not Shape.VERL:
         return function(row, answer)
     given = {
@@ -60,7 +60,7 @@ def call_with(function: Callable[..., Any], shape: Shape, row: Mapping[str, Any]
 
 
 def ground_truth(row: Mapping[str, Any]) -> Any:
-    """What an answer is compared with: the column `answer`, or verl's `reward_model.ground_truth`; None where there is neither."""
+    """The reference answer: the column `answer`, or verl's `reward_model.ground_truth`; None if the row has neither."""
     answer = row.get("answer")
     if answer is None and isinstance(row.get("reward_model"), Mapping):
         answer = row["reward_model"].get("ground_truth")
@@ -68,7 +68,7 @@ def ground_truth(row: Mapping[str, Any]) -> Any:
 
 
 def score_in(result: Any) -> tuple[float, dict[str, float]] | None:
-    """(score, further numbers) of what a reward gave; None where there is no finite score in it."""
+    """(score, further numbers) of a reward's result; None if it has no finite score."""
     found = dict(result) if isinstance(result, Mapping) else {"score": result}
     score = found.pop("score", found.pop("reward", None))
     if not isinstance(score, numbers.Real) or not math.isfinite(score):
@@ -82,7 +82,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def misfit(function: Callable[..., Any]) -> str | None:
-    """Why a function cannot be called in any of the shapes."""
+    """Why a function cannot be called in any of the shapes; None if it can."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -145,7 +145,7 @@ async def _all(function: Callable[..., Any], rows: list[dict[str, Any]], say: Ca
     shape = shape_of(function)
     for row in rows:
         if "messages" in row:
-            row["messages"] = tuple(row["messages"])  # as a run gives them
+            row["messages"] = tuple(row["messages"])  # as in a run
         say(await _score(function, shape, row) if shape is not Shape.TRAJECTORY else {"score": None})
     close = getattr(function, "close", None)
     if inspect.iscoroutinefunction(close):
@@ -154,7 +154,7 @@ async def _all(function: Callable[..., Any], rows: list[dict[str, Any]], say: Ca
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the reward prints is not an answer
+    os.dup2(2, 1)  # the reward's own prints go to stderr
 
     def say(message: Any) -> None:
         print(json.dumps(message), file=answers, flush=True)
@@ -168,7 +168,7 @@ def main() -> None:
     else:
         say({"ready": True})
         asyncio.run(_all(function, request["rows"], say))
-    os._exit(0)  # threads that a reward left behind must not hold the check up
+    os._exit(0)  # do not wait for threads that a reward left behind
 
 
 if __name__ == "__main__":

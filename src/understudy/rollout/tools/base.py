@@ -1,4 +1,4 @@
-"""What a tool is, and what came of calling it."""
+"""The tool protocol and the result of a tool call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 class ToolOutcome(StrEnum):
     OK = "ok"
     ERROR = "error"
-    """The tool ran and failed, or was called wrongly; the model is told how."""
+    """The tool failed or was called with wrong arguments; the model gets the message."""
     TIMEOUT = "timeout"
     """The deadline passed and everything the tool had started was killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the model is told."""
+    """What the model gets as the tool's answer."""
 
     outcome: ToolOutcome
     text: str
@@ -37,5 +37,5 @@ class Tool(Protocol):
         ...
 
     async def call(self, arguments: Mapping[str, Any], *, deadline_s: float) -> ToolResult:
-        """Never raises for what the model wrote; returns by the deadline, give or take the killing."""
+        """Never raises for what the model wrote; returns by the deadline, plus the time to kill the process."""
         ...

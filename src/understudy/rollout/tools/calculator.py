@@ -1,7 +1,7 @@
 """Arithmetic for models: + − * / // % **, brackets, and a few functions, exact on whole numbers.
 
-Reads an expression's syntax tree and does only what is listed here. Imports nothing but the standard library, because
-the jailed child imports it alone. Sizes are bounded, so that `9**9**9` is an answer (an error), not an hour.
+Evaluates an expression's syntax tree; only the operations listed here are allowed. Imports only the standard library,
+because the jailed child imports it without the package. Sizes are bounded, so that `9**9**9` is an error at once.
 """
 
 import ast

@@ -1,7 +1,7 @@
-"""The program a tool's child process runs: lock the door, then do the job given on the first line of stdin.
+"""The program of a tool's child process: isolates itself, then runs the job from its first line of stdin.
 
-Run as a script by `sandbox.py` with an isolated interpreter; it imports nothing but the standard library, because it
-starts anew for every piece of code. With `isolation = "namespaces"` the job sees the interpreter, the system libraries, the
+Run as a script by `sandbox.py` with an isolated interpreter. It imports only the standard library, because it is
+started for every piece of code. With `isolation = "namespaces"` the job sees the interpreter, the system libraries, the
 folders it was given (all read-only) and an empty /tmp: no network, no other process, no home, no environment.
 
     A  started by us; writes B's id maps, waits     ─┐ one process group: killing it kills C,
@@ -9,8 +9,8 @@ folders it was given (all read-only) and an empty /tmp: no network, no other pro
        └─ C  process 1 of the pid namespace         ─┘
           └─ D  no privileges, resource limits: runs the job
 
-With `isolation = "none"` there are A and D alone. Both are sub-reapers (Linux): processes that the job started and left are
-their children again, in whatever session they are. D ends those of each call, and A all that is left when D or our side ends.
+With `isolation = "none"` there are only A and D. Both are sub-reapers (Linux): orphaned processes of the job, in any
+session, are reparented to them. D kills those of each call; A kills the rest when D or the trainer's side ends.
 """
 
 import ast
@@ -32,7 +32,7 @@ NEW_NAMESPACES = 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # mo
 NEW_USER = 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 KEPT_MOUNT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
-"""Flags of a mount that only its owner may take away, as statvfs and as mount spell them."""
+"""Mount flags that an unprivileged remount must keep: statvfs value → mount value."""
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
 CHILD_SUBREAPER = 36
@@ -54,7 +54,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: object) -> None:
-    """A C function that answers −1 on failure."""
+    """Calls a C function that returns −1 on failure; raises `OSError`."""
     if getattr(libc, name)(*arguments) == -1:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
@@ -97,7 +97,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def supervise() -> None:
-    """Returns in process D; A ends what D leaves behind. Nothing of it is there outside Linux."""
+    """Returns in process D; A kills what D leaves behind. Does nothing outside Linux."""
     if sys.platform != "linux":
         return
 
@@ -119,7 +119,7 @@ def supervise() -> None:
 
 
 def descendants() -> dict[int, bool]:
-    """Everything this process started and what those started in turn; False for what only waits to be buried."""
+    """All descendants of this process: pid → whether it is alive; False for zombies."""
     parents: dict[int, list[tuple[int, bool]]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # gone meanwhile
@@ -136,7 +136,7 @@ def descendants() -> dict[int, bool]:
 
 
 def end_descendants(kept: frozenset[int] = frozenset()) -> None:
-    """Kills all of them but `kept`, and what they start meanwhile, for at most END_SECONDS."""
+    """Kills all descendants except `kept`, also those started meanwhile, for at most END_SECONDS."""
     if sys.platform != "linux" or not has_children():
         return
     deadline = time.monotonic() + END_SECONDS
@@ -147,7 +147,7 @@ def end_descendants(kept: frozenset[int] = frozenset()) -> None:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(OSError):
-                # One that ends while we look may have started another that we did not see.
+                # A process that ended during the scan may have started another that the scan missed.
                 again |= os.waitpid(pid, os.WNOHANG)[0] == pid
         if not again:
             return
@@ -163,7 +163,7 @@ def has_children() -> bool:
 
 
 def write_id_maps(pid: int) -> None:
-    """Our own id, and nobody beside it where we may: limits do not bind the real root, they bind nobody."""
+    """Maps our own id, and the unprivileged id 65534 if we are root: resource limits do not apply to real root."""
     own = f"{os.getuid()} {os.getuid()} 1", f"{os.getgid()} {os.getgid()} 1"
     both = [f"0 0 1\n{NOBODY} {NOBODY} 1"] * 2 if os.getuid() == 0 else own
     with open(f"/proc/{pid}/setgroups", "w") as file:
@@ -178,7 +178,7 @@ def write_id_maps(pid: int) -> None:
 
 
 def exit_code_of(child: int) -> int:
-    """Waits for `child`, burying whatever else dies meanwhile."""
+    """Waits for `child`, reaping all other children that end meanwhile."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -186,7 +186,7 @@ def exit_code_of(child: int) -> int:
 
 
 def build_root(visible: list[str]) -> None:
-    """A new root in memory that holds read-only views of what the job may see, and /tmp to write to."""
+    """Builds a new root in memory with read-only mounts of what the job may see, and a writable /tmp."""
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     wanted: list[tuple[str, str | None, int]] = []
     for path in dict.fromkeys([*SYSTEM, sys.base_prefix, sys.prefix, *visible]):
@@ -221,10 +221,10 @@ def build_root(visible: list[str]) -> None:
 
 
 def drop_privileges(*, trusted: bool) -> None:
-    """A trusted function keeps our user id, which may be the only one that can read its module."""
+    """Drops capabilities and the user id. A trusted function keeps the user id: its module may be readable to it only."""
     call("prctl", 38, 1, 0, 0, 0)  # no new privileges by exec
     if not trusted:
-        with suppress(OSError):  # nobody is not mapped: we stay who we are, without capabilities
+        with suppress(OSError):  # id 65534 is not mapped: keep our id, without capabilities
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
@@ -240,11 +240,11 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 _VALUE = "value of the last expression"
-"""Its name among the code's own; no code can say a name with blanks."""
+"""The variable that holds it; no code can use a name with blanks."""
 
 
 def run_python(code: str, paths: list[str]) -> None:
-    """Like a notebook cell: the value of a last expression is printed."""
+    """Runs code like a notebook cell: the value of a final expression is printed."""
     tree = ast.parse(code, "<code>")
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
@@ -268,17 +268,17 @@ def load_function(name: str, paths: list[str]) -> Callable[..., object]:
 
 
 def serve(name: str, paths: list[str], *, reaps: bool) -> None:
-    """Calls one function again and again: a line of arguments in, a line of answer out, until the line is cut. With `reaps`, what
-    a call started and left running is ended before it is answered."""
+    """Serves one function: a line of JSON arguments in, a line of JSON answer out, until stdin closes. With `reaps`,
+    processes that a call left running are killed before its answer is sent."""
     answers = os.fdopen(os.dup(1), "w")
-    for noisy in (1, 2):  # what the function itself prints is not an answer
+    for noisy in (1, 2):  # the function's own prints are discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), noisy)
     try:
         function = load_function(name, paths)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=answers, flush=True)
         raise SystemExit(1) from None
-    own = frozenset(descendants()) if reaps else frozenset()  # what the module started when it was imported
+    own = frozenset(descendants()) if reaps else frozenset()  # started by the module's import
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         try:
@@ -293,7 +293,7 @@ def serve(name: str, paths: list[str], *, reaps: bool) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """The lines of the job's own code that led there, and the error; nothing of this file."""
+    """The traceback lines in the job's own code, and the error; no frames of this file."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<code>"]
     return (
         "".join(f"  line {frame.lineno}\n" for frame in frames)

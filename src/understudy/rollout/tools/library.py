@@ -1,4 +1,4 @@
-"""The tools that ship, and the way in for a user's own functions."""
+"""The tools that ship, and user functions as tools."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class PythonTool:
         return await self._sandbox.run_code(arguments["code"], deadline_s=deadline_s, paths=self._paths)
 
     async def close(self) -> None:
-        """Every call's process has ended with it."""
+        """Nothing to close: every call has its own process."""
 
 
 class FunctionTool:
-    """A Python function: its name, docstring and annotations tell the model how to call it."""
+    """A Python function as a tool; its schema comes from its name, docstring and annotations."""
 
     def __init__(
         self, function: Callable[..., Any], where: str, sandbox: Sandbox, paths: Sequence[str]
@@ -80,7 +80,7 @@ class FunctionTool:
 
 
 def _calculator(sandbox: Sandbox) -> Tool:
-    # The module by itself, not through the package: the jail sees this folder and imports nothing else of ours.
+    # By its module name, not through the package: the jail sees only this folder.
     return FunctionTool(calculator, "calculator:calculator", sandbox, [str(Path(__file__).parent)])
 
 
@@ -96,7 +96,7 @@ TOOLS: dict[str, Callable[[Sandbox], Tool]] = {
 
 
 def build_tool(name: str, sandbox: Sandbox) -> Tool:
-    """A shipped tool, or a function by `"module:function"`; the child imports its module from our own import path."""
+    """A shipped tool, or a function by `"module:function"`; the child imports its module from our `sys.path`."""
     if name in TOOLS:
         return TOOLS[name](sandbox)
     if ":" not in name:
@@ -143,7 +143,7 @@ def _schema(name: str, description: str, properties: dict[str, Any], required: l
 
 
 def misfit(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """How the arguments fail to fit, in words for the model; empty where they fit."""
+    """Why the arguments do not match the schema, as a message for the model; empty if they match."""
     parameters = schema["function"]["parameters"]
     known, name = parameters["properties"], schema["function"]["name"]
     if unknown := [key for key in arguments if key not in known]:

@@ -1,6 +1,6 @@
-"""Whether two pieces of mathematics are equal, by the math-verify package. Imported by a jailed child only.
+"""Compares two mathematical expressions with the math-verify package. Imported by a jailed child only.
 
-Parsing what a model wrote can take for ever, fill the memory or run code, which is why it happens there.
+Parsing a model's text can hang, exhaust the memory or run code, so it happens in the jail.
 """
 
 import importlib
@@ -10,7 +10,7 @@ _math_verify: Any = importlib.import_module("math_verify")
 
 
 def grade(answer: str, text: str) -> bool:
-    """True where the last expression of `text` equals `answer`, as numbers, formulas or sets."""
+    """True if the last expression of `text` equals `answer`, as numbers, formulas or sets."""
     gold = _math_verify.parse(answer, parsing_timeout=None) or _math_verify.parse(
         f"${answer}$", parsing_timeout=None
     )

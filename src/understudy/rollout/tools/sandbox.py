@@ -1,7 +1,7 @@
-"""Starts jailed child processes, gives them jobs and deadlines, and reads what they say.
+"""Starts jailed child processes with jobs and deadlines, and reads their output.
 
-Code that a model wrote gets a process of its own each time. A function of ours or the user's, to which the model only
-gives arguments, is served by processes that stay: a call costs a line each way.
+Code that a model wrote runs in a new process each time. A function of ours or the user's, to which the model only
+gives arguments, is served by long-lived processes (`workers.py`): a call costs one line each way.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from understudy.rollout.tools.base import ToolOutcome, ToolResult
 
 _COMMAND = (sys.executable, "-I", "-S", "-B", str(Path(__file__).with_name("jail.py")))
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
-"""Nothing of ours: keys and tokens often live in the environment."""
+"""Does not contain our environment, which often holds keys and tokens."""
 
 _END_S = 4.0
-"""How long a child may take to end what it started."""
+"""How long a child may take to kill its descendants."""
 
 
 class Isolation(StrEnum):
     NAMESPACES = "namespaces"
     """Linux user, mount, pid, network and ipc namespaces: no network, no files of ours, no other processes."""
     NONE = "none"
-    """A child process with limits and a deadline only: it can read our files and reach the network. What it starts ends with the
-    call (on Linux)."""
+    """A child process with limits and a deadline only: it can read our files and reach the network. Processes that it
+    starts end with the call (on Linux)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """The walls around a tool. Making one finds out whether this machine can build them."""
+    """Isolation and limits of a tool. Creating one raises `ConfigError` if this machine does not support them."""
 
     isolation: Isolation = Isolation.NAMESPACES
     memory_mb: int = 512
     output_bytes: int = 16_384
-    """What is said beyond this is cut off, and the child with it."""
+    """Output beyond this is cut off, and the child is ended."""
 
     def __post_init__(self) -> None:
         if self.isolation is Isolation.NAMESPACES and (problem := namespace_problem()):
@@ -74,7 +74,7 @@ class Sandbox:
         return json.dumps(request).encode() + b"\n"
 
     async def run_code(self, code: str, *, deadline_s: float, paths: Sequence[str] = ()) -> ToolResult:
-        """Python code in a fresh process. Whatever happens to it is a result, and nothing of it is left running.
+        """Runs Python code in a new process. Every outcome is a `ToolResult`, and no process is left running.
 
         `paths` are folders it may import from.
         """
@@ -102,7 +102,7 @@ class Sandbox:
 async def start_child(
     sandbox: Sandbox, job: Mapping[str, Any], visible: Sequence[str], cpu_s: int | None
 ) -> asyncio.subprocess.Process:
-    """A jailed process that has been told its job."""
+    """Starts a jailed process and sends it its job."""
     child = await asyncio.create_subprocess_exec(
         *_COMMAND,
         stdin=subprocess.PIPE,
@@ -119,8 +119,8 @@ async def start_child(
 
 
 async def end_child(sandbox: Sandbox, child: asyncio.subprocess.Process) -> None:
-    """Ends the child and all that it started. In namespaces killing its process group, which it leads (`start_new_session`), is enough;
-    without them the child itself ends what left the group (`jail.supervise`)."""
+    """Ends the child and all processes it started. With namespaces, killing its process group (`start_new_session`) is
+    enough; without, the child itself kills processes that left the group (`jail.supervise`)."""
     try:
         if sandbox.isolation is Isolation.NONE and child.returncode is None:
             child.terminate()
@@ -135,7 +135,7 @@ async def end_child(sandbox: Sandbox, child: asyncio.subprocess.Process) -> None
 
 
 async def _read(child: asyncio.subprocess.Process, most: int) -> bytes:
-    """Until the end, or a little over `most` bytes."""
+    """Reads until EOF, or until a little over `most` bytes."""
     assert child.stdout is not None
     output = b""
     while len(output) <= most and (block := await child.stdout.read(4096)):
@@ -145,7 +145,7 @@ async def _read(child: asyncio.subprocess.Process, most: int) -> bytes:
 
 @functools.cache
 def namespace_problem() -> str:
-    """Why namespaces cannot be had here; empty where they can. Found out by making some."""
+    """Why namespaces do not work on this machine; empty if they do. Determined by a probe, once."""
     request = (
         json.dumps({"isolation": "namespaces", "visible": [], "limits": {}, "job": {"kind": "nothing"}})
         + "\n"

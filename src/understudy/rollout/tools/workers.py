@@ -1,8 +1,8 @@
-"""Jailed processes that serve one function, call after call.
+"""Long-lived jailed processes that serve one function.
 
-The function is trusted (ours, or the user's), its arguments are not: a call that overruns its deadline, or kills its
-process, costs that process and nothing else. A process serves one call at a time and ends when our side of its stdin
-closes, so none outlives us.
+The function is trusted (ours, or the user's), its arguments are not: a call that overruns its deadline or crashes
+costs only its process. A process serves one call at a time and ends when our side of its stdin closes, so none
+outlives this process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from understudy.rollout.tools.base import ToolOutcome, ToolResult
 from understudy.rollout.tools.sandbox import Sandbox, end_child, start_child
 
 _START_S = 60.0
-"""Importing the user's module may take a while."""
+"""Includes the import of the user's module."""
 
 
 class FunctionWorkers:
-    """Up to `count` processes, started when they are first needed."""
+    """Up to `count` processes, started on demand. Used on one event loop."""
 
     def __init__(self, sandbox: Sandbox, function: str, paths: Sequence[str], count: int) -> None:
         self._sandbox, self._function, self._paths = sandbox, function, tuple(paths)
@@ -40,7 +40,7 @@ class FunctionWorkers:
             except TimeoutError:
                 answer = {"timeout": True, "text": f"the tool was stopped after {deadline_s:g} s"}
             finally:
-                # Cancelled, overrun or dead: the process may be in the middle of anything.
+                # Cancelled, overrun or dead: the process is in an unknown state.
                 if answer is None or "timeout" in answer:
                     await end_child(self._sandbox, child)
                 else:
@@ -80,7 +80,7 @@ class FunctionWorkers:
     async def _ask(
         self, child: asyncio.subprocess.Process, arguments: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """The child's answer; None where it died."""
+        """The child's answer; None if it died."""
         assert child.stdin is not None and child.stdout is not None
         try:
             child.stdin.write(json.dumps(dict(arguments)).encode() + b"\n")

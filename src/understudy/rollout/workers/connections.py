@@ -1,9 +1,9 @@
-"""How the run and a worker process reach each other: pipes on one machine, a connection from another.
+"""Connections between the run and its worker processes: pipes on one machine, TCP from another.
 
     this machine       the run starts the worker and holds its stdin and stdout
-    another machine    somebody starts it there (`Launch`), and it calls back: run <──TCP, its token and name first── worker
+    another machine    `Launch` starts it there, and it connects back: run <──TCP, Hello (token, number) first── worker
 
-Either way the messages are those of `worker_wire`, and a line that is cut means that the worker is gone.
+Both carry the messages of `messages.py`. A closed connection means that the worker is gone.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ _LOOK_SECONDS = 1.0
 
 
 class Line(Protocol):
-    """One worker, as the run speaks to it."""
+    """The run's connection to one worker."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     pid: int
 
     async def ended(self) -> str:
-        """Once it has ended: how, in words."""
+        """Waits until the worker has ended; says how, for messages."""
         ...
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Ends the worker; it is gone afterwards."""
+        """Ends the worker and waits until it is gone."""
         ...
 
 
 OpenLine = Callable[[int], Awaitable[Line]]
-"""Starts the worker of this number anew, and returns the line to it."""
+"""Starts the worker with this number and returns the connection to it."""
 
 
 class PipeLine:
+    """A worker on this machine, by its stdin and stdout."""
+
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None
         self.reader, self.writer = process.stdout, process.stdin
@@ -76,15 +78,15 @@ class PipeLine:
 
 
 Launch = Callable[[int, str], Awaitable[int]]
-"""Starts worker `number` somewhere, telling it to call HOST:PORT; its pid there."""
+"""Starts worker `number` on another machine with the address HOST:PORT to connect to; returns its pid there."""
 Dismiss = Callable[[int], Awaitable[None]]
-"""Ends worker `number` wherever it is."""
+"""Ends worker `number` on its machine."""
 Lives = Callable[[int], bool]
-"""Whether worker `number` is known to live: a machine that loses its power does not hang up."""
+"""Whether worker `number` is alive: a machine that loses power does not close its connections."""
 
 
 class SwitchBoard:
-    """Takes the calls of workers on other machines. A caller without the token is hung up on."""
+    """Accepts connections of workers on other machines; closes those without the token. Runs on the run's event loop."""
 
     def __init__(self, launch: Launch, dismiss: Dismiss, lives: Lives, token: str) -> None:
         self._launch, self._dismiss, self._lives, self._token = launch, dismiss, lives, token
@@ -132,7 +134,7 @@ class SwitchBoard:
 
 
 class CalledLine:
-    """A worker on another machine."""
+    """A worker on another machine, by TCP."""
 
     def __init__(
         self,
@@ -147,13 +149,13 @@ class CalledLine:
         self._watch = asyncio.create_task(self._until_gone(lives))
 
     async def _until_gone(self, lives: Callable[[], bool]) -> None:
-        """Hang up for a worker that cannot any more."""
+        """Abort the connection once the worker is no longer alive."""
         while lives():
             await asyncio.sleep(_LOOK_SECONDS)
         self.writer.transport.abort()
 
     async def ended(self) -> str:
-        # Where only the line is cut, the worker may still be at work: it is ended before others do what it was doing.
+        # If only the connection broke, the worker may still be running: end it before its sessions are repeated.
         await self.close()
         return "went away with its machine, or died there; its log is in the run directory"
 

@@ -1,11 +1,20 @@
-"""Generations that a worker's loops wait for, on the worker's side.
+"""The worker's side of its loops' generations.
 
-near    Generate, with the tokens ──> run ──> Generated, with what was written
-far     Want, with how many there are ──> run ──> Grant: where to bring them ──> Have: how many were written ──> Take: go on
-        in pieces, by a server whose weights change meanwhile:   … ──> Have: aborted ──> Grant: goes on from it ──> Have ──> Take
+local     worker ── Generate: tokens ──────────────────────> run
+          worker <── Generated: what was written ─────────── run
 
-A far question is kept until `Take`: until then its tokens may be wanted again, at another place, and only what was written there
-counts, and in the calls that it went on from (docs/decisions/0016-tokens-past-the-trainer.md, 0017-tokens-to-servers.md).
+remote    worker ── Want: number of tokens ────────────────> run
+          worker <── Grant: engine to send the tokens to ─── run
+          worker ── tokens ──> engine ── what was written ──> worker
+          worker ── Have: number of tokens written ────────> run
+          worker <── Take: the call whose result counts ──── run
+
+A server whose weights change answers a remote generation in pieces: after `Have` (aborted) the run sends another `Grant`
+that continues from it, then `Have`, and in the end `Take`.
+
+The worker keeps the tokens of a remote generation until `Take`. Until then the run may grant it again, at another
+engine; only the result of the last grant and of the calls that it continues counts
+(docs/decisions/0016-tokens-past-the-trainer.md, 0017-tokens-to-servers.md).
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ from understudy.rollout.workers import messages as wire
 from understudy.types.trajectory import StopReason
 
 Bring = Callable[[Grant, np.ndarray, Sampling, Leg], Awaitable[Generation]]
-"""Takes tokens where they were granted a place; what was written there, behind what was before."""
+"""Sends tokens to the granted engine; returns what was written there, appended to what earlier calls wrote."""
 _LONGEST_PROBLEM = 1000
 
 
@@ -35,7 +44,7 @@ class _Question:
     bringing: tuple[int, Leg, asyncio.Task[None]] | None = None
     """The last call."""
     held: dict[int, Generation] = field(default_factory=dict)
-    """What was written in a call and in those it went on from: the last one that was told of, and the one after it."""
+    """By call: what it and the calls it continues wrote. Holds the last call reported to the run and its successor."""
 
     def end(self) -> None:
         if self.bringing is not None:
@@ -43,6 +52,8 @@ class _Question:
 
 
 class Questions:
+    """The open generations of a worker, by session and number. Used on the worker's event loop."""
+
     def __init__(self, say: Callable[[wire.ToRun], None], bring: Bring | None) -> None:
         self._say, self._bring = say, bring
         self._open: dict[tuple[int, int], _Question] = {}
@@ -63,7 +74,7 @@ class Questions:
         try:
             return await question.answer
         except asyncio.CancelledError:
-            if far:  # nobody here would bring the tokens, and others may wait for them
+            if far:  # the batch that waits for these tokens must not wait any longer
                 self._say(wire.Withdraw(session_id, number))
             raise
         finally:
@@ -71,7 +82,7 @@ class Questions:
             self._open.pop((session_id, number), None)
 
     def told(self, message: wire.Generated | wire.Grant | wire.Cut | wire.Take) -> None:
-        """What the run says about a question; about one that nobody waits for any more it says it in vain."""
+        """Handles a message of the run about a generation; ignored if no loop waits for it."""
         question = self._open.get((message.session_id, message.question))
         if question is None or question.answer.done():
             return
@@ -98,7 +109,7 @@ class Questions:
         try:
             written = await self._bring(grant, question.tokens, question.sampling, leg)
         except CallGivenUp:
-            return  # whoever gave it up says what comes next
+            return  # the run cancelled the call and will send another `Grant` or `Take`
         except NotBrought as error:
             problem = str(error)[:_LONGEST_PROBLEM]
             self._say(wire.NotBrought(session_id, number, grant.call, problem, error.trouble))

@@ -1,13 +1,24 @@
-"""What a rollout worker process and the run say to each other: length-prefixed msgpack, no pickle.
+"""The messages between the run and its rollout workers: length-prefixed msgpack, no pickle.
 
-    run ──> worker    Begin (a session), Generated (an answer), Errand, Drop (a session or an errand)
-    worker ──> run    Hello (from another machine), Ready, Generate (a question), Done (trajectories), Judging, Kept, ErrandDone, Failed
+| message | from | meaning |
+|---|---|---|
+| `Hello` | worker | first message of a worker on another machine: token and number |
+| `Setup`, `Ready` | run, worker | what the worker needs to make loops; it has made them |
+| `Begin` | run | start a session |
+| `Done`, `Kept`, `Failed` | worker | end of a session: its trajectories; or the keeper's answer; or an error |
+| `Judging` | worker | the loop has returned, the keeper computes rewards |
+| `Errand`, `ErrandDone` | run, worker | other work by the keeper, and its answer |
+| `Drop` | run | cancel a session or an errand |
+| `Generate`, `Generated` | worker, run | a generation whose tokens pass through the run |
+| `Want` | worker | a generation whose tokens the worker sends to the engine itself (`generations.py`) |
+| `Grant` | run | the engine to send them to |
+| `Have`, `NotBrought` | worker | how many tokens were written; or why none arrived |
+| `Cut` | run | the granted server has stopped; pending output will not arrive |
+| `Take` | run | the call whose result counts; the loop continues |
+| `Withdraw` | worker | the loop no longer waits for this generation |
 
-    Want, Grant, Have or NotBrought, Take, Withdraw    a question whose tokens the worker brings to the engine itself (`generations.py`)
-    Cut                                                the server it was granted has stopped: what has not come does not come
-
-A message belongs to a session by `session_id`, which the run gives out; an errand is a session without a loop. What errands
-there are, and what it means to keep trajectories, is known to whoever started the worker's module; here their words are bytes.
+A message names its session by `session_id`, which the run assigns; an errand is a session without a loop. The bodies of
+errands and of `Kept` are bytes here; the worker's `Keeper` and its counterpart in the run define them.
 """
 
 from __future__ import annotations
@@ -32,14 +43,14 @@ _HEAD = 4
 
 
 class Hello(msgspec.Struct):
-    """What a worker on another machine says when it calls."""
+    """The first message of a worker on another machine."""
 
     token: str
     number: int
 
 
 class Setup(msgspec.Struct, tag=True):
-    """The first message: what the worker needs to make loops."""
+    """The run's first message: what the worker needs to make loops."""
 
     tokenizer: str
     agent: str
@@ -51,7 +62,7 @@ class Setup(msgspec.Struct, tag=True):
     max_prompt: int | None = None
     truncate: bool = False
     extra: bytes = b""
-    """For a worker that does more than run loops."""
+    """Configuration of the worker's `Keeper`."""
 
 
 class Begin(msgspec.Struct, tag=True):
@@ -62,9 +73,9 @@ class Begin(msgspec.Struct, tag=True):
     context: int
     max_generated: int | None = None
     ticket: int | None = None
-    """Where the worker keeps the trajectories itself, instead of sending them."""
+    """Set if the worker keeps the trajectories itself: the segment it writes them to."""
     far: bool = False
-    """Whether it brings tokens to the engine itself."""
+    """Whether the worker sends tokens to the engine itself."""
 
 
 class Errand(msgspec.Struct, tag=True):
@@ -82,7 +93,7 @@ class Generated(msgspec.Struct, tag=True):
     weight_versions: bytes
     stop_reason: str
     candidates: tuple[int, bytes] | None = None
-    """K, and int32 [N, K] row after row."""
+    """K, and the bytes of int32 [N, K]."""
 
 
 class Grant(msgspec.Struct, tag=True):
@@ -101,7 +112,7 @@ class Take(msgspec.Struct, tag=True):
     session_id: int
     question: int
     call: int | None
-    """Whose answer counts; None: nothing was written."""
+    """The call whose result counts; None: nothing was written."""
 
 
 class Drop(msgspec.Struct, tag=True):
@@ -124,7 +135,7 @@ class Want(msgspec.Struct, tag=True):
     session_id: int
     question: int
     tokens: int
-    """How many there are."""
+    """The number of tokens."""
     max_new_tokens: int
     turn: int
 
@@ -145,7 +156,7 @@ class NotBrought(msgspec.Struct, tag=True):
 
 
 class Withdraw(msgspec.Struct, tag=True):
-    """A loop waits for this no longer."""
+    """The loop no longer waits for this generation."""
 
     session_id: int
     question: int
@@ -157,14 +168,14 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Judging(msgspec.Struct, tag=True):
-    """The loop is over and returned so many trajectories; the worker's keeper begins to judge them."""
+    """The loop returned this many trajectories; the worker's keeper now computes their rewards."""
 
     session_id: int
     outputs: int
 
 
 class Kept(msgspec.Struct, tag=True):
-    """The session is over and its trajectories are where they belong."""
+    """The session is over and the keeper has stored its trajectories."""
 
     session_id: int
     body: bytes
@@ -178,7 +189,7 @@ class ErrandDone(msgspec.Struct, tag=True):
 class Failed(msgspec.Struct, tag=True):
     session_id: int
     data_error: bool
-    """The row's own fault, in words for people; otherwise the loop raised."""
+    """Whether the row is at fault and `message` is for users; otherwise the loop raised, and it is a traceback."""
     message: str
 
 
@@ -205,13 +216,13 @@ async def read_from_run(reader: asyncio.StreamReader) -> ToWorker | None:
 
 
 async def read_from_worker(reader: asyncio.StreamReader) -> tuple[ToRun, int] | None:
-    """The next message and its bytes on the wire; None once the worker is gone."""
+    """The next message and its size in bytes; None once the worker is gone."""
     body = await _read(reader)
     return None if body is None else (_from_worker.decode(body), len(body) + _HEAD)
 
 
 async def read_hello(reader: asyncio.StreamReader) -> Hello | None:
-    """From a stranger so far: little is read, and what is no greeting raises a `ValueError`."""
+    """Reads from an unauthenticated peer: at most 4 KiB, and anything but a `Hello` raises `ValueError`."""
     body = await _read(reader, _LARGEST_HELLO)
     try:
         return None if body is None else _hellos.decode(body)
@@ -220,7 +231,7 @@ async def read_hello(reader: asyncio.StreamReader) -> Hello | None:
 
 
 async def _read(reader: asyncio.StreamReader, most: int = LARGEST_MESSAGE) -> bytes | None:
-    """One message; None once the other side is gone."""
+    """One message; None once the peer is gone."""
     try:
         size = int.from_bytes(await reader.readexactly(_HEAD), "little")
         if size > most:
@@ -281,7 +292,7 @@ def unpack_generation(message: Generated) -> Generation:
 
 
 def brought_of(generation: Generation) -> far.Brought:
-    """What the run is told of a generation that stays with its worker."""
+    """The summary, for the run, of a generation whose tokens stay with the worker."""
     versions, count = generation.weight_versions, len(generation.tokens)
     oldest, newest = (int(versions.min()), int(versions.max())) if count else (-1, -1)
     return far.Brought(count, generation.stop_reason, oldest, newest)

@@ -1,14 +1,15 @@
-"""Agent loops in worker processes, so that templates, parsers and user code of many rollouts do not share one core.
+"""The pool of worker processes that run agent loops, so that many rollouts do not share one core.
 
     loop.run(prompt, context) ──Begin──> worker ──Generate──> context.generate ──Generated──> worker ──Done──> rows
 
-To the rest of the system this is a `LoopChoice` like any other: generation, seeds and batches stay with the run, so the
-results are the same as without workers. A worker that dies is started again and its sessions are run once more from the
-start; with the same seeds they draw the same tokens. One that dies again and again without having finished any is given up.
+The pool has the interface of a `LoopChoice`. Generation, seeds and batches stay with the run, so the results are the
+same as without workers. A worker that dies is restarted and its sessions run again from the start; with the same seeds
+they draw the same tokens. A worker that keeps dying without finishing a session is given up.
 
-Workers with a `Keeper` (`worker.py`) keep trajectories themselves (`run_kept`) and run errands. Each piece of such work carries
-a ticket, given out for the life of one worker: what an earlier life still does is not mistaken for the work of a later one.
-Such a worker may also bring its tokens to the engine itself (`LoopContext.generate_far`): then they do not pass here.
+Workers with a `Keeper` (`process.py`) keep trajectories themselves (`run_kept`) and run errands. Each such piece of
+work carries a ticket that is valid for one life (one process) of a worker, so late writes of a dead process are not
+mistaken for those of its successor. Such a worker may also send its tokens to the engine itself
+(`LoopContext.generate_far`); then they do not pass through the run.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _TRIES = 3
-"""Times a session is begun; a prompt that kills its worker each time is that prompt's fault."""
+"""Attempts per session; a prompt that crashes its worker each time fails with `WorkersLost`."""
 
 
 class _LeftOutError(Exception):
-    """The process could not be started a moment ago."""
+    """The worker is in its backoff after a failed start, or is given up."""
 
 
 class WorkersLost(DataError):
-    """A session or an errand whose workers died again and again."""
+    """Every attempt at a session or an errand ended with the death of its worker."""
 
 
 class Ticket(Protocol):
@@ -52,33 +53,34 @@ class Ticket(Protocol):
 
 
 class Tickets(Protocol):
-    """Who says where a worker keeps what it makes."""
+    """Names the segment that a worker writes its rows to (`LentSegments` of the data plane)."""
 
     def take(self, writer: int) -> Ticket:
-        """For one piece of work of this life of a worker; valid for as long as somebody has it."""
+        """A ticket for one piece of work of this worker life; valid as long as the ticket is referenced."""
         ...
 
     def end(self, writer: int) -> None:
-        """This life is over."""
+        """Called when this worker life is over."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker says of something it kept."""
+    """A worker's answer about rows that it keeps."""
 
     body: bytes
     ticket: Ticket
-    """To be held until whatever the body announces was taken note of."""
+    """The caller holds it until the rows that the body announces are adopted."""
     life: int
-    """Of the worker that has it at hand."""
+    """The life of the worker that keeps them."""
 
 
 Result = TypeVar("Result")
 
 
 class LoopWorkers:
-    """`count` processes that run loops. Stands in for a `LoopChoice`; call `start` first and `close` last."""
+    """`count` worker processes, with the interface of a `LoopChoice`. Used by the trainer on its event loop; call
+    `start` first and `close` last."""
 
     def __init__(
         self,
@@ -98,10 +100,10 @@ class LoopWorkers:
         restarts: int = 10,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        """`open_line` starts a worker; on this machine when not given. `tickets` and `extra` are for workers with a keeper.
+        """`open_line` starts a worker, by default on this machine. `tickets` and `extra` are for workers with a keeper.
 
-        A worker that was started again `restarts` times in a row without having finished a session is given up; `notify` is told
-        in words of each.
+        A worker that was restarted `restarts` times in a row without finishing a session is given up; `notify` gets a
+        message for each restart.
         """
         self._open_line = open_line
         self._tickets = tickets
@@ -124,15 +126,15 @@ class LoopWorkers:
         self._left_out_until = [0.0] * count
         self._restarts, self._notify = restarts, notify or (lambda news: None)
         self._starts = [0] * count
-        """Since a session was last finished there, that life's own start included."""
+        """By worker: starts since a session was last finished there, including that process's own start."""
         self._problems = [""] * count
-        """What a worker died of last, or why it could not be started."""
+        """By worker: how it last died, or why it could not be started."""
 
     async def start(self) -> None:
         await asyncio.gather(*(self._channel(i) for i in range(len(self._channels))))
 
     def of(self, prompt: Prompt) -> LoopWorkers:
-        """Which loop a row gets is decided in the worker."""
+        """The pool itself: the worker picks the row's loop."""
         return self
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
@@ -141,7 +143,7 @@ class LoopWorkers:
         )
 
     async def run_kept(self, prompt: Prompt, context: LoopContext) -> Answer:
-        """A session whose trajectories stay with the worker's keeper; what that says of them."""
+        """Runs a session whose trajectories stay with the worker's keeper; returns the keeper's answer."""
 
         async def attempt(channel: Channel) -> Answer:
             ticket = self._ticket(channel)
@@ -150,7 +152,7 @@ class LoopWorkers:
         return await self._tried(row_key(prompt.key, context.session), attempt)
 
     async def errand(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
-        """Something else a worker can do; by the one whose life is `prefer`, where it still lives. Done again where one died."""
+        """Runs an errand, on the worker whose life is `prefer` if it is alive; repeated if the worker dies."""
 
         async def attempt(channel: Channel) -> Answer:
             ticket = self._ticket(channel)
@@ -190,7 +192,7 @@ class LoopWorkers:
             self._problems[self._channels.index(channel)] = problem
 
     def _is_given_up(self, index: int) -> bool:
-        """Not while it is being started for the last time: whoever waits for that may still be served."""
+        """Not while its last start is in progress: callers that wait for it may still be served."""
         return self._is_spent(index) and not self._starting[index].locked()
 
     def _is_spent(self, index: int) -> bool:
@@ -203,8 +205,8 @@ class LoopWorkers:
         )
 
     async def _least_loaded(self) -> Channel:
-        """A worker that cannot be started again now, because its machine is gone, is left out for a while. Where none lives they are
-        waited for, until each was given up."""
+        """The worker with the fewest sessions, started if necessary. A worker that cannot be started is skipped for a
+        backoff time. If none is alive, this waits until one is, or until all are given up."""
         while True:
             now = time.monotonic()
             left = [one for one in range(len(self._channels)) if not self._is_given_up(one)]

@@ -41,17 +41,18 @@ _LIMIT = 1 << 24
 
 
 class Keeper(Protocol):
-    """What a worker can do besides running loops. Tickets and bodies are the run's own words for it."""
+    """What a worker can do besides running loops: store trajectories, send tokens to engines, run errands. Tickets and
+    bodies are opaque to the worker."""
 
     @property
     def errands(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]: ...
 
     async def keep(self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int) -> bytes:
-        """Put a session's trajectories where they belong; what the run is told of them."""
+        """Store a session's trajectories; returns the body of `Kept`."""
         ...
 
     async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling, leg: Leg) -> Generation:
-        """Take tokens to the engine process or server that the run named; what was written there, behind what was before."""
+        """Send tokens to the granted engine process or server; returns what was written, after what earlier calls wrote."""
         ...
 
     async def close(self) -> None: ...
@@ -61,6 +62,8 @@ MakeKeeper = Callable[[wire.Setup, Renderer], Keeper]
 
 
 class Worker:
+    """The sessions of one worker process. Runs on the process's event loop."""
+
     def __init__(
         self, setup: wire.Setup, send: Callable[[bytes], None], make_keeper: MakeKeeper | None = None
     ) -> None:
@@ -106,7 +109,7 @@ class Worker:
         self._sessions[session_id] = asyncio.create_task(self._guarded(session_id, work))
 
     async def _guarded(self, session_id: int, work: Coroutine[Any, Any, wire.ToRun]) -> None:
-        """Its answer, or why there is none."""
+        """Send the result of `work`, or `Failed`."""
         try:
             self.say(await work)
         except UnderstudyError as error:
@@ -146,10 +149,11 @@ Channel = tuple[asyncio.StreamReader, Callable[[bytes], None]]
 
 
 async def _pipes() -> Channel:
-    # Our channel is a copy of stdout; stdout itself becomes stderr for everybody else.
+    # The channel is a copy of stdout; stdout itself is redirected to stderr, for prints of user code.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    # By its end the run knows that we are gone. In a fork it leads nowhere: closed, its number might become another file's.
+    # The run detects our death by EOF on this pipe, so a fork must not hold it. In a fork it is redirected to /dev/null:
+    # if it were closed, another file could get its number.
     only_here(out, lambda file: os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno()))
     reader = asyncio.StreamReader(limit=_LIMIT)
     await asyncio.get_running_loop().connect_read_pipe(

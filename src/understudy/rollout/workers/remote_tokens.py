@@ -1,4 +1,4 @@
-"""A worker that holds the tokens of a generation, as the run's engine sees it."""
+"""The run's proxy of a worker that holds the tokens of a generation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from understudy.rollout.workers import messages as wire
 
 
 class WorkerHand:
-    """One question of one session (an `engines.far.Bearer`).
+    """One generation of one session (an `engines.remote_tokens.Bearer`). Called by the engine and by `Channel` on the
+    run's event loop.
 
-    say         tells the worker something
-    too_slow    ends the session: its tokens were not brought in time
+    say         sends a message to the worker
+    too_slow    ends the session: its tokens did not arrive in time
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class WorkerHand:
         self._too_slow()
 
     def told(self, message: wire.Have | wire.NotBrought) -> None:
-        """Of another call than the last one it says nothing any more."""
+        """Handles the worker's report; ignored unless it is about the last call."""
         if self._bringing is None or self._bringing[0] != message.call or self._bringing[1].done():
             return
         if isinstance(message, wire.Have):
@@ -54,11 +55,11 @@ class WorkerHand:
             self._bringing[1].set_exception(NotBrought(message.problem, message.trouble))
 
     def take(self, *, nothing: bool) -> None:
-        """The batch is done: the worker's loop goes on with what it has, or with nothing where nobody wrote anything."""
+        """The batch is done: the worker's loop continues with what was written; with `nothing`, no token was."""
         self._say(wire.Take(self._session_id, self._question, None if nothing else self._brought_to))
 
     def left(self) -> None:
-        """The session is over, or its worker gone."""
+        """Called when the session is over or its worker is gone."""
         self._gone = True
         if self._bringing is not None and not self._bringing[1].done():
             self._bringing[1].set_exception(BearerGone("its worker or its session is gone"))

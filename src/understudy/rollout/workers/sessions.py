@@ -1,4 +1,4 @@
-"""One life of a worker process, as the run speaks to it: its sessions, its errands, and the generations it waits for."""
+"""The run's side of one worker process: its sessions, errands and generations."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ _START_S = 120.0
 
 
 class WorkerDied(Exception):
-    """The process is gone; the session may be begun again elsewhere."""
+    """The worker process is gone; the session may be repeated on another worker."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes between the run and its workers, so far."""
+    """Bytes exchanged between the run and its workers so far."""
 
     sent: int = 0
     received: int = 0
     generation: int = 0
-    """Of both: about generations. Their tokens too, where they pass here on their way to and from the engine."""
+    """The part of both that is about generations, including tokens that pass through the run."""
 
 
 class Channel:
-    """One life of a worker process, and the sessions and errands in it."""
+    """The connection to one worker process, with its open sessions and errands. Used on the run's event loop; a task
+    reads the worker's messages."""
 
     def __init__(
         self, line: Line, name: str, life: int, traffic: Traffic, on_end: Callable[[int], None]
@@ -51,7 +52,7 @@ class Channel:
         self._listener: asyncio.Task[None] | None = None
 
     async def begin(self, setup: wire.Setup) -> None:
-        """Tell the worker what it needs, and wait until it is ready."""
+        """Send the setup and wait until the worker is ready."""
         try:
             self._say(setup)
             first = await asyncio.wait_for(wire.read_from_worker(self._line.reader), _START_S)
@@ -67,7 +68,8 @@ class Channel:
 
     @property
     def alive(self) -> bool:
-        """Until it is known to be gone: one whose line is cut may still be at work, and is not replaced before it is ended."""
+        """Whether the worker may still be running. One whose connection broke counts as alive until it is ended; only
+        then is it replaced."""
         return self._listener is not None and not self._listener.done()
 
     @property
@@ -180,13 +182,13 @@ class Channel:
                 sampling = wire.unpack_sampling(message.sampling)
                 generation = await context.generate(tokens, sampling, message.turn)
                 self._say(wire.pack_generation(message.session_id, message.question, generation))
-        except Exception as error:  # the engine's trouble is the caller's to know, not the loop's to handle
+        except Exception as error:  # an engine's error goes to the session's caller, not to the loop
             self._settle(message.session_id, error)
         finally:
             self._generating.get(message.session_id, {}).pop(message.question, None)
 
     async def _generate_far(self, want: wire.Want) -> None:
-        """The worker keeps what is written, and hears when it may use it."""
+        """Generate with tokens that the worker holds; it keeps the result and uses it after `Take`."""
         ask = self._contexts[want.session_id].generate_far
         if ask is None:
             raise DataError(f"{self._name} wants to bring tokens to an engine, and was not asked to")
@@ -204,7 +206,8 @@ class Channel:
         hand.take(nothing=not len(written.tokens))
 
     def _withdraw(self, session_id: int, question: int) -> None:
-        """Nobody waits for this generation any more. Whoever composes batches finds it cancelled when it hears that the tokens are gone."""
+        """Cancel a generation that the loop no longer waits for. The task is cancelled before the engine learns that the
+        tokens are gone."""
         task = self._generating.get(session_id, {}).pop(question, None)
         hand = self._hands.pop((session_id, question), None)
         if task is not None:
