@@ -1,4 +1,4 @@
-"""The GPU half of async.py: sync, fully async and TRL with vLLM colocated, one after another on one GPU.
+"""The GPU half of async.py: sync, fully async and TRL with vLLM, one after another on one GPU.
 
 The shapes are step.py's. In a fully async run three parties share the GPU: the engine and the trainer in one
 process, each on a CUDA stream of its own, and the teacher in another. Kernels of one process run in

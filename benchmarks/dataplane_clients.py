@@ -1,4 +1,4 @@
-"""Large rows through both data planes, by 1 to 16 clients: rows per second and GB/s; a part of dataplane.py.
+"""Large rows through both data planes by 1 to 16 clients: rows/s and GB/s; a part of dataplane.py.
 
 A row has 16,384 tokens with the teacher's 64 best: ids and logprobs, two jagged columns of 4.2 MB. Writers
 are tasks of the plane's process, as rollouts are. Readers are tasks there for the embedded plane; for

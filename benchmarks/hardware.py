@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """aarch64-2core, or the processor's own name where the system tells it."""
+    """aarch64-2core, or the processor's own name if the system reports it."""
     name = platform.processor() or platform.machine()
     facts = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", facts.read_text()) if facts.exists() else None

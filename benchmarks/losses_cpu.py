@@ -20,7 +20,8 @@ from understudy.losses.objective import Objective
 
 
 def cpu_child(path: str) -> None:
-    """Measure one path in this process and print it: peak resident memory above inputs and gradients, median seconds."""
+    """Measure one path in this process and print it: peak resident memory above inputs and gradients, median
+    seconds."""
     problem = make_problem(4096, 512, 50_000, TOPK, torch.float32, "cpu")
     run = ours(problem, Objective("forward_kl", tail="drop")) if path == "chunked" else verl_topk(problem)
     small = make_problem(64, 512, 2000, TOPK, torch.float32, "cpu")

@@ -1,4 +1,4 @@
-"""Writes docs/speed.md from the result files: every goal with its measurement, and where a step's time goes.
+"""Writes docs/speed.md from the result files: goals, measurements, and where a step's time goes.
 
 python benchmarks/speed_page.py            writes docs/speed.md
 """

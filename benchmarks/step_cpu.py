@@ -1,15 +1,15 @@
-"""A whole sync step on a CPU beside TRL's DistillationTrainer: same weights, prompts, batch, budget, forward
-KL.
+"""A whole sync step on a CPU beside TRL's DistillationTrainer, with the same weights and prompts.
 
     python benchmarks/step_cpu.py --trl-python /path/to/an/environment/with/trl/bin/python     about 6 minutes on two cores
 
     quickstart    the quickstart's student and its addition teacher (0.4 M and 1 M parameters), 128 prompts, 8 new tokens
     long          the same sizes with random weights, 32 prompts, up to 96 new tokens
 
-Each runs twice: with one thread a process (rows `quickstart` and `long`: TRL has one process, we have two,
-trainer and teacher) and with two (rows `…, two threads`). Threads are set by OMP_NUM_THREADS as well as in
-torch, which on ARM uses a library with threads of its own for some products. No process is pinned: both
-systems have all cores of the machine.
+Both systems get the same weights, prompts, batch, token budget and loss (forward KL). Each problem runs
+twice: with one thread a process (rows `quickstart` and `long`: TRL has one process, we have two, trainer and
+teacher) and with two (rows `…, two threads`). Threads are set by OMP_NUM_THREADS as well as in torch, which
+on ARM uses a library with threads of its own for some products. No process is pinned: both systems have all
+cores of the machine.
 
 TRL takes the full vocabulary from a teacher in its own process; ours sends the best 8 of 44 tokens and the
 mass of the rest from a teacher process. The systems run alternately, several rounds each, and the faster

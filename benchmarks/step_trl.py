@@ -1,10 +1,10 @@
-"""The peer's side of the whole-step benchmarks: a few steps of TRL's DistillationTrainer, timed from inside.
+"""The peer's side of the whole-step benchmarks: steps of TRL's DistillationTrainer, timed from inside.
 
     PYTHON_WITH_TRL benchmarks/step_trl.py SPEC.json OUT.jsonl
 
-Run by step.py and step_cpu.py in TRL's own environment; imports nothing of this project. SPEC names student, teacher,
-prompts (jsonl), batch, micro_batch, new_tokens, steps, dtype, device, vllm and threads. OUT holds one line per step: seconds,
-completion tokens, and the seconds of its parts.
+Run by step.py and step_cpu.py in TRL's own environment; imports nothing of this project. SPEC names student,
+teacher, prompts (jsonl), batch, micro_batch, new_tokens, steps, dtype, device, vllm and threads. OUT holds
+one line per step: seconds, completion tokens, and the seconds of its parts.
 """
 
 from __future__ import annotations

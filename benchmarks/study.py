@@ -1,4 +1,4 @@
-"""Compares six training methods, three seeds each, on a cut-down SmolLM2-135M and its teacher; one GPU.
+"""Compares six training methods, three seeds each, on a cut-down SmolLM2-135M; one GPU.
 
     python recipes/word-problems/word_problems.py; python recipes/word-problems/make_models.py SmolLM2-135M-Instruct.Q4_1.gguf
     python benchmarks/study.py time              each method alone on the device: seconds of a step

@@ -1,4 +1,4 @@
-"""How fast new weights reach engine processes, beside a plain copy through loopback sockets in the same run.
+"""How fast new weights reach engine processes, beside a plain copy through loopback sockets.
 
     python benchmarks/weights.py            0.5 GB to 1, 2 and 4 processes, about a minute
     python benchmarks/weights.py --quick    0.1 GB, nothing written
@@ -61,7 +61,7 @@ def model(size: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def engine(pipe: Connection, size: int) -> None:
-    """A process that receives weights by the method it is told."""
+    """A process that receives weights, by the method each message names."""
     torch.set_num_threads(1)
     own = {name: torch.zeros_like(tensor) for name, tensor in model(size)}
     flat = bytearray(sum(tensor.nbytes for tensor in own.values()))

@@ -1,4 +1,4 @@
-"""On-policy distillation in one file, without the framework: the numerical reference of the sync trainer.
+"""On-policy distillation in one file, without the framework: the reference of the sync trainer.
 
     python examples/minimal_opd.py --student DIR --teacher add=DIR --teacher sort=DIR --data train.jsonl --steps 5
 

@@ -1,4 +1,4 @@
-"""The calculator chat: one token per character, tool calls in the Hermes format, saved as a Hugging Face tokenizer.
+"""The calculator chat's tokenizer: one token per character, tool calls in the Hermes format.
 
     <bos><user>347 times 86 minus 12<assistant>
     <tool_call>{"name": "calculator", "arguments": {"expression": "347*86-12"}}</tool_call><eos>

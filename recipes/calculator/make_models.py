@@ -1,5 +1,4 @@
-"""Makes the calculator recipe's files: problems, a teacher that uses the calculator, a student that does
-not.
+"""Makes the calculator recipe's files: problems, a teacher that uses the tool, a student that does not.
 
     python recipes/calculator/make_models.py [--out DIR] [--only data|teacher|student]
 

@@ -7,8 +7,9 @@ The sum is written in reverse because a left-to-right model then meets each digi
 decides it. Both domains fit a character vocabulary and end within eight tokens, so a whole training run
 stays inside minutes on a laptop.
 
-Splits never share a *family*: all questions that are the same problem in another order (12+34 and 34+12; every
-shuffle of the letters a, b, c, d). A student therefore cannot answer a test question by remembering its twin.
+Splits never share a *family*: all questions that are the same problem in another order (12+34 and 34+12;
+every shuffle of the letters a, b, c, d). A student therefore cannot answer a test question by remembering a
+variant of it.
 """
 
 import random

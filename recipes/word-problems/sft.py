@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of the student on the prompts of the other methods: the baseline of distillation.
+"""Supervised fine-tuning of the student on the prompts of the other methods: the baseline.
 
     python recipes/word-problems/sft.py --answers worked                  the dataset's own worked answers
     python recipes/word-problems/sft.py --answers teacher                 the teacher's greedy answers, right or wrong
@@ -46,7 +46,8 @@ def write_answers(
 
 
 def sft(options: argparse.Namespace) -> None:
-    """Constant learning rate after the warm-up, as the other methods have it; weights in float32, arithmetic in bfloat16."""
+    """Constant learning rate after the warm-up, as the other methods have it; weights in float32, arithmetic
+    in bfloat16."""
     source = options.written if options.answers == "teacher" else options.data
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(options.student)

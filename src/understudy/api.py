@@ -21,7 +21,8 @@ from understudy.run.outcome import RunOutcome
 Model = str | Path
 """A hub id or a folder."""
 Rows = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
-"""A jsonl or parquet file, several, or rows: a list of dicts, a `datasets.Dataset`, any iterable of mappings."""
+"""A jsonl or parquet file, several, or rows: a list of dicts, a `datasets.Dataset`, any iterable of
+mappings."""
 Reward = str | Callable[..., Any]
 """`"module:function"`, or the function, if other processes can import it."""
 
@@ -43,7 +44,8 @@ class Run(RunOutcome):
 
     @property
     def status(self) -> str:
-        """`finished`, `stopped` (by Ctrl-C or a signal), `failed`; `running` while another process trains, or after a kill."""
+        """`finished`, `stopped` (by Ctrl-C or a signal), `failed`; `running` while another process trains,
+        or after a kill."""
         return str(read_json(RunDir(self.dir).state)["status"])
 
     def resume(self, *, progress: bool = True, **overrides: Any) -> Run:
@@ -93,7 +95,8 @@ class Run(RunOutcome):
 
 
 def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
-    """Run a recipe to its end: a `Recipe`, the path of a TOML file, or plain tables, which may hold rows and functions."""
+    """Run a recipe to its end: a `Recipe`, the path of a TOML file, or plain tables, which may hold rows and
+    functions."""
     from understudy.planning.preflight import preflight  # noqa: PLC0415
     from understudy.run.given import GivenRows, storable  # noqa: PLC0415 - most callers of `import understudy` need neither
 
@@ -131,8 +134,9 @@ def distill(
 ) -> Run:
     """Distil `teacher` into `student` on the student's own rollouts.
 
-    `teacher` is one model, or `{data_source: model}`. Rows given as objects are kept in the run directory, a reward function by its
-    name. Any other recipe key goes in as `section__key=value`, for example `trainer__steps=200, loss__topk=32`.
+    `teacher` is one model, or `{data_source: model}`. Rows given as objects are kept in the run directory, a
+    reward function by its name. Any other recipe key goes in as `section__key=value`, for example
+    `trainer__steps=200, loss__topk=32`.
     """
     table: dict[str, Any] = {
         "student": {"model": _model(student, "student")},
@@ -152,7 +156,8 @@ def distill(
 
 
 def resume(run_dir: str | Path, *, progress: bool = True, **overrides: Any) -> Run:
-    """Continue a run from its last checkpoint, as `understudy resume` does; `trainer__steps=400` changes what may change."""
+    """Continue a run from its last checkpoint, as `understudy resume` does; `trainer__steps=400` changes
+    what may change."""
     from understudy.run.changed_recipe import changed_recipe  # noqa: PLC0415 - most callers of `import understudy` need neither
 
     if not isinstance(run_dir, str | Path):

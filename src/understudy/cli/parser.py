@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def unknown_words(self, words: Sequence[str], takes_keys: bool) -> NoReturn:
-        """Words that belong to no argument: a misspelt flag, or a key of a recipe written as a flag (`--learning_rate 1e-5`)."""
+        """Words that belong to no argument: a misspelt flag, or a key of a recipe written as a flag
+        (`--learning_rate 1e-5`)."""
         from understudy.config import Recipe
         from understudy.config.base import nearest
         from understudy.config.messages.unknown_keys import unknown_key

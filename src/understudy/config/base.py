@@ -23,7 +23,8 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Section(BaseModel):
-    """Base of every config section: unknown keys are errors, values are never coerced across kinds, numbers are finite."""
+    """Base of every config section: unknown keys are errors, values are never coerced across kinds, numbers
+    are finite."""
 
     model_config = ConfigDict(
         extra="forbid",

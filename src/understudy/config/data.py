@@ -19,18 +19,19 @@ Sources = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
 
 class DataConfig(Section):
     train: Sources
-    """jsonl or parquet files with `prompt` or `messages` (every other column is kept), globs, or hub datasets (`"org/name:train"`); one,
-    or a list. Relative to the recipe."""
+    """jsonl or parquet files with `prompt` or `messages` (every other column is kept), globs, or hub
+    datasets (`"org/name:train"`); one, or a list. Relative to the recipe."""
     eval: Sources | None = None
     """Held-out problems of the same shape."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The longest prompt, as the student sees it; what the context leaves beside `rollout.max_new_tokens` when not set."""
+    """The longest prompt, as the student sees it; what the context leaves beside `rollout.max_new_tokens`
+    when not set."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
     """What happens to a row with a longer prompt: the recipe is refused, the row is dropped, or the prompt
     loses its first tokens."""
     reward: str | None = None
-    """`"module:function"` taking (row, text) and giving a float, or with verl's `compute_score` signature; needed for accuracy and for
-    `task_coef`. Modules beside the recipe are found."""
+    """`"module:function"` taking (row, text) and giving a float, or with verl's `compute_score` signature;
+    needed for accuracy and for `task_coef`. Modules beside the recipe are found."""
     teacher_key: str = "data_source"
     """The column that chooses the teacher."""
     mixture_key: str = "teacher_weights"

@@ -23,8 +23,8 @@ class CorrectionConfig(Section):
     """
 
     weigh: Literal["off", "token", "sequence", "geometric"] = "off"
-    """Truncated importance sampling: multiply by min(ratio, `cap`) of the token, of its sequence (the product), or of its
-    sequence's geometric mean."""
+    """Truncated importance sampling: multiply by min(ratio, `cap`) of the token, of its sequence (the
+    product), or of its sequence's geometric mean."""
     cap: Annotated[float, Field(gt=0)] = 2.0
     drop: Literal["off", "token", "sequence", "geometric"] = "off"
     """Drop tokens or sequences with a ratio outside [`low`, `high`]."""
@@ -76,8 +76,8 @@ class LossConfig(Section):
     per_token_clamp: Annotated[float, Field(gt=0)] | None = None
     """Scale a token's loss above this down to it, gradient included; such tokens are counted in the metrics."""
     loss_max_clamp: Annotated[float, Field(gt=0)] | None = None
-    """verl's: clamp each token's estimate or divergence to [-c, c], before k1 becomes an advantage. A clamped token has no
-    gradient (a policy gradient keeps it, with the clamped advantage)."""
+    """verl's: clamp each token's estimate or divergence to [-c, c], before k1 becomes an advantage. A
+    clamped token has no gradient (a policy gradient keeps it, with the clamped advantage)."""
     log_prob_min_clamp: Annotated[float, Field(lt=0)] | None = None
     """verl's: floor of the K candidates' log-probabilities, on both sides (`tail = "drop"`)."""
     clamp_at_zero: bool = False

@@ -49,7 +49,8 @@ class StudentConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False
-    """Compile the decoder layers for training: faster on GPUs, about a minute at start; needs a C++ compiler on a CPU."""
+    """Compile the decoder layers for training: faster on GPUs, about a minute at start; needs a C++ compiler
+    on a CPU."""
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")
@@ -60,7 +61,8 @@ class StudentConfig(Section):
 
 class TeacherConfig(Section):
     model: str
-    """Hub id or folder of the teacher; for an external vLLM or OpenAI-compatible server, the model it serves."""
+    """Hub id or folder of the teacher; for an external vLLM or OpenAI-compatible server, the model it
+    serves."""
     revision: str | None = None
     """Pinned hub revision; needed for a hub id when `trust_remote_code` is on."""
     trust_remote_code: bool = False

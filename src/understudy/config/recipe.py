@@ -56,7 +56,7 @@ class Recipe(RecipeTables):
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a TOML recipe, apply `key=value` overrides, resolve paths beside the recipe, and check it."""
+    """Read a TOML recipe, apply `key=value` overrides, resolve paths relative to the recipe, and check it."""
     return parse_recipe(read_tables(path, overrides))
 
 

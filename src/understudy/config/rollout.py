@@ -31,7 +31,8 @@ class RolloutConfig(Section):
     engine_args: list[str] = Field(default=[])
     """Further arguments of vLLM's command line, for example `"--gpu-memory-utilization=0.4"`."""
     urls: list[str] = Field(default=[])
-    """Running servers that hold the student; they must see this machine's file system (`snapshots`) to get new weights."""
+    """Running servers that hold the student; they must see this machine's file system (`snapshots`) to get
+    new weights."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of the servers at `urls`."""
     served_model: str = "student"

@@ -65,14 +65,15 @@ class TrainerConfig(Section):
     """Checkpoint each step whose `val/accuracy` is the best so far, and keep it in addition (`understudy
     export RUN OUT --best`)."""
     async_save: bool = True
-    """Write checkpoints while the next step runs, from a copy in host memory; false waits for the disk and needs no copy."""
+    """Write checkpoints while the next step runs, from a copy in host memory; false waits for the disk and
+    needs no copy."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """0 evaluates before the first and after the last step only."""
     eval_samples: Annotated[int, Field(ge=1)] | None = None
     """How many held-out problems; all of them when not set."""
     eval_k: Annotated[int, Field(ge=0)] = 0
-    """Samples per held-out problem besides the greedy answer, at the rollout's temperature: gives `val/avg@k` and
-    `val/pass@1` … `val/pass@k`. 0 takes none."""
+    """Samples per held-out problem besides the greedy answer, at the rollout's temperature: gives
+    `val/avg@k` and `val/pass@1` … `val/pass@k`. 0 takes none."""
     solved_at: float = 1.0
     """A sample whose reward reaches this counts as solved in `pass@k`."""
     eval_teachers: bool = False
@@ -99,7 +100,8 @@ class DataPlaneConfig(Section):
     """Where rows are kept between production and training: in the trainer's process, or in the memory of a
     Ray cluster (TransferQueue). Either way they are in the run directory too."""
     storage_units: Annotated[int, Field(ge=1)] = 2
-    """`transfer_queue`: processes that hold rows, spread over the machines; each takes a CPU, and so does their controller."""
+    """`transfer_queue`: processes that hold rows, spread over the machines; each takes a CPU, and so does
+    their controller."""
     max_rows: Annotated[int, Field(ge=1)] = 100_000
     """Most rows in flight, counting `rollout.n` for a prompt; producers wait when it is full, nothing is
     dropped. It must hold a window (`batch_size` · `n` · `sync_every`); the rest is how far ahead a fully
@@ -149,9 +151,11 @@ class RestartsConfig(Section):
 
 class ClusterConfig(Section):
     backend: Literal["local", "ray"] = "local"
-    """`local`: processes of this machine. `ray`: on the machines of a Ray cluster too (`pip install understudy[ray]`)."""
+    """`local`: processes of this machine. `ray`: on the machines of a Ray cluster too (`pip install
+    understudy[ray]`)."""
     address: str | None = None
-    """`ray`: HOST:PORT of the cluster, or `auto` on one of its machines; not set: a Ray of the run's own on this machine."""
+    """`ray`: HOST:PORT of the cluster, or `auto` on one of its machines; not set: a Ray of the run's own on
+    this machine."""
     ray_auth: Literal["token", "off"] = "token"
     """`off` uses a cluster that was started without authentication: anyone who can connect to it can run
     anything on it."""
@@ -176,12 +180,12 @@ class RunConfig(Section):
     understudy[wandb]`)."""
     seed: Annotated[int, Field(ge=0)] = 0
     determinism: Literal["full", "fast"] | None = None
-    """`full` composes every batch by key, so that a run repeats to the bit; `fast` batches by arrival. By default `full` on a
-    CPU, `fast` on a GPU."""
+    """`full` composes every batch by key, so that a run repeats to the bit; `fast` batches by arrival. By
+    default `full` on a CPU, `fast` on a GPU."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of the trainer; all cores when not set."""
     rollout_dump_every: Annotated[int, Field(ge=0)] = 0
     """Write the rows of every N-th step as text to `rollouts/STEP.jsonl` in the run directory; 0: never."""
     python_path: list[str] = Field(default=[])
-    """Folders in which the modules of `module:object` names (rewards, agent loops, tools) are looked up, after Python's own path;
-    relative to the recipe. The recipe's own folder when not set."""
+    """Folders in which the modules of `module:object` names (rewards, agent loops, tools) are looked up,
+    after Python's own path; relative to the recipe. The recipe's own folder when not set."""

@@ -1,7 +1,7 @@
 """Per-token columns → metrics that add up across micro-batches. Nothing here touches the gradient.
 
-Names follow verl's where verl has one. Means run over tokens with a weight above 0; `actor/distillation/loss` and
-`actor/pg_loss` are the weighted sums that enter the loss.
+Names follow verl's where verl has one. Means run over tokens with a weight above 0;
+`actor/distillation/loss` and `actor/pg_loss` are the weighted sums that enter the loss.
 
 Shape legend: N tokens.
 """

@@ -54,7 +54,7 @@ class ObjectiveSettings:
     overlap: bool = False
     """Also measure how far the student's own K best overlap the candidates; costs one top-k per row."""
     backend: Backend = "auto"
-    """Which fused path: Triton on a CUDA device by default, chunked torch elsewhere."""
+    """Which fused path: Triton on a CUDA device by default, chunked torch on any other."""
     chunk_bytes: int | None = None
     """Upper bound of the working memory of a fused path; None uses a default for the device."""
     description: ObjectiveDescription = field(init=False, repr=False, compare=False)

@@ -28,7 +28,8 @@ _PLAIN_SECONDS = 5.0
 
 
 class LiveView:
-    """`with LiveView(steps) as view: view.step(line)`; `enabled=False` shows nothing at all; 0 steps shows `work` alone."""
+    """`with LiveView(steps) as view: view.step(line)`; `enabled=False` shows nothing at all; 0 steps shows
+    `work` alone."""
 
     def __init__(self, steps: int, *, enabled: bool = True, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)

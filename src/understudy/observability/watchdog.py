@@ -1,6 +1,6 @@
 """Records what a live run waits for, and reports it when nothing has progressed for long.
 
-Everything a run does is a span, so a run waits for its open spans. `graph`, given by the trainer, knows how
+Everything a run does is a span, so a run waits for its open spans. `graph`, given by the caller, knows how
 spans depend on each other and draws them as chains, from a task down to what blocks it:
 
     train waits for rows of produce window 3 (12 s)

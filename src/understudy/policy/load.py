@@ -37,7 +37,8 @@ def load_student(
     revision: str | None = None,
     attention: str = AUTO,
 ) -> Student:
-    """Loads model and tokenizer. Dropout is off: the student is trained on exactly the distribution it samples from.
+    """Loads model and tokenizer. Dropout is off: the student is trained on exactly the distribution it
+    samples from.
 
     `trust_remote_code` runs code from the hub and therefore needs a pinned `revision` (or a local folder).
     """

@@ -13,6 +13,8 @@ from understudy.policy.cpu.lanes import spread
 
 
 class Layout(StrEnum):
+    """How the rows of a micro-batch are laid out."""
+
     PADDED = "padded"
     """One row per line, padded on the right to the longest: [rows, longest]."""
     PACKED = "packed"

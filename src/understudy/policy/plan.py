@@ -19,6 +19,8 @@ from understudy.policy.ranks.shard import deal_rows
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """One rank's passes of one step."""
+
     mine: list[list[int]]
     """Row indexes of this rank's micro-batches."""
     rounds: int

@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """A causal language model, its optimizer and its place in the schedule. The trainer calls it from one
-    thread at a time.
+    """A causal language model, its optimizer and its place in the schedule. Updates run on the trainer's
+    learner thread, one at a time.
 
     With several `ranks` every rank makes the same calls with the same whole batch and takes its own share of
     the rows; of a `FarBatch` (remote rows) it fetches only that share.

@@ -33,6 +33,8 @@ _VALUES, _OFFSETS, _HEAD = ".values", ".offsets", "head."
 
 @dataclass(frozen=True, slots=True)
 class RefusedRows:
+    """Rows of a refused step, with everything their update read."""
+
     rows: Batch
     weights: Jagged
     """float32 [P]: reduction weights over the whole batch that the rows were part of."""

@@ -20,6 +20,8 @@ replay."""
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
+    """Settings of a policy, fixed for a run."""
+
     schedule: Schedule = field(default_factory=Schedule)
     adamw: AdamWSettings = field(default_factory=AdamWSettings)
     gradient_checkpointing: bool = False

@@ -1,4 +1,4 @@
-"""Supervised training of a causal language model, with which recipes make teachers and starting students.
+"""Supervised training of a causal language model: how recipes make teachers and first students.
 
 A plain loop for models that fit one device. It is used before a distillation run, and as a baseline for one.
 

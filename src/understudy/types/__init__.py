@@ -1,4 +1,4 @@
-"""The data types of the system. Import them from their modules; they have no behaviour beyond their data.
+"""The data types of the system, without behaviour beyond their data. Import them from their modules.
 
 prompt.Prompt            one problem to be attempted, with every column of its dataset row
 trajectory.Trajectory    what the student wrote: one flat token sequence with aligned per-token streams

@@ -96,7 +96,8 @@ class StudentHead:
     temperature: float = 1.0
     """Temperature of the student in the loss; independent of the rollout's."""
     usable: UsableIds | None = None
-    """Ids that the softmax runs over; None: every row of the head. Not with a soft cap: there the weight itself is cut."""
+    """Ids that the softmax runs over; None: every row of the head. Not with a soft cap: there the weight
+    itself is cut."""
 
     def __post_init__(self) -> None:
         _check_head("student", self.hidden_NH, self.weight_VH, self.bias_V, self.softcap, self.temperature)

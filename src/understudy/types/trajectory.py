@@ -40,7 +40,8 @@ class Trajectory:
     tokens: np.ndarray
     """int32 [T]: everything the model saw or wrote."""
     loss_mask: np.ndarray
-    """bool [T]: True on every token the student generated, EOS included; never on prompt, tool or template tokens."""
+    """bool [T]: True on every token the student generated, EOS included; never on prompt, tool or template
+    tokens."""
     behaviour_logprobs: np.ndarray
     """float32 [T]: log-probability under the distribution actually sampled from; NaN where nothing was sampled."""
     weight_versions: np.ndarray

@@ -1,9 +1,9 @@
 """Refuses keys that are set but have no effect, because the user expects one.
 
 A key counts as set if it differs from its default. A run directory holds every key of its recipe, so an
-explicit `beta = 0.5` cannot be told from the default there, and it has no effect either way. Keys that are
-only redundant are allowed, such as a teacher's `hedge_after_seconds` with one replica: more replicas may
-join the run.
+explicit `beta = 0.5` cannot be distinguished from the default there, and it has no effect either way. Keys
+that are only redundant are allowed, such as a teacher's `hedge_after_seconds` with one replica: more
+replicas may join the run.
 """
 
 from __future__ import annotations

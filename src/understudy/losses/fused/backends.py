@@ -1,4 +1,4 @@
-"""Chooses the path that reads the chunks: Triton on a GPU, torch otherwise, or the one named in the recipe.
+"""Chooses the path that reads the chunks: Triton on a GPU, torch otherwise, or the recipe's choice.
 
 Shape legend: C tokens of the chunk, V vocabulary, K candidates, H hidden size.
 """

@@ -36,8 +36,8 @@ from understudy.types.loss import LossInputs, StudentHead
 
 CUDA_CHUNK_BYTES = 1800 << 20
 CPU_CHUNK_BYTES = 96 << 20
-"""Working memory of the chunk buffers. On a GPU larger chunks mean fewer read-modify-writes of ∂weight; 1.8 GiB keeps
-the whole path under 2 GiB. On a CPU small chunks stay closer to the cache."""
+"""Working memory of the chunk buffers. On a GPU larger chunks mean fewer read-modify-writes of ∂weight; 1.8
+GiB keeps the whole path under 2 GiB. On a CPU small chunks stay closer to the cache."""
 
 ROW_MULTIPLE = 128
 """Chunks are a multiple of the GEMM tile on a GPU."""

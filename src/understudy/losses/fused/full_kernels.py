@@ -1,8 +1,8 @@
 """Triton kernels for divergences over the whole vocabulary.
 
-A log-probability is (z − peak) − log_total, never z − lse: with logits in the hundreds, one rounded lse would cost four
-digits of every probability. One program handles one row, so nothing is shared between programs and results do not depend
-on scheduling.
+A log-probability is (z − peak) − log_total, never z − lse: with logits in the hundreds, one rounded lse
+would cost four digits of every probability. One program handles one row, so nothing is shared between
+programs and results do not depend on scheduling.
 
 Shape legend: C rows of the chunk, V vocabulary.
 """

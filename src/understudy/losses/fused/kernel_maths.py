@@ -1,4 +1,4 @@
-"""The formulas of `transform`, `divergences` and `slopes` for Triton kernels, on the values of one block.
+"""The formulas of `transform`, `divergences` and `slopes` for Triton, on the values of one block.
 
 All arithmetic is float32, whatever the logits' dtype. Kernels over whole rows use powers of two and the
 hardware's approximate exp2 and, for bfloat16 logits, log2 (relative error 2⁻²²): the exact library versions
@@ -58,8 +58,9 @@ APPROXIMATE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.v
 
 @triton.jit
 def block_lanes(BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """0 … BLOCK − 1 as [BLOCK / WIDTH, WIDTH]: with WIDTH = 256 per warp the first axis lies within a thread, so that sums
-    over it need no other thread and leave 8 registers per running total instead of BLOCK / threads."""
+    """0 … BLOCK − 1 as [BLOCK / WIDTH, WIDTH]: with WIDTH = 256 per warp the first axis lies within a
+    thread, so that sums over it need no other thread and leave 8 registers per running total instead of
+    BLOCK / threads."""
     return tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
@@ -138,8 +139,8 @@ def divergence_terms(lp, lq, shape, KIND: tl.constexpr):
 
 @triton.jit
 def row_densities(lp2, lq2, shape, KIND: tl.constexpr, PRECISE: tl.constexpr):
-    """(q, u, s) of each vocabulary entry, from log2 p and log2 q: u adds up to the divergence and s to the slope once
-    multiplied by `row_units`. Hidden entries have p = q = 0 and add 0."""
+    """(q, u, s) of each vocabulary entry, from log2 p and log2 q: u adds up to the divergence and s to the
+    slope once multiplied by `row_units`. Hidden entries have p = q = 0 and add 0."""
     p = exp2_fast(lp2)
     q = exp2_fast(lq2)
     u = p

@@ -27,8 +27,8 @@ HIDDEN_FROM_SOFTMAX = 1e4
 class TorchCandidateRows:
     """Reads the written token and, where given, K candidates and the mass of all other ids.
 
-    Candidates are taken out of the row before it is summed, so the tail is a sum of its own terms and keeps its relative
-    precision however small it is.
+    Candidates are taken out of the row before it is summed, so the tail is a sum of its own terms and keeps
+    its relative precision however small it is.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class TorchCandidateRows:
     def gradient(self, grads: ViewGradients) -> tuple[Tensor, None]:
         """Gradient of the raw logits [C, V] in their dtype.
 
-        With G the sum of all gradients of the view: −G·q everywhere, plus the tail's share spread over its own ids,
-        plus each id's own gradient at that id.
+        With G the sum of all gradients of the view: −G·q everywhere, plus the tail's share spread over its
+        own ids, plus each id's own gradient at that id.
         """
         everywhere_C = -grads.sum()
         rest_C = everywhere_C

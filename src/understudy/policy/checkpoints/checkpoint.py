@@ -140,8 +140,8 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in found if match)
 
     def resumable(self) -> list[int]:
-        """The steps a resume may return to, ascending: the newest `keep`. A marked one that is older stays only to be used
-        as a model."""
+        """The steps a resume may return to, ascending: the newest `keep`. A marked one that is older stays
+        only to be used as a model."""
         latest = self.latest()
         return [step for step in self.steps() if latest is not None and step <= latest][-self.keep :]
 
@@ -268,7 +268,8 @@ class CheckpointStore:
 
 
 def verify(path: Path | str) -> None:
-    """Checks a checkpoint folder against its manifest; raises CheckpointError that names the first file that differs."""
+    """Checks a checkpoint folder against its manifest; raises CheckpointError that names the first file that
+    differs."""
     _verified_step(Path(path))
 
 

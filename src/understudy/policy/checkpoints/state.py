@@ -20,7 +20,8 @@ class PolicyState:
     model: Mapping[str, torch.Tensor]
     """Weights and persistent buffers, each tensor once (a tied head is not repeated)."""
     optimizer: Mapping[str, torch.Tensor]
-    """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`; with low-precision weights `master/NAME`; with an average `ema/NAME`."""
+    """`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`; with low-precision weights `master/NAME`; with an
+    average `ema/NAME`."""
     progress: Mapping[str, Any] = field(default_factory=dict)
     """JSON: the step count and the states of the random generators."""
 

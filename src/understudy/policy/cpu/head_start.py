@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HeadStart:
+    """Hidden states of an update's first micro-batches, computed before its loss is known."""
+
     updates: int
     """Number of optimizer steps the weights had taken when this was computed."""
     passes: list[tuple[MicroBatch, torch.Tensor]]
@@ -49,8 +51,8 @@ class HeadStart:
 
 
 class HeadStarts:
-    """Holds at most one head start: running on a thread of its own, or finished and not yet taken. Called on
-    the thread that updates."""
+    """Holds at most one head start: running on a thread of its own, or finished and not yet taken. The event
+    loop calls `begin`, the update's thread `take`."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None

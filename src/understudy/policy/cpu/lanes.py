@@ -24,6 +24,8 @@ _TRIES = 8
 
 
 class Lanes:
+    """Threads that run micro-batches in parallel; called on the update's or the head start's thread."""
+
     def __init__(self, count: int = 1) -> None:
         """`count` = 1 runs everything on the caller's own thread."""
         self.count = count

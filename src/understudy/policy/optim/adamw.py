@@ -173,7 +173,8 @@ class MasterAdamW:
             }
 
     def check_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors by kind and name; a parameter that is missing, new or of another shape is an error that names it."""
+        """The tensors by kind and name; a parameter that is missing, new or of another shape is an error
+        that names it."""
         by_kind: dict[str, dict[str, torch.Tensor]] = {"master": {}} if self.stored else {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")

@@ -33,7 +33,8 @@ _DECADES = 7
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """Steps as `torch.optim.AdamW` does, up to the rounding of its moments; works on any device, one tensor at a time."""
+    """Steps as `torch.optim.AdamW` does, up to the rounding of its moments; works on any device, one tensor
+    at a time."""
 
     def __init__(
         self, params: Any, lr: float = 0.0, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
@@ -152,7 +153,8 @@ def _blocks(start: int, stop: int) -> slice:
 def _agreed_scales(
     piece: Piece, moments: Callable[[slice], tuple[torch.Tensor, torch.Tensor]], flat: torch.Tensor
 ) -> list[dict[int, torch.Tensor]]:
-    """The new scales of cut blocks, of the first and of the second moment: their largest magnitude over all ranks."""
+    """The new scales of cut blocks, of the first and of the second moment: their largest magnitude over all
+    ranks."""
     found = torch.zeros(2, len(piece.cut_blocks), device=flat.device)
     for place, block in enumerate(piece.cut_blocks):
         start, stop = max(block * BLOCK, piece.start), min((block + 1) * BLOCK, piece.stop)

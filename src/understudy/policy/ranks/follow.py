@@ -88,7 +88,7 @@ class Lookout(Protocol):
 class LeadingPolicy:
     """Rank 0's policy with the interface of `Policy`; every call is made on all ranks.
 
-    Called on the trainer's thread; the work runs on the rank's own thread (`RankThread`). The objective is
+    A call blocks the caller's thread; the work runs on the rank's own thread (`RankThread`). The objective is
     not sent: followers were started with their own, built from the same recipe.
     """
 

@@ -17,6 +17,8 @@ Result = TypeVar("Result")
 
 
 class RankThread:
+    """Runs submitted calls one at a time, in the order of submission, on one daemon thread."""
+
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="rank", daemon=True).start()

@@ -135,7 +135,8 @@ class Group:
 
 
 def join(rank: int, size: int, rendezvous: str, device: str = "cpu") -> Group:
-    """Makes this process rank `rank` of `size`. `rendezvous` is `tcp://127.0.0.1:PORT` or `file:///PATH`, the same for all."""
+    """Makes this process rank `rank` of `size`. `rendezvous` is `tcp://127.0.0.1:PORT` or `file:///PATH`,
+    the same for all."""
     if not 0 <= rank < size:
         raise PolicyError(f"rank = {rank} of {size} ranks: expected 0 … {size - 1}")
     if device.startswith("cuda"):
