@@ -25,6 +25,7 @@ from understudy.config import Recipe
 from understudy.config.base import nearest
 from understudy.errors import DataError
 from understudy.rollout.dataset import Dataset
+from understudy.rollout.loading import moved
 from understudy.rollout.rewards import trial as reward_trial
 from understudy.rollout.rewards.builtin import answer_of
 from understudy.rollout.rewards.rewards import row_of
@@ -81,7 +82,8 @@ def _shipped(recipe: Recipe, reward: str, datasets: Mapping[str, Dataset]) -> Re
     try:
         found = importlib.import_module(module)
     except ImportError as error:
-        return RewardFindings([f"data.reward = {reward!r}: {error}"])
+        new = moved(reward)
+        return RewardFindings([f"data.reward = {reward!r}: {f'write {new!r}; ' if new else ''}{error}"])
     function = getattr(found, name, None)
     if not callable(function):
         guess = nearest(name, [one for one in dir(found) if not one.startswith("_")])

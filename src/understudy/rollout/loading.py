@@ -26,6 +26,12 @@ _MOVED = {
 """Old names of modules that recipes may name → their current names."""
 
 
+def moved(name: str) -> str | None:
+    """What `module:object` is called now, where the module was moved."""
+    module, _, attribute = name.partition(":")
+    return f"{_MOVED[module]}:{attribute}" if module in _MOVED else None
+
+
 def look_in(folders: Sequence[str]) -> None:
     """Append these folders to the Python path; being last, they cannot hide an installed module. The folders of an
     earlier call are removed and their modules unloaded: two recipes may each have a `reward.py`."""

@@ -63,7 +63,7 @@ def write_model(
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape))
     model.save_pretrained(folder)
-    names = {f"t{i}": i for i in range(vocab - 1)}
+    names = {f"t{i}": i for i in range(vocab)}
     write_tokenizer(folder, names, {"bos_token": "t1", "eos_token": "t2", "pad_token": "t0"})
     return folder
 

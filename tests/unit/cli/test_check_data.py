@@ -190,8 +190,10 @@ def test_rewards_that_ship_look_at_every_row(check: Check) -> None:
         {"messages": CHAT, "reward_model": {"ground_truth": "#### 7"}},
     ]
     assert check(rows, "data.reward=understudy.rollout.rewards.builtin:gsm8k")[0] == 0
-    for reward in ("reward:gsm8k", "reward:exact_match", "math_reward:math_verify"):
-        code, said = check([*rows, {"messages": CHAT}], f"data.reward=understudy.rollout.{reward}")
+    said = check(rows, "data.reward=understudy.rollout.reward:gsm8k")[1]
+    assert "write 'understudy.rollout.rewards.builtin:gsm8k'" in said
+    for reward in ("builtin:gsm8k", "builtin:exact_match", "math_reward:math_verify"):
+        code, said = check([*rows, {"messages": CHAT}], f"data.reward=understudy.rollout.rewards.{reward}")
         assert code == 2, reward
         assert "line 3: the row has nothing in column 'answer' (or reward_model.ground_truth)" in said, reward
     said = check(

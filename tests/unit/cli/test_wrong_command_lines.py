@@ -43,7 +43,7 @@ def test_what_is_missing_or_wrong_is_named(
 
 @pytest.mark.parametrize("name", list(_COMMANDS))
 def test_every_command_has_an_example_that_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    example = importlib.import_module(f"understudy.cli.{_COMMANDS[name]}").EXAMPLE
+    example = importlib.import_module(f"understudy.cli.commands.{_COMMANDS[name]}").EXAMPLE
     program, *words = shlex.split(example)
     assert program == "understudy" and words[0] == name
     _parsed(_parser(), words)

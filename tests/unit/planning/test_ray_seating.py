@@ -131,7 +131,7 @@ def test_a_missing_extra_is_named_with_what_to_install(
     asked: dict[str, Any], extras: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asking = recipe(**asked)
-    monkeypatch.setattr("understudy.trainers.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("understudy.planning.preflight.find_spec", lambda name: None)
     problems = missing_extras(asking)
     assert [problem.partition("pip install understudy")[2] for problem in problems] == [
         f"[{extra}]" for extra in extras

@@ -10,7 +10,7 @@ from pathlib import Path
 from understudy.cli.commands import quickstart
 from understudy.config.recipe import load_recipe
 
-RECIPE = Path(quickstart.__file__).parents[1] / "assets/quickstart/recipe.toml"
+RECIPE = Path(quickstart.__file__).parents[2] / "assets/quickstart/recipe.toml"
 
 
 def test_first_words_come_before_heavy_imports() -> None:

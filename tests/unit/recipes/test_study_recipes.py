@@ -82,8 +82,8 @@ def test_methods_differ_in_the_method_alone(task: str) -> None:
     alike = {
         (
             one.student.model,
-            one.data.train,
-            one.data.eval,
+            tuple(one.data.train),
+            tuple(one.data.eval or ()),
             one.data.reward,
             one.trainer.batch_size * one.rollout.n,
             one.rollout.max_new_tokens,
