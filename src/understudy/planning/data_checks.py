@@ -1,4 +1,4 @@
-"""What `understudy check` finds wrong in data: rows without a teacher, unknown agent loops, prompts that are too long.
+"""Checks of dataset rows for `understudy check`: teachers, agent loops, prompt lengths.
 
 Every problem names the file and the row. Imports no torch.
 """
@@ -32,7 +32,7 @@ class CheckedRows:
     """One dataset after its checks."""
 
     dataset: Dataset
-    """Without the rows that `data.overlong = "drop"` leaves out."""
+    """Without the rows that `data.overlong = "drop"` removes."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ def check_rows(
     measure: Measure | None,
     advance: Callable[[int], None],
 ) -> CheckedRows:
-    """`role` is the recipe key that names the data; `advance` is told of every row that was looked at."""
+    """Checks one dataset. `role` is the recipe key that names it; `advance` is called for every row checked."""
     checked = CheckedRows(dataset, [*_agents(recipe, dataset, role), *_routes(recipe, dataset, role)])
     room = prompt_limit(recipe, student.context if student else None)
     if measure is None or checked.problems:
@@ -66,7 +66,7 @@ def check_rows(
 
 
 def _agents(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
-    """Rows choose among loops that ship or that the recipe names: data must not decide which code runs."""
+    """Rows may only name loops that ship or that the recipe names: data must not decide which code runs."""
     rollout = recipe.rollout
     known = LoopChoice.known(rollout.agent, rollout.agent_options)
     problems = []
@@ -91,7 +91,7 @@ def _agents(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
 
 
 def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
-    """Every row must find its teacher. One teacher judges every row, unless its key says that these are not its rows."""
+    """Every row must have a teacher. A sole teacher scores every row, unless its key excludes the row."""
     keys = {teacher.key for teacher in recipe.teachers.values()} - {None}
     if not keys or recipe.data.default_teacher:
         return []
@@ -120,19 +120,19 @@ def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
 
 
 def measured_once(measure: Measure) -> Measure:
-    """Rendering and tokenizing is most of a check's time, and two checks want it."""
+    """Caches a measure: rendering and tokenizing take most of a check's time, and two checks need the lengths."""
     known: dict[int, tuple[Mapping[str, Any], int | None]] = {}
 
     def remembered(row: Mapping[str, Any]) -> int | None:
         if id(row) not in known:
-            known[id(row)] = (row, measure(row))  # the row is kept, so that its id stays its own
+            known[id(row)] = (row, measure(row))  # the row is kept alive, so that its id is not reused
         return known[id(row)][1]
 
     return remembered
 
 
 def clipped(measure: Measure | None, recipe: Recipe, student: ModelFolder | None) -> Measure | None:
-    """The lengths of prompts as they are sent: cut ones where `data.overlong = "truncate_left"`."""
+    """The lengths of prompts as they are sent: truncated ones with `data.overlong = "truncate_left"`."""
     limit = prompt_limit(recipe, student.context if student else None)
     if measure is None or limit is None or recipe.data.overlong != "truncate_left":
         return measure
@@ -140,8 +140,8 @@ def clipped(measure: Measure | None, recipe: Recipe, student: ModelFolder | None
 
 
 def prompt_length(student: ModelFolder, recipe: Recipe, schemas: Schemas | None = None) -> Measure:
-    """Tokens of a row's rendered prompt, without importing transformers (which imports torch). `schemas` tells which tools the
-    row's agent loop shows to the student."""
+    """Counts the tokens of a row's rendered prompt, without importing transformers (which imports torch). `schemas`
+    gives the tools that the row's agent loop shows to the student."""
     tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -185,7 +185,7 @@ def prompt_length(student: ModelFolder, recipe: Recipe, schemas: Schemas | None 
             raise DataError(f"cannot be rendered by the student's chat template: {reason}") from None
         try:
             return len(tokenizer.encode(text, add_special_tokens=plain).ids)
-        except Exception as error:  # the tokenizer's own: a text it cannot read
+        except Exception as error:  # a text that the tokenizer cannot read
             raise DataError(f"cannot be tokenized: {type(error).__name__}: {error}") from None
 
     return measure

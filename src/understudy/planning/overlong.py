@@ -1,4 +1,4 @@
-"""Prompts that are longer than a run has room for: refused, left out, or cut (`data.overlong`). Imports no torch."""
+"""Applies `data.overlong` to prompts that are too long: error, drop or truncate. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from understudy.rollout.dataset import Dataset
 
 
 def prompt_limit(recipe: Recipe, context: int | None) -> int | None:
-    """Tokens a prompt may have: what the context leaves beside the answer, and `data.max_prompt_tokens`."""
+    """The maximum tokens of a prompt: the context minus the answer, and `data.max_prompt_tokens`."""
     whole = min((one for one in (recipe.rollout.context_length, context) if one), default=None)
     bounds = [recipe.data.max_prompt_tokens]
     if whole is not None:
@@ -35,7 +35,7 @@ class Overlong:
 
 
 def settle_overlong(overlong: Overlong, dataset: Dataset, recipe: Recipe) -> tuple[Dataset, list[str]]:
-    """The rows to train on, and what is to be said of them; `DataError` where long ones are an error, or none is left."""
+    """The rows to train on, and notes for the user; raises `DataError` if long prompts are an error or no row is left."""
     if not overlong.over:
         return dataset, []
     over, limit = overlong.over, overlong.limit

@@ -1,6 +1,6 @@
-"""Everything about a recipe that can be found wrong before a process is started or torch is imported.
+"""All checks of a recipe that need neither a started process nor torch.
 
-`preflight(recipe)` reads model folders, data files and ports and returns every problem as one line.
+`preflight(recipe)` reads model folders, data files and ports and returns each problem as one line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def endpoints_of(rollout: RolloutConfig, environment: Mapping[str, str] = os.env
 
 
 def vllm_python(rollout: RolloutConfig, environment: Mapping[str, str] = os.environ) -> str:
-    """The interpreter to start vLLM with; vLLM lives in an environment of its own, so that its pins never fight ours."""
+    """The interpreter that starts vLLM, which has its own environment, so that its pins do not conflict with ours."""
     python = rollout.vllm_python or environment.get(PYTHON_VARIABLE)
     if not python:
         raise ConfigError(
@@ -62,7 +62,7 @@ _MATH = "understudy.rollout.rewards.math_reward:math_verify"
 
 
 def missing_extras(recipe: Recipe) -> list[str]:
-    """What the recipe asks for and this machine lacks; looks without importing."""
+    """Extras that the recipe needs and this machine lacks; found without importing them."""
     asks = [
         (recipe.cluster.backend == "ray", "cluster.backend = 'ray'", "ray", "ray"),
         (
@@ -86,16 +86,16 @@ _SHOWN = 3
 
 @dataclass
 class Findings:
-    """What a look at a recipe found besides problems."""
+    """Results of the checks besides problems."""
 
     notes: list[str] = field(default_factory=list)
     """Lines for the user."""
     train_rows: int | None = None
-    """Rows of `data.train` that the run would use; None where they cannot be read."""
+    """Rows of `data.train` that the run would use; None if they cannot be read."""
 
 
 def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | None = None) -> list[str]:
-    """Every problem, one line each; with `progress`, a check that takes long says how far it has come."""
+    """Every problem, one line each; with `progress`, long checks report their progress."""
     look_in(recipe.run.python_path)
     findings = findings or Findings()
     patience = Patience(enabled=progress)
@@ -158,7 +158,7 @@ def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | No
 
 
 def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:
-    """The engine has what it needs to start."""
+    """Raises `ConfigError` if the engine lacks something it needs to start."""
     rollout = recipe.rollout
     if rollout.starts_servers:
         vllm_python(rollout)
@@ -174,14 +174,14 @@ def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:
 
 
 def _writes_on_a_cpu(recipe: Recipe) -> bool:
-    """As far as that is known before a cluster is asked."""
+    """As far as that is known before a cluster is started."""
     elsewhere = recipe.rollout.devices or "rollout" in recipe.cluster.roles
     device = recipe.student.device
     return not elsewhere and (device == "cpu" or (device == "auto" and not visible_gpus()))
 
 
 def describe(recipe: Recipe) -> ObjectiveDescription:
-    """Name and formula of the objective this recipe trains, or a refusal that explains itself."""
+    """Name and formula of the objective that this recipe trains; raises if the settings contradict each other."""
     loss = recipe.loss
     return describe_objective(
         loss.kind,
@@ -211,7 +211,7 @@ def describe(recipe: Recipe) -> ObjectiveDescription:
 
 
 def _pairs_fit(models: Mapping[str, ModelFolder], problems: list[str], findings: Findings) -> None:
-    """Every model beside the student reads its token ids as the student does; what else differs is noted."""
+    """Checks that every other model maps token ids as the student does; other differences become notes."""
     if "student" not in models:
         return
     student = Side.of(models["student"], "student")

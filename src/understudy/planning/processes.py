@@ -1,4 +1,4 @@
-"""Which processes a recipe starts, where each sits, and roughly what it will hold. Reads model folders; imports no torch."""
+"""The processes that a recipe starts, with their devices and approximate memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PROCESS_BYTES = 400 * 2**20
 """Python, torch and transformers once imported, measured on a CPU build."""
 _PACKED_MOMENTS = 2 * (1 + 4 / 256)
-"""Bytes of both moments of `adamw_8bit`: one each, and a float32 scale for 256."""
+"""Bytes of both moments of `adamw_8bit`: one each, and a float32 scale per 256 values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class PlannedProcess:
     device: str
     parameters: int | None
     bytes: int | None
-    """None for hub models, which are only measured once they are here."""
+    """None for hub models, whose size is unknown before they are downloaded."""
     host_bytes: int = 0
-    """Beside a GPU, in the machine's memory (`trainer.offload_optimizer`)."""
+    """Host memory in addition to the GPU's (`trainer.offload_optimizer`)."""
 
 
 def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
@@ -52,7 +52,7 @@ def plan_processes(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
 
 
 def _rollouts(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
-    """Servers that generate for the student, and the processes of agent loops."""
+    """Rollout engines and servers, and the workers that run agent loops."""
     rollout, parameters = recipe.rollout, _parameters(recipe.student.model)
     size = None if parameters is None else parameters * _BYTES[recipe.student.dtype] + _PROCESS_BYTES
 
@@ -120,11 +120,10 @@ def _student(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
 
 
 def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
-    """What training takes of the student's device, and of the host's memory where the optimizer is there; without
-    activations.
+    """Training memory on the student's device, and on the host if the optimizer is offloaded; without activations.
 
-    A trained parameter has its weight, and in float32 a master (the weight itself, where that is float32), a gradient and two
-    moments of AdamW, or packed ones; an average is one float32 more. Beside adapters the model itself is only read.
+    A trained parameter has its weight, and in float32 a master (the weight itself, if that is float32), a gradient and
+    two AdamW moments, or packed ones; a weight average (EMA) is one more float32. With adapters the model is frozen.
     """
     trainer, lora, width = recipe.trainer, recipe.student.lora, _BYTES[recipe.student.dtype]
     frozen, trained = 0, parameters
@@ -134,7 +133,7 @@ def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
     moments = _PACKED_MOMENTS if trainer.optimizer == "adamw_8bit" else 8.0
     state = 8.0 + moments + (4.0 if trainer.ema_decay is not None else 0.0)
     if trainer.offload_optimizer:
-        # Several ranks keep their shards in float32, and compute with rounded copies of a layer at a time.
+        # Several ranks keep their shards in float32 and compute with rounded copies of one layer at a time.
         kept = width if trainer.ranks == 1 else _BYTES["float32"]
         return frozen + trained * kept, round(trained * state)
     working = 0 if recipe.student.dtype == "float32" else width
@@ -142,7 +141,7 @@ def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
 
 
 def _beside(recipe: Recipe) -> int | None:
-    """Bytes of a critic and a reference that live whole in the trainer's process."""
+    """Bytes of a critic and a reference in the trainer's own process."""
     total = 0
     if recipe.loss.advantage == "gae" and not critic_sits_apart(recipe):
         size = _critic_bytes(recipe)
@@ -178,7 +177,7 @@ def _critic_model(recipe: Recipe) -> str:
 
 
 def _critic_bytes(recipe: Recipe) -> int | None:
-    """Weights, masters, gradients and moments, as `student_bytes` counts them."""
+    """Weights, masters, gradients and moments, counted as in `student_bytes`."""
     parameters, dtype = _parameters(_critic_model(recipe)), (recipe.critic or CriticConfig()).dtype
     return None if parameters is None else parameters * (16 + (0 if dtype == "float32" else _BYTES[dtype]))
 
@@ -204,8 +203,8 @@ def _replica(
 def _device(
     recipe: Recipe, seating: Seating, role: str, unit: int, wanted: str, rank: int | None = None
 ) -> str:
-    """The GPUs of a unit, or of one rank of it, or what the recipe says. On Ray a pool's machines are numbered, and each counts
-    its own GPUs."""
+    """The GPUs of a unit, or of one of its ranks; without a seat, the recipe's device. On Ray the machines of a pool are
+    numbered, and GPUs are numbered per machine."""
     seats = seating.placement.of(role, unit)
     if recipe.cluster.backend == "ray" and seats:
         gpus = [seat.device for seat in seats if seat.kind is DeviceKind.GPU]

@@ -1,8 +1,8 @@
-"""A recipe's roles as homes on a Ray cluster.
+"""Maps a recipe's roles to placement-group bundles on a Ray cluster.
 
-[cluster.pools.NAME]     a bundle per node, each on a machine of its own; who is in the pool sits where `seat` put it
-`standalone` teachers    a bundle per replica, on different machines where there are enough
-every other role         beside the trainer, on its own machine: the student, and ranks, engines, workers, a critic without a pool.
+[cluster.pools.NAME]     one bundle per node, each on a different machine; roles in the pool get the seats of `seat`
+`standalone` teachers    one bundle per replica, on different machines if there are enough
+every other role         on the trainer's machine: the student, and ranks, engines, workers, a critic without a pool.
                          Engine processes there take what is left of the student's pool, or share the student's GPUs
 """
 
@@ -27,7 +27,7 @@ from understudy.planning.seating import (
 
 
 def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
-    """Where the recipe's processes sit on a cluster of these machines; `ClusterError` with the layout when they cannot."""
+    """The layout of the recipe's processes on a cluster of these machines; raises `ClusterError` if they do not fit."""
     groups: dict[str, GroupWish] = {}
     homes: dict[str, Home] = {}
     placement = seat(recipe, None).placement
@@ -73,7 +73,7 @@ def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
 
 
 def beside_the_trainer(recipe: Recipe) -> Recipe:
-    """The recipe without those who sit elsewhere: what the trainer's own machine must have room for."""
+    """The recipe without the roles on other machines: what the trainer's own machine must have room for."""
     placement = seat(recipe, None).placement
     elsewhere = sum(
         any(one.node for one in placement.of(STUDENT, rank)) for rank in range(1, recipe.trainer.ranks)
@@ -82,7 +82,7 @@ def beside_the_trainer(recipe: Recipe) -> Recipe:
     if ROLLOUT in recipe.cluster.roles:  # its servers take no GPU here
         rollout = rollout.model_copy(update={"engine": "hf", "processes": 0})
     critic = recipe.critic
-    if CRITIC in recipe.cluster.roles and critic is not None:  # nor does a critic that has a pool
+    if CRITIC in recipe.cluster.roles and critic is not None:  # nor does a critic in a pool
         critic = critic.model_copy(update={"process": False, "device": None})
     return recipe.model_copy(
         update={
@@ -96,8 +96,9 @@ def beside_the_trainer(recipe: Recipe) -> Recipe:
 
 
 def gpus_outside_ray(recipe: Recipe) -> int | None:
-    """How many of its machine's GPUs the trainer may give to engine processes without asking Ray, which may have given the others to
-    teachers: those of the student's pool, or the GPUs of the student itself. None where no such process asks."""
+    """How many of its machine's GPUs the trainer may give to engine processes without asking Ray, which may have
+    assigned the remaining ones to teachers: those of the student's pool, or the student's own. None if no engine
+    process needs one."""
     rollout = recipe.rollout
     if not rollout.processes or rollout.devices or ROLLOUT in recipe.cluster.roles:
         return None
@@ -110,7 +111,7 @@ def gpus_outside_ray(recipe: Recipe) -> int | None:
 def _in_pool(
     recipe: Recipe, placement: Placement, role: Literal["rollout", "workers"], process: str, units: int
 ) -> dict[str, Home]:
-    """Homes of a role's processes, where the recipe gives it a pool. A unit's seats are of one node: `seat` saw to it."""
+    """Homes of a role's processes, if the recipe gives it a pool. All seats of a unit are on one node."""
     pool = recipe.cluster.roles.get(role)
     if pool is None:
         return {}
@@ -135,7 +136,7 @@ def _share(seats: Sequence[Seat]) -> Bundle:
 
 
 def _standalone(teacher: TeacherConfig, has_gpus: bool) -> Bundle:
-    """A GPU per rank where the cluster has any and the recipe does not say otherwise; else a CPU per thread."""
+    """A GPU per rank if the cluster has GPUs and the recipe does not say "cpu"; else a CPU per thread."""
     if teacher.device == "cpu" or (teacher.device == "auto" and not has_gpus):
         return Bundle(teacher.threads * teacher.tensor_parallel)
     return Bundle(1, teacher.tensor_parallel)

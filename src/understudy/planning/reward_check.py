@@ -1,8 +1,8 @@
-"""`understudy check` asks the reward about a few rows, so that one that cannot work is found before anything starts.
+"""Calls the reward on some rows for `understudy check`, so that a broken one is found before the run.
 
-A reward that ships is asked about every row, here. Any other is foreign code: it runs in a child process with a deadline
-(`rollout/rewards/trial.py`), on a few rows. One bad row costs one row in a run, so it takes more than that to refuse a recipe.
-Imports no torch.
+A reward that ships is called on every row, in this process. Any other is user code: it runs in a child process with a
+deadline (`rollout/rewards/trial.py`), on a few rows. A single bad row would cost only that row in a run, so it gives a
+note, not a problem. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from understudy.rollout.rewards.rewards import row_of
 _SHIPPED = "understudy.rollout."
 _CALL_SECONDS = 60.0
 _MOST = 4
-"""First rows of a dataset, and data sources, that a project's own reward is asked about."""
+"""How many first rows of a dataset, and how many data sources, a user's reward is called on."""
 
 
 @dataclass
 class RewardFindings:
     problems: list[str] = field(default_factory=list)
-    """Why no run can work with it."""
+    """Why the reward cannot work in a run."""
     notes: list[str] = field(default_factory=list)
-    """Rows that it cannot judge; each would become a dead letter."""
+    """Rows on which it fails; each would become a dead letter."""
 
 
 def check_reward(recipe: Recipe, datasets: Mapping[str, Dataset]) -> RewardFindings:
@@ -94,7 +94,7 @@ def _shipped(recipe: Recipe, reward: str, datasets: Mapping[str, Dataset]) -> Re
         first, failed = "", 0
         for number, row in enumerate(dataset.rows):
             try:
-                # One that is no plain function grades in processes of its own: all it needs of a row is the answer.
+                # An async reward grades in its own processes: all it needs of a row is the answer.
                 answer_of(row) if reward_trial.is_async(function) else function(row, "")
             except DataError as error:
                 failed += 1
@@ -108,7 +108,7 @@ def _shipped(recipe: Recipe, reward: str, datasets: Mapping[str, Dataset]) -> Re
 
 
 def _first_rows(dataset: Dataset) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The first few, and the first of each data source."""
+    """The first few rows, and the first of each data source."""
     seen: set[str] = set()
     for number, row in enumerate(dataset.rows):
         source = row.get("data_source") or ""
@@ -120,7 +120,7 @@ def _first_rows(dataset: Dataset) -> Iterator[tuple[str, dict[str, Any]]]:
 def _tried(
     reward: str, rows: Sequence[tuple[str, dict[str, Any]]], start_seconds: float, seconds: float
 ) -> tuple[str | None, dict[str, str]]:
-    """What is wrong with the reward altogether, and by place with rows; one that JSON cannot hold is left out."""
+    """(a fatal problem of the reward, problems by row); rows that JSON cannot encode are skipped."""
     request: dict[str, Any] = {"reward": reward, "paths": sys.path, "rows": []}
     places = []
     for place, row in rows:
@@ -156,7 +156,7 @@ def _conversation(
     threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
 
     def answer(deadline: float) -> dict[str, Any] | None:
-        """None where the child ended without one."""
+        """None if the child ended without an answer."""
         line = lines.get(timeout=deadline)
         return dict(json.loads(line)) if line else None
 

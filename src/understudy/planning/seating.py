@@ -1,12 +1,12 @@
-"""A recipe's roles as claims on pools, and the seats they get on this machine.
+"""Assigns a recipe's roles to GPUs (and CPUs) of this machine: claims on pools, and the seats they get.
 
-    [cluster.pools]        a slice each of the machine's GPUs, in the order written
-    machine                what no pool took: the student, rollout engines, a critic in its own process and `standalone` teachers,
-                           each on a GPU of its own
+    [cluster.pools]        each pool takes a slice of the machine's GPUs, in the order written
+    machine                the remaining GPUs: the student, rollout engines, a critic in its own process and
+                           `standalone` teachers, each on its own GPU
 
-`external` teachers sit elsewhere. `device = "cuda:N"` and `rollout.devices` are seats chosen by hand: other roles avoid them while
-a GPU is free. Where GPUs are too few, engine processes and teacher replicas of one GPU share what the other roles leave
-(placement.py); on a single GPU all roles share it. `Seating.shared` says who shares.
+`external` teachers are remote and have no seat. `device = "cuda:N"` and `rollout.devices` are manual seats: other roles
+avoid them while a GPU is free. If there are too few GPUs, engine processes and single-GPU teacher replicas share the
+GPUs that the other roles leave (placement.py); on a single GPU all roles share it. `Seating.shared` lists the sharing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from understudy.config.devices import asks_for_gpu
 from understudy.errors import ClusterError
 
 MACHINE = "machine"
-"""The pool of what the recipe's own pools left."""
+"""The pool of the GPUs that are in none of the recipe's pools."""
 STUDENT: Final = "student"
 ROLLOUT: Final = "rollout"
 WORKERS: Final = "workers"
@@ -43,27 +43,29 @@ def teacher_role(name: str) -> str:
 
 
 def critic_sits_apart(recipe: Recipe) -> bool:
-    """Whether the recipe has a critic, in a process of its own."""
+    """Whether the recipe has a critic in its own process."""
     asked = recipe.critic is not None and recipe.critic.process
     return recipe.loss.advantage == "gae" and (asked or CRITIC in recipe.cluster.roles)
 
 
 def critic_device(recipe: Recipe) -> str:
-    """What a critic in a process of its own is to sit on, as recipes say it."""
+    """The device of a critic in its own process, as recipes write it."""
     chosen = recipe.critic.device if recipe.critic is not None else None
     return chosen or ("cpu" if recipe.student.device == "cpu" else "auto")
 
 
 @dataclass(frozen=True)
 class Seating:
+    """The result of `seat`."""
+
     placement: Placement
     claims: Mapping[str, Claim]
-    """By role; roles seated by hand have none."""
+    """By role; roles with manual seats have none."""
     first_gpu: Mapping[str, int]
-    """Where a pool's GPUs begin on this machine."""
+    """By pool: the index of its first GPU on this machine."""
 
     def gpus(self, role: str, unit: int) -> list[int]:
-        """This machine's GPU indexes for one unit, by rank; empty when it sits on no GPU."""
+        """This machine's GPU indexes for one unit, by rank; empty if it has no GPU."""
         return [
             self.first_gpu[seat.pool] + seat.device
             for seat in self.placement.of(role, unit)
@@ -71,7 +73,7 @@ class Seating:
         ]
 
     def shared(self) -> str | None:
-        """Which processes share a GPU, in one line; None where none does."""
+        """Which processes share a GPU, in one line; None if none does."""
         cells = [
             f"GPU {self.first_gpu[seats[0].pool] + seats[0].device}: "
             + " + ".join(f"{one.role}/{one.unit}" for one in seats)
@@ -86,15 +88,15 @@ class Seating:
 
 
 class Seats:
-    """Seats of a run that goes on: replicas come and leave."""
+    """The seats of a running run, in which replicas are added and removed."""
 
     def __init__(self, seating: Seating, gpu_names: Sequence[str]) -> None:
         self.seating = seating
         self._gpu_names = gpu_names
-        """What CUDA_VISIBLE_DEVICES calls each GPU."""
+        """The name of each GPU in CUDA_VISIBLE_DEVICES."""
 
     def take(self, role: str, unit: int) -> list[str]:
-        """Names of the GPUs of one unit, by rank; a unit that is new gets a free seat, or `ClusterError`."""
+        """Names of the GPUs of one unit, by rank. A new unit gets a free seat; raises `ClusterError` if there is none."""
         claim = self.seating.claims.get(role)
         if claim is not None and not self.seating.placement.of(role, unit):
             self.seating = replace(self.seating, placement=self.seating.placement.with_unit(claim, unit))
@@ -107,10 +109,10 @@ class Seats:
 def seat(
     recipe: Recipe, gpus: int | None, cpus: int | None = None, gpu_names: Sequence[str] | None = None
 ) -> Seating:
-    """Who sits where on a machine with this many GPUs (and CPUs, where that is known); None looks at the recipe's own pools alone.
+    """Assigns seats on a machine with this many GPUs (and CPUs, if known); with `gpus=None`, only in the recipe's pools.
 
-    `gpu_names` are those of CUDA_VISIBLE_DEVICES, as `rollout.devices` calls them; without them GPUs are numbered from 0.
-    Raises `ClusterError` with the layout when a role has no seat.
+    `gpu_names` are those of CUDA_VISIBLE_DEVICES, as `rollout.devices` uses them; by default GPUs are numbered from 0.
+    Raises `ClusterError` with the layout if a role gets no seat.
     """
     pools = [
         Pool(name, pool.nodes, pool.gpus_per_node, pool.cpus_per_node)
@@ -125,7 +127,7 @@ def seat(
         _enough_gpus(recipe, gpus)
         if gpus:
             pools.append(Pool(MACHINE, 1, gpus - used))
-    # The trainer's own process is on the machine's first GPUs, so the student's pool comes first.
+    # The trainer's process uses the machine's first GPUs, so the student's pool comes first.
     pools.sort(key=lambda pool: pool.name != recipe.cluster.roles.get(STUDENT, MACHINE))
     first_gpu, total = {}, 0
     for pool in pools:
@@ -149,13 +151,13 @@ def seat(
             f"{error}\n(pool {MACHINE} is what cluster.pools left of this machine. The student's ranks, vLLM servers, a critic in a process "
             "of its own and teachers over several GPUs have GPUs of their own; to share one on purpose, set `device` to 'cuda:N')"
         ) from None
-    # A seat chosen by hand on a pool's GPU takes nothing from the pool's own roles: they share it.
+    # A manual seat on a pool's GPU does not reduce the pool: its roles share that GPU.
     placement = replace(placement, seats=(*placement.seats, *in_pools))
     return Seating(placement, {claim.role: claim for claim in claims}, first_gpu)
 
 
 def with_rollout_devices(recipe: Recipe, seating: Seating, gpu_names: Sequence[str]) -> Recipe:
-    """The same recipe with the GPUs of its rollout servers filled in, where the seating chose them."""
+    """The recipe with `rollout.devices` filled in, if the seating chose GPUs for the rollout servers."""
     rollout, claim = recipe.rollout, seating.claims.get(ROLLOUT)
     if rollout.devices or claim is None or claim.kind is not DeviceKind.GPU:
         return recipe
@@ -175,7 +177,7 @@ def _enough_cpus(pools: Sequence[Pool], cpus: int | None) -> None:
 
 
 def _enough_gpus(recipe: Recipe, gpus: int) -> None:
-    """Whoever names a GPU by itself finds one; claims on GPUs that nobody named are the placement's to refuse."""
+    """Raises if a GPU that the recipe names does not exist. Claims on unnamed GPUs are checked by the placement."""
     student, ranks = recipe.student.device, recipe.trainer.ranks
     has, problems = f"this machine has {_count(gpus)}", []
     on_gpu = asks_for_gpu(student) or (student == "auto" and gpus > 0)
@@ -203,7 +205,7 @@ def _enough_gpus(recipe: Recipe, gpus: int) -> None:
 
 
 def _gpus_in_pools(recipe: Recipe) -> None:
-    """A device that is asked for by name must be in the pool too: a CPU would be taken in its place without a word."""
+    """Raises if a role asks for a GPU and its pool has none; otherwise it would silently get a CPU."""
     pools, roles = recipe.cluster.pools, recipe.cluster.roles
     sits = [("student.device =", recipe.student.device, roles.get(STUDENT))]
     if recipe.rollout.processes:
@@ -229,7 +231,7 @@ def _count(gpus: int) -> str:
 
 
 def _pool_claims(recipe: Recipe) -> list[Claim]:
-    """Roles that the recipe puts into a pool by name."""
+    """Claims of the roles that the recipe assigns to a pool."""
     pools, claims = recipe.cluster.pools, []
     _gpus_in_pools(recipe)
     for role, pool in recipe.cluster.roles.items():
@@ -270,8 +272,8 @@ def _kind(on_gpu: bool) -> DeviceKind:
 
 
 def _rollout_claim(recipe: Recipe, pool: str, on_gpu: bool = True) -> Claim:
-    """Each server holds the whole student, on as many GPUs as vLLM is told to cut it over. A process of ours takes one, or on
-    CPUs as many as it has threads."""
+    """Each vLLM server holds the whole student, on as many GPUs as its tensor-parallel size. An engine process of ours
+    takes one GPU, or as many CPUs as it has threads."""
     if recipe.rollout.processes:
         on_gpu = on_gpu and recipe.student.device != "cpu"
         threads = 1 if on_gpu else recipe.run.threads or 1
@@ -286,7 +288,7 @@ def _rollout_claim(recipe: Recipe, pool: str, on_gpu: bool = True) -> Claim:
 
 
 def _teacher_claim(name: str, teacher: TeacherConfig, pool: str, on_gpu: bool) -> Claim:
-    """On CPUs a rank takes as many as it has threads."""
+    """A rank takes one GPU, or as many CPUs as it has threads."""
     width = teacher.tensor_parallel * (1 if on_gpu else teacher.threads)
     return Claim(teacher_role(name), pool, teacher.replicas, width, _kind(on_gpu))
 
@@ -294,7 +296,7 @@ def _teacher_claim(name: str, teacher: TeacherConfig, pool: str, on_gpu: bool) -
 def _machine(
     recipe: Recipe, left: int, names: Sequence[str], pools: Sequence[Pool]
 ) -> tuple[list[Claim], list[Seat]]:
-    """Claims and hand-chosen seats of those that sit in no pool; `left` GPUs belong to no pool."""
+    """Claims and manual seats of the roles without a pool; `left` GPUs belong to no pool."""
     claims: list[Claim] = []
     seated: list[Seat] = []
     gpus = len(names)
@@ -318,7 +320,7 @@ def _machine(
                 at(ROLLOUT, unit, f"cuda:{index}", rank)
         elif gpus > 1 and (left or not recipe.rollout.processes):
             claims.append(_rollout_claim(recipe, MACHINE))
-        else:  # with the student, where there is no other
+        else:  # no other GPU: share the student's
             device = recipe.student.device if recipe.rollout.processes else "auto"
             for unit in range(recipe.rollout.processes or recipe.rollout.replicas):
                 at(ROLLOUT, unit, device)
@@ -340,14 +342,14 @@ def _machine(
 
 
 def _engines_on_gpus(recipe: Recipe) -> bool:
-    """Whether rollouts are generated by processes that take GPUs of this machine, where it has any."""
+    """Whether rollouts are generated by processes that use this machine's GPUs, if it has any."""
     rollout = recipe.rollout
     return rollout.starts_servers or (rollout.processes > 0 and recipe.student.device != "cpu")
 
 
 def _named_gpus(devices: Sequence[str], names: Sequence[str]) -> list[tuple[int, int, int]]:
-    """`rollout.devices` as (unit, index among the GPUs of this process, rank in its unit). A GPU that this process does not see, because
-    CUDA_VISIBLE_DEVICES leaves it out, is no other role's either and has no seat."""
+    """`rollout.devices` as (unit, index among this process's GPUs, rank in its unit). A GPU that CUDA_VISIBLE_DEVICES
+    hides from this process gets no seat: no other role can use it either."""
     found = []
     for unit, listed in enumerate(devices):
         for rank, name in enumerate(listed.split(",")):

@@ -1,7 +1,7 @@
-"""Processes that share a GPU take turns on it, unless NVIDIA's multi-process service is there: whoever starts a run is told.
+"""Advice to start NVIDIA's multi-process service (MPS) when processes share a GPU.
 
-Nothing else shows it: every process is as busy as it can be, and a fully async run on one H200 took 1.6 times as long
-(docs/async.md).
+Without MPS such processes run on the GPU in turns. No other sign shows it: every process looks busy, and a fully async
+run on one H200 took 1.6 times as long (docs/async.md).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from understudy.cluster.placement import Placement
 
 _PIPES = ("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-"""Where the service listens: what a user says, or the driver's own choice."""
+"""Where MPS listens: the variable that sets it, and the driver's default."""
 _DOOR = "control"
 
 
 def advice(placement: Placement) -> str | None:
-    """What to start before the next run; None where nobody shares a GPU, or the service is there."""
+    """A hint for the user; None if no processes share a GPU, or MPS is running."""
     shared = placement.shared()
     if not shared or (Path(os.environ.get(_PIPES[0]) or _PIPES[1]) / _DOOR).exists():
         return None

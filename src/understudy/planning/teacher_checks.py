@@ -1,4 +1,4 @@
-"""What can be found wrong between rows and teachers before anything starts: contexts too short, mixtures that cannot be.
+"""Checks of rows against teachers before the run: context lengths, mixtures, signals.
 
 Imports no torch: `understudy check` runs this.
 """
@@ -15,15 +15,15 @@ from understudy.rollout.dataset import Dataset
 
 Row = Mapping[str, Any]
 Measure = Callable[[Row], int | None]
-"""A row's prompt in tokens; None where it cannot be told."""
+"""The number of tokens of a row's prompt; None if unknown."""
 _CLOSED_SIGNALS = ("sampled", "topk")
-"""What servers that are not ours can give at most."""
+"""The signals that servers other than ours can give."""
 
 
 def contexts_fit(
     recipe: Recipe, dataset: Dataset, folders: Mapping[str, ModelFolder], measure: Measure | None
 ) -> list[str]:
-    """Every teacher must hold prompt + response + 1 of the rows it judges; the arithmetic is in the message."""
+    """Every teacher's context must hold prompt + response + 1 of the rows it scores; the message shows the sum."""
     problems, holds = [], {}
     for name, folder in folders.items():
         own, wanted = folder.context, recipe.teachers[name].context_length
@@ -58,7 +58,7 @@ def contexts_fit(
 
 
 def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
-    """Mixtures need scores that can be mixed. A wrong name is one row's fault, and is told when that row is scored."""
+    """Mixtures need a signal that can be mixed. A wrong teacher name fails only its row, when that row is scored."""
     column, signal = recipe.data.mixture_key, recipe.loss.signal
     mixed = [number for number, row in enumerate(dataset.rows) if row.get(column) is not None]
     if not mixed or recipe.loss.distill_coef == 0:
@@ -79,7 +79,7 @@ def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
 
 
 def signals_fit(recipe: Recipe) -> list[str]:
-    """What a named backend cannot give needs no server to be told."""
+    """Problems of teachers whose named backend cannot give `loss.signal`; no server has to be asked."""
     signal = recipe.loss.signal
     if recipe.loss.distill_coef == 0 or signal in _CLOSED_SIGNALS:
         return []
@@ -91,14 +91,14 @@ def signals_fit(recipe: Recipe) -> list[str]:
 
 
 def _lengths(rows: Sequence[Row], measure: Measure | None) -> list[int]:
-    """Without a tokenizer at hand every prompt counts as one token: the least it can be."""
+    """Prompt lengths; without a tokenizer every prompt counts as one token, the minimum."""
     if measure is None:
         return [1] * len(rows)
     lengths = []
     for row in rows:
         try:
             lengths.append(measure(row) or 1)
-        except DataError:  # told by the check of the rows themselves
+        except DataError:  # reported by `check_rows`
             lengths.append(1)
     return lengths
 

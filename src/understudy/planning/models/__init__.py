@@ -1,1 +1,1 @@
-"""What a model's small files tell before anything is loaded: context, tokens, pairs that fit."""
+"""Reads models' small files before anything is loaded: context, tokens, compatible pairs."""

@@ -1,4 +1,4 @@
-"""What a model folder's config.json tells before anything loads: code that comes with it, rotary embeddings that change with length.
+"""Checks of a model's config.json: remote code, and rotary embeddings that change with length.
 
 Imports no torch and no transformers: `understudy check` runs this.
 """
@@ -18,7 +18,7 @@ from understudy.planning.models.folder import ModelFolder
 def models_load(
     recipe: Recipe, student: ModelFolder | None, teachers: Mapping[str, ModelFolder]
 ) -> list[str]:
-    """`teachers`: those that the run starts itself."""
+    """Problems of the student and of the teachers that the run starts itself."""
     problems = []
     trusted = recipe.student.trust_remote_code
     if student:
@@ -30,7 +30,7 @@ def models_load(
 
 
 def stays_within_border(recipe: Recipe, student: ModelFolder) -> list[str]:
-    """Rollouts of a student whose rotary embedding changes with length must all lie on one side."""
+    """If the student's rotary embedding changes beyond a length, all rollouts must stay below it."""
     border, room = student.rotary_border, recipe.rollout.context_length or student.context
     if border is None or room is None or room <= border:
         return []
@@ -38,7 +38,7 @@ def stays_within_border(recipe: Recipe, student: ModelFolder) -> list[str]:
 
 
 def _brings_code(folder: ModelFolder, section: str, trusted: bool) -> list[str]:
-    """transformers prefers a model type of its own over the code in a folder, so code is needed only where it has none."""
+    """A folder's own code is needed only for model types that transformers lacks: it prefers its own."""
     kind, brought = str(folder.config.get("model_type")), folder.config.get("auto_map")
     if not brought or trusted or _known_to_transformers(kind):
         return []
@@ -50,7 +50,7 @@ def _brings_code(folder: ModelFolder, section: str, trusted: bool) -> list[str]:
 
 @lru_cache
 def _known_to_transformers(kind: str) -> bool:
-    """Read from its list of model types; importing it would import torch."""
+    """Reads the list of model types from its source files; importing it would import torch."""
     found = find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return True

@@ -1,6 +1,6 @@
-"""What a model folder says about itself, read without torch: sizes, context, token→id map, special ids.
+"""Reads a model folder without torch: sizes, context, token→id map, special ids.
 
-`understudy check` and `understudy plan` look at models through this file, in milliseconds.
+`understudy check` and `understudy plan` read models through this file, in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a name that is no folder here can be a hub id (`Qwen/Qwen3-0.6B`) rather than a mistyped path."""
+    """Whether a name that is not a local folder can be a hub id (`Qwen/Qwen3-0.6B`) rather than a mistyped path."""
     path = Path(model)
     return (
         bool(_HUB_ID.match(model))
@@ -39,7 +39,7 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: str, role: str) -> ModelFolder:
-        """`role` names the recipe key in errors, for example `student.model`."""
+        """Checks that the folder has the needed files. `role` is the recipe key, for errors (`student.model`)."""
         folder = cls(Path(path))
         if not folder.path.is_dir():
             near = nearest_folder(folder.path)
@@ -64,7 +64,7 @@ class ModelFolder:
 
     @property
     def _text(self) -> dict[str, Any]:
-        """Multimodal configs keep the language model's keys one level down."""
+        """The language model's config; multimodal configs hold it one level down."""
         return dict(self.config.get("text_config") or self.config)
 
     @property
@@ -78,7 +78,7 @@ class ModelFolder:
 
     @property
     def rotary_border(self) -> int | None:
-        """The length beyond which its rotary embedding changes; None where it never does."""
+        """The length beyond which its rotary embedding changes; None if it never does."""
         return rotary_border(self._text)
 
     @property
@@ -91,7 +91,7 @@ class ModelFolder:
         return sum(math.prod(shape) for shape in self._shapes.values())
 
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
-        """Of low-rank adapters on the linear layers whose names end so: two thin matrices each."""
+        """Parameters of low-rank adapters on the linear layers with these name endings: two thin matrices each."""
         return sum(
             rank * sum(shape)
             for name, shape in self._shapes.items()
@@ -100,7 +100,7 @@ class ModelFolder:
 
     @cached_property
     def _shapes(self) -> dict[str, list[int]]:
-        """Of every tensor in the weight files, by name."""
+        """The shape of every tensor in the weight files, by name."""
         return {name: shape for file in self.weight_files for name, shape in _tensor_shapes(file).items()}
 
     @property
@@ -114,7 +114,7 @@ class ModelFolder:
 
     @property
     def special_ids(self) -> Mapping[str, int | None]:
-        """What starts, ends and pads a sequence, as the tokenizer's files say."""
+        """The ids that start, end and pad a sequence, from the tokenizer's files."""
         return self.vocabulary.special
 
     @cached_property

@@ -1,7 +1,7 @@
-"""A hub model's small files (config, tokenizer, chat template), fetched before anything is loaded. No weights, no torch.
+"""Fetches a hub model's small files (config, tokenizer, chat template). No weights, no torch.
 
-They come from the hub where it answers, else from the local hub cache; `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE` and
-tokens count as they do for transformers.
+They come from the hub if it is reachable, else from the local hub cache. `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`
+and tokens have the same effect as for transformers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from understudy.planning.models.folder import ModelFolder
 _NEEDED = ("config.json", "tokenizer.json")
 _FURTHER = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja", "added_tokens.json")
 _PATIENCE_S = 4.0
-"""For the hub's first answer: huggingface_hub alone would try for half a minute per file where there is no network."""
+"""Timeout for the hub's first answer: without a network, huggingface_hub would try for half a minute per file."""
 
 
 def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolder | None:
-    """The model's folder in the local hub cache, small files there; None where they cannot be had, or it has no tokenizer.json.
+    """The model's folder in the local hub cache, with its small files; None if they cannot be fetched.
 
-    `DataError`: the hub has no such model, or a plain name is neither a folder nor known to a hub that cannot be asked.
+    Also None if the model has no tokenizer.json. Raises `DataError` if the hub has no such model, or if a name without
+    an organisation is neither a folder nor in the cache and the hub is unreachable.
     """
     answers = not constants.HF_HUB_OFFLINE and hub_answers(constants.ENDPOINT)
 
@@ -63,7 +64,7 @@ def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolde
             "config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
         ) from None
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError):
-        return None  # the loader will say what is wrong with it, at length
+        return None  # loading the model will raise the full error
     if "/" not in model and not answers:
         raise DataError(
             f"{role} = {model!r}: no such folder here, no such model in the local hub cache, and the hub ({constants.ENDPOINT}) cannot be "
@@ -74,7 +75,7 @@ def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolde
 
 @lru_cache(maxsize=4)
 def hub_answers(endpoint: str) -> bool:
-    """Whether anything answers at the hub's address; asked once."""
+    """Whether the hub's address answers; asked once."""
     try:
         httpx.head(endpoint, timeout=_PATIENCE_S)
     except (httpx.HTTPError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The models of a recipe as far as their small files can be read before anything is loaded: folders here, hub ids by their files."""
+"""Opens the models of a recipe by their small files: local folders, or hub ids whose files are fetched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from understudy.planning.models.folder import ModelFolder, is_hub_id
 
 
 def open_models(recipe: Recipe, attempt: Callable[[Callable[[], Any]], Any]) -> dict[str, ModelFolder]:
-    """Every model of a recipe whose files can be read here, by its place in the recipe: `student`, `teachers.math`, `critic`, …"""
+    """Every model of a recipe whose files can be read, by its place in the recipe: `student`, `teachers.math`, …"""
     named = {"student": (recipe.student.model, recipe.student.revision)}
     for role, beside in (("critic", recipe.critic), ("reference", recipe.reference)):
         if beside is not None and beside.model:
@@ -36,8 +36,8 @@ def _own(model: str, role: str, revision: str | None) -> ModelFolder | None:
 
 
 def _external(model: str, role: str, revision: str | None) -> ModelFolder | None:
-    """An external teacher's model need not be here, and its name may be only what its server calls it. Where its files can be had, it
-    is compared."""
+    """An external teacher's model may be absent from this machine, and its name may be known to its server only. It is
+    compared with the student if its files can be read."""
     path = Path(model)
     if (path / "tokenizer.json").is_file() and (path / "config.json").is_file():
         return ModelFolder(path)

@@ -1,9 +1,9 @@
-"""Whether the models of a run fit each other by their tokens, and which token ids they can all use.
+"""Compares the vocabularies of a run's models, and finds the token ids that all of them can use.
 
     student ─┐
-    teacher ─┼─ id → token ──> an id that two models have names two tokens: refused
-    critic  ─┤                 ids that not all of them have: never sampled, never candidates (`UsableIds`)
-    reference┘                 other eos, pad, unk, chat template: fine, told in a note where it matters
+    teacher ─┼─ id → token ──> one id, different tokens in two models: an error
+    critic  ─┤                 ids that not all models have: never sampled, never candidates (`UsableIds`)
+    reference┘                 different eos, pad, unk, chat template: allowed, noted where it matters
 
 Imports no torch: `understudy check` runs this.
 """
@@ -22,15 +22,15 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One model of a run, as far as tokens matter."""
+    """The vocabulary of one model of a run."""
 
     place: str
-    """What the recipe calls it: `student`, `teachers.math`, `critic`, `reference`."""
+    """Its name in the recipe: `student`, `teachers.math`, `critic`, `reference`."""
     vocabulary: Vocabulary
     rows: int | None = None
-    """Embedding rows; None where that is not known."""
+    """Embedding rows; None if unknown."""
     ends: tuple[int, ...] = ()
-    """Ids that end a turn, as its generation config and its tokenizer say."""
+    """Ids that end a turn, from its generation config and its tokenizer."""
     template: str | None = None
 
     @classmethod
@@ -47,7 +47,7 @@ class Side:
 
 
 def usable_ids(student: Side, others: Iterable[Side]) -> UsableIds:
-    """The ids with a token on every side. Without any knowledge of the student's tokens all of its rows are."""
+    """The ids that have a token in every model. If the student's tokens are unknown, all of its rows."""
     shared = set(student.tokens)
     if not shared:
         return UsableIds(student.rows or 1 << 31)
@@ -58,7 +58,7 @@ def usable_ids(student: Side, others: Iterable[Side]) -> UsableIds:
 
 
 def pair_problems(student: Side, other: Side) -> list[str]:
-    """Why this student and this model cannot be in one run; empty where they can."""
+    """Why this student and this model cannot be in one run; empty if they can."""
     differing = differences(student.vocabulary, other.vocabulary, (student.rows, other.rows))
     if differing:
         return [
@@ -77,7 +77,7 @@ def pair_problems(student: Side, other: Side) -> list[str]:
 
 
 def pair_notes(student: Side, other: Side) -> list[str]:
-    """What differs between two models that fit, as far as it changes what a run does."""
+    """The differences between two compatible models that change what a run does."""
     notes = []
     ours, theirs = student.tokens, other.tokens
     if other.kind == "teacher" and other.ends and set(other.ends) != set(student.ends):

@@ -1,4 +1,4 @@
-"""What a simulated run is made of: phase times, work, a split of devices; and what is said about it in the end."""
+"""Inputs and result of the simulation: phase times, work, a split of devices, a prediction."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from understudy.planning.windows import Windows
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one decode step by the number of rows in it: straight lines between measured points."""
+    """Seconds of one decode step by its number of rows: linear between measured points."""
 
     rows: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def __call__(self, rows: float) -> float:
         last = len(self.rows) - 1
-        if last > 0 and rows > self.rows[last]:  # beyond the last point, on along the last line
+        if last > 0 and rows > self.rows[last]:  # beyond the last point, extrapolate the last line
             slope = (self.seconds[last] - self.seconds[last - 1]) / (self.rows[last] - self.rows[last - 1])
-            # Measured points may fall by chance; a step that went on falling would end before it began.
+            # Measured points may decrease by chance; an extrapolated decrease would reach negative times.
             return self.seconds[last] + max(0.0, slope) * (rows - self.rows[last])
         return float(np.interp(rows, self.rows, self.seconds))
 
@@ -38,53 +38,53 @@ class Costs:
     decode: StepTime
     """Of one engine."""
     prefill_token: float = 0.0
-    """Seconds per prompt token on one engine; other rows of the engine wait. Also what a publish costs rows in flight."""
+    """Seconds per prompt token on one engine, during which its other rows wait. A publish costs rows in flight the same."""
     host_row: float = 0.0
-    """Seconds of the one host process per row: template, reward, journal."""
+    """Seconds per row in the single host process: template, reward, journal."""
     score_row: float = 0.0
     score_token: float = 0.0
-    """Of one teacher replica, per token of prompt and response."""
+    """Seconds of one teacher replica per token of prompt and response."""
     update_fixed: float = 0.0
-    """Seconds of an update that no number of devices shortens: optimizer, claim, synchronisation."""
+    """Seconds of an update that do not shrink with more devices: optimizer, claim, synchronisation."""
     update_token: float = 0.0
-    """Of one trainer device; several divide the tokens."""
+    """Seconds of one trainer device per token; several devices divide the tokens."""
     ahead_token: float = 0.0
-    """The part of it that is made while teachers score, where rows are written only between updates."""
+    """The part of `update_token` that overlaps with scoring when rows are written only between updates."""
     update_spread: float = 0.0
-    """Standard deviation of update times, as a share of their mean: between two uneven sides a queue runs empty at times."""
+    """Standard deviation of update times relative to their mean. With uneven times, queues run empty at times."""
     publish: float = 0.0
 
 
 class Batching(StrEnum):
     COMPOSED = "composed"
-    """An engine takes a batch when it is empty, and answers when the batch's last row has ended."""
+    """An empty engine takes a batch, and returns it when the batch's last row has ended."""
     CONTINUOUS = "continuous"
-    """A row enters when a place is free, and is answered when it has ended."""
+    """A row enters when a place is free, and is returned when it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be done, whoever does it."""
+    """The workload, independent of the split of devices."""
 
     lengths: tuple[int, ...]
-    """New tokens of rows; drawn from again and again in a seeded order."""
+    """The distribution of new tokens per row; sampled in a seeded order."""
     prompt_tokens: int = 0
     n: int = 1
     """Sessions per prompt."""
     max_batch: int = 128
-    """Rows of one engine."""
+    """Maximum rows in one engine."""
     batching: Batching = Batching.CONTINUOUS
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Who gets what. Engines and replicas are units (of one or more devices); the trainer is counted in devices."""
+    """A split of devices. Engines and replicas are units (of one or more devices); the trainer is counted in devices."""
 
     engines: int
     trainer: int
     replicas: int
     capacity: float | None = None
-    """Sides that can be at full speed at once where all share the same devices: 1 on a single GPU. None: nobody shares."""
+    """How many sides can run at full speed at once if all share the same devices: 1 on a single GPU. None: no sharing."""
 
     def __str__(self) -> str:
         return f"{self.engines} engines, {self.trainer} trainer devices, {self.replicas} teacher replicas"
@@ -103,12 +103,12 @@ class Prediction:
 
 
 def sync_windows(batch_size: int, steps: int) -> Windows:
-    """The sync schedule: nothing is admitted ahead."""
+    """The sync schedule: no prompt is admitted before the publish it is trained under."""
     return Windows(batch_size, 1, 0.0, steps)
 
 
 def quantile_lengths(quantiles: Sequence[float], count: int = 1024) -> tuple[int, ...]:
-    """Lengths between quantiles given at even steps (0 … 1), as a distribution to draw from."""
+    """Lengths interpolated between quantiles at even steps (0 … 1), as a distribution to sample from."""
     at = (np.arange(count) + 0.5) / count
     found = np.interp(at, np.linspace(0, 1, len(quantiles)), quantiles)
     return tuple(max(1, round(float(length))) for length in found)

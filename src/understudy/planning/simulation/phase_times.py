@@ -1,13 +1,13 @@
-"""Phase times out of finished runs: what the simulation needs to know, read from metrics.jsonl and spans.jsonl.
+"""Measures the phase times of finished runs from metrics.jsonl and spans.jsonl, for the simulation.
 
-    decode     time in which rollouts were under way ÷ decode steps that took; one point per run, by its rows in a batch
-    score      time in which a teacher was asked for anything × its replicas ÷ tokens
-    update     compute ÷ tokens, and how much of that was made while teachers scored; optimizer, claim and whatever else a step
-               spends outside its phases is fixed
-    host       the rest of `produce`: time in which nothing was being rolled out or scored, per row
+    decode     time with rollouts in progress ÷ number of decode steps; one point per run, at its rows per batch
+    score      time with requests at a teacher × its replicas ÷ tokens
+    update     compute ÷ tokens, and the part of it that overlapped with scoring; optimizer, claim and all other time
+               of a step outside its phases is fixed
+    host       the rest of `produce`, per row: time in which nothing was rolled out or scored
 
-Several runs with batches of different sizes give the decode time several points. The first steps of a run are left out:
-they pay for compilation, caches and cold files.
+Several runs with different batch sizes give the decode time several points. The first steps of a run are left out:
+they include compilation and cold caches.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _SIDES = ("trainer", "rollout", "teacher")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """One run: what it did, and what its phases took."""
+    """One finished run: its workload and its phase times."""
 
     recipe: Recipe
     costs: Costs
-    """`decode` has this run's one point."""
+    """`decode` has one point, this run's."""
     work: Work
     windows: Windows
     split: Split
     rows_per_second: float
     step_seconds: float
     idle: Mapping[str, float]
-    """Shares of the time, by side, as the run itself measured them; empty for a sync run, which does not."""
+    """Idle share by side, as the run measured it; empty for a sync run, which does not measure it."""
 
     def predicted(self, costs: Costs | None = None, capacity: float | None = None) -> Prediction:
-        """The same run on paper; with other costs, a prediction from runs that were not this one."""
+        """A simulation of this run; with other costs, a prediction from the measurements of other runs."""
         split = Split(self.split.engines, self.split.trainer, self.split.replicas, capacity)
         partial = self.recipe.trainer.partial_rollouts
         return simulate(costs or self.costs, self.work, self.windows, split, partial_rollouts=partial)
@@ -105,7 +105,7 @@ def measure(run: Path) -> MeasuredRun:
 
 
 def windows_of(recipe: Recipe) -> Windows:
-    """A recipe's schedule over as many windows as the simulation needs."""
+    """A recipe's schedule, over as many windows as the simulation needs."""
     trainer = recipe.trainer
     if trainer.mode == "sync":
         return Windows(trainer.batch_size, 1, 0.0, _SIMULATED_WINDOWS)
@@ -115,7 +115,7 @@ def windows_of(recipe: Recipe) -> Windows:
 
 
 def batching_of(recipe: Recipe) -> Batching:
-    """How its engines take rows: batches composed by key under full determinism, row by row otherwise."""
+    """How its engines take rows: in batches composed by key under full determinism, else one by one."""
     by_key = recipe.run.determinism == "full" or (
         recipe.run.determinism is None and recipe.trainer.mode == "sync" and recipe.rollout.engine == "hf"
     )
@@ -123,7 +123,7 @@ def batching_of(recipe: Recipe) -> Batching:
 
 
 def combined(runs: Sequence[MeasuredRun]) -> Costs:
-    """Costs of several runs: means, and every run's point of the decode time."""
+    """The costs of several runs: means, and each run's point of the decode time."""
     points: dict[float, list[float]] = {}
     for run in runs:
         points.setdefault(run.costs.decode.rows[0], []).append(run.costs.decode.seconds[0])
@@ -152,18 +152,18 @@ def combined(runs: Sequence[MeasuredRun]) -> Costs:
 @dataclass(frozen=True, slots=True)
 class _Spans:
     rolling_out: float
-    """Seconds in which at least one rollout was under way."""
+    """Seconds with at least one rollout in progress."""
     working: float
-    """The same of rollouts and scores together."""
+    """Seconds with at least one rollout or score request in progress."""
     rows: int
     row_seconds: float
-    """Of all rollouts, added up."""
+    """The sum of all rollouts' seconds."""
     replica_seconds: float
-    """Of teachers that had something to score, times their replicas."""
+    """Seconds in which a teacher had score requests, times its replicas, summed over teachers."""
 
 
 def _spans(path: Path, lines: Sequence[Mapping[str, Any]], replicas: Mapping[str, int]) -> _Spans:
-    """Of the steps in `lines`: from the end of the step before them to the end of the last one's last phase."""
+    """The spans of the steps in `lines`: from the end of the step before them to the end of the last one."""
     found = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
     ends = {
         span["step"]: span["end"]
@@ -211,12 +211,12 @@ def _work(recipe: Recipe, lines: Sequence[Mapping[str, Any]], rows: Sequence[int
 
 
 def lengths_like(mean: float, longest: float, cap: int, rows: int, count: int = 1024) -> tuple[int, ...]:
-    """A log-normal cut at `cap` with this mean, whose longest of `rows` is about `longest`."""
+    """A log-normal distribution, capped at `cap`, with this mean, whose longest of `rows` samples is about `longest`."""
     at = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
     top = NormalDist().inv_cdf(1 - 0.5 / max(rows, 1))
 
     def location(sigma: float) -> float:
-        """The one that gives the mean, the cut included."""
+        """The location parameter that gives the mean, after the cap."""
 
         def short(middle: float) -> bool:
             return float(np.minimum(np.exp(middle + sigma * at), cap).mean()) < mean
@@ -239,7 +239,7 @@ def _bisect(too_low: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def _decode(spans: _Spans, work: Work, split: Split, rows: Sequence[int]) -> StepTime:
-    """One point: seconds of a decode step at this run's batch."""
+    """One point: seconds of a decode step at this run's batch size."""
     if work.batching is Batching.CONTINUOUS:
         together = min(spans.row_seconds / spans.rolling_out / split.engines, work.max_batch)
         tokens = spans.rows * float(np.mean(work.lengths))
@@ -254,20 +254,20 @@ def _decode(spans: _Spans, work: Work, split: Split, rows: Sequence[int]) -> Ste
 
 
 def _fixed(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Of a step: what is neither waiting for rows nor work on tokens nor the publish."""
+    """Seconds of a step that are neither waiting for rows, nor compute on tokens, nor the publish."""
     produce = "time/produce" if "time/produce" in lines[0] else "time/wait for rows"
     rest = _mean(lines, "time/step") - _mean(lines, produce) - _mean(lines, "time/publish")
     return max(0.0, rest - _mean(lines, "time/update/compute"))
 
 
 def _spread(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Of the seconds a token takes in the updates."""
+    """Relative standard deviation of the update seconds per token."""
     seconds = [line["time/update"] / (line["perf/tokens_per_second"] * line["time/step"]) for line in lines]
     return float(np.std(seconds) / np.mean(seconds))
 
 
 def _tokens(lines: Sequence[Mapping[str, Any]]) -> float:
-    """That went through the trained model."""
+    """Tokens that went through the trained model."""
     return float(sum(line["perf/tokens_per_second"] * line["time/step"] for line in lines))
 
 

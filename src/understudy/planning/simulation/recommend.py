@@ -1,8 +1,8 @@
-"""Which split of devices among rollout, trainer and teachers a run should get: the simulation, asked many times.
+"""Recommends a split of devices among rollout, trainer and teachers, by a search over simulations.
 
-Throughput is close to the least of three capacities, so the search begins where the capacities balance and then moves
-devices between two sides, many at a time and then fewer, for as long as that helps. A big cluster is searched as a slice of
-itself: a quarter of the devices with a quarter of each batch behaves alike, and the answer is simulated once in full.
+Throughput is close to the smallest of three capacities. The search starts where the capacities balance and moves
+devices between two sides, many at a time and then fewer, as long as throughput improves. A large cluster is searched on
+a slice: a quarter of the devices with a quarter of each batch behaves alike. The result is simulated once in full.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from understudy.planning.simulation.simulate import simulate
 from understudy.planning.windows import Windows
 
 _SLICE = 16
-"""Devices of a slice, about."""
+"""Approximate number of devices in a slice."""
 _ENOUGH = 1.002
-"""A gain below this is not worth another split."""
+"""Smaller gains do not change the split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What there is to share out, and how many devices one unit of each side takes."""
+    """The available devices, and how many of them one unit of each side takes."""
 
     total: int
     per_engine: int = 1
     per_replica: int = 1
     trainer_step: int = 1
-    """The trainer takes a multiple of this: what its model needs at least."""
+    """The trainer takes a multiple of this: the minimum for its model."""
 
     @property
     def units(self) -> tuple[int, int, int]:
@@ -43,13 +43,13 @@ class Choice:
     split: Split
     prediction: Prediction
     devices: int
-    """In use; a remainder too small for a unit is left over."""
+    """Devices in use; a remainder too small for a unit stays unused."""
 
 
 def recommend(
     devices: Devices, costs: Costs, work: Work, windows: Windows, *, partial_rollouts: bool = True
 ) -> Choice:
-    """The split with the most rows per second, everybody on devices of their own; teachers may be none."""
+    """The split with the most rows per second, without shared devices; there may be no teachers."""
     taught = costs.score_row > 0 or costs.score_token > 0
     least = devices.per_engine + devices.trainer_step + (devices.per_replica if taught else 0)
     if devices.total < least:
@@ -60,7 +60,7 @@ def recommend(
     slices = max(1, min(devices.total // max(_SLICE, 4 * least), windows.batch_size // 4))
     units = _search(
         replace(devices, total=devices.total // slices),
-        replace(costs, host_row=costs.host_row * slices),  # there is one host for all of them
+        replace(costs, host_row=costs.host_row * slices),  # all slices share one host
         work,
         replace(windows, batch_size=windows.batch_size // slices),
         partial_rollouts,
@@ -99,7 +99,7 @@ def _search(
 
 
 def _moves(total: int) -> list[int]:
-    """Devices moved at a time: an eighth of all, then half as many each time, down to one."""
+    """Devices moved at a time: an eighth of all, then halved down to one."""
     moves, size = [], max(1, total // 8)
     while size > 1:
         moves.append(size)
@@ -110,7 +110,7 @@ def _moves(total: int) -> list[int]:
 def _balanced(
     devices: Devices, costs: Costs, work: Work, windows: Windows, taught: bool
 ) -> tuple[int, int, int]:
-    """Shares in proportion to the device-seconds a row costs each side."""
+    """Units in proportion to the device-seconds that a row costs each side."""
     length = float(np.mean(work.lengths))
     tokens = length + work.prompt_tokens
     rows = windows.batch_size * work.n
@@ -135,7 +135,7 @@ def _balanced(
 def _moved(
     units: tuple[int, int, int], giver: int, taker: int, move: int, devices: Devices, taught: bool
 ) -> tuple[int, int, int] | None:
-    """About `move` devices from one side to another, in whole units; what is left over counts as free. None: not possible."""
+    """Moves about `move` devices from one side to another, in whole units, plus any unused ones. None: not possible."""
     sizes, counts = devices.units, list(units)
     if taker == 2 and not taught:
         return None

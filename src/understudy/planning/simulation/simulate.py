@@ -1,13 +1,13 @@
-"""A run on paper: phase times, a length distribution and a split of devices in; rows per second and idle shares out.
+"""Simulates a run from phase times, a length distribution and a split; gives rows/s and idle shares.
 
     admit ──> [rollout engines] ──> [host] ──> [teacher replicas] ──> window complete? ──> [trainer] ──> publish
       ▲        rows share a step      one row     one row each, in                          update(s)       │
       └────────────────────────────── a whole window's slots are free again ────────────────────────────────┘
 
 It is a discrete-event simulation of the schedule in `windows.py`: prompt i may be admitted after publish k when
-i < k·R + C. Sync is the same schedule with C = R and one update per publish. Between two events nothing changes, so a row
-advances at one token per decode step of its engine, and time jumps from event to event. No torch, no clock, chance from a
-seed alone: the same inputs give the same figures.
+i < k·R + C. Sync is the same schedule with C = R and one update per publish. Between two events every row advances by
+one token per decode step of its engine, and time jumps from event to event. No torch, no clock, all randomness from a
+seed: the same inputs give the same results.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from understudy.planning.windows import Windows
 class _Engine:
     number: int
     clock: float = 0.0
-    """Tokens written per row since the beginning: advances by one per decode step."""
+    """Decode steps since the start."""
     stall: float = 0.0
-    """Seconds of prompt passes still to be done."""
+    """Seconds of prefill still to be done."""
     at: float = 0.0
-    """The side's time at which clock and stall were last right."""
+    """The side's time at which clock and stall were last updated."""
     rows: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of (clock at which it ends, row)."""
+    """Heap of (clock at which the row ends, row)."""
     ended: list[int] = field(default_factory=list)
-    """Composed: rows of the batch that wait for its last."""
+    """With composed batches: ended rows that wait for the batch's last one."""
     active: bool = False
     life: int = 0
-    """Counts changes; an event of an earlier life is stale."""
+    """Counts changes; events planned before the last change are stale."""
 
 
 @dataclass(slots=True)
 class _Side:
-    """One kind of worker, with a time of its own that runs slower while devices are shared."""
+    """One side (rollout, host, teacher, trainer), with its own time, which runs slower while devices are shared."""
 
     events: list[tuple[float, int, Callable[[], None]]]
-    """Heap by the side's own time. Where nobody shares, all times are one and so are the heaps."""
+    """Heap by the side's own time. Without shared devices all sides use one time and one heap."""
     active: int = 0
     busy: float = 0.0
     """Unit-seconds of work until `counted`."""
@@ -74,6 +74,8 @@ class _Side:
 
 
 class _Simulation:
+    """The state of one simulation; the methods are the events."""
+
     def __init__(
         self, costs: Costs, work: Work, windows: Windows, split: Split, *, partial_rollouts: bool, seed: int
     ) -> None:
@@ -81,7 +83,7 @@ class _Simulation:
         self.partial_rollouts = partial_rollouts
         rows = windows.prompts * work.n
         self.chance = np.random.default_rng([seed, 1])
-        # However few the rows, they come from all over the distribution, in a seeded order.
+        # Even a few rows cover the whole distribution, in a seeded order.
         spread = np.random.default_rng(seed).permutation(rows) * len(work.lengths) // rows
         self.lengths = np.asarray(work.lengths)[spread]
         self.step_seconds = [costs.decode(rows) for rows in range(work.max_batch + 1)]
@@ -94,12 +96,12 @@ class _Simulation:
         self.to_handle: deque[int] = deque()
         self.unfinished_sessions = np.full(windows.prompts, work.n)
         self.ready_tokens: list[deque[int]] = [deque() for _ in range(windows.count)]
-        """Of each window: the tokens of every prompt that is scored and not yet trained."""
+        """By window: the tokens of each prompt that is scored and not yet trained."""
         self.admitted = self.published = self.steps = self.running = 0
         self.draining = self.training = False
         self.time = self.rows_seconds = self.rows_counted = 0.0
         self.marks: list[tuple[float, ...]] = []
-        """At every publish: time, and each side's busy seconds and row-seconds."""
+        """At every publish: the time, each side's busy seconds, and the row-seconds."""
         self.order = 0
 
     # --- time -------------------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ class _Simulation:
             action()
 
     def next_side(self) -> _Side:
-        """Where devices are shared: how fast everybody goes now, and whose event comes first."""
+        """With shared devices: sets each side's speed and returns the side with the next event."""
         assert self.split.capacity is not None
         shared = [side for side in (self.rollout, self.teacher, self.trainer) if side.active]
         for side in shared:
@@ -138,7 +140,7 @@ class _Simulation:
         self.fill(self.engines)
 
     def fill(self, engines: Sequence[_Engine]) -> None:
-        """Places that are free in these engines get rows that wait, the emptiest engine first."""
+        """Assigns waiting rows to free places of these engines, the emptiest engine first."""
         open_to = [(len(e.rows), e.number) for e in engines if self.takes_rows(e)]
         heapq.heapify(open_to)
         filled, before = set(), len(self.queue)
@@ -163,7 +165,7 @@ class _Simulation:
         return len(engine.rows) < self.work.max_batch
 
     def catch_up(self, engine: _Engine) -> None:
-        """Brings an engine's clock to the side's time."""
+        """Advances an engine's clock to the side's time."""
         now = self.rollout.now(self.time)
         seconds, engine.at = now - engine.at, now
         stalled = min(engine.stall, seconds)
@@ -196,7 +198,7 @@ class _Simulation:
             self.to_handle.extend(ended)
             self.handle()
         self.plan_next_end(engine)
-        self.fill([engine])  # rows only wait while every other engine is full
+        self.fill([engine])  # rows wait only while all other engines are full
         self.publish_if_drained()
 
     # --- host and teachers ------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ class _Simulation:
     # --- trainer ----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """The next update, as soon as its rows are there: a batch in order of arrival, for the window's last all the rest."""
+        """Starts the next update once its rows are there: a batch in order of arrival; the window's last takes the rest."""
         if self.training or self.steps == self.windows.steps:
             return
         window = self.windows.of_step(self.steps + 1)
@@ -256,7 +258,7 @@ class _Simulation:
         self.later(self.trainer, seconds * self.unevenness(), lambda: self.updated(last))
 
     def unevenness(self) -> float:
-        """A factor of mean 1, log-normal, seeded; exactly 1 where updates were given no spread."""
+        """A seeded log-normal factor with mean 1; exactly 1 if `update_spread` is 0."""
         if not self.costs.update_spread:
             return 1.0
         variance = math.log(1 + self.costs.update_spread**2)
@@ -276,13 +278,13 @@ class _Simulation:
             self.publish_if_drained()
 
     def publish_if_drained(self) -> None:
-        """`partial_rollouts = false`: every admitted row must have been written first."""
+        """With `partial_rollouts = false`, publishes once every admitted row is written."""
         if self.draining and not self.running and not self.queue and not self.trainer.active:
             self.trainer.set_active(self.time, 1)
             self.later(self.trainer, self.costs.publish, self.publish)
 
     def publish(self) -> None:
-        """A window's weights are out. Rows in flight go on under them, after a pass over what they have."""
+        """Publishes a window's weights. Rows in flight continue with them, after a prefill of their tokens so far."""
         self.published += 1
         self.training = self.draining = False
         self.trainer.set_active(self.time, 0)
@@ -304,10 +306,10 @@ class _Simulation:
 def simulate(
     costs: Costs, work: Work, windows: Windows, split: Split, *, partial_rollouts: bool = True, seed: int = 0
 ) -> Prediction:
-    """What a run of this schedule on this split would do in the long run.
+    """The steady state of a run with this schedule and split.
 
-    Measured between two publishes: after the first ones, which begin with empty queues, and before the last ones, when
-    there is nothing left to admit.
+    Measured between two publishes: after the first ones, which start with empty queues, and before the last ones, when
+    no prompt is left to admit.
     """
     first, last = 2 + 2 * windows.oldest, windows.count - 1 - windows.oldest
     if min(split.engines, split.trainer) < 1 or split.replicas < 0:
