@@ -9,9 +9,9 @@ select by) and a **status**. Work is claimed under a **lease** and finished by a
                  └────── lease expired, released ───┘                 └─ expired, released ┘
               any of them ──dead_letter(reason)──> dead          ──evict(reason)──> evicted
 
-Delivery is at least once: when a lease expires, its rows can be claimed again. Training is exactly once: only the
-holder of a live lease can ack, a row leaves the plane with its ack, and a key that was ever settled (trained, dead
-or evicted) is neither issued nor written again. `rewind` restores the state of a checkpoint.
+Delivery is at least once: when a lease expires, its rows can be claimed again. Training is exactly once: only
+the holder of a live lease can ack, a row leaves the plane with its ack, and a key that was ever settled
+(trained, dead or evicted) is neither issued nor written again. `rewind` restores the state of a checkpoint.
 
 In-process producers need no producer lease: `issue` the keys, make the rows, `put` them.
 """
@@ -45,10 +45,11 @@ class RowStatus(StrEnum):
     RUNNING = "running"
     """Being made, under a producer's lease or by an in-process producer that wrote part of it."""
     FINISHED = "finished"
-    """Rolled out. Later columns (teacher scores, advantages) may still be missing: `claim(fields=…)` waits for them."""
+    """Rolled out. Later columns (teacher scores, advantages) may still be missing: `claim(fields=…)` waits
+    for them."""
     FAILED = "failed"
-    """Making it failed; it is retried (`claim(status=failed)`) or dead-lettered. Until then claims in key order
-    wait for it."""
+    """Making it failed; it is retried (`claim(status=failed)`) or dead-lettered. Until then claims in key
+    order wait for it."""
 
 
 class Order(StrEnum):
@@ -77,9 +78,11 @@ class Retain(StrEnum):
     """How long the journal keeps the columns of trained rows."""
 
     UNTIL_SETTLED = "until_settled"
-    """Until `settle(step)`: after a rewind the rows are complete (determinism "fast": nothing is rolled out twice)."""
+    """Until `settle(step)`: after a rewind the rows are complete (determinism "fast": nothing is rolled out
+    twice)."""
     UNTIL_ACK = "until_ack"
-    """Deleted with the ack: after a rewind the rows are made again (determinism "full" does so anyway; saves disk)."""
+    """Deleted with the ack: after a rewind the rows are made again (determinism "full" does so anyway; saves
+    disk)."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -88,7 +91,8 @@ class Lease(msgspec.Struct, frozen=True):
     meta: BatchMeta
     id: int
     epoch: int
-    """The plane's epoch at the grant. Every open and every rewind starts a new epoch and voids older leases."""
+    """The plane's epoch at the grant. Every open and every rewind starts a new epoch and voids older
+    leases."""
     expires: float
     """On the plane's clock; infinity for a lease that never expires."""
 
@@ -104,7 +108,8 @@ class RowInfo:
     step: int
     """The training step it was issued for."""
     attempts: int
-    """How often a producer has claimed it. Counted before the work starts, so a row that crashes its worker shows."""
+    """How often a producer has claimed it. Counted before the work starts, so a row that crashes its worker
+    shows."""
     leased: bool
 
 
@@ -144,8 +149,8 @@ def split_key(key: str) -> tuple[str, int, int]:
 
 
 class DataPlane(Protocol):
-    """The interface of every data plane. Every call may wait; none polls. All arguments except `filter_groups`' rule
-    and `wait`'s predicate are plain data, so calls can cross a process boundary."""
+    """The interface of every data plane. Every call may wait; none polls. All arguments except
+    `filter_groups`' rule and `wait`'s predicate are plain data, so calls can cross a process boundary."""
 
     async def issue(
         self,
@@ -160,9 +165,9 @@ class DataPlane(Protocol):
         """Record that these rows will be made for training step `step`; returns the keys that are new.
 
         A key in flight or settled already is left as it is and not returned: after a resume, issuing the same
-        prompts again makes only what is missing. Waits while the plane is full; a row that was issued never waits
-        again. With `group`, the keys of this call that share a prompt are claimed together. `reserved` rows do not
-        wait: the caller keeps its own rows below the bound.
+        prompts again makes only what is missing. Waits while the plane is full; a row that was issued never
+        waits again. With `group`, the keys of this call that share a prompt are claimed together. `reserved`
+        rows do not wait: the caller keeps its own rows below the bound.
         """
         ...
 
@@ -177,9 +182,9 @@ class DataPlane(Protocol):
     ) -> BatchMeta:
         """Write whole rows, or more columns of existing rows; returns once they survive kill -9.
 
-        All or nothing. A row that was never issued is issued by this call (for the step after the last one acked)
-        and waits for room. Raises `LeaseLost` when the lease is void or does not cover a row, when another
-        producer's lease covers it, or when the row was settled meanwhile: the caller drops the work.
+        All or nothing. A row that was never issued is issued by this call (for the step after the last one
+        acked) and waits for room. Raises `LeaseLost` when the lease is void or does not cover a row, when
+        another producer's lease covers it, or when the row was settled meanwhile: the caller drops the work.
         """
         ...
 
@@ -205,21 +210,23 @@ class DataPlane(Protocol):
     ) -> Lease:
         """Wait for `n` rows that have `status` and all of `fields` (and none of `without`), and lease them.
 
-        With `step`, only rows issued for that step: after a resume that kept rows, the plane holds rows of several
-        steps. Groups are never split: the claim stops before a group that would exceed `n`. It returns when
-        `at_least` (default `n`) are there. Raises `TimeoutError` after `timeout` seconds, saying what is missing;
-        no row changes. `lease_seconds=None`: until ack or release.
+        With `step`, only rows issued for that step: after a resume that kept rows, the plane holds rows of
+        several steps. Groups are never split: the claim stops before a group that would exceed `n`. It
+        returns when `at_least` (default `n`) are there. Raises `TimeoutError` after `timeout` seconds, saying
+        what is missing; no row changes. `lease_seconds=None`: until ack or release.
         """
         ...
 
     async def get(
         self, meta: BatchMeta, fields: Sequence[str] | None = None
     ) -> dict[str, Jagged | list[Any]]:
-        """Columns of these rows in the order of `meta.keys`: arrays as `Jagged`, everything else as a list."""
+        """Columns of these rows in the order of `meta.keys`: arrays as `Jagged`, everything else as a
+        list."""
         ...
 
     async def ack(self, lease: Lease, step: int, keys: Sequence[str] | None = None) -> None:
-        """Mark these rows (default: all of the lease) trained in `step`. Await it before saving the checkpoint."""
+        """Mark these rows (default: all of the lease) trained in `step`. Await it before saving the
+        checkpoint."""
         ...
 
     async def release(self, lease: Lease, keys: Sequence[str] | None = None) -> None:
@@ -233,7 +240,8 @@ class DataPlane(Protocol):
     async def dead_letter(
         self, partition: str, key: str, reason: str, evidence: Mapping[str, Any] | None = None
     ) -> None:
-        """Remove a row that cannot be made or trained, add it to the dead-letter file, apply its group's policy."""
+        """Remove a row that cannot be made or trained, add it to the dead-letter file, apply its group's
+        policy."""
         ...
 
     async def evict(
@@ -243,7 +251,8 @@ class DataPlane(Protocol):
         ...
 
     def filter_groups(self, partition: str, group_filter: GroupFilter | None) -> None:
-        """Apply this filter to every group of the partition once it is complete. Called in the plane's own process."""
+        """Apply this filter to every group of the partition once it is complete. Called in the plane's own
+        process."""
         ...
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None) -> None:
@@ -275,7 +284,8 @@ class DataPlane(Protocol):
         step: int | None = None,
         timeout: float | None = None,
     ) -> Depth:
-        """Wait for the first depth for which `until` holds; it is evaluated whenever the partition changes."""
+        """Wait for the first depth for which `until` holds; it is evaluated whenever the partition
+        changes."""
         ...
 
     def take_removed(self, partition: str) -> Mapping[tuple[str, str], int]:
@@ -283,7 +293,8 @@ class DataPlane(Protocol):
         ...
 
     async def settle(self, step: int) -> None:
-        """Free what was kept for a rewind before `step`: its checkpoint is safe and older ones are deleted."""
+        """Free what was kept for a rewind before `step`: its checkpoint is safe and older ones are
+        deleted."""
         ...
 
     async def rewind(self, step: int, *, keep_rows: bool) -> None:

@@ -29,8 +29,8 @@ def gather(name: str, frames: Sequence[bytes], keys: Sequence[str]) -> Jagged | 
 
 
 def _cells(frames: Sequence[bytes]) -> list[Any]:
-    """The decoded frames. Equal frames of strings, numbers and flat dicts (a teacher, a stop reason, the sizes of a
-    short answer) are decoded once."""
+    """The decoded frames. Equal frames of strings, numbers and flat dicts (a teacher, a stop reason, the
+    sizes of a short answer) are decoded once."""
     known: dict[bytes, Any] = {}
     cells = []
     for frame in frames:
@@ -55,7 +55,8 @@ def _kind(cell: Any) -> str:
 
 
 def scatter(name: str, column: Any, rows: int) -> list[Any]:
-    """The reverse of `gather`: one cell per row from a `Jagged`, a tensor or array with rows first, or a sequence."""
+    """The reverse of `gather`: one cell per row from a `Jagged`, a tensor or array with rows first, or a
+    sequence."""
     if isinstance(column, Jagged):
         cells: list[Any] = [_array(name, row) for row in column]
     elif isinstance(column, torch.Tensor):

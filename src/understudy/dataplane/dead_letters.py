@@ -1,7 +1,8 @@
 """The dead-letter file: one JSON line per row that could not be made or trained.
 
-The ledger in the journal is the authority; the file is for people and tools. A line is appended after its commit.
-The whole file is rewritten from the ledger at every start, so a crash between commit and append loses nothing.
+The ledger in the journal is the authority; the file is for people and tools. A line is appended after its
+commit. The whole file is rewritten from the ledger at every start, so a crash between commit and append loses
+nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ GROUP_LOST = "its group lost"
 
 
 def detail(reason: str, evidence: Mapping[str, Any] | None = None) -> str:
-    """The text the ledger stores. Evidence is only displayed, so values that JSON lacks are written as their repr."""
+    """The text the ledger stores. Evidence is only displayed, so values that JSON lacks are written as their
+    repr."""
     return json.dumps({"reason": reason, "evidence": dict(evidence or {})}, default=repr)
 
 

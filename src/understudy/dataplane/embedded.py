@@ -8,9 +8,10 @@
     columns = await plane.get(lease.meta)
     await plane.ack(lease, step=7)
 
-Every operation changes memory at once, on the event loop, and then waits for the commit that holds the change. A row
-can therefore be claimed before its `put` returns. That is safe: commits keep the order of calls, so the row's ack is
-never on disk without the row. Files in the folder: `journal.sqlite`, `spill/`, `dead_letters.jsonl`, `lock`.
+Every operation changes memory at once, on the event loop, and then waits for the commit that holds the
+change. A row can therefore be claimed before its `put` returns. That is safe: commits keep the order of
+calls, so the row's ack is never on disk without the row. Files in the folder: `journal.sqlite`, `spill/`,
+`dead_letters.jsonl`, `lock`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ from understudy.types.jagged import Jagged
 
 
 class EmbeddedDataPlane:
-    """Implements `DataPlane` over a `Store`. All methods run on one event loop, in the process that trains."""
+    """Implements `DataPlane` over a `Store`. All methods run on one event loop, in the process that
+    trains."""
 
     store_kind: ClassVar[type[Store]] = Store
 
@@ -81,8 +83,8 @@ class EmbeddedDataPlane:
     ) -> Self:
         """Open or create the plane in folder `path`. Rows are restored from its journal; leases are not.
 
-        `max_rows` and `max_bytes` bound what is in flight (see memory/admission.py). Columns of `spill_bytes` or
-        more are kept on disk from the start. `clock` times the leases.
+        `max_rows` and `max_bytes` bound what is in flight (see memory/admission.py). Columns of `spill_bytes`
+        or more are kept on disk from the start. `clock` times the leases.
         """
         admission = Admission(max_rows, max_bytes)
         with ExitStack() as opened:
@@ -195,7 +197,8 @@ class EmbeddedDataPlane:
         return columns
 
     def _wanted(self, meta: BatchMeta, fields: Sequence[str] | None) -> tuple[list[Row], Sequence[str]]:
-        """The rows of a `get`, and the columns: those requested, or those the meta names, or those all rows have."""
+        """The rows of a `get`, and the columns: those requested, or those the meta names, or those all rows
+        have."""
         home = self._home(meta.partition)
         rows = [self._store.row(home, key) for key in meta.keys]
         if fields is None:

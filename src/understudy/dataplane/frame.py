@@ -6,10 +6,11 @@
     8 …      shape        one u64 per dimension
     …        payload      little-endian values, UTF-8 text, JSON, or a reference into a spill file
 
-Memory, the journal and spill files all hold the same frames, so a row reads the same before and after a crash.
+Memory, the journal and spill files all hold the same frames, so a row reads the same before and after a
+crash.
 
-A row's columns written together make one *pack*: u16 count, then per column u16 name length, u64 frame length,
-name, frame.
+A row's columns written together make one *pack*: u16 count, then per column u16 name length, u64 frame
+length, name, frame.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def encode(column: str, value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _array_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes | None:
-    """The bytes before an array's values; None for a dtype or number of dimensions that cells do not support."""
+    """The bytes before an array's values; None for a dtype or number of dimensions that cells do not
+    support."""
     kind = _KIND_OF_DTYPE.get(dtype)
     if kind is None or len(shape) not in (1, 2):
         return None
@@ -104,7 +106,8 @@ def _array_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes | None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether this is a flat dict from strings to strings, numbers and None: always valid JSON, nothing to search."""
+    """Whether this is a flat dict from strings to strings, numbers and None: always valid JSON, nothing to
+    search."""
     return (
         type(value) is dict
         and _PLAIN.issuperset(map(type, value.values()))
@@ -141,7 +144,8 @@ def decode(frame: bytes) -> Any:
 
 
 def joined_arrays(frames: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray] | None:
-    """(concatenated values, int64 [frames + 1] offsets) of frames that hold arrays of one dtype and width; else None.
+    """(concatenated values, int64 [frames + 1] offsets) of frames that hold arrays of one dtype and width;
+    else None.
 
     Joins the bytes of all frames at once: one numpy array per frame costs more than its few bytes."""
     first = frames[0] if frames else b"\0\0"

@@ -1,7 +1,7 @@
 """Filters over the rewards of a prompt's n sessions, and the penalty for over-long responses.
 
-Pure functions. The data plane calls a `GroupFilter` when a group's last session finishes; the trainer calls the
-over-long penalty.
+Pure functions. The data plane calls a `GroupFilter` when a group's last session finishes; the trainer calls
+the over-long penalty.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 class GroupFilter:
     """Evicts a whole group when its rule returns a reason.
 
-    The rule gets one value per row, in the order of sessions, from the rows' tag `tag`. It is applied when all rows
-    of the group are finished and have the tag. Eviction frees the group's room, so producers that wait in `issue`
-    replace what was filtered.
+    The rule gets one value per row, in the order of sessions, from the rows' tag `tag`. It is applied when
+    all rows of the group are finished and have the tag. Eviction frees the group's room, so producers that
+    wait in `issue` replace what was filtered.
     """
 
     rule: Callable[[Sequence[float]], str | None]
@@ -27,8 +27,8 @@ class GroupFilter:
 def no_signal(rewards: Sequence[float], tolerance: float = 1e-6) -> str | None:
     """DAPO's dynamic sampling: a group whose rewards are all equal has zero advantage everywhere.
 
-    A group of one session is kept, as are groups with a missing (NaN) reward: whether a NaN is an error is decided
-    where the reward is computed.
+    A group of one session is kept, as are groups with a missing (NaN) reward: whether a NaN is an error is
+    decided where the reward is computed.
     """
     if len(rewards) < 2 or any(math.isnan(reward) for reward in rewards):
         return None

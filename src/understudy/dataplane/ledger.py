@@ -3,8 +3,8 @@
     issued = trained + dead-lettered + evicted + in flight,   no key twice
 
 The two sides come from different tables: issued, trained, dead-lettered and evicted rows from the append-only
-`events`, rows in flight from `rows`. A row that is missing from one of them is reported. The journal is opened
-read-only, in one read transaction, so a running run is not disturbed.
+`events`, rows in flight from `rows`. A row that is missing from one of them is reported. The journal is
+opened read-only, in one read transaction, so a running run is not disturbed.
 """
 
 from __future__ import annotations

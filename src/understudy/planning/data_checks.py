@@ -45,7 +45,8 @@ def check_rows(
     measure: Measure | None,
     advance: Callable[[int], None],
 ) -> CheckedRows:
-    """Checks one dataset. `role` is the recipe key that names it; `advance` is called for every row checked."""
+    """Checks one dataset. `role` is the recipe key that names it; `advance` is called for every row
+    checked."""
     checked = CheckedRows(dataset, [*_agents(recipe, dataset, role), *_routes(recipe, dataset, role)])
     room = prompt_limit(recipe, student.context if student else None)
     if measure is None or checked.problems:
@@ -120,7 +121,8 @@ def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
 
 
 def measured_once(measure: Measure) -> Measure:
-    """Caches a measure: rendering and tokenizing take most of a check's time, and two checks need the lengths."""
+    """Caches a measure: rendering and tokenizing take most of a check's time, and two checks need the
+    lengths."""
     known: dict[int, tuple[Mapping[str, Any], int | None]] = {}
 
     def remembered(row: Mapping[str, Any]) -> int | None:
@@ -140,8 +142,8 @@ def clipped(measure: Measure | None, recipe: Recipe, student: ModelFolder | None
 
 
 def prompt_length(student: ModelFolder, recipe: Recipe, schemas: Schemas | None = None) -> Measure:
-    """Counts the tokens of a row's rendered prompt, without importing transformers (which imports torch). `schemas`
-    gives the tools that the row's agent loop shows to the student."""
+    """Counts the tokens of a row's rendered prompt, without importing transformers (which imports torch).
+    `schemas` gives the tools that the row's agent loop shows to the student."""
     tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

@@ -35,7 +35,8 @@ class Overlong:
 
 
 def settle_overlong(overlong: Overlong, dataset: Dataset, recipe: Recipe) -> tuple[Dataset, list[str]]:
-    """The rows to train on, and notes for the user; raises `DataError` if long prompts are an error or no row is left."""
+    """The rows to train on, and notes for the user; raises `DataError` if long prompts are an error or no row
+    is left."""
     if not overlong.over:
         return dataset, []
     over, limit = overlong.over, overlong.limit

@@ -46,7 +46,8 @@ def endpoints_of(rollout: RolloutConfig, environment: Mapping[str, str] = os.env
 
 
 def vllm_python(rollout: RolloutConfig, environment: Mapping[str, str] = os.environ) -> str:
-    """The interpreter that starts vLLM, which has its own environment, so that its pins do not conflict with ours."""
+    """The interpreter that starts vLLM, which has its own environment, so that its pins do not conflict with
+    ours."""
     python = rollout.vllm_python or environment.get(PYTHON_VARIABLE)
     if not python:
         raise ConfigError(
@@ -181,7 +182,8 @@ def _writes_on_a_cpu(recipe: Recipe) -> bool:
 
 
 def describe(recipe: Recipe) -> ObjectiveDescription:
-    """Name and formula of the objective that this recipe trains; raises if the settings contradict each other."""
+    """Name and formula of the objective that this recipe trains; raises if the settings contradict each
+    other."""
     loss = recipe.loss
     return describe_objective(
         loss.kind,

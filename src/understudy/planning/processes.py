@@ -120,10 +120,12 @@ def _student(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
 
 
 def student_bytes(recipe: Recipe, parameters: int) -> tuple[int, int]:
-    """Training memory on the student's device, and on the host if the optimizer is offloaded; without activations.
+    """Training memory on the student's device, and on the host if the optimizer is offloaded; without
+    activations.
 
-    A trained parameter has its weight, and in float32 a master (the weight itself, if that is float32), a gradient and
-    two AdamW moments, or packed ones; a weight average (EMA) is one more float32. With adapters the model is frozen.
+    A trained parameter has its weight, and in float32 a master (the weight itself, if that is float32), a
+    gradient and two AdamW moments, or packed ones; a weight average (EMA) is one more float32. With adapters
+    the model is frozen.
     """
     trainer, lora, width = recipe.trainer, recipe.student.lora, _BYTES[recipe.student.dtype]
     frozen, trained = 0, parameters
@@ -203,8 +205,8 @@ def _replica(
 def _device(
     recipe: Recipe, seating: Seating, role: str, unit: int, wanted: str, rank: int | None = None
 ) -> str:
-    """The GPUs of a unit, or of one of its ranks; without a seat, the recipe's device. On Ray the machines of a pool are
-    numbered, and GPUs are numbered per machine."""
+    """The GPUs of a unit, or of one of its ranks; without a seat, the recipe's device. On Ray the machines of
+    a pool are numbered, and GPUs are numbered per machine."""
     seats = seating.placement.of(role, unit)
     if recipe.cluster.backend == "ray" and seats:
         gpus = [seat.device for seat in seats if seat.kind is DeviceKind.GPU]

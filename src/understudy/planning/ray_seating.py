@@ -27,7 +27,8 @@ from understudy.planning.seating import (
 
 
 def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
-    """The layout of the recipe's processes on a cluster of these machines; raises `ClusterError` if they do not fit."""
+    """The layout of the recipe's processes on a cluster of these machines; raises `ClusterError` if they do
+    not fit."""
     groups: dict[str, GroupWish] = {}
     homes: dict[str, Home] = {}
     placement = seat(recipe, None).placement
@@ -96,9 +97,9 @@ def beside_the_trainer(recipe: Recipe) -> Recipe:
 
 
 def gpus_outside_ray(recipe: Recipe) -> int | None:
-    """How many of its machine's GPUs the trainer may give to engine processes without asking Ray, which may have
-    assigned the remaining ones to teachers: those of the student's pool, or the student's own. None if no engine
-    process needs one."""
+    """How many of its machine's GPUs the trainer may give to engine processes without asking Ray, which may
+    have assigned the remaining ones to teachers: those of the student's pool, or the student's own. None if
+    no engine process needs one."""
     rollout = recipe.rollout
     if not rollout.processes or rollout.devices or ROLLOUT in recipe.cluster.roles:
         return None

@@ -1,8 +1,8 @@
 """Calls the reward on some rows for `understudy check`, so that a broken one is found before the run.
 
-A reward that ships is called on every row, in this process. Any other is user code: it runs in a child process with a
-deadline (`rollout/rewards/trial.py`), on a few rows. A single bad row would cost only that row in a run, so it gives a
-note, not a problem. Imports no torch.
+A reward that ships is called on every row, in this process. Any other is user code: it runs in a child
+process with a deadline (`rollout/rewards/trial.py`), on a few rows. A single bad row would cost only that row
+in a run, so it gives a note, not a problem. Imports no torch.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     machine                the remaining GPUs: the student, rollout engines, a critic in its own process and
                            `standalone` teachers, each on its own GPU
 
-`external` teachers are remote and have no seat. `device = "cuda:N"` and `rollout.devices` are manual seats: other roles
-avoid them while a GPU is free. If there are too few GPUs, engine processes and single-GPU teacher replicas share the
-GPUs that the other roles leave (placement.py); on a single GPU all roles share it. `Seating.shared` lists the sharing.
+`external` teachers are remote and have no seat. `device = "cuda:N"` and `rollout.devices` are manual seats:
+other roles avoid them while a GPU is free. If there are too few GPUs, engine processes and single-GPU teacher
+replicas share the GPUs that the other roles leave (placement.py); on a single GPU all roles share it.
+`Seating.shared` lists the sharing.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class Seats:
         """The name of each GPU in CUDA_VISIBLE_DEVICES."""
 
     def take(self, role: str, unit: int) -> list[str]:
-        """Names of the GPUs of one unit, by rank. A new unit gets a free seat; raises `ClusterError` if there is none."""
+        """Names of the GPUs of one unit, by rank. A new unit gets a free seat; raises `ClusterError` if there
+        is none."""
         claim = self.seating.claims.get(role)
         if claim is not None and not self.seating.placement.of(role, unit):
             self.seating = replace(self.seating, placement=self.seating.placement.with_unit(claim, unit))
@@ -109,10 +111,11 @@ class Seats:
 def seat(
     recipe: Recipe, gpus: int | None, cpus: int | None = None, gpu_names: Sequence[str] | None = None
 ) -> Seating:
-    """Assigns seats on a machine with this many GPUs (and CPUs, if known); with `gpus=None`, only in the recipe's pools.
+    """Assigns seats on a machine with this many GPUs (and CPUs, if known); with `gpus=None`, only in the
+    recipe's pools.
 
-    `gpu_names` are those of CUDA_VISIBLE_DEVICES, as `rollout.devices` uses them; by default GPUs are numbered from 0.
-    Raises `ClusterError` with the layout if a role gets no seat.
+    `gpu_names` are those of CUDA_VISIBLE_DEVICES, as `rollout.devices` uses them; by default GPUs are
+    numbered from 0. Raises `ClusterError` with the layout if a role gets no seat.
     """
     pools = [
         Pool(name, pool.nodes, pool.gpus_per_node, pool.cpus_per_node)
@@ -177,7 +180,8 @@ def _enough_cpus(pools: Sequence[Pool], cpus: int | None) -> None:
 
 
 def _enough_gpus(recipe: Recipe, gpus: int) -> None:
-    """Raises if a GPU that the recipe names does not exist. Claims on unnamed GPUs are checked by the placement."""
+    """Raises if a GPU that the recipe names does not exist. Claims on unnamed GPUs are checked by the
+    placement."""
     student, ranks = recipe.student.device, recipe.trainer.ranks
     has, problems = f"this machine has {_count(gpus)}", []
     on_gpu = asks_for_gpu(student) or (student == "auto" and gpus > 0)
@@ -272,8 +276,8 @@ def _kind(on_gpu: bool) -> DeviceKind:
 
 
 def _rollout_claim(recipe: Recipe, pool: str, on_gpu: bool = True) -> Claim:
-    """Each vLLM server holds the whole student, on as many GPUs as its tensor-parallel size. An engine process of ours
-    takes one GPU, or as many CPUs as it has threads."""
+    """Each vLLM server holds the whole student, on as many GPUs as its tensor-parallel size. An engine
+    process of ours takes one GPU, or as many CPUs as it has threads."""
     if recipe.rollout.processes:
         on_gpu = on_gpu and recipe.student.device != "cpu"
         threads = 1 if on_gpu else recipe.run.threads or 1
@@ -348,8 +352,8 @@ def _engines_on_gpus(recipe: Recipe) -> bool:
 
 
 def _named_gpus(devices: Sequence[str], names: Sequence[str]) -> list[tuple[int, int, int]]:
-    """`rollout.devices` as (unit, index among this process's GPUs, rank in its unit). A GPU that CUDA_VISIBLE_DEVICES
-    hides from this process gets no seat: no other role can use it either."""
+    """`rollout.devices` as (unit, index among this process's GPUs, rank in its unit). A GPU that
+    CUDA_VISIBLE_DEVICES hides from this process gets no seat: no other role can use it either."""
     found = []
     for unit, listed in enumerate(devices):
         for rank, name in enumerate(listed.split(",")):

@@ -1,7 +1,7 @@
 """Advice to start NVIDIA's multi-process service (MPS) when processes share a GPU.
 
-Without MPS such processes run on the GPU in turns. No other sign shows it: every process looks busy, and a fully async
-run on one H200 took 1.6 times as long (docs/async.md).
+Without MPS such processes run on the GPU in turns. No other sign shows it: every process looks busy, and a
+fully async run on one H200 took 1.6 times as long (docs/async.md).
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ _CLOSED_SIGNALS = ("sampled", "topk")
 def contexts_fit(
     recipe: Recipe, dataset: Dataset, folders: Mapping[str, ModelFolder], measure: Measure | None
 ) -> list[str]:
-    """Every teacher's context must hold prompt + response + 1 of the rows it scores; the message shows the sum."""
+    """Every teacher's context must hold prompt + response + 1 of the rows it scores; the message shows the
+    sum."""
     problems, holds = [], {}
     for name, folder in folders.items():
         own, wanted = folder.context, recipe.teachers[name].context_length
@@ -58,7 +59,8 @@ def contexts_fit(
 
 
 def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
-    """Mixtures need a signal that can be mixed. A wrong teacher name fails only its row, when that row is scored."""
+    """Mixtures need a signal that can be mixed. A wrong teacher name fails only its row, when that row is
+    scored."""
     column, signal = recipe.data.mixture_key, recipe.loss.signal
     mixed = [number for number, row in enumerate(dataset.rows) if row.get(column) is not None]
     if not mixed or recipe.loss.distill_coef == 0:

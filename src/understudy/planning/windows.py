@@ -8,16 +8,17 @@ published. There are C = ⌊(1 + max_staleness) · R⌋ slots, or as many as the
 
     prompt i may be admitted after publish k   ⟺   i < k · R + C                                    (admission)
 
-**Bound.** Every token of prompt i is written by weights of publish k or later, for the k at which it was admitted. It is
-trained in window w = ⌊i / R⌋, under weights of publish w. By (admission) i ≤ k·R + C − 1, so
+**Bound.** Every token of prompt i is written by weights of publish k or later, for the k at which it was
+admitted. It is trained in window w = ⌊i / R⌋, under weights of publish w. By (admission) i ≤ k·R + C − 1, so
 
     w − k = ⌊(i − k·R) / R⌋ ≤ ⌊(C − 1) / R⌋ ≤ ⌈max_staleness⌉.
 
-No trained row is older than ⌈max_staleness⌉ publishes. With a fraction f = max_staleness < 1, at most the share f of a
-window can have been admitted before the publish it is trained under; the rest is on-policy. With 0 all of it is.
+No trained row is older than ⌈max_staleness⌉ publishes. With a fraction f = max_staleness < 1, at most the
+share f of a window can have been admitted before the publish it is trained under; the rest is on-policy. With
+0 all of it is.
 
-**Replaced prompts.** Read "prompt i" as "place i": if a prompt is filtered and another takes its place, the place keeps
-its slot and its window, and the new prompt is admitted at some publish k' ≥ k, so w − k' ≤ w − k.
+**Replaced prompts.** Read "prompt i" as "place i": if a prompt is filtered and another takes its place, the
+place keeps its slot and its window, and the new prompt is admitted at some publish k' ≥ k, so w − k' ≤ w − k.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Windows:
 
     @property
     def slots(self) -> int:
-        """C: the limit of prompts admitted and not yet published. At least a window, or the run would deadlock."""
+        """C: the limit of prompts admitted and not yet published. At least a window, or the run would
+        deadlock."""
         # Products like 1.1 · 10 must not lose a slot to rounding.
         slots = math.floor((1 + self.max_staleness) * self.size + 1e-9)
         return slots if self.max_prompts is None else max(self.size, min(slots, self.max_prompts))
@@ -81,11 +83,13 @@ class Windows:
         return range(window * self.size, min((window + 1) * self.size, self.prompts))
 
     def admissible(self, published: int, slots: int) -> int:
-        """How many prompts may be admitted in total after this many publishes, at most `slots` of them unpublished."""
+        """How many prompts may be admitted in total after this many publishes, at most `slots` of them
+        unpublished."""
         return min(published * self.size + slots, self.prompts)
 
     def published_at(self, version: int) -> int:
-        """Whole windows in the weights of `version` (a number of updates; after a resume it may be inside a window)."""
+        """Whole windows in the weights of `version` (a number of updates; after a resume it may be inside a
+        window)."""
         return version // self.sync_every
 
     def age(self, version: int, step: int) -> int:

@@ -1,6 +1,7 @@
 """The prompt cursor: a position in a seeded order of prompts that can be saved and restored.
 
-The order of an epoch is a hash of (seed, epoch, row): no generator state, no clock. A saved position is a few numbers.
+The order of an epoch is a hash of (seed, epoch, row): no generator state, no clock. A saved position is a few
+numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class PromptCursor:
         return prompts
 
     def peek(self, count: int) -> list[Prompt]:
-        """The prompts that `take` will issue next (the same objects): at most `count`, none of the next epoch."""
+        """The prompts that `take` will issue next (the same objects): at most `count`, none of the next
+        epoch."""
         prompts = [
             self._prompt(place) for place in range(self._place, min(self._place + count, len(self._order)))
         ]
@@ -61,7 +63,8 @@ class PromptCursor:
         return self._shown.get(key) or self._dataset.prompt(self._order[place], key=key, epoch=self._epoch)
 
     def state(self) -> dict[str, Any]:
-        """The position as JSON. A cursor over the same dataset that restores it issues the same prompts from here on."""
+        """The position as JSON. A cursor over the same dataset that restores it issues the same prompts from
+        here on."""
         return {"epoch": self._epoch, "place": self._place, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:

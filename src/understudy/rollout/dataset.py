@@ -1,8 +1,9 @@
 """Datasets of prompts from jsonl or parquet files, hub datasets, or a list of dicts.
 
-A row needs `prompt` (plain text, used unchanged; a list of messages is treated as `messages`) or `messages` (a chat).
-`data_source` routes it to its teacher. Every other column (`answer`, `tools`, `agent`, …) is kept unchanged. Rows in
-verl's format work unchanged. Every row is checked here, before anything expensive starts. Imports no torch.
+A row needs `prompt` (plain text, used unchanged; a list of messages is treated as `messages`) or `messages`
+(a chat). `data_source` routes it to its teacher. Every other column (`answer`, `tools`, `agent`, …) is kept
+unchanged. Rows in verl's format work unchanged. Every row is checked here, before anything expensive starts.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def content_of(row: Row) -> Any:
 def load_dataset(
     source: str | Path | Sequence[str | Path] | Sequence[Row], key: str = "data.train"
 ) -> Dataset:
-    """Reads and checks a file, several sources in order, or rows given as dicts. `key` is the recipe key that named
-    them, for messages."""
+    """Reads and checks a file, several sources in order, or rows given as dicts. `key` is the recipe key that
+    named them, for messages."""
     if isinstance(source, (str, Path)):
         source = [source]
     if source and all(isinstance(item, Mapping) for item in source):
@@ -198,7 +199,8 @@ def _text_of(place: str, part: Any) -> str:
 
 
 def _lone_surrogate(value: Any, where: str = "") -> str | None:
-    """The path of a text in the row that UTF-8 cannot encode (JSON can hold a lone surrogate); None if all can be."""
+    """The path of a text in the row that UTF-8 cannot encode (JSON can hold a lone surrogate); None if all
+    can be."""
     if isinstance(value, str):
         try:
             value.encode()

@@ -33,8 +33,8 @@ def moved(name: str) -> str | None:
 
 
 def look_in(folders: Sequence[str]) -> None:
-    """Append these folders to the Python path; being last, they cannot hide an installed module. The folders of an
-    earlier call are removed and their modules unloaded: two recipes may each have a `reward.py`."""
+    """Append these folders to the Python path; being last, they cannot hide an installed module. The folders
+    of an earlier call are removed and their modules unloaded: two recipes may each have a `reward.py`."""
     if list(folders) == _added:
         return
     for folder in _added:

@@ -1,7 +1,7 @@
 """Renders messages to token ids with the student's chat template, once per turn boundary.
 
-The model's own output is never rendered again: a chat template may drop thinking, reorder tool calls or change white
-space, and the trained tokens would no longer be those the engine produced.
+The model's own output is never rendered again: a chat template may drop thinking, reorder tool calls or
+change white space, and the trained tokens would no longer be those the engine produced.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _MARKER = "understudy-turn-marker"
 class Renderer:
     """Turns prompts into ids with a student's tokenizer and chat template.
 
-    `context` is the student's maximum sequence length; `reserve` tokens of it stay free for an answer. A prompt may
-    have at most `max_prompt` tokens, and at most `context − reserve`. A longer one raises `DataError`, or loses its
-    first tokens (`truncate`). `template_options` are passed to the template (`enable_thinking = false`).
+    `context` is the student's maximum sequence length; `reserve` tokens of it stay free for an answer. A
+    prompt may have at most `max_prompt` tokens, and at most `context − reserve`. A longer one raises
+    `DataError`, or loses its first tokens (`truncate`). `template_options` are passed to the template
+    (`enable_thinking = false`).
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Renderer:
         )
 
     def ahead(self, prompts: Sequence[Prompt], *, forget: bool = True) -> None:
-        """Render these chats in one batch, for later `render` calls of all their sessions; half the work of rendering
-        one by one. Prompts that cannot be rendered are left to `render`, which raises the error. Prompts of an earlier
-        call are not rendered again; with `forget`, earlier prompts that are not among these are dropped."""
+        """Render these chats in one batch, for later `render` calls of all their sessions; half the work of
+        rendering one by one. Prompts that cannot be rendered are left to `render`, which raises the error.
+        Prompts of an earlier call are not rendered again; with `forget`, earlier prompts that are not among
+        these are dropped."""
         before = self._ready
         if forget:
             self._ready = {}
@@ -111,9 +113,9 @@ class Renderer:
     def after_turn(self, key: str, messages: Sequence[Mapping[str, Any]], *, ended: bool) -> np.ndarray:
         """int32 [T]: the tokens between the student's turn and its next one, with `messages` in between.
 
-        `ended`: the student wrote its own end-of-turn token, so the template's is left out; the rest of the separator
-        stays. Method: render a conversation in which the assistant's message is a marker, and take everything after
-        the marker. The tokens of the turn itself are never changed.
+        `ended`: the student wrote its own end-of-turn token, so the template's is left out; the rest of the
+        separator stays. Method: render a conversation in which the assistant's message is a marker, and take
+        everything after the marker. The tokens of the turn itself are never changed.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}, *messages]
         text = self._apply_template(key, chat, tools=None, generate=True)

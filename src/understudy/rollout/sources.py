@@ -1,7 +1,7 @@
 """Readers of dataset rows: jsonl and parquet files, globs, hub datasets, `datasets.Dataset` objects.
 
-Each source yields (place, row) pairs, where the place names file and line for messages. Each source also gives a
-digest, by which a resumed run checks that it reads the same rows. Imports no torch.
+Each source yields (place, row) pairs, where the place names file and line for messages. Each source also
+gives a digest, by which a resumed run checks that it reads the same rows. Imports no torch.
 """
 
 from __future__ import annotations

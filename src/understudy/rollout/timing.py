@@ -23,7 +23,8 @@ from understudy.types.trajectory import Trajectory
 
 
 class TimedLoop:
-    """Wraps a loop and adds `extra["seconds"]` to its trajectories: `generate`, `loop`, and what the loop reports."""
+    """Wraps a loop and adds `extra["seconds"]` to its trajectories: `generate`, `loop`, and what the loop
+    reports."""
 
     def __init__(self, loop: AgentLoop) -> None:
         self.loop = loop
@@ -54,7 +55,8 @@ class TimedLoop:
 
 
 class BatchTimings:
-    """Collects the seconds of rows until the trainer takes the summary: of one step, or since the last call."""
+    """Collects the seconds of rows until the trainer takes the summary: of one step, or since the last
+    call."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, float]] = {}
@@ -74,7 +76,8 @@ class BatchTimings:
         return _During(self, key, activity)
 
     def take(self) -> dict[str, float | str]:
-        """`time/rollout/{activity}/{min,mean,max}`, and `time/rollout/slowest/…` of the row with the largest total."""
+        """`time/rollout/{activity}/{min,mean,max}`, and `time/rollout/slowest/…` of the row with the largest
+        total."""
         rows, self._rows = self._rows, {}
         lengths, self._lengths = self._lengths, {}
         summary: dict[str, float | str] = {}

@@ -8,16 +8,17 @@
     waiters wake            <── committed ──
     hand over the next batch ──>
 
-While one batch is committed the next one fills, so a commit carries everything that arrived during the one before it:
-a single writer waits for one commit, and under load hundreds of writers share one. Batches are committed in the order
-of the calls, so an ack on disk implies that the put before it is on disk.
+While one batch is committed the next one fills, so a commit carries everything that arrived during the one
+before it: a single writer waits for one commit, and under load hundreds of writers share one. Batches are
+committed in the order of the calls, so an ack on disk implies that the put before it is on disk.
 
-A small batch (`INLINE_BYTES`) is committed on the event loop itself when the thread is idle: a commit without a flush
-is a few writes into the page cache, about 0.1 ms, less than two thread switches cost. Work that may block on the disk
-runs on the thread: large batches, spill frames, checkpoints of the write-ahead log, `sync`, `rewind`, `settle`.
+A small batch (`INLINE_BYTES`) is committed on the event loop itself when the thread is idle: a commit without
+a flush is a few writes into the page cache, about 0.1 ms, less than two thread switches cost. Work that may
+block on the disk runs on the thread: large batches, spill frames, checkpoints of the write-ahead log, `sync`,
+`rewind`, `settle`.
 
-If a commit fails (disk full), nothing of that batch or of any later one is written, every waiter gets the error
-and the plane refuses further work: memory is ahead of the journal, and a resume reads only the journal.
+If a commit fails (disk full), nothing of that batch or of any later one is written, every waiter gets the
+error and the plane refuses further work: memory is ahead of the journal, and a resume reads only the journal.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Journal:
         self.changes = Changes()
         """The open batch; `await durable()` after adding to it."""
         self._in_thread = 0
-        """Jobs queued for or running on the thread; while there are any, only the thread uses the connection."""
+        """Jobs queued for or running on the thread; while there are any, only the thread uses the
+        connection."""
         self._scheduled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], _Deliver] | None] = queue.SimpleQueue()
@@ -59,7 +61,8 @@ class Journal:
         self._thread.start()
 
     def durable(self) -> Changes:
-        """Returns the open batch; await it immediately. It completes when everything added so far is committed."""
+        """Returns the open batch; await it immediately. It completes when everything added so far is
+        committed."""
         if self.writer.failure is not None:
             raise self.writer.failure
         changes = self.changes
@@ -69,7 +72,8 @@ class Journal:
         return changes
 
     def _schedule(self) -> None:
-        """Hand the batch over at the end of this loop iteration. While the thread is busy, `_done` schedules it."""
+        """Hand the batch over at the end of this loop iteration. While the thread is busy, `_done` schedules
+        it."""
         if not self._scheduled and not self._in_thread:
             self._scheduled = True
             if self._loop is None:

@@ -1,16 +1,17 @@
 """Rewind of the journal to a checkpoint, and deletion of what no checkpoint needs.
 
-The trainer's order of writes is: train step s, `ack(lease, s)`, … , save the checkpoint of s. After a crash it
-resumes from the newest whole checkpoint c and calls `rewind(c)`.
+The trainer's order of writes is: train step s, `ack(lease, s)`, … , save the checkpoint of s. After a crash
+it resumes from the newest whole checkpoint c and calls `rewind(c)`.
 
-**Why nothing is trained twice.** The weights of c were trained on exactly the rows acked with step ≤ c: an ack of step
-s is committed before the checkpoint of s can exist. `rewind(c)` revokes every ack later than c; the weights have not
-seen those rows. Rows that stay acked are in the weights, and a settled key cannot be issued, written or claimed.
+**Why nothing is trained twice.** The weights of c were trained on exactly the rows acked with step ≤ c: an
+ack of step s is committed before the checkpoint of s can exist. `rewind(c)` revokes every ack later than c;
+the weights have not seen those rows. Rows that stay acked are in the weights, and a settled key cannot be
+issued, written or claimed.
 
-**Why nothing is lost.** A row leaves the journal only when its trained step is settled, or with a dead-letter or
-evict record in the same transaction. So after `rewind` every issued key is trained ≤ c, dead, evicted, or a row in
-flight: complete, or rolled out and waiting for scores, or `pending` and to be made again under the same key and
-therefore the same seed.
+**Why nothing is lost.** A row leaves the journal only when its trained step is settled, or with a dead-letter
+or evict record in the same transaction. So after `rewind` every issued key is trained ≤ c, dead, evicted, or
+a row in flight: complete, or rolled out and waiting for scores, or `pending` and to be made again under the
+same key and therefore the same seed.
 
 **Why kill -9 between any two writes is safe.** Every operation is one transaction, and the order of transactions
 is the order of calls; a crash keeps a prefix of them.
@@ -22,9 +23,9 @@ is the order of calls; a crash keeps a prefix of them.
 - inside `rewind` or `settle`: nothing is committed; the next start calls `rewind(c)` again. It is idempotent.
 - between a dead-letter commit and its line in the jsonl file: the file is rewritten from the ledger at each start.
 
-With `keep_rows=False` (determinism "full") rows issued for steps after c are deleted, whatever their state, so that
-the run repeats from c as if it had never crashed. Rows issued for steps ≤ c keep their state, because the trainer's
-cursor at c is past them and will not issue them again.
+With `keep_rows=False` (determinism "full") rows issued for steps after c are deleted, whatever their state,
+so that the run repeats from c as if it had never crashed. Rows issued for steps ≤ c keep their state, because
+the trainer's cursor at c is past them and will not issue them again.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def check(connection: sqlite3.Connection, step: int) -> None:
 
 
 def rewind(connection: sqlite3.Connection, step: int, keep_rows: bool) -> None:
-    """Restore, in one transaction, the journal as of the checkpoint of `step`; with `keep_rows`, keep later rows."""
+    """Restore, in one transaction, the journal as of the checkpoint of `step`; with `keep_rows`, keep later
+    rows."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         connection.execute(_UNTRAIN, {"step": step})

@@ -1,9 +1,9 @@
 """The SQLite schema of the journal, and how the file is opened.
 
-SQLite in WAL mode: it is in the standard library, a commit is atomic under kill -9 at any instruction, `audit` can
-read it while the run is alive and afterwards, and a user can open it with the `sqlite3` command. With
-`synchronous=NORMAL` a commit is a write without a flush: it survives the death of the process. `sync()` adds the flush
-that survives a power cut, once per checkpoint instead of once per row.
+SQLite in WAL mode: it is in the standard library, a commit is atomic under kill -9 at any instruction,
+`audit` can read it while the run is alive and afterwards, and a user can open it with the `sqlite3` command.
+With `synchronous=NORMAL` a commit is a write without a flush: it survives the death of the process. `sync()`
+adds the flush that survives a power cut, once per checkpoint instead of once per row.
 
     rows    one entry per row in flight, and per trained row until its step is settled (`trained` is then its step)
     packs   the columns of a row that were written together; id = row id · 2²⁰ + number of earlier packs, so a row's
@@ -52,8 +52,8 @@ _TABLES = (
         FROM events, json_each(events.keys) AS each""",
 )
 _ROW = "id, partition, key, status, step, arrival, attempts, tags"
-# Columns left out are NULL. Binding None as a parameter costs more than all other parameters of the line: Python's
-# sqlite3 looks for an adapter of None first.
+# Columns left out are NULL. Binding None as a parameter costs more than all other parameters of the line:
+# Python's sqlite3 looks for an adapter of None first.
 INSERT_ROWS = f"INSERT OR REPLACE INTO rows({_ROW}) VALUES "
 INSERT_GROUPED_ROWS = f"INSERT OR REPLACE INTO rows({_ROW}, grp, policy) VALUES "
 INSERT_PACKS = "INSERT INTO packs VALUES "
@@ -84,7 +84,8 @@ def connect(file: Path) -> sqlite3.Connection:
 
 
 def _create(file: Path) -> None:
-    """Create under a temporary name and rename: SQLite sets up a database in several steps that no reader may see."""
+    """Create under a temporary name and rename: SQLite sets up a database in several steps that no reader may
+    see."""
     fresh = file.with_name(file.name + ".new")
     for leftover in file.parent.glob(fresh.name + "*"):
         leftover.unlink()
@@ -136,7 +137,8 @@ def _insert(head: str, width: int, rows: int) -> str:
 
 
 def runs(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each run of consecutive numbers: rows made together are acked together, in one statement."""
+    """(first, last) of each run of consecutive numbers: rows made together are acked together, in one
+    statement."""
     first = last = None
     for number in sorted(ids):
         if last is not None and number <= last + 1:

@@ -1,15 +1,15 @@
 """Spill files: large columns in append-only segment files beside the journal.
 
-A cell of several megabytes (16k tokens × top-64) would pass through SQLite twice, once into its log and once into
-its pages, and stay in memory until trained. Instead it is appended to a segment; memory and journal hold a
-reference with a checksum.
+A cell of several megabytes (16k tokens × top-64) would pass through SQLite twice, once into its log and once
+into its pages, and stay in memory until trained. Instead it is appended to a segment; memory and journal hold
+a reference with a checksum.
 
 Crash safety: a frame is written *before* the commit that refers to it, and a new process always starts a new
-segment. So a reference never points at a torn frame. A crash can leave unreferenced bytes; segments without any
-reference are deleted at the next start.
+segment. So a reference never points at a torn frame. A crash can leave unreferenced bytes; segments without
+any reference are deleted at the next start.
 
-A segment may be assigned to a writer in another process (`transfer_queue/segments.py`), which is then its only
-writer. It is deleted after that writer has returned it and no row refers to it.
+A segment may be assigned to a writer in another process (`transfer_queue/segments.py`), which is then its
+only writer. It is deleted after that writer has returned it and no row refers to it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PWRITE_LIMIT = 2**30
 
 
 class SpillFiles:
-    """The open segment files. Space is reserved on the event loop, frames are written on the journal's thread, and
-    any thread may read."""
+    """The open segment files. Space is reserved on the event loop, frames are written on the journal's
+    thread, and any thread may read."""
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
@@ -39,8 +39,8 @@ class SpillFiles:
         self._highest = self._segment
         self._offset = 0
         self._lent: dict[int, int | None] = {}
-        """Segments assigned to remote writers. None: in use. After the return: the plane's own segment at that time;
-        a commit sealed at or after that segment follows everything the writer announced."""
+        """Segments assigned to remote writers. None: in use. After the return: the plane's own segment at
+        that time; a commit sealed at or after that segment follows everything the writer announced."""
 
     def _on_disk(self) -> list[tuple[int, Path]]:
         return [(int(path.stem), path) for path in self._folder.glob("*.seg") if path.stem.isdecimal()]
@@ -67,7 +67,8 @@ class SpillFiles:
         self._segment, self._offset = self._highest, 0
 
     def lend(self) -> int:
-        """A segment for a remote writer. Its file is created now, so that a restarted plane cannot reuse the number."""
+        """A segment for a remote writer. Its file is created now, so that a restarted plane cannot reuse the
+        number."""
         self._highest += 1
         self._lent[self._highest] = None
         os.close(os.open(self._path(self._highest), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

@@ -27,8 +27,8 @@ _PAGES_PER_COMMIT = 5
 class Changes:
     """What one transaction will write. Filled on the event loop; not changed after the hand-over.
 
-    `await` it (see `Journal.durable`) until it is committed. The await first yields to the event loop once, which is
-    enough for a small batch; a future is made only if the commit takes longer.
+    `await` it (see `Journal.durable`) until it is committed. The await first yields to the event loop once,
+    which is enough for a small batch; a future is made only if the commit takes longer.
     """
 
     __slots__ = (
@@ -214,8 +214,8 @@ class Writer:
         self.log_bytes = 0
 
     def flush(self) -> None:
-        """Flush to disk, against a power cut. The log holds every commit since the last checkpoint, which SQLite
-        flushes itself."""
+        """Flush to disk, against a power cut. The log holds every commit since the last checkpoint, which
+        SQLite flushes itself."""
         self.spill.sync()
         for path in (self.file.with_name(self.file.name + "-wal"), self.file.parent):
             handle = os.open(path, os.O_RDONLY)

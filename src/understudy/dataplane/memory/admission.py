@@ -1,8 +1,8 @@
 """Admission control: producers wait while the plane is full, so memory stays bounded and no row is dropped.
 
-Rows are admitted when they are *issued* (or put without having been issued), first come first served. An admitted row
-never waits again. Otherwise the plane could fill up with rows that wait for columns, or with large keys while the
-small key that a batch needs is not admitted. So:
+Rows are admitted when they are *issued* (or put without having been issued), first come first served. An
+admitted row never waits again. Otherwise the plane could fill up with rows that wait for columns, or with
+large keys while the small key that a batch needs is not admitted. So:
 
 - `max_rows` bounds the rows in flight; `issue` waits at the bound. A caller that counts its own rows against the
   bound issues them `reserved`, and they are admitted at once. The trainers do so (`planning/windows.py`), because a
@@ -74,7 +74,8 @@ class Admission:
         self.rows += rows
 
     def enter(self) -> None:
-        """Admit a row that must not wait: another output of an admitted session, or a row read from the journal."""
+        """Admit a row that must not wait: another output of an admitted session, or a row read from the
+        journal."""
         self.rows += 1
 
     def leave(self, rows: int = 1, size: int = 0) -> None:

@@ -1,11 +1,12 @@
 """Views: ordered indexes of the rows that can be claimed, one per kind of claim, updated incrementally.
 
-A claim names a status, columns, tags and an order. The first claim of a kind builds its view from all rows. After
-that, the partition marks changed rows in `changed`, and the next use of the view checks each of them once, however
-often it changed. Taking n rows costs O(n) when rows arrived in order, O(n log rows) at most. No claim scans all rows.
+A claim names a status, columns, tags and an order. The first claim of a kind builds its view from all rows.
+After that, the partition marks changed rows in `changed`, and the next use of the view checks each of them
+once, however often it changed. Taking n rows costs O(n) when rows arrived in order, O(n log rows) at most. No
+claim scans all rows.
 
-Stale entries are not searched for and removed: `_members` holds the one valid entry of each unit, and any other is
-skipped when it comes up. The order is rebuilt when more than half of its entries are stale.
+Stale entries are not searched for and removed: `_members` holds the one valid entry of each unit, and any
+other is skipped when it comes up. The order is rebuilt when more than half of its entries are stale.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class ViewSpec:
         return not self.where or all(row.tags.get(tag) in wanted for tag, wanted in self.where)
 
     def awaits(self, row: Row) -> bool:
-        """Whether the row can still become claimable without a lease being released. Claims in key order wait for it."""
+        """Whether the row can still become claimable without a lease being released. Claims in key order wait
+        for it."""
         if row.gone or (row.lease is not None and row.status is not RowStatus.RUNNING):
             return False
         if self.step is not None and row.step != self.step:
@@ -112,8 +114,8 @@ Entry = tuple[SortKey | int, int, Unit]
 
 
 class View:
-    """The index of one `ViewSpec`. In key order of finished rows (`_strict`) the members are all units that may become
-    ready; otherwise only those ready now. Used on the event loop."""
+    """The index of one `ViewSpec`. In key order of finished rows (`_strict`) the members are all units that
+    may become ready; otherwise only those ready now. Used on the event loop."""
 
     def __init__(self, spec: ViewSpec, units: Iterable[Unit]) -> None:
         self.spec = spec
@@ -129,8 +131,8 @@ class View:
         self._members: dict[Unit, Entry] = {}
         self._order: InOrder[Entry] = InOrder()
         self._blocker: Unit | None = None
-        """The unit that is not ready at which the last claim stopped. Until it is ready or a smaller unit changes, the
-        next claim would stop there too, with at most `_before_blocker`."""
+        """The unit that is not ready at which the last claim stopped. Until it is ready or a smaller unit
+        changes, the next claim would stop there too, with at most `_before_blocker`."""
         self._before_blocker = {Count.ROWS: 0, Count.GROUPS: 0}
         for unit in units:
             self._refresh(unit)
@@ -206,7 +208,8 @@ class View:
             self._unblock(row)
 
     def _place(self, unit: Unit) -> None:
-        """Insert the unit's entry. A group's sort value changes when it loses a session; then a new entry replaces it."""
+        """Insert the unit's entry. A group's sort value changes when it loses a session; then a new entry
+        replaces it."""
         before = self._members.get(unit)
         if isinstance(unit, Row):
             if before is None:
@@ -224,8 +227,8 @@ class View:
         self._order.push(entry)
 
     def take(self, n: int, at_least: int, count: Count) -> list[Row] | None:
-        """Remove and return the first rows in order, whole groups only; None when there are too few. The caller
-        leases them."""
+        """Remove and return the first rows in order, whole groups only; None when there are too few. The
+        caller leases them."""
         if self.ready(count) < at_least:
             return None
         if self._blocker is not None:
@@ -243,8 +246,8 @@ class View:
             unit = entry[2]
             weight = 1 if count is Count.GROUPS else len(unit)
             ready = unit in self._ready
-            # A group that is not ready may still lose a session and then fit, so it blocks instead of overflowing:
-            # the result of a claim must not depend on timing.
+            # A group that is not ready may still lose a session and then fit, so it blocks instead of
+            # overflowing: the result of a claim must not depend on timing.
             overflow = ready and total + weight > n
             if overflow or not ready:
                 if not ready:

@@ -1,7 +1,8 @@
 """Claims and waits: serves waiting claims when a partition changes. Nothing polls.
 
-A change marks its partition. At the end of the loop iteration the partition's waiting claims are tried in FIFO order
-and its watches evaluated, once, however many rows changed. One timer fires at the earliest expiry of a lease.
+A change marks its partition. At the end of the loop iteration the partition's waiting claims are tried in
+FIFO order and its watches evaluated, once, however many rows changed. One timer fires at the earliest expiry
+of a lease.
 """
 
 from __future__ import annotations

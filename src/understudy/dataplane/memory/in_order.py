@@ -11,8 +11,8 @@ Entry = TypeVar("Entry", bound=tuple[object, ...])
 
 
 class InOrder(Generic[Entry]):
-    """Entries that arrive in order, nearly all, go into a deque: push and pop are O(1). Entries that arrive out of
-    order (released rows, smaller keys) go into a heap."""
+    """Entries that arrive in order, nearly all, go into a deque: push and pop are O(1). Entries that arrive
+    out of order (released rows, smaller keys) go into a heap."""
 
     __slots__ = ("_early", "_rest")
 

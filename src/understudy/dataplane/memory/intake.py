@@ -71,7 +71,8 @@ class Intake:
         return BatchMeta(partition, tuple(rows), shared_columns(rows.values()))
 
     async def _admit(self, partition: str, frames: Frames, lease: Lease | None) -> tuple[Partition, int]:
-        """Check the lease and admit the new rows, waiting if necessary; returns the partition and how many."""
+        """Check the lease and admit the new rows, waiting if necessary; returns the partition and how
+        many."""
         store = self._store
         home = store.partition(partition)
         room = self._look(home, frames, lease)
@@ -88,7 +89,8 @@ class Intake:
         return home, room
 
     def _write(self, home: Partition, frames: Frames, tags: Tags, status: RowStatus, room: int) -> None:
-        """Write to memory and the open journal batch without waiting; `room` new rows were admitted before."""
+        """Write to memory and the open journal batch without waiting; `room` new rows were admitted
+        before."""
         store = self._store
         written = []
         for key, columns in frames.items():
@@ -119,7 +121,8 @@ class Intake:
             store.filter_complete(home, written)
 
     def _look(self, home: Partition, keys: Iterable[str], lease: Lease | None) -> int:
-        """Raise `LeaseLost` for a late writer or one without the lease; returns how many rows need admission."""
+        """Raise `LeaseLost` for a late writer or one without the lease; returns how many rows need
+        admission."""
         store = self._store
         store.expire()
         if lease is not None:
@@ -141,7 +144,8 @@ class Intake:
         return new
 
     def _unannounced(self, home: Partition, key: str, status: RowStatus) -> Row:
-        """Issue a row that is put without `issue`: for its session's step if that is in flight, else for the next."""
+        """Issue a row that is put without `issue`: for its session's step if that is in flight, else for the
+        next."""
         sibling = None if key.endswith("_0") else self._store.sibling(home, key)
         if sibling is None:
             return self._store.issue(home, key, self._store.last_step + 1, None, None, status)

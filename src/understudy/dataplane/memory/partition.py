@@ -67,8 +67,8 @@ class Partition:
         return found
 
     def _make_room(self) -> None:
-        """Drop the least recently used view: claims by step or tag keep making new ones, and a row change costs
-        every view."""
+        """Drop the least recently used view: claims by step or tag keep making new ones, and a row change
+        costs every view."""
         if len(self.views) >= MOST_VIEWS:
             oldest = next((spec for spec, view in self.views.items() if not view.line), None)
             if oldest is not None:

@@ -60,7 +60,8 @@ class Row(msgspec.Struct, eq=False):
         return 1
 
     def line(self) -> tuple[Any, ...]:
-        """Its entry in the journal, without the group. Leases end with the process, so running is written as pending."""
+        """Its entry in the journal, without the group. Leases end with the process, so running is written as
+        pending."""
         return (
             self.id,
             self.partition,
@@ -147,7 +148,8 @@ class Leases:
         if held.expires < self.first_end:
             self.first_end = held.expires
         if len(self._ends) > 64 and len(self._ends) > 4 * len(self._held):
-            # Acked leases leave entries in the heap; at thousands per second they would accumulate for minutes.
+            # Acked leases leave entries in the heap; at thousands per second they would accumulate for
+            # minutes.
             self._ends = [(held.expires, held.id) for held in self._held.values() if held.expires != math.inf]
             heapq.heapify(self._ends)
 

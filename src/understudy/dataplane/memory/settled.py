@@ -1,9 +1,9 @@
 """The set of settled keys (trained, dead or evicted), which are never made or trained again.
 
-A long run settles tens of millions of keys. A set of strings would take a gigabyte, so 64-bit hashes are kept: a
-small set of recent ones, merged into a sorted array (8 bytes per key) whenever it is full. Two keys of one run share
-a hash with probability n² / 2⁶⁵ (3 in a million for 10 million keys). The second one would then be skipped; no key is
-trained twice.
+A long run settles tens of millions of keys. A set of strings would take a gigabyte, so 64-bit hashes are
+kept: a small set of recent ones, merged into a sorted array (8 bytes per key) whenever it is full. Two keys
+of one run share a hash with probability n² / 2⁶⁵ (3 in a million for 10 million keys). The second one would
+then be skipped; no key is trained twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class SettledKeys:
             self._merge()
 
     def _merge(self) -> None:
-        """Merge by insertion, which copies; sorting all keys again would cost more per key as the array grows."""
+        """Merge by insertion, which copies; sorting all keys again would cost more per key as the array
+        grows."""
         fresh = np.sort(np.fromiter(self._recent, np.int64, len(self._recent)))
         known = np.frombuffer(self._sorted, np.int64)
         places = np.searchsorted(known, fresh)

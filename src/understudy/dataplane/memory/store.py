@@ -1,7 +1,7 @@
 """The state of an embedded plane and its mutations, each in memory and in the open journal batch.
 
-Nothing here waits, except reads of spilled columns. Callers (embedded.py, claims.py, intake.py) check leases and
-await the commit.
+Nothing here waits, except reads of spilled columns. Callers (embedded.py, claims.py, intake.py) check leases
+and await the commit.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Store:
         return row
 
     def arrive(self, home: Partition, key: str, frames: dict[str, bytes], status: RowStatus) -> Row:
-        """`issue` and `write` in one, for a row that was not issued: it belongs to the step after the last acked one."""
+        """`issue` and `write` in one, for a row that was not issued: it belongs to the step after the last
+        acked one."""
         row_id = self._next_id
         self._next_id = row_id + 1
         step = self.last_step + 1
@@ -124,8 +125,8 @@ class Store:
         return row
 
     def is_settled(self, home: Partition, key: str) -> bool:
-        """Whether a row that is not in flight was settled. A further output counts as settled together with the first
-        output of its session: it is too late and must not be issued as a new row."""
+        """Whether a row that is not in flight was settled. A further output counts as settled together with
+        the first output of its session: it is too late and must not be issued as a new row."""
         if key in home.settled:
             return True
         if key.endswith("_0"):
@@ -173,8 +174,8 @@ class Store:
             changes.dirty[row.id] = row
 
     def _keep(self, pack_id: int, frames: dict[str, bytes]) -> tuple[dict[str, bytes | SpillRef], int]:
-        """Frames that are large, or that do not fit into memory, replaced by spill references; and the bytes that stay
-        in memory."""
+        """Frames that are large, or that do not fit into memory, replaced by spill references; and the bytes
+        that stay in memory."""
         size = 0
         for frame in frames.values():
             size += len(frame)
@@ -277,7 +278,8 @@ class Store:
             self.on_change(home)
 
     def filter_complete(self, home: Partition, rows: Iterable[Row]) -> None:
-        """Apply the filter to the groups of these rows that are complete, and evict those it gives a reason for."""
+        """Apply the filter to the groups of these rows that are complete, and evict those it gives a reason
+        for."""
         rule = home.filter
         if rule is None:
             return

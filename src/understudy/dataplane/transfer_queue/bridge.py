@@ -9,8 +9,8 @@
         await count(lease.meta)                  the columns are fetched here, `loss_tokens` is written to the plane,
                                                  and what comes back is the meta with one more field
 
-Only names are passed between caller and callee; the bytes go directly between the plane and the process where the
-function runs.
+Only names are passed between caller and callee; the bytes go directly between the plane and the process where
+the function runs.
 
 | argument | becomes | the answer |
 |---|---|---|
@@ -19,11 +19,13 @@ function runs.
 | `Lease` | the columns of its rows | the same; the write is fenced by the lease |
 | TransferQueue's `KVBatchMeta` or columnar `BatchMeta` | its columns | a meta of the same class (meta.py) |
 
-A function with a parameter called `extra` gets the meta's `extra` (TransferQueue: `extra_info`) as a dict, unless the
-caller passes one. A meta of no rows becomes empty columns. A result that is not a dict is returned unchanged.
+A function with a parameter called `extra` gets the meta's `extra` (TransferQueue: `extra_info`) as a dict,
+unless the caller passes one. A meta of no rows becomes empty columns. A result that is not a dict is returned
+unchanged.
 
-Functions may be sync or async. Sync functions run on a thread, so they do not block the event loop; called on the
-event loop, they return an awaitable. Called with a meta on a thread without an event loop, they block until done.
+Functions may be sync or async. Sync functions run on a thread, so they do not block the event loop; called on
+the event loop, they return an awaitable. Called with a meta on a thread without an event loop, they block
+until done.
 
 `call_elsewhere` runs a bridged function in another process, where `FarBridge` executes it:
 
@@ -94,7 +96,8 @@ def serving(plane: ColumnPlace) -> Iterator[None]:
 
 
 def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Fetch `fields` (default: all that the meta names) before the call and write returned columns after it."""
+    """Fetch `fields` (default: all that the meta names) before the call and write returned columns after
+    it."""
     if any(callable(field) for field in fields):
         raise TypeError("@bridged takes the names of columns: write @bridged() or @bridged('tokens', …)")
 
@@ -222,9 +225,9 @@ async def call_elsewhere(
     *,
     site: int = 0,
 ) -> Any:
-    """Run a bridged function in a remote process over these rows. `fields` are the columns it reads. `ask` sends the
-    request; `site` is the unique number of the process it reaches, among all that write for this plane. With a
-    `Lease` the write is fenced by it."""
+    """Run a bridged function in a remote process over these rows. `fields` are the columns it reads. `ask`
+    sends the request; `site` is the unique number of the process it reaches, among all that write for this
+    plane. With a `Lease` the write is fenced by it."""
     meta, lease = (batch.meta, batch) if isinstance(batch, Lease) else (batch, None)
     handed = await plane.hand_over(meta, fields)
     ticket = plane.lent.take(site)  # keeps the segment until the columns written there are adopted

@@ -5,13 +5,15 @@
     await link.put("train", keys, {"tokens": [tensor, …]})
     await link.get("train", keys, ("tokens",))
 
-Array columns are stored as plain jagged tensors, so other TransferQueue clients can read them (`tq.kv_batch_get`).
-A cell that is not an array is stored as one of our frames, in uint8, a dtype no array column has.
+Array columns are stored as plain jagged tensors, so other TransferQueue clients can read them
+(`tq.kv_batch_get`). A cell that is not an array is stored as one of our frames, in uint8, a dtype no array
+column has.
 
-TransferQueue's own client is not used for `put` and `get`: around each call it sets torch's number of threads for the
-whole process and then "restores" the number it saw when it was imported, and sums depend on that number. Its storage
-manager, one level below, does not touch it. All calls run on the link's own event loop and thread, so serialisation
-never blocks the caller's loop. Nothing here polls or waits for rows: claims are decided by our ledger.
+TransferQueue's own client is not used for `put` and `get`: around each call it sets torch's number of threads
+for the whole process and then "restores" the number it saw when it was imported, and sums depend on that
+number. Its storage manager, one level below, does not touch it. All calls run on the link's own event loop
+and thread, so serialisation never blocks the caller's loop. Nothing here polls or waits for rows: claims are
+decided by our ledger.
 
 TransferQueue's wire format is partly pickle and has no authentication: its ports belong inside the cluster
 (docs/cluster.md).
@@ -71,7 +73,8 @@ class QueueAddress:
 
 
 class QueueLink:
-    """One client connection. Its coroutines may be awaited on any event loop; the work runs on the link's thread."""
+    """One client connection. Its coroutines may be awaited on any event loop; the work runs on the link's
+    thread."""
 
     def __init__(self, address: QueueAddress, *, owner: bool, prefix: str = "") -> None:
         """`prefix` separates the partitions of several runs on one queue."""
@@ -83,7 +86,8 @@ class QueueLink:
         self._thread.start()
         self._calls: set[Future[Any]] = set()
         self._door = threading.Lock()
-        """Held by `close` while it lists the open calls, and by each new call: none starts after the list is taken."""
+        """Held by `close` while it lists the open calls, and by each new call: none starts after the list is
+        taken."""
         self._client = AsyncTransferQueueClient(
             f"understudy-{os.getpid()}-{id(self):x}", _info(address.controller), zmq_io_threads=_IO_THREADS
         )
@@ -95,8 +99,8 @@ class QueueLink:
     def start(cls, units: int, *, prefix: str = "", timeout: float = 60.0) -> QueueLink:
         """Start a queue on the Ray cluster this process is connected to, or join the one that runs there.
 
-        The controller and each storage unit take a CPU. If the cluster has none left they would wait silently for
-        ever, so this raises after `timeout` seconds.
+        The controller and each storage unit take a CPU. If the cluster has none left they would wait silently
+        for ever, so this raises after `timeout` seconds.
         """
         wish = {
             "controller": {"polling_mode": True},
@@ -242,7 +246,8 @@ class QueueLink:
             calls = list(self._calls)
         for call in calls:
             call.cancel()
-        # TransferQueue's client may only be closed when no call is in progress: its sockets belong to the loop's thread.
+        # TransferQueue's client may only be closed when no call is in progress: its sockets belong to the
+        # loop's thread.
         if self._ended_loop():
             self._client.close()
         else:
@@ -279,8 +284,9 @@ async def _last_call() -> None:
 
 @contextmanager
 def _units_where_there_is_room() -> Iterator[None]:
-    """Makes TransferQueue's placement of storage units soft. It pins each unit to a machine, round-robin, and waits
-    for ever if ranks or teachers occupy that machine; with a soft preference the unit goes to another one."""
+    """Makes TransferQueue's placement of storage units soft. It pins each unit to a machine, round-robin, and
+    waits for ever if ranks or teachers occupy that machine; with a soft preference the unit goes to another
+    one."""
     counted_off = simple_storage_bootstrap.get_node_round_robin_scheduling_strategies
 
     def wished(*arguments: Any, **options: Any) -> list[Any]:
@@ -313,7 +319,8 @@ def _nest(cells: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _column(found: Any) -> Jagged | list[Any] | None:
-    """A column as our plane returns it; None for mixed dtypes or widths, for which the ledger's copy gives the error."""
+    """A column as our plane returns it; None for mixed dtypes or widths, for which the ledger's copy gives
+    the error."""
     if not isinstance(found, torch.Tensor) or not found.is_nested or found.layout != torch.jagged:
         return None
     nested: Any = found

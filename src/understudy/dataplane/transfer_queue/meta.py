@@ -3,7 +3,8 @@
     KVBatchMeta(keys, tags, partition_id, fields, extra_info)     ⟷  BatchMeta(partition, keys, fields, tags, extra)
     BatchMeta(global_indexes, partition_ids, field_schema, …)      ─>  the queue maps the indexes to keys
 
-Code written for TransferQueue passes such metas to `@bridged` functions and gets a meta of the same class back.
+Code written for TransferQueue passes such metas to `@bridged` functions and gets a meta of the same class
+back.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
     │ journal, spill files      │        └──────────────────────────┘        └──────────────────────────┘
     └───────────────────────────┘
 
-TransferQueue alone delivers rows at most once: a consumer that dies loses its rows, a full queue raises, and its
-contents are lost when it dies. So claims, writes and acks are decided by the same ledger as in the embedded plane, and
-every column is in the run directory before `put` returns. The queue only transports columns: it holds copies, which
-count against `max_bytes`, and columns that it lacks are read from disk.
+TransferQueue alone delivers rows at most once: a consumer that dies loses its rows, a full queue raises, and
+its contents are lost when it dies. So claims, writes and acks are decided by the same ledger as in the
+embedded plane, and every column is in the run directory before `put` returns. The queue only transports
+columns: it holds copies, which count against `max_bytes`, and columns that it lacks are read from disk.
 
 A remote process that makes rows writes their columns itself, into the run directory and the queue
 (`transfer_queue/writer.py`), and announces them; `adopt` records the announcement in the ledger.
@@ -45,7 +45,8 @@ from understudy.types.jagged import Jagged
 
 
 class TransferQueueDataPlane(EmbeddedDataPlane):
-    """An `EmbeddedDataPlane` whose large columns are also in TransferQueue. Runs on the trainer's event loop."""
+    """An `EmbeddedDataPlane` whose large columns are also in TransferQueue. Runs on the trainer's event
+    loop."""
 
     store_kind: ClassVar[type[Store]] = QueueStore
     _store: QueueStore
@@ -71,9 +72,10 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
     ) -> Self:
         """Open or create the plane in folder `path`; columns go through `link`, which the caller closes.
 
-        `max_bytes` bounds what the queue and the ledger hold together. Columns beyond it, those of `spill_bytes` or
-        more, and those written before a restart are read from the folder. Cells below `inline_bytes` stay in the
-        ledger. A queue that does not answer within `patience` seconds is given up; no row is lost by that.
+        `max_bytes` bounds what the queue and the ledger hold together. Columns beyond it, those of
+        `spill_bytes` or more, and those written before a restart are read from the folder. Cells below
+        `inline_bytes` stay in the ledger. A queue that does not answer within `patience` seconds is given up;
+        no row is lost by that.
         """
         plane = cls.open(
             path, max_rows=max_rows, max_bytes=max_bytes, spill_bytes=inline_bytes, clock=clock, retain=retain
@@ -105,7 +107,8 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         return {name: found[name] if name in found else others[name] for name in names}
 
     async def hand_over(self, meta: BatchMeta, fields: Sequence[str]) -> BatchMeta:
-        """The meta of these rows for a remote `QueueReader`; columns that the queue lacks are uploaded first."""
+        """The meta of these rows for a remote `QueueReader`; columns that the queue lacks are uploaded
+        first."""
         rows, _ = self._wanted(meta, fields)
         store, home = self._store, self._home(meta.partition)
         frames: dict[str, dict[str, bytes]] = {row.key: {} for row in rows}
@@ -216,7 +219,8 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
 
 
 class QueueReader:
-    """Reads columns of rows in a remote process, such as a rank. It needs the meta and the address, but no Ray."""
+    """Reads columns of rows in a remote process, such as a rank. It needs the meta and the address, but no
+    Ray."""
 
     def __init__(self, address: QueueAddress, *, prefix: str = "") -> None:
         self._link = QueueLink.connect(address, prefix=prefix)

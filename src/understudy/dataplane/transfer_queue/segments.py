@@ -3,8 +3,8 @@
     worker: SegmentWriter.append ──frames──> spill/00000007.seg (in the run directory, which all machines see)
             └──Written: small cells, references──> plane.adopt(…): ledger and journal, as if the plane had written them
 
-The plane names the segment with every piece of work (`LentSegments.take`). A writer that died, or was declared dead,
-leaves unreferenced bytes in a segment that no other process writes.
+The plane names the segment with every piece of work (`LentSegments.take`). A writer that died, or was
+declared dead, leaves unreferenced bytes in a segment that no other process writes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Ticket:
 
 
 class LentSegments:
-    """The plane's side: the current segment of each writer. A writer gets a new one when its segment is full. Used on
-    the plane's event loop."""
+    """The plane's side: the current segment of each writer. A writer gets a new one when its segment is full.
+    Used on the plane's event loop."""
 
     def __init__(self, spill: SpillFiles, most_bytes: int = SEGMENT_BYTES) -> None:
         self._spill = spill
@@ -82,7 +82,8 @@ class LentSegments:
             self._retire(writer)
 
     def roll(self) -> None:
-        """Every writer continues in a new segment, so that the old ones can be deleted once their rows are settled."""
+        """Every writer continues in a new segment, so that the old ones can be deleted once their rows are
+        settled."""
         for writer in [writer for writer, segment in self._current.items() if self._bytes[segment]]:
             self._retire(writer)
 
@@ -101,8 +102,8 @@ class LentSegments:
 
 
 class SegmentWriter:
-    """The writer's side: appends to the segments that the plane names. Frames that arrive together share one flush.
-    Called on the writer's event loop; the writing runs on a thread."""
+    """The writer's side: appends to the segments that the plane names. Frames that arrive together share one
+    flush. Called on the writer's event loop; the writing runs on a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

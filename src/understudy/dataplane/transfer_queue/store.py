@@ -1,9 +1,9 @@
 """The cluster plane's `Store` and `Intake`, which track the columns that are also in TransferQueue.
 
-A large column is in the run directory (a spill file, as in the embedded plane) and, while memory allows, also in
-TransferQueue. `_shelved` records which columns are there and counts them against `max_bytes`. Small cells stay in the
-ledger. A column is read from the queue only while it is shelved; if the queue fails, or an upload is refused, the copy
-in the run directory is used.
+A large column is in the run directory (a spill file, as in the embedded plane) and, while memory allows, also
+in TransferQueue. `_shelved` records which columns are there and counts them against `max_bytes`. Small cells
+stay in the ledger. A column is read from the queue only while it is shelved; if the queue fails, or an upload
+is refused, the copy in the run directory is used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class QueueStore(Store):
         self._marks: dict[int, dict[str, str]] = {}
         """By row id: the write id of columns that are in the queue under another name than the row's key."""
         self._uploaded: dict[str, dict[str, set[str]]] = {}
-        """By partition and key: every name the queue may hold for a row, whether or not the upload succeeded."""
+        """By partition and key: every name the queue may hold for a row, whether or not the upload
+        succeeded."""
         self._on_the_way: Counter[tuple[str, str, str]] = Counter()
         """By partition, key and column: uploads in progress."""
         self.lent = LentSegments(self.spill)
@@ -103,7 +104,8 @@ class QueueStore(Store):
                     del self._on_the_way[place]
 
     def shelve(self, home: Partition, row: Row, sizes: Mapping[str, int]) -> None:
-        """Record columns that arrived and whose bytes are counted, except where another upload is replacing them."""
+        """Record columns that arrived and whose bytes are counted, except where another upload is replacing
+        them."""
         shelf = self._shelved.setdefault(row.id, {})
         for name, size in sizes.items():
             if (home.name, row.key, name) in self._on_the_way:
@@ -141,7 +143,8 @@ class QueueStore(Store):
                 row.resident -= len(before)
                 self.admission.leave(0, len(before))
             if isinstance(cell, SpillRef):
-                # Already written: with empty bytes the journal's thread only opens the file, for later flushes.
+                # Already written: with empty bytes the journal's thread only opens the file, for later
+                # flushes.
                 changes.spills.append((pack_id, cell, b""))
             else:
                 row.resident += len(cell)
@@ -152,7 +155,8 @@ class QueueStore(Store):
         self._shelve_adopted(home, row, written)
 
     def _shelve_adopted(self, home: Partition, row: Row, written: Written) -> None:
-        """Count the adopted columns that are in the queue; if they exceed `max_bytes`, clear them from the queue."""
+        """Count the adopted columns that are in the queue; if they exceed `max_bytes`, clear them from the
+        queue."""
         if self.shelf is None or self.shelf.lost is not None or not written.queued:
             return
         cells = written.cells
@@ -176,8 +180,8 @@ class QueueStore(Store):
             )
 
     def orphans(self, home: Partition, names: Iterable[str]) -> list[str]:
-        """Those of the queue's names whose row and session are not in flight: their writer died before it announced
-        them, or was too late."""
+        """Those of the queue's names whose row and session are not in flight: their writer died before it
+        announced them, or was too late."""
         return [
             name
             for name in names
@@ -313,7 +317,8 @@ class QueueIntake(Intake):
             self._queue.uploaded(home, held)
 
     def _undo(self, home: Partition, frames: Frames, held: Held, room: int) -> None:
-        """Revert the counts of rows that were refused after the upload; their copies in the queue are never read."""
+        """Revert the counts of rows that were refused after the upload; their copies in the queue are never
+        read."""
         admission = self._queue.admission
         self._queue.overwriting(home, frames)
         admission.leave(room, sum(sum(sizes.values()) for sizes in held.values()))

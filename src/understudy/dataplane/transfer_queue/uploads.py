@@ -3,9 +3,9 @@
     put, put, put ──> [ one batch ] ──> TransferQueue
     clear, clear  ──> [ next one  ]     one batch at a time, so writes and clears of a row keep their order
 
-A single put costs four messages; puts that arrive while one is in progress share the next batch. Everything the queue
-holds is also in the run directory. If the queue is lost (a node with a storage unit died), the shelf logs a warning,
-stops using it, and rows are read from the run directory from then on.
+A single put costs four messages; puts that arrive while one is in progress share the next batch. Everything
+the queue holds is also in the run directory. If the queue is lost (a node with a storage unit died), the
+shelf logs a warning, stops using it, and rows are read from the run directory from then on.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Clear:
 
 
 class Shelf:
-    """The queue of uploads and clears, and the task that sends them. Used on one event loop by the plane, or by a
-    `RowWriter` in a remote process."""
+    """The queue of uploads and clears, and the task that sends them. Used on one event loop by the plane, or
+    by a `RowWriter` in a remote process."""
 
     def __init__(self, link: QueueLink, patience: float = PATIENCE) -> None:
         """`patience` is how long one upload or fetch may take before TransferQueue counts as lost."""
@@ -62,7 +62,8 @@ class Shelf:
         self._worker: asyncio.Task[None] | None = None
 
     async def put(self, partition: str, rows: Mapping[str, Mapping[str, bytes]]) -> bool:
-        """Upload frames, by name in the queue and column. False: TransferQueue is lost and holds none of them."""
+        """Upload frames, by name in the queue and column. False: TransferQueue is lost and holds none of
+        them."""
         if self.lost is not None:
             return False
         size = sum(len(frame) for columns in rows.values() for frame in columns.values())

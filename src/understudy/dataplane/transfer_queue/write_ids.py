@@ -3,10 +3,10 @@
     00000-0000017_3_0            uploaded by the plane itself
     00000-0000017_3_0~5f0c2a.14  the 14th write of one worker process
 
-A row is made again when its worker seems dead, and scored twice when a teacher is slow, so several writers may upload
-the same row. Under one name the last upload would win, even after the ledger adopted another writer's announcement.
-With a name per write there is no conflict: readers use the name that the ledger adopted, and copies of late writers
-are cleared with the row.
+A row is made again when its worker seems dead, and scored twice when a teacher is slow, so several writers
+may upload the same row. Under one name the last upload would win, even after the ledger adopted another
+writer's announcement. With a name per write there is no conflict: readers use the name that the ledger
+adopted, and copies of late writers are cleared with the row.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     written = await writer.write("train", {key: columns}, segment)     in any process of the cluster
     await plane.adopt("train", written)                                in the trainer's process, which sees no array
 
-`segment` comes from the plane with each piece of work. Cells that are not arrays (reward, sizes, stop reason) are part
-of the announcement, because the ledger uses them; arrays are not, however small. A row exists only after `adopt`: if
-the writer dies before, its bytes stay unreferenced and the row is made again. Every write has its own name in the
-queue (`write_ids.py`), so a late or repeated write cannot change what the ledger adopted.
+`segment` comes from the plane with each piece of work. Cells that are not arrays (reward, sizes, stop reason)
+are part of the announcement, because the ledger uses them; arrays are not, however small. A row exists only
+after `adopt`: if the writer dies before, its bytes stay unreferenced and the row is made again. Every write
+has its own name in the queue (`write_ids.py`), so a late or repeated write cannot change what the ledger
+adopted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from understudy.types.jagged import Jagged
 
 
 class RowWriter:
-    """The remote counterpart of the plane's `put` and `get`. Used on the event loop of a rollout worker process."""
+    """The remote counterpart of the plane's `put` and `get`. Used on the event loop of a rollout worker
+    process."""
 
     def __init__(
         self,
@@ -40,7 +42,8 @@ class RowWriter:
         patience: float = PATIENCE,
         disk_bytes: float = math.inf,
     ) -> None:
-        """`folder` is the plane's folder as this process sees it; columns of `disk_bytes` or more skip the queue."""
+        """`folder` is the plane's folder as this process sees it; columns of `disk_bytes` or more skip the
+        queue."""
         self._segments = SegmentWriter(folder / "spill")
         self._link = QueueLink.connect(address, prefix=prefix)
         self._shelf = Shelf(self._link, patience)
@@ -54,7 +57,8 @@ class RowWriter:
     async def write(
         self, partition: str, rows: Mapping[str, Columns], segment: int, *, queue: bool = True
     ) -> dict[str, Written]:
-        """Write all columns of these rows; returns each row's announcement. On cancellation the queue is cleared.
+        """Write all columns of these rows; returns each row's announcement. On cancellation the queue is
+        cleared.
 
         Without `queue` the columns go to the run directory only.
         """
@@ -90,7 +94,8 @@ class RowWriter:
         return found
 
     async def arrays(self, cells: Sequence[bytes | SpillRef]) -> list[Any]:
-        """Announced cells of any writer, read from the run directory; raises `RowsUnreachable` if any is missing."""
+        """Announced cells of any writer, read from the run directory; raises `RowsUnreachable` if any is
+        missing."""
         refs = [cell for cell in cells if isinstance(cell, SpillRef)]
         frames = iter(await self._segments.read(refs) if refs else ())
         return [decode(next(frames) if isinstance(cell, SpillRef) else cell) for cell in cells]

@@ -24,7 +24,8 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a name that is not a local folder can be a hub id (`Qwen/Qwen3-0.6B`) rather than a mistyped path."""
+    """Whether a name that is not a local folder can be a hub id (`Qwen/Qwen3-0.6B`) rather than a mistyped
+    path."""
     path = Path(model)
     return (
         bool(_HUB_ID.match(model))
@@ -39,7 +40,8 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: str, role: str) -> ModelFolder:
-        """Checks that the folder has the needed files. `role` is the recipe key, for errors (`student.model`)."""
+        """Checks that the folder has the needed files. `role` is the recipe key, for errors
+        (`student.model`)."""
         folder = cls(Path(path))
         if not folder.path.is_dir():
             near = nearest_folder(folder.path)
@@ -91,7 +93,8 @@ class ModelFolder:
         return sum(math.prod(shape) for shape in self._shapes.values())
 
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
-        """Parameters of low-rank adapters on the linear layers with these name endings: two thin matrices each."""
+        """Parameters of low-rank adapters on the linear layers with these name endings: two thin matrices
+        each."""
         return sum(
             rank * sum(shape)
             for name, shape in self._shapes.items()

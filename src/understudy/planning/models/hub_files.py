@@ -1,7 +1,7 @@
 """Fetches a hub model's small files (config, tokenizer, chat template). No weights, no torch.
 
-They come from the hub if it is reachable, else from the local hub cache. `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`
-and tokens have the same effect as for transformers.
+They come from the hub if it is reachable, else from the local hub cache. `HF_ENDPOINT`, `HF_HOME`,
+`HF_HUB_OFFLINE` and tokens have the same effect as for transformers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PATIENCE_S = 4.0
 def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolder | None:
     """The model's folder in the local hub cache, with its small files; None if they cannot be fetched.
 
-    Also None if the model has no tokenizer.json. Raises `DataError` if the hub has no such model, or if a name without
-    an organisation is neither a folder nor in the cache and the hub is unreachable.
+    Also None if the model has no tokenizer.json. Raises `DataError` if the hub has no such model, or if a
+    name without an organisation is neither a folder nor in the cache and the hub is unreachable.
     """
     answers = not constants.HF_HUB_OFFLINE and hub_answers(constants.ENDPOINT)
 

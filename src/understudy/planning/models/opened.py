@@ -13,7 +13,8 @@ from understudy.planning.models.folder import ModelFolder, is_hub_id
 
 
 def open_models(recipe: Recipe, attempt: Callable[[Callable[[], Any]], Any]) -> dict[str, ModelFolder]:
-    """Every model of a recipe whose files can be read, by its place in the recipe: `student`, `teachers.math`, …"""
+    """Every model of a recipe whose files can be read, by its place in the recipe: `student`,
+    `teachers.math`, …"""
     named = {"student": (recipe.student.model, recipe.student.revision)}
     for role, beside in (("critic", recipe.critic), ("reference", recipe.reference)):
         if beside is not None and beside.model:
@@ -36,8 +37,8 @@ def _own(model: str, role: str, revision: str | None) -> ModelFolder | None:
 
 
 def _external(model: str, role: str, revision: str | None) -> ModelFolder | None:
-    """An external teacher's model may be absent from this machine, and its name may be known to its server only. It is
-    compared with the student if its files can be read."""
+    """An external teacher's model may be absent from this machine, and its name may be known to its server
+    only. It is compared with the student if its files can be read."""
     path = Path(model)
     if (path / "tokenizer.json").is_file() and (path / "config.json").is_file():
         return ModelFolder(path)

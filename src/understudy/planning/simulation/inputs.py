@@ -38,7 +38,8 @@ class Costs:
     decode: StepTime
     """Of one engine."""
     prefill_token: float = 0.0
-    """Seconds per prompt token on one engine, during which its other rows wait. A publish costs rows in flight the same."""
+    """Seconds per prompt token on one engine, during which its other rows wait. A publish costs rows in
+    flight the same."""
     host_row: float = 0.0
     """Seconds per row in the single host process: template, reward, journal."""
     score_row: float = 0.0
@@ -51,7 +52,8 @@ class Costs:
     ahead_token: float = 0.0
     """The part of `update_token` that overlaps with scoring when rows are written only between updates."""
     update_spread: float = 0.0
-    """Standard deviation of update times relative to their mean. With uneven times, queues run empty at times."""
+    """Standard deviation of update times relative to their mean. With uneven times, queues run empty at
+    times."""
     publish: float = 0.0
 
 
@@ -78,13 +80,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A split of devices. Engines and replicas are units (of one or more devices); the trainer is counted in devices."""
+    """A split of devices. Engines and replicas are units (of one or more devices); the trainer is counted in
+    devices."""
 
     engines: int
     trainer: int
     replicas: int
     capacity: float | None = None
-    """How many sides can run at full speed at once if all share the same devices: 1 on a single GPU. None: no sharing."""
+    """How many sides can run at full speed at once if all share the same devices: 1 on a single GPU. None: no
+    sharing."""
 
     def __str__(self) -> str:
         return f"{self.engines} engines, {self.trainer} trainer devices, {self.replicas} teacher replicas"

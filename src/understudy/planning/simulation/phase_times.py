@@ -6,8 +6,8 @@
                of a step outside its phases is fixed
     host       the rest of `produce`, per row: time in which nothing was rolled out or scored
 
-Several runs with different batch sizes give the decode time several points. The first steps of a run are left out:
-they include compilation and cold caches.
+Several runs with different batch sizes give the decode time several points. The first steps of a run are left
+out: they include compilation and cold caches.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ def _work(recipe: Recipe, lines: Sequence[Mapping[str, Any]], rows: Sequence[int
 
 
 def lengths_like(mean: float, longest: float, cap: int, rows: int, count: int = 1024) -> tuple[int, ...]:
-    """A log-normal distribution, capped at `cap`, with this mean, whose longest of `rows` samples is about `longest`."""
+    """A log-normal distribution, capped at `cap`, with this mean, whose longest of `rows` samples is about
+    `longest`."""
     at = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
     top = NormalDist().inv_cdf(1 - 0.5 / max(rows, 1))
 

@@ -1,8 +1,9 @@
 """Recommends a split of devices among rollout, trainer and teachers, by a search over simulations.
 
-Throughput is close to the smallest of three capacities. The search starts where the capacities balance and moves
-devices between two sides, many at a time and then fewer, as long as throughput improves. A large cluster is searched on
-a slice: a quarter of the devices with a quarter of each batch behaves alike. The result is simulated once in full.
+Throughput is close to the smallest of three capacities. The search starts where the capacities balance and
+moves devices between two sides, many at a time and then fewer, as long as throughput improves. A large
+cluster is searched on a slice: a quarter of the devices with a quarter of each batch behaves alike. The
+result is simulated once in full.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def _balanced(
 def _moved(
     units: tuple[int, int, int], giver: int, taker: int, move: int, devices: Devices, taught: bool
 ) -> tuple[int, int, int] | None:
-    """Moves about `move` devices from one side to another, in whole units, plus any unused ones. None: not possible."""
+    """Moves about `move` devices from one side to another, in whole units, plus any unused ones. None: not
+    possible."""
     sizes, counts = devices.units, list(units)
     if taker == 2 and not taught:
         return None

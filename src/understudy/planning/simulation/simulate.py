@@ -4,10 +4,10 @@
       ▲        rows share a step      one row     one row each, in                          update(s)       │
       └────────────────────────────── a whole window's slots are free again ────────────────────────────────┘
 
-It is a discrete-event simulation of the schedule in `windows.py`: prompt i may be admitted after publish k when
-i < k·R + C. Sync is the same schedule with C = R and one update per publish. Between two events every row advances by
-one token per decode step of its engine, and time jumps from event to event. No torch, no clock, all randomness from a
-seed: the same inputs give the same results.
+It is a discrete-event simulation of the schedule in `windows.py`: prompt i may be admitted after publish k
+when i < k·R + C. Sync is the same schedule with C = R and one update per publish. Between two events every
+row advances by one token per decode step of its engine, and time jumps from event to event. No torch, no
+clock, all randomness from a seed: the same inputs give the same results.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class _Engine:
 
 @dataclass(slots=True)
 class _Side:
-    """One side (rollout, host, teacher, trainer), with its own time, which runs slower while devices are shared."""
+    """One side (rollout, host, teacher, trainer), with its own time, which runs slower while devices are
+    shared."""
 
     events: list[tuple[float, int, Callable[[], None]]]
     """Heap by the side's own time. Without shared devices all sides use one time and one heap."""
@@ -104,7 +105,8 @@ class _Simulation:
         """At every publish: the time, each side's busy seconds, and the row-seconds."""
         self.order = 0
 
-    # --- time -------------------------------------------------------------------------------------------------
+    # --- time
+    # -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         self.admit()
@@ -131,7 +133,8 @@ class _Simulation:
         self.rows_seconds += (self.time - self.rows_counted) * self.running
         self.rows_counted, self.running = self.time, rows
 
-    # --- rollout ----------------------------------------------------------------------------------------------
+    # --- rollout
+    # ----------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         limit = self.windows.admissible(self.published, self.windows.slots)
@@ -201,7 +204,8 @@ class _Simulation:
         self.fill([engine])  # rows wait only while all other engines are full
         self.publish_if_drained()
 
-    # --- host and teachers ------------------------------------------------------------------------------------
+    # --- host and teachers
+    # ------------------------------------------------------------------------------------
 
     def handle(self) -> None:
         if self.host.active or not self.to_handle:
@@ -237,10 +241,12 @@ class _Simulation:
             self.train()
         self.score()
 
-    # --- trainer ----------------------------------------------------------------------------------------------
+    # --- trainer
+    # ----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Starts the next update once its rows are there: a batch in order of arrival; the window's last takes the rest."""
+        """Starts the next update once its rows are there: a batch in order of arrival; the window's last
+        takes the rest."""
         if self.training or self.steps == self.windows.steps:
             return
         window = self.windows.of_step(self.steps + 1)
@@ -284,7 +290,8 @@ class _Simulation:
             self.later(self.trainer, self.costs.publish, self.publish)
 
     def publish(self) -> None:
-        """Publishes a window's weights. Rows in flight continue with them, after a prefill of their tokens so far."""
+        """Publishes a window's weights. Rows in flight continue with them, after a prefill of their tokens so
+        far."""
         self.published += 1
         self.training = self.draining = False
         self.trainer.set_active(self.time, 0)
@@ -308,8 +315,8 @@ def simulate(
 ) -> Prediction:
     """The steady state of a run with this schedule and split.
 
-    Measured between two publishes: after the first ones, which start with empty queues, and before the last ones, when
-    no prompt is left to admit.
+    Measured between two publishes: after the first ones, which start with empty queues, and before the last
+    ones, when no prompt is left to admit.
     """
     first, last = 2 + 2 * windows.oldest, windows.count - 1 - windows.oldest
     if min(split.engines, split.trainer) < 1 or split.replicas < 0:

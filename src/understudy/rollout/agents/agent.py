@@ -16,8 +16,8 @@ from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
 
 Generate = Callable[[np.ndarray, Sampling, int], Awaitable[Generation]]
-"""(tokens, sampling, turn) → what the student wrote. `turn` is part of the seed: number the generations of a session
-from 0, each with its own."""
+"""(tokens, sampling, turn) → what the student wrote. `turn` is part of the seed: number the generations of a
+session from 0, each with its own."""
 
 FarGenerate = Callable[[int, int, int, Bearer], Awaitable[Generation]]
 """(number of tokens, max new tokens, turn, holder of the tokens) → the generation, whose tokens the holder keeps."""
@@ -39,18 +39,19 @@ class LoopContext:
     max_generated: int | None = None
     """Tokens the student may write in all turns of one trajectory; None: limited by the context only."""
     generate_far: FarGenerate | None = None
-    """`generate` for loops in a worker that sends tokens to the engine itself. Called by `workers/sessions.py`, not by
-    loops."""
+    """`generate` for loops in a worker that sends tokens to the engine itself. Called by
+    `workers/sessions.py`, not by loops."""
     judging: Callable[[int], None] | None = None
-    """Called with the number of outputs when a worker starts to compute their rewards itself. Not called by loops."""
+    """Called with the number of outputs when a worker starts to compute their rewards itself. Not called by
+    loops."""
 
     def spent(self, generated: int) -> bool:
         """Whether the budget is used up by a trajectory in which the student wrote this many tokens."""
         return self.max_generated is not None and generated >= self.max_generated
 
     def sampling_after(self, length: int, generated: int = 0) -> Sampling:
-        """The sampling of a turn that starts after `length` tokens, `generated` of which the student wrote. Its
-        `max_new_tokens` is reduced to what is left of the context and of the trajectory's budget."""
+        """The sampling of a turn that starts after `length` tokens, `generated` of which the student wrote.
+        Its `max_new_tokens` is reduced to what is left of the context and of the trajectory's budget."""
         room = self.context - length
         if room < 1:
             raise DataError(
@@ -68,8 +69,9 @@ class LoopContext:
 
 
 def check_ids(one: Trajectory, sampling: Sampling) -> None:
-    """Raises `DataError` for a trajectory with an id that the student, teacher, critic or reference has no token for. A
-    prompt, a tool or a server without id limits can produce one. Only the row fails, not the run."""
+    """Raises `DataError` for a trajectory with an id that the student, teacher, critic or reference has no
+    token for. A prompt, a tool or a server without id limits can produce one. Only the row fails, not the
+    run."""
     usable = sampling.usable
     at = None if usable is None else usable.first_unusable(one.tokens)
     if usable is not None and at is not None:
@@ -82,8 +84,8 @@ def check_ids(one: Trajectory, sampling: Sampling) -> None:
 class AgentLoop(Protocol):
     """One way to attempt a prompt. `run` is called concurrently for many sessions.
 
-    A run may return several trajectories (a sub-agent, a branch, a context reset); each is scored by the teacher and
-    trained on. Their keys are `context.row_key(0)`, `context.row_key(1)`, …
+    A run may return several trajectories (a sub-agent, a branch, a context reset); each is scored by the
+    teacher and trained on. Their keys are `context.row_key(0)`, `context.row_key(1)`, …
     """
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]: ...

@@ -96,7 +96,8 @@ class Conversations:
     def finish(
         self, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> list[Trajectory]:
-        """One trajectory per conversation in which the student wrote a turn, each with the session's reward."""
+        """One trajectory per conversation in which the student wrote a turn, each with the session's
+        reward."""
         spoken = [one.transcript for one in self._all if one.transcript.turns]
         return [
             replace(one.finish(self.context.row_key(index), metrics=metrics), reward=reward)
@@ -104,7 +105,8 @@ class Conversations:
         ]
 
     def _continued(self, messages: Sequence[Message]) -> tuple[_Conversation, np.ndarray] | None:
-        """The conversation that these messages extend, and the tokens of the new messages; None if there is none."""
+        """The conversation that these messages extend, and the tokens of the new messages; None if there is
+        none."""
         for conversation in reversed(self._all):
             known = len(conversation.said)
             news = messages[known:]

@@ -82,9 +82,11 @@ class Loops(Protocol):
 
 
 class LoopChoice:
-    """Picks the loop of each row: its `agent` column if set, else the recipe's default. Each loop is made once.
+    """Picks the loop of each row: its `agent` column if set, else the recipe's default. Each loop is made
+    once.
 
-    A row may only name loops that ship and those in `options`: the recipe decides which code runs, not the data."""
+    A row may only name loops that ship and those in `options`: the recipe decides which code runs, not the
+    data."""
 
     def __init__(self, default: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._default, self._options = default, dict(options or {})

@@ -4,8 +4,8 @@
     llama3    the whole answer is {"name": "f", "parameters": {…}}, several joined by ";"   (Llama 3.1 and later)
     json      ```json blocks with {"name": "f", "arguments": {…}}                           (models without a format)
 
-Calls inside a thinking block are ignored. Text that looks like a call but cannot be parsed is a `BadCall`: the model
-gets its reason as the tool's answer, and the episode continues.
+Calls inside a thinking block are ignored. Text that looks like a call but cannot be parsed is a `BadCall`:
+the model gets its reason as the tool's answer, and the episode continues.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def _read(body: str) -> ToolCall | BadCall:
 
 
 def _split_objects(body: str) -> Iterable[str]:
-    """Splits consecutive JSON objects, separated by semicolons or space; an unreadable rest is the last piece."""
+    """Splits consecutive JSON objects, separated by semicolons or space; an unreadable rest is the last
+    piece."""
     decoder = json.JSONDecoder()
     at = 0
     while at < len(body):

@@ -5,9 +5,9 @@
     [rollout.agent_options.verifiers]
     env = "my-environment"            # what verifiers.load_environment takes
 
-The environment sends the messages and computes the reward; the run's own engine generates the model's turns, by token.
-Rows come from the environment too: `understudy.rollout.agents.verifiers_env.write_rows(env, path)` writes them to a
-file for `data.train`.
+The environment sends the messages and computes the reward; the run's own engine generates the model's turns,
+by token. Rows come from the environment too: `understudy.rollout.agents.verifiers_env.write_rows(env, path)`
+writes them to a file for `data.train`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class VerifiersLoop:
 
 
 def _client_over(conversations: Conversations, parse: Any) -> Any:
-    """A `verifiers` client whose model is the student. Defined here because its base class is in the extra."""
+    """A `verifiers` client whose model is the student. Defined here because its base class is in the
+    extra."""
     clients: Any = importlib.import_module("verifiers.clients.client")
     errors: Any = importlib.import_module("verifiers.errors")
 
@@ -167,7 +168,8 @@ def _response(answer: Answer, calls: Sequence[ToolCall | BadCall]) -> Any:
 
 
 def _said(text: str, calls: Sequence[ToolCall | BadCall]) -> str:
-    """The content of the student's message: the text before its tool calls, which have their own field, or all of it."""
+    """The content of the student's message: the text before its tool calls, which have their own field, or
+    all of it."""
     if not any(isinstance(call, ToolCall) for call in calls):
         return text
     before = spoken(text).partition("<tool_call>")[0].partition("```")[0].strip()

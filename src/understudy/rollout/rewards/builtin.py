@@ -1,11 +1,11 @@
 """Built-in rewards: plain functions from a dataset row and the student's text to a number.
 
-A recipe names one as `"understudy.rollout.rewards.builtin:exact_match"`. A project's own function is named the same
-way and needs no registration (`rewards.py` lists the signatures). `row` is the dataset row with all its columns;
-`text` is what the student wrote, without special tokens.
+A recipe names one as `"understudy.rollout.rewards.builtin:exact_match"`. A project's own function is named
+the same way and needs no registration (`rewards.py` lists the signatures). `row` is the dataset row with all
+its columns; `text` is what the student wrote, without special tokens.
 
-No student text makes these functions raise: a wrong or unreadable answer is worth 0.0. An error means that the dataset
-row cannot be graded.
+No student text makes these functions raise: a wrong or unreadable answer is worth 0.0. An error means that
+the dataset row cannot be graded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def exact_match(row: Mapping[str, Any], text: str) -> float:
 def gsm8k(row: Mapping[str, Any], text: str) -> float:
     """1.0 if the last `#### number` of the text is the number of the `answer` column; else 0.0.
 
-    The column may hold the number alone or GSM8K's worked solution, which ends in `#### number`. Numbers are compared
-    as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are equal.
+    The column may hold the number alone or GSM8K's worked solution, which ends in `#### number`. Numbers are
+    compared as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are equal.
     """
     expected_text = answer_of(row)
     expected = _marked_number(expected_text)
@@ -47,7 +47,8 @@ def gsm8k(row: Mapping[str, Any], text: str) -> float:
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
-    """What the student's text is compared with: the column `answer`, or verl's `reward_model.ground_truth`."""
+    """What the student's text is compared with: the column `answer`, or verl's
+    `reward_model.ground_truth`."""
     answer = ground_truth(row)
     if answer is None:
         raise DataError(

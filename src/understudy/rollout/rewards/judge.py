@@ -37,11 +37,12 @@ _SCORE = re.compile(r"SCORE:\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 class Judge:
-    """Rewards in 0 … 1: the judge's score divided by `scale`. Called on an event loop; one HTTP client per loop.
+    """Rewards in 0 … 1: the judge's score divided by `scale`. Called on an event loop; one HTTP client per
+    loop.
 
-    The key is read from the environment variable `key_variable` on first use and never shown. A reply without a score
-    is requested again, up to `attempts` times, then raises `DataError` (the row fails). A server that stays
-    unreachable raises `EngineError`.
+    The key is read from the environment variable `key_variable` on first use and never shown. A reply without
+    a score is requested again, up to `attempts` times, then raises `DataError` (the row fails). A server that
+    stays unreachable raises `EngineError`.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
     [data]
     reward = "understudy.rollout.rewards.math_reward:math_verify"
 
-A text that takes longer than the deadline to grade is worth 0.0 and counted in the metric `timeout`. A reference
-answer that cannot be parsed raises `DataError`.
+A text that takes longer than the deadline to grade is worth 0.0 and counted in the metric `timeout`. A
+reference answer that cannot be parsed raises `DataError`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class MathVerify:
                 raise ConfigError(
                     "the math_verify reward needs the package math-verify: pip install math-verify"
                 )
-            # The grading function is ours: without namespaces, a child with a deadline and a memory limit is enough.
+            # The grading function is ours: without namespaces, a child with a deadline and a memory limit is
+            # enough.
             isolation = Isolation.NONE if namespace_problem() else Isolation.NAMESPACES
             folders = [str(Path(__file__).parents[1] / "tools"), *_package_folders()]
             sandbox = Sandbox(isolation, self._memory_mb)

@@ -1,7 +1,8 @@
 """A pool of daemon threads for rewards that are plain functions.
 
-A reward is user code and may hang. On the event loop's default executor it would block other work (a checkpoint, a
-read from disk), and Python joins those threads at exit. These threads are separate and never joined.
+A reward is user code and may hang. On the event loop's default executor it would block other work (a
+checkpoint, a read from disk), and Python joins those threads at exit. These threads are separate and never
+joined.
 """
 
 from __future__ import annotations

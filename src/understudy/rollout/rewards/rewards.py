@@ -73,8 +73,8 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 class Rewards:
-    """Computes the rewards of finished rollouts. Without reward functions, rows keep the reward of their loop, if any.
-    Called on the event loop; sync functions run on daemon threads."""
+    """Computes the rewards of finished rollouts. Without reward functions, rows keep the reward of their
+    loop, if any. Called on the event loop; sync functions run on daemon threads."""
 
     def __init__(self, rewards: Sequence[Reward], renderer: Renderer) -> None:
         self._rewards, self._renderer = tuple(rewards), renderer

@@ -1,8 +1,8 @@
 """Calls reward functions by their signature; as a script, tries one on a few rows.
 
-The signature decides which of three shapes a function has (`shape_of`). `understudy check` runs this file as a script
-in a child process, because a reward is user code that may hang, crash or print. It imports only the standard library,
-so that it starts quickly.
+The signature decides which of three shapes a function has (`shape_of`). `understudy check` runs this file as
+a script in a child process, because a reward is user code that may hang, crash or print. It imports only the
+standard library, so that it starts quickly.
 
     stdin    one JSON object: reward, paths, rows
     stdout   {"ready": true} after the import, then {"problem": …} or {"score": …} for each row; or one {"problem": …} before
@@ -60,7 +60,8 @@ def call_with(function: Callable[..., Any], shape: Shape, row: Mapping[str, Any]
 
 
 def ground_truth(row: Mapping[str, Any]) -> Any:
-    """The reference answer: the column `answer`, or verl's `reward_model.ground_truth`; None if the row has neither."""
+    """The reference answer: the column `answer`, or verl's `reward_model.ground_truth`; None if the row has
+    neither."""
     answer = row.get("answer")
     if answer is None and isinstance(row.get("reward_model"), Mapping):
         answer = row["reward_model"].get("ground_truth")

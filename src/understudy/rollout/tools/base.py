@@ -33,9 +33,11 @@ class Tool(Protocol):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The OpenAI function schema, which goes into the chat template: {"type": "function", "function": {…}}."""
+        """The OpenAI function schema, which goes into the chat template: {"type": "function", "function":
+        {…}}."""
         ...
 
     async def call(self, arguments: Mapping[str, Any], *, deadline_s: float) -> ToolResult:
-        """Never raises for what the model wrote; returns by the deadline, plus the time to kill the process."""
+        """Never raises for what the model wrote; returns by the deadline, plus the time to kill the
+        process."""
         ...

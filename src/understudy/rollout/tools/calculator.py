@@ -1,7 +1,8 @@
 """Arithmetic for models: + − * / // % **, brackets, and a few functions, exact on whole numbers.
 
-Evaluates an expression's syntax tree; only the operations listed here are allowed. Imports only the standard library,
-because the jailed child imports it without the package. Sizes are bounded, so that `9**9**9` is an error at once.
+Evaluates an expression's syntax tree; only the operations listed here are allowed. Imports only the standard
+library, because the jailed child imports it without the package. Sizes are bounded, so that `9**9**9` is an
+error at once.
 """
 
 import ast

@@ -1,16 +1,18 @@
 """The program of a tool's child process: isolates itself, then runs the job from its first line of stdin.
 
-Run as a script by `sandbox.py` with an isolated interpreter. It imports only the standard library, because it is
-started for every piece of code. With `isolation = "namespaces"` the job sees the interpreter, the system libraries, the
-folders it was given (all read-only) and an empty /tmp: no network, no other process, no home, no environment.
+Run as a script by `sandbox.py` with an isolated interpreter. It imports only the standard library, because it
+is started for every piece of code. With `isolation = "namespaces"` the job sees the interpreter, the system
+libraries, the folders it was given (all read-only) and an empty /tmp: no network, no other process, no home,
+no environment.
 
     A  started by us; writes B's id maps, waits     ─┐ one process group: killing it kills C,
     └─ B  new user, mount, net, pid, ipc namespaces  │ and with C everything in its pid namespace
        └─ C  process 1 of the pid namespace         ─┘
           └─ D  no privileges, resource limits: runs the job
 
-With `isolation = "none"` there are only A and D. Both are sub-reapers (Linux): orphaned processes of the job, in any
-session, are reparented to them. D kills those of each call; A kills the rest when D or the trainer's side ends.
+With `isolation = "none"` there are only A and D. Both are sub-reapers (Linux): orphaned processes of the job,
+in any session, are reparented to them. D kills those of each call; A kills the rest when D or the trainer's
+side ends.
 """
 
 import ast
@@ -163,7 +165,8 @@ def has_children() -> bool:
 
 
 def write_id_maps(pid: int) -> None:
-    """Maps our own id, and the unprivileged id 65534 if we are root: resource limits do not apply to real root."""
+    """Maps our own id, and the unprivileged id 65534 if we are root: resource limits do not apply to real
+    root."""
     own = f"{os.getuid()} {os.getuid()} 1", f"{os.getgid()} {os.getgid()} 1"
     both = [f"0 0 1\n{NOBODY} {NOBODY} 1"] * 2 if os.getuid() == 0 else own
     with open(f"/proc/{pid}/setgroups", "w") as file:
@@ -221,7 +224,8 @@ def build_root(visible: list[str]) -> None:
 
 
 def drop_privileges(*, trusted: bool) -> None:
-    """Drops capabilities and the user id. A trusted function keeps the user id: its module may be readable to it only."""
+    """Drops capabilities and the user id. A trusted function keeps the user id: its module may be readable to
+    it only."""
     call("prctl", 38, 1, 0, 0, 0)  # no new privileges by exec
     if not trusted:
         with suppress(OSError):  # id 65534 is not mapped: keep our id, without capabilities
@@ -268,8 +272,8 @@ def load_function(name: str, paths: list[str]) -> Callable[..., object]:
 
 
 def serve(name: str, paths: list[str], *, reaps: bool) -> None:
-    """Serves one function: a line of JSON arguments in, a line of JSON answer out, until stdin closes. With `reaps`,
-    processes that a call left running are killed before its answer is sent."""
+    """Serves one function: a line of JSON arguments in, a line of JSON answer out, until stdin closes. With
+    `reaps`, processes that a call left running are killed before its answer is sent."""
     answers = os.fdopen(os.dup(1), "w")
     for noisy in (1, 2):  # the function's own prints are discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), noisy)

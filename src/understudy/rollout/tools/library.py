@@ -29,7 +29,8 @@ _JSON_TYPES: dict[type, str] = {
 
 
 class PythonTool:
-    """Runs code the model wrote. `packages` lets it import what is installed beside understudy (numpy, sympy, …)."""
+    """Runs code the model wrote. `packages` lets it import what is installed beside understudy (numpy, sympy,
+    …)."""
 
     def __init__(self, sandbox: Sandbox, *, packages: bool = False) -> None:
         self._sandbox = sandbox
@@ -96,7 +97,8 @@ TOOLS: dict[str, Callable[[Sandbox], Tool]] = {
 
 
 def build_tool(name: str, sandbox: Sandbox) -> Tool:
-    """A shipped tool, or a function by `"module:function"`; the child imports its module from our `sys.path`."""
+    """A shipped tool, or a function by `"module:function"`; the child imports its module from our
+    `sys.path`."""
     if name in TOOLS:
         return TOOLS[name](sandbox)
     if ":" not in name:

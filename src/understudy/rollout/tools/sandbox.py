@@ -1,7 +1,7 @@
 """Starts jailed child processes with jobs and deadlines, and reads their output.
 
-Code that a model wrote runs in a new process each time. A function of ours or the user's, to which the model only
-gives arguments, is served by long-lived processes (`workers.py`): a call costs one line each way.
+Code that a model wrote runs in a new process each time. A function of ours or the user's, to which the model
+only gives arguments, is served by long-lived processes (`workers.py`): a call costs one line each way.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ _END_S = 4.0
 
 class Isolation(StrEnum):
     NAMESPACES = "namespaces"
-    """Linux user, mount, pid, network and ipc namespaces: no network, no files of ours, no other processes."""
+    """Linux user, mount, pid, network and ipc namespaces: no network, no files of ours, no other
+    processes."""
     NONE = "none"
-    """A child process with limits and a deadline only: it can read our files and reach the network. Processes that it
-    starts end with the call (on Linux)."""
+    """A child process with limits and a deadline only: it can read our files and reach the network. Processes
+    that it starts end with the call (on Linux)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """Isolation and limits of a tool. Creating one raises `ConfigError` if this machine does not support them."""
+    """Isolation and limits of a tool. Creating one raises `ConfigError` if this machine does not support
+    them."""
 
     isolation: Isolation = Isolation.NAMESPACES
     memory_mb: int = 512
@@ -119,8 +121,9 @@ async def start_child(
 
 
 async def end_child(sandbox: Sandbox, child: asyncio.subprocess.Process) -> None:
-    """Ends the child and all processes it started. With namespaces, killing its process group (`start_new_session`) is
-    enough; without, the child itself kills processes that left the group (`jail.supervise`)."""
+    """Ends the child and all processes it started. With namespaces, killing its process group
+    (`start_new_session`) is enough; without, the child itself kills processes that left the group
+    (`jail.supervise`)."""
     try:
         if sandbox.isolation is Isolation.NONE and child.returncode is None:
             child.terminate()

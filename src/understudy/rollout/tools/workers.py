@@ -1,8 +1,8 @@
 """Long-lived jailed processes that serve one function.
 
-The function is trusted (ours, or the user's), its arguments are not: a call that overruns its deadline or crashes
-costs only its process. A process serves one call at a time and ends when our side of its stdin closes, so none
-outlives this process.
+The function is trusted (ours, or the user's), its arguments are not: a call that overruns its deadline or
+crashes costs only its process. A process serves one call at a time and ends when our side of its stdin
+closes, so none outlives this process.
 """
 
 from __future__ import annotations

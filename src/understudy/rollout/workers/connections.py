@@ -86,7 +86,8 @@ Lives = Callable[[int], bool]
 
 
 class SwitchBoard:
-    """Accepts connections of workers on other machines; closes those without the token. Runs on the run's event loop."""
+    """Accepts connections of workers on other machines; closes those without the token. Runs on the run's
+    event loop."""
 
     def __init__(self, launch: Launch, dismiss: Dismiss, lives: Lives, token: str) -> None:
         self._launch, self._dismiss, self._lives, self._token = launch, dismiss, lives, token
@@ -155,7 +156,8 @@ class CalledLine:
         self.writer.transport.abort()
 
     async def ended(self) -> str:
-        # If only the connection broke, the worker may still be running: end it before its sessions are repeated.
+        # If only the connection broke, the worker may still be running: end it before its sessions are
+        # repeated.
         await self.close()
         return "went away with its machine, or died there; its log is in the run directory"
 

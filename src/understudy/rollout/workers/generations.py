@@ -9,8 +9,8 @@ remote    worker ── Want: number of tokens ───────────
           worker ── Have: number of tokens written ────────> run
           worker <── Take: the call whose result counts ──── run
 
-A server whose weights change answers a remote generation in pieces: after `Have` (aborted) the run sends another `Grant`
-that continues from it, then `Have`, and in the end `Take`.
+A server whose weights change answers a remote generation in pieces: after `Have` (aborted) the run sends
+another `Grant` that continues from it, then `Have`, and in the end `Take`.
 
 The worker keeps the tokens of a remote generation until `Take`. Until then the run may grant it again, at another
 engine; only the result of the last grant and of the calls that it continues counts
@@ -44,7 +44,8 @@ class _Question:
     bringing: tuple[int, Leg, asyncio.Task[None]] | None = None
     """The last call."""
     held: dict[int, Generation] = field(default_factory=dict)
-    """By call: what it and the calls it continues wrote. Holds the last call reported to the run and its successor."""
+    """By call: what it and the calls it continues wrote. Holds the last call reported to the run and its
+    successor."""
 
     def end(self) -> None:
         if self.bringing is not None:

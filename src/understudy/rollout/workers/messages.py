@@ -17,8 +17,9 @@
 | `Take` | run | the call whose result counts; the loop continues |
 | `Withdraw` | worker | the loop no longer waits for this generation |
 
-A message names its session by `session_id`, which the run assigns; an errand is a session without a loop. The bodies of
-errands and of `Kept` are bytes here; the worker's `Keeper` and its counterpart in the run define them.
+A message names its session by `session_id`, which the run assigns; an errand is a session without a loop. The
+bodies of errands and of `Kept` are bytes here; the worker's `Keeper` and its counterpart in the run define
+them.
 """
 
 from __future__ import annotations
@@ -189,7 +190,8 @@ class ErrandDone(msgspec.Struct, tag=True):
 class Failed(msgspec.Struct, tag=True):
     session_id: int
     data_error: bool
-    """Whether the row is at fault and `message` is for users; otherwise the loop raised, and it is a traceback."""
+    """Whether the row is at fault and `message` is for users; otherwise the loop raised, and it is a
+    traceback."""
     message: str
 
 

@@ -2,9 +2,10 @@
 
     loop.run(prompt, context) ──Begin──> worker ──Generate──> context.generate ──Generated──> worker ──Done──> rows
 
-The pool has the interface of a `LoopChoice`. Generation, seeds and batches stay with the run, so the results are the
-same as without workers. A worker that dies is restarted and its sessions run again from the start; with the same seeds
-they draw the same tokens. A worker that keeps dying without finishing a session is given up.
+The pool has the interface of a `LoopChoice`. Generation, seeds and batches stay with the run, so the results
+are the same as without workers. A worker that dies is restarted and its sessions run again from the start;
+with the same seeds they draw the same tokens. A worker that keeps dying without finishing a session is given
+up.
 
 Workers with a `Keeper` (`process.py`) keep trajectories themselves (`run_kept`) and run errands. Each such piece of
 work carries a ticket that is valid for one life (one process) of a worker, so late writes of a dead process are not
@@ -79,8 +80,8 @@ Result = TypeVar("Result")
 
 
 class LoopWorkers:
-    """`count` worker processes, with the interface of a `LoopChoice`. Used by the trainer on its event loop; call
-    `start` first and `close` last."""
+    """`count` worker processes, with the interface of a `LoopChoice`. Used by the trainer on its event loop;
+    call `start` first and `close` last."""
 
     def __init__(
         self,
@@ -100,10 +101,11 @@ class LoopWorkers:
         restarts: int = 10,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        """`open_line` starts a worker, by default on this machine. `tickets` and `extra` are for workers with a keeper.
+        """`open_line` starts a worker, by default on this machine. `tickets` and `extra` are for workers with
+        a keeper.
 
-        A worker that was restarted `restarts` times in a row without finishing a session is given up; `notify` gets a
-        message for each restart.
+        A worker that was restarted `restarts` times in a row without finishing a session is given up;
+        `notify` gets a message for each restart.
         """
         self._open_line = open_line
         self._tickets = tickets
@@ -152,7 +154,8 @@ class LoopWorkers:
         return await self._tried(row_key(prompt.key, context.session), attempt)
 
     async def errand(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
-        """Runs an errand, on the worker whose life is `prefer` if it is alive; repeated if the worker dies."""
+        """Runs an errand, on the worker whose life is `prefer` if it is alive; repeated if the worker
+        dies."""
 
         async def attempt(channel: Channel) -> Answer:
             ticket = self._ticket(channel)
@@ -205,8 +208,8 @@ class LoopWorkers:
         )
 
     async def _least_loaded(self) -> Channel:
-        """The worker with the fewest sessions, started if necessary. A worker that cannot be started is skipped for a
-        backoff time. If none is alive, this waits until one is, or until all are given up."""
+        """The worker with the fewest sessions, started if necessary. A worker that cannot be started is
+        skipped for a backoff time. If none is alive, this waits until one is, or until all are given up."""
         while True:
             now = time.monotonic()
             left = [one for one in range(len(self._channels)) if not self._is_given_up(one)]

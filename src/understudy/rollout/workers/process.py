@@ -1,11 +1,12 @@
 """A rollout worker process: runs many agent loops at once and asks the run for every generation.
 
-Started by `workers.py` as `python -m understudy.rollout.workers.process`; talks on stdin and stdout (`workers/messages.py`) and ends
-when stdin closes, so it never outlives its run. Loops may print as they like: their output goes to stderr. On another
-machine it is started with `--call HOST:PORT`, where the run listens, and ends with that connection.
+Started by `workers.py` as `python -m understudy.rollout.workers.process`; talks on stdin and stdout
+(`workers/messages.py`) and ends when stdin closes, so it never outlives its run. Loops may print as they
+like: their output goes to stderr. On another machine it is started with `--call HOST:PORT`, where the run
+listens, and ends with that connection.
 
-Another module may start it with a `Keeper` of its own, which takes finished trajectories instead of the run, brings tokens to engines, and
-runs errands.
+Another module may start it with a `Keeper` of its own, which takes finished trajectories instead of the run,
+brings tokens to engines, and runs errands.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _LIMIT = 1 << 24
 
 
 class Keeper(Protocol):
-    """What a worker can do besides running loops: store trajectories, send tokens to engines, run errands. Tickets and
-    bodies are opaque to the worker."""
+    """What a worker can do besides running loops: store trajectories, send tokens to engines, run errands.
+    Tickets and bodies are opaque to the worker."""
 
     @property
     def errands(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]: ...
@@ -52,7 +53,8 @@ class Keeper(Protocol):
         ...
 
     async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling, leg: Leg) -> Generation:
-        """Send tokens to the granted engine process or server; returns what was written, after what earlier calls wrote."""
+        """Send tokens to the granted engine process or server; returns what was written, after what earlier
+        calls wrote."""
         ...
 
     async def close(self) -> None: ...
@@ -152,8 +154,8 @@ async def _pipes() -> Channel:
     # The channel is a copy of stdout; stdout itself is redirected to stderr, for prints of user code.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    # The run detects our death by EOF on this pipe, so a fork must not hold it. In a fork it is redirected to /dev/null:
-    # if it were closed, another file could get its number.
+    # The run detects our death by EOF on this pipe, so a fork must not hold it. In a fork it is redirected to
+    # /dev/null: if it were closed, another file could get its number.
     only_here(out, lambda file: os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno()))
     reader = asyncio.StreamReader(limit=_LIMIT)
     await asyncio.get_running_loop().connect_read_pipe(

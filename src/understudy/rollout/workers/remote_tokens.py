@@ -10,8 +10,8 @@ from understudy.rollout.workers import messages as wire
 
 
 class WorkerHand:
-    """One generation of one session (an `engines.remote_tokens.Bearer`). Called by the engine and by `Channel` on the
-    run's event loop.
+    """One generation of one session (an `engines.remote_tokens.Bearer`). Called by the engine and by
+    `Channel` on the run's event loop.
 
     say         sends a message to the worker
     too_slow    ends the session: its tokens did not arrive in time
@@ -55,7 +55,8 @@ class WorkerHand:
             self._bringing[1].set_exception(NotBrought(message.problem, message.trouble))
 
     def take(self, *, nothing: bool) -> None:
-        """The batch is done: the worker's loop continues with what was written; with `nothing`, no token was."""
+        """The batch is done: the worker's loop continues with what was written; with `nothing`, no token
+        was."""
         self._say(wire.Take(self._session_id, self._question, None if nothing else self._brought_to))
 
     def left(self) -> None:

@@ -35,8 +35,8 @@ class Traffic:
 
 
 class Channel:
-    """The connection to one worker process, with its open sessions and errands. Used on the run's event loop; a task
-    reads the worker's messages."""
+    """The connection to one worker process, with its open sessions and errands. Used on the run's event loop;
+    a task reads the worker's messages."""
 
     def __init__(
         self, line: Line, name: str, life: int, traffic: Traffic, on_end: Callable[[int], None]
@@ -68,8 +68,8 @@ class Channel:
 
     @property
     def alive(self) -> bool:
-        """Whether the worker may still be running. One whose connection broke counts as alive until it is ended; only
-        then is it replaced."""
+        """Whether the worker may still be running. One whose connection broke counts as alive until it is
+        ended; only then is it replaced."""
         return self._listener is not None and not self._listener.done()
 
     @property
@@ -206,8 +206,8 @@ class Channel:
         hand.take(nothing=not len(written.tokens))
 
     def _withdraw(self, session_id: int, question: int) -> None:
-        """Cancel a generation that the loop no longer waits for. The task is cancelled before the engine learns that the
-        tokens are gone."""
+        """Cancel a generation that the loop no longer waits for. The task is cancelled before the engine
+        learns that the tokens are gone."""
         task = self._generating.get(session_id, {}).pop(question, None)
         hand = self._hands.pop((session_id, question), None)
         if task is not None:
