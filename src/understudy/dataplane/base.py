@@ -1,8 +1,8 @@
 """The data plane's vocabulary and the `DataPlane` protocol that every implementation follows.
 
-A **partition** holds rows of one purpose ("train"). A row has a **key** `{prompt}_{session}_{index}`, **columns**
-(numpy arrays or JSON values, written at different times by different writers), **tags** (a small dict that claims
-select by) and a **status**. Work is claimed under a **lease** and finished by an **ack**:
+A **partition** holds rows of one purpose ("train"). A row has a **key** `{prompt}_{session}_{index}`,
+**columns** (numpy arrays or JSON values, written at different times by different writers), **tags** (a small
+dict that claims select by) and a **status**. Work is claimed under a **lease** and finished by an **ack**:
 
     issue ──> pending ──claim(status=pending)──> running ──put──> finished ──claim──> (leased) ──ack(step)──> trained
                  ^                                  │                 ^                   │
@@ -36,7 +36,7 @@ Value: TypeAlias = Any
 """A cell: `np.ndarray` (bool, int32, int64, float32 or uint16; 1-D or 2-D), or a JSON value; NaN allowed."""
 Columns: TypeAlias = Mapping[str, Value]
 Where: TypeAlias = Mapping[str, Any]
-"""Tag name → the value to match, or a list of accepted values. Plain data, so it can be serialised and indexed."""
+"""Tag name → the value to match, or a list of accepted values. Plain data: can be serialised and indexed."""
 
 
 class RowStatus(StrEnum):

@@ -53,7 +53,7 @@ _PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 class SpillRef(NamedTuple):
-    """Where a large frame lies on disk."""
+    """The location of a large frame in a spill file."""
 
     segment: int
     offset: int

@@ -1,10 +1,10 @@
 """The arithmetic of staleness: which prompts may be in flight, and which are trained when.
 
 Prompts are numbered 0, 1, 2, … in the order the cursor gives them. R = batch_size · sync_every prompts make a
-**window**; window w holds prompts w·R … (w+1)·R − 1 and is trained by the `sync_every` updates between publish w and
-publish w + 1. A prompt takes a **slot** when it is admitted and frees it when weights that include its training are
-published. There are C = ⌊(1 + max_staleness) · R⌋ slots, or as many as the data plane has room for if that is less
-(R ≤ C always). Publishes free whole windows, so
+**window**; window w holds prompts w·R … (w+1)·R − 1 and is trained by the `sync_every` updates between publish
+w and publish w + 1. A prompt takes a **slot** when it is admitted and frees it when weights that include its
+training are published. There are C = ⌊(1 + max_staleness) · R⌋ slots, or as many as the data plane has room for
+if that is less (R ≤ C always). Publishes free whole windows, so
 
     prompt i may be admitted after publish k   ⟺   i < k · R + C                                    (admission)
 

@@ -118,7 +118,7 @@ def _read_hub(source: str, hub: HubDataset, key: str) -> tuple[list[tuple[str, A
     datasets.disable_progress_bars()
     try:
         found = datasets.load_dataset(hub.name, hub.config, split=hub.split or "train", revision=hub.revision)
-    except Exception as error:  # the library, the network or the hub: each has errors of its own
+    except Exception as error:  # the library, the network and the hub raise different errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{key} = {source!r} cannot be had from the hub: {reason}") from None
     rows = [(f"{source}, row {number}", row) for number, row in enumerate(rows_of(found, key), start=1)]

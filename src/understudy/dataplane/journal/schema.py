@@ -5,12 +5,12 @@ SQLite in WAL mode: it is in the standard library, a commit is atomic under kill
 With `synchronous=NORMAL` a commit is a write without a flush: it survives the death of the process. `sync()`
 adds the flush that survives a power cut, once per checkpoint instead of once per row.
 
-    rows    one entry per row in flight, and per trained row until its step is settled (`trained` is then its step)
-    packs   the columns of a row that were written together; id = row id · 2²⁰ + number of earlier packs, so a row's
-            packs are adjacent and need no second index
+    rows    one entry per row in flight, and per trained row (`trained` is its step) until that step is settled
+    packs   the columns of a row that were written together; id = row id · 2²⁰ + number of earlier packs, so a
+            row's packs are adjacent and need no second index
     spills  which packs refer to which spill segment
-    events  the ledger: append-only, one entry per fact with the keys it is true of (a JSON list: rows with the same
-            fact in one commit share an entry); sign −1 revokes an earlier fact (see rewind.py)
+    events  the ledger: append-only, one entry per fact with the keys it is true of (a JSON list: rows with the
+            same fact in one commit share an entry); sign −1 revokes an earlier fact (see rewind.py)
     facts   a view of the ledger with one line per key
     meta    format, epoch, settled step
 """
@@ -31,7 +31,7 @@ FILE_NAME = "journal.sqlite"
 PACK_SHIFT = 20
 _MOST_ROWS_LOG2 = 8
 _FEW_ROWS = 16
-"""Up to this many rows are inserted by one statement; more by statements of powers of two, so few are prepared."""
+"""Up to this many rows go into one statement; more into statements of powers of two, so few are prepared."""
 _STATEMENTS = 256
 """Prepared statements kept."""
 

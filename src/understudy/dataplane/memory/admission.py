@@ -4,13 +4,13 @@ Rows are admitted when they are *issued* (or put without having been issued), fi
 admitted row never waits again. Otherwise the plane could fill up with rows that wait for columns, or with
 large keys while the small key that a batch needs is not admitted. So:
 
-- `max_rows` bounds the rows in flight; `issue` waits at the bound. A caller that counts its own rows against the
-  bound issues them `reserved`, and they are admitted at once. The trainers do so (`planning/windows.py`), because a
-  batch that waits for a few more rows must not wait for room that only this batch will free.
-- `max_bytes` bounds the column bytes in memory. A row that was not issued waits for room. Columns of an issued row
-  go to the spill file when they do not fit, because a claim may be waiting for this very row.
-- While a claim waits for more rows, the byte bound is lifted (never the row bound): a batch larger than memory then
-  goes through the disk instead of deadlocking.
+- `max_rows` bounds the rows in flight; `issue` waits at the bound. A caller that counts its own rows against
+  the bound issues them `reserved`, and they are admitted at once. The trainers do so (`planning/windows.py`),
+  because a batch that waits for a few more rows must not wait for room that only this batch will free.
+- `max_bytes` bounds the column bytes in memory. A row that was not issued waits for room. Columns of an issued
+  row go to the spill file when they do not fit, because a claim may be waiting for this very row.
+- While a claim waits for more rows, the byte bound is lifted (never the row bound): a batch larger than memory
+  then goes through the disk instead of deadlocking.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ the function runs.
 | argument | becomes | the answer |
 |---|---|---|
 | columns (or anything else) | itself | what the function returns |
-| `BatchMeta`, in any place: positional, by keyword, after `self` | its columns | a returned dict is written as columns; the meta with their names |
+| `BatchMeta`, positional or by keyword | its columns | a returned dict is written as columns; the meta with them |
 | `Lease` | the columns of its rows | the same; the write is fenced by the lease |
 | TransferQueue's `KVBatchMeta` or columnar `BatchMeta` | its columns | a meta of the same class (meta.py) |
 

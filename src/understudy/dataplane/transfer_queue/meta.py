@@ -1,4 +1,4 @@
-"""Conversion between TransferQueue's batch metas and ours. Does not import TransferQueue: metas are plain data.
+"""Conversion between TransferQueue's batch metas and ours. Does not import TransferQueue.
 
     KVBatchMeta(keys, tags, partition_id, fields, extra_info)     ⟷  BatchMeta(partition, keys, fields, tags, extra)
     BatchMeta(global_indexes, partition_ids, field_schema, …)      ─>  the queue maps the indexes to keys

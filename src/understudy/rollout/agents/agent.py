@@ -20,7 +20,7 @@ Generate = Callable[[np.ndarray, Sampling, int], Awaitable[Generation]]
 session from 0, each with its own."""
 
 FarGenerate = Callable[[int, int, int, Bearer], Awaitable[Generation]]
-"""(number of tokens, max new tokens, turn, holder of the tokens) → the generation, whose tokens the holder keeps."""
+"""(number of tokens, max new tokens, turn, holder of the tokens) → the generation; the holder keeps its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Chat interface for agents that work with messages instead of tokens.
 
-Such an agent sends the whole conversation each time. If it extends a known conversation, that conversation is continued
-by token: the model's tokens stay as the engine produced them, and only the new messages are rendered. Anything else
-(another system prompt, a cut or edited history, a sub-agent) starts a new conversation and a new trajectory.
+Such an agent sends the whole conversation each time. If it extends a known conversation, that conversation is
+continued by token: the model's tokens stay as the engine produced them, and only the new messages are rendered.
+Anything else (another system prompt, a cut or edited history, a sub-agent) starts a new conversation and a new
+trajectory.
 
     [user a]                         ─> conversation 0: answer b
     [user a, assistant b, user c]    ─> conversation 0 continues: answer d

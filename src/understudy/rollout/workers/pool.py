@@ -7,9 +7,9 @@ are the same as without workers. A worker that dies is restarted and its session
 with the same seeds they draw the same tokens. A worker that keeps dying without finishing a session is given
 up.
 
-Workers with a `Keeper` (`process.py`) keep trajectories themselves (`run_kept`) and run errands. Each such piece of
-work carries a ticket that is valid for one life (one process) of a worker, so late writes of a dead process are not
-mistaken for those of its successor. Such a worker may also send its tokens to the engine itself
+Workers with a `Keeper` (`process.py`) keep trajectories themselves (`run_kept`) and run errands. Each such piece
+of work carries a ticket that is valid for one life of a worker, that is, one process. So late writes of a dead
+process are not mistaken for those of its successor. Such a worker may also send its tokens to the engine itself
 (`LoopContext.generate_far`); then they do not pass through the run.
 """
 
