@@ -1,1 +1,1 @@
-"""What can be known of a run without torch: checks before the start, seats, windows, memory, simulation."""
+"""Planning of a run without torch: checks, seats on devices, windows, memory, simulation."""

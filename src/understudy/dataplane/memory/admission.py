@@ -1,4 +1,4 @@
-"""Admission control: producers wait while the plane is full, so memory stays bounded and no row is dropped.
+"""Admission control: producers wait while the plane is full; memory is bounded, no row is dropped.
 
 Rows are admitted when they are *issued* (or put without having been issued), first come first served. An
 admitted row never waits again. Otherwise the plane could fill up with rows that wait for columns, or with

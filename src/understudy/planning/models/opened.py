@@ -1,4 +1,4 @@
-"""Opens the models of a recipe by their small files: local folders, or hub ids whose files are fetched."""
+"""Opens the models of a recipe by their small files, from local folders or from the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools a model can call. They run in a child process with a deadline, limits and no network, never in ours.
+"""Tools a model can call, run in a child process with a deadline, resource limits and no network.
 
 base         the tool protocol and the result of a call
 sandbox      starts the child and reads its answer;  jail  is the program the child runs
