@@ -163,7 +163,7 @@ def test_a_lost_critic_takes_the_run_back_to_its_last_checkpoint(tmp_path: Path,
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     said = (tmp_path / "run" / "logs" / "trainer.log").read_text()
-    assert "the critic was killed by SIGKILL (out of memory, or by somebody); log: " in said
+    assert "the critic was killed by SIGKILL (out of memory, or by a user or another process); log: " in said
     assert "going back to step 2 (restart 1 of 1)" in said
     assert_same(tmp_path / "run", undisturbed(shelf))
     report = audit(tmp_path / "run")
@@ -198,7 +198,10 @@ def test_a_killed_critic_ends_the_run_with_its_name(started: Started) -> None:
     killed = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in output, output
-    assert f"the critic was killed by SIGKILL (out of memory, or by somebody); log: {run}" in output
+    assert (
+        f"the critic was killed by SIGKILL (out of memory, or by a user or another process); log: {run}"
+        in output
+    )
     assert "`understudy resume` goes on" in output
     assert time.monotonic() - killed < 15
 

@@ -10,7 +10,6 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
 from understudy.assembly.cpu_threads import lanes_of
 from understudy.cluster.local import LocalProcesses
@@ -31,10 +30,6 @@ from understudy.trainers.critic.local import Critic
 from understudy.trainers.critic.remote import CriticWatch, FarCritic
 from understudy.trainers.models import load_model, resolve_device
 from understudy.types.usable_ids import UsableIds
-
-if TYPE_CHECKING:
-    pass
-
 
 MODULE = "understudy.assembly.processes.critic"
 

@@ -185,7 +185,7 @@ class Followers:
         for rank, child in self._children.items():
             if self._pulse.silent(rank):
                 told = (
-                    f"rank {rank} of {self._size} lives and has done nothing for {self._pulse.silence_s:.0f} s (somebody stopped it, or its "
+                    f"rank {rank} of {self._size} lives and has done nothing for {self._pulse.silence_s:.0f} s (it was stopped by a signal, or its "
                     f"machine stands still); log: {child.log}"
                 )
                 if self._on_giving_up is None:

@@ -226,5 +226,5 @@ def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> st
     if code < 0 and elsewhere and words.startswith(SUPERVISOR_GONE):
         return f"{who} went with its machine {words}; log: {child.log}"
     if code < 0:
-        return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by somebody); log: {child.log}"
+        return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by a user or another process); log: {child.log}"
     return f"{words} ({who} ended with code {code}; log: {child.log})"

@@ -168,7 +168,7 @@ class EmbeddedDataPlane:
             raise DataPlaneError(f"a claim of n={n}, at_least={least}: ask for 1 ≤ at_least ≤ n")
         if status == RowStatus.RUNNING:
             raise DataPlaneError(
-                "rows with status running are being made by somebody; claim pending, finished or failed"
+                "rows with status running belong to another claim; claim pending, finished or failed"
             )
         # Plain strings are accepted. Enum members, the common case, skip the lookup.
         wanted = status if type(status) is RowStatus else RowStatus(status)

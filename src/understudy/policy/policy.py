@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -61,9 +61,6 @@ from understudy.types.far_batch import AnyBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead, TeacherHead
 from understudy.types.loss_metrics import merge_metrics, metrics_to_host
-
-if TYPE_CHECKING:
-    pass
 
 
 class Policy:

@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 
 from understudy.errors import TeacherError
-from understudy.teacher import protocol
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -423,19 +422,17 @@ def encode_head(head: WireHead) -> bytes:
     vocab, hidden_size = head.weight_VH.shape
     header = _HeadHeader(vocab, hidden_size, head.dtype, head.bias_V is not None, head.scale, head.softcap)
     arrays = [head.weight_VH] if head.bias_V is None else [head.weight_VH, head.bias_V]
-    return protocol.frame(
-        Kind.HEAD, header, [array.astype(WIRE_TYPES[head.dtype], copy=False) for array in arrays]
-    )
+    return frame(Kind.HEAD, header, [array.astype(WIRE_TYPES[head.dtype], copy=False) for array in arrays])
 
 
 def decode_head(data: bytes) -> WireHead:
-    header, view = protocol.unframe(data, Kind.HEAD, _HeadHeader)
+    header, view = unframe(data, Kind.HEAD, _HeadHeader)
     wire = WIRE_TYPES.get(header.dtype)
     if wire is None or header.vocab < 1 or header.hidden_size < 1:
         raise ProtocolError(
             f"a head of dtype {header.dtype!r} with shape [{header.vocab}, {header.hidden_size}]"
         )
-    body = protocol.Body(view)
+    body = Body(view)
     weight = body.take("weight", wire, header.vocab * header.hidden_size)
     bias = body.take("bias", wire, header.vocab) if header.bias else None
     body.end()

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -34,9 +34,6 @@ from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.integrity import check_manifest_unchanged, check_scores_unchanged
 from understudy.trainers.critic.local import _MODEL, _OPTIMIZER, critic_state
 from understudy.trainers.system import System
-
-if TYPE_CHECKING:
-    from understudy.trainers.system import System
 
 
 def training_state(system: System) -> PolicyState:

@@ -25,7 +25,7 @@ def test_one_that_stands_still_is_given_up_long_before_it_counts_as_lost(child: 
     # The pulse is in the midst of its long beat when the stop comes.
     error, _, took = asyncio.run(asked_and_disturbed(child, disturb, beat_s=30.0, silence_s=60.0))
     assert isinstance(error, GivenUp) and 1.0 < took < 5, took
-    assert "does not answer (1 s after somebody asked to stop); log: " in str(error)
+    assert "does not answer (1 s after the stop was asked for); log: " in str(error)
     assert given_up == ["leave"], "once"
 
 

@@ -92,8 +92,8 @@ def _correction(recipe: RecipeTables) -> list[str]:
         return []
     if loss.task_coef == 0 and not loss.policy_gradient:
         problems.append(
-            "loss.correction weighs policy gradients, and this loss has none: a divergence is right on any token, whoever wrote "
-            "it. Leave it out, or set loss.task_coef or loss.policy_gradient"
+            "loss.correction weighs policy gradients, and this loss has none: a divergence is right on any token, however it was "
+            "written. Leave it out, or set loss.task_coef or loss.policy_gradient"
         )
     if loss.tis_cap is not None:
         problems.append(

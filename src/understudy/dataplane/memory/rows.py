@@ -6,17 +6,13 @@ import heapq
 import json
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from understudy.dataplane.base import GroupPolicy, Lease, RowStatus, split_key
 from understudy.dataplane.frame import SpillRef
 from understudy.errors import LeaseLost
-
-if TYPE_CHECKING:
-    pass
-
 
 SortKey = tuple[str, int, int]
 _to_json = json.JSONEncoder(separators=(",", ":")).encode

@@ -3,8 +3,8 @@
     bind the port ─> load ─> serve ─> write the ready file
 
 The port is bound first, so that a port in use is said before minutes of loading; it listens only when the engine can
-write. The process ends on SIGTERM, and at once when the pipe given by `--watch-fd` closes: whoever launched it is gone, and
-nobody is left to stop it. What a trainer that is gone too left in the weights folder is removed then, because it lies in memory.
+write. The process ends on SIGTERM, and at once when the pipe given by `--watch-fd` closes: its launcher is gone, and no process
+is left to stop it. What a trainer that is gone too left in the weights folder is removed then, because it lies in memory.
 """
 
 from __future__ import annotations

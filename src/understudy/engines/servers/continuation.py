@@ -25,7 +25,7 @@ from understudy.types.trajectory import StopReason
 
 PAUSED = 423
 """Status of our proxy (`vllm_proxy.py`) while weights change: ask again afterwards."""
-NOBODY_BEHIND = 502
+BAD_GATEWAY = 502
 """Status of our proxy when vLLM behind it does not answer."""
 _REFUSALS = (400, 401, 403, 404, 422)
 
@@ -179,7 +179,7 @@ def reply_of(response: httpx.Response, name: str, path: str) -> Json:
 
 
 def problem_of(status: int) -> type[EngineError]:
-    if status == NOBODY_BEHIND:
+    if status == BAD_GATEWAY:
         return UnreachableError
     return RefusedError if status in _REFUSALS else EngineError
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from understudy.engines.hosted.app import read_order
 from understudy.engines.hosted.messages import BROKEN_TRANSFER, WeightsOrder
-from understudy.engines.servers.continuation import NOBODY_BEHIND, PAUSED
+from understudy.engines.servers.continuation import BAD_GATEWAY, PAUSED
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.errors import EngineError
 from understudy.observability.owned_folder import OwnedFolder
@@ -83,7 +83,7 @@ class VLLMDoor:
             # vLLM stops generating when its client disconnects, so we pass a disconnect on.
             answer = await unless_gone(http, asyncio.ensure_future(asked))
         except httpx.HTTPError as error:
-            return _nobody_behind(error)
+            return _server_gone(error)
         finally:
             self._paused &= path != _RESUME
         return Response(
@@ -104,7 +104,7 @@ class VLLMDoor:
                 try:
                     await self._load(order.version, tensors)
                 except httpx.HTTPError as error:
-                    return _nobody_behind(error)
+                    return _server_gone(error)
         return as_json({"version": order.version})
 
     async def _load(self, version: int, tensors: list[tuple[str, Tensor]]) -> None:
@@ -131,6 +131,6 @@ class VLLMDoor:
         await self._client.aclose()
 
 
-def _nobody_behind(error: httpx.HTTPError) -> Response:
+def _server_gone(error: httpx.HTTPError) -> Response:
     """A response outside our error format: clients then treat the server as gone, not as refusing."""
-    return as_json({"error": f"vLLM does not answer: {type(error).__name__} {error}"}, NOBODY_BEHIND)
+    return as_json({"error": f"vLLM does not answer: {type(error).__name__} {error}"}, BAD_GATEWAY)

@@ -4,7 +4,7 @@
 
 The port is bound first, so that a port in use is said before minutes of loading; it listens only when the replica
 can score. The process ends on SIGTERM after the requests in flight, and at once when the pipe given by
-`--watch-fd` closes: whoever launched it is gone, and nobody is left to stop it.
+`--watch-fd` closes: its launcher is gone, and no process is left to stop it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ ValueModel     the protocol a step uses
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -21,10 +21,6 @@ from understudy.policy.step import StepResult
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal
-
-if TYPE_CHECKING:
-    pass
-
 
 _MODEL, _OPTIMIZER = "critic.model/", "critic.optimizer/"
 

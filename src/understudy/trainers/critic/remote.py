@@ -121,7 +121,7 @@ class CriticWatch:
         if not self._sent_home:
             self._on_giving_up()
             self._silent = GivenUp(
-                f"the critic's process does not answer ({self._patience_s:.0f} s after somebody asked to stop); log: {self._child.log}"
+                f"the critic's process does not answer ({self._patience_s:.0f} s after the stop was asked for); log: {self._child.log}"
             )
 
     async def _feel(self, channel: HostChannel, heard: float, beat_s: float, silence_s: float) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,9 +43,6 @@ from understudy.types.batch import Batch
 from understudy.types.far_batch import AnyBatch, FarBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal, metric_results
-
-if TYPE_CHECKING:
-    from understudy.trainers.system import System
 
 
 async def far_batch_of(system: System, lease: Lease) -> tuple[FarBatch, dict[str, float]] | None:
