@@ -177,7 +177,9 @@ class Runner:
             patch.setattr(launch, "build", watched_build)
             patch.setattr(launch, "write_report", lambda *_: None)
             if layout is not None:
-                patch.setattr(building, "policy_settings", lambda one: replace(settings(one), layout=layout))
+                patch.setattr(
+                    building, "policy_settings", lambda *given: replace(settings(*given), layout=layout)
+                )
             run = action()
         return run, found[0]
 

@@ -4,7 +4,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 from understudy.cli.commands import quickstart
@@ -37,10 +37,14 @@ def test_an_early_interrupt_is_one_word() -> None:
     )
     assert process.stderr is not None
     first = process.stderr.readline() + process.stderr.readline()
-    time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    # Extension modules may swallow an interrupt while they are imported: it is sent until it is taken, as a user would.
+    for _ in range(40):
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=2)
+            break
     rest = process.stderr.read()
-    assert process.wait(timeout=60) == 130 and "minutes" in first
+    assert process.returncode == 130 and "minutes" in first
     assert rest.strip().splitlines()[-1] == "interrupted" and "Traceback" not in rest
 
 
