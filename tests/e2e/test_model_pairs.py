@@ -117,4 +117,5 @@ def test_no_path_meets_an_id_without_a_token(
     recipe["trainer"] |= trainer
     recipe["rollout"] |= rollout
     run = understudy.train(recipe, progress=False)
-    steps_without_dead_letters(run.dir)
+    assert read_json(run.dir / "usable_ids.json") == {"limit": 278, "holes": []}
+    assert len(steps_without_dead_letters(run.dir)) == recipe["trainer"]["steps"]

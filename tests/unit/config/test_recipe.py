@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from understudy.config import parse_recipe
-from understudy.config.recipe import load_recipe
+from understudy.config.recipe import examine, load_recipe
 from understudy.errors import ConfigError
 
 GOOD = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
@@ -88,7 +88,8 @@ def test_each_problem_explains_itself(table: dict, expected: str) -> None:
 )
 def test_one_session_a_prompt_is_enough_where_something_else_tells_them_apart(sections: dict) -> None:
     """A critic, the whole batch, several rows of one session (a loop of the user's own), or no rewards at all."""
-    parse_recipe(changed(data={"reward": "m:f"}, **sections))
+    recipe, problems = examine(changed(data={"reward": "m:f"}, **sections))
+    assert recipe is not None and problems == []
 
 
 def test_what_a_missing_section_lacks_is_told_once() -> None:
