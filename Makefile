@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray test-loggers with-ray models format clean
+.PHONY: quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray test-loggers test-browser with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -48,6 +48,11 @@ test-ray: $(VENV)/.installed-ray
 test-loggers: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,wandb,trackio,mlflow]"
 	$(PYTEST) tests/unit/observability/test_loggers.py
+
+# The page of `understudy view` in a real browser: Playwright from PyPI, chromium from the system (apt install chromium).
+test-browser: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,browser]"
+	$(PYTEST) -m "browser or not browser" --timeout 400 tests/browser
 
 # About 360 MB more; nothing but the cluster's tests needs it.
 with-ray: $(VENV)/.installed-ray

@@ -44,6 +44,7 @@ SECTIONS = (
     Section("Teacher scoring on a CPU", "scoring-cpu", "python benchmarks/scoring.py --cpu"),
     Section("Rollouts on a GPU", "rollout-nvidia", "python benchmarks/rollout.py"),
     Section("Weights between processes", "weights", "python benchmarks/weights.py", besides="."),
+    Section("Generations of remote workers, in the trainer", "worker_tokens", "python benchmarks/worker_tokens.py"),
     Section("The data plane", "dataplane", "python benchmarks/dataplane.py"),
 )  # fmt: skip
 

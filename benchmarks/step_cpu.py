@@ -15,6 +15,9 @@ TRL takes the full vocabulary from a teacher in its own process; ours sends the 
 mass of the rest from a teacher process. The systems run alternately, several rounds each, and the faster
 half of each counts: other load on the machine can only slow a round down.
 
+`--against FOLDER` compares with another checkout of this project (its `src` folder) instead of TRL, with the
+same environment, to measure what a change costs.
+
 Results go to benchmarks/results/step_cpu-<hardware>-<date>.json, or to the folder named by `--out`.
 """
 
@@ -46,12 +49,15 @@ SHAPES = {
 THREADS = {1: "", 2: ", two threads"}
 """Threads of every process → suffix of the row names."""
 GOAL = 1.5
+_NO_LOSS = 0.95
+"""The goal beside another checkout."""
 TIMEOUT = 300.0
 
 
 def main() -> None:
     options = _options()
-    why_not = has_trl(options.trl_python, vllm=False)
+    why_not = "" if options.against else has_trl(options.trl_python, vllm=False)
+    peer = f"the checkout {options.against_name}" if options.against else "TRL 1.16 DistillationTrainer"
     rows = []
     with tempfile.TemporaryDirectory(prefix="understudy-step-") as name:
         wanted = [(SHAPES[shape], threads) for shape in options.shapes for threads in options.threads]
@@ -62,23 +68,35 @@ def main() -> None:
             student, teacher, prompts = _problem(plain, folder)
             ours: list[Timing | str] = []
             theirs: list[Timing | str] = []
+            engine = {"max_batch": shape.batch}
             for turn in range(options.rounds):
                 place = folder / str(turn)
                 place.mkdir()
-                ours.append(
-                    run_ours(shape, place, student, teacher, prompts, TIMEOUT, {"max_batch": shape.batch})
-                )
-                theirs.append(
-                    why_not
-                    or run_trl(shape, place, student, teacher, prompts, TIMEOUT, options.trl_python, False)
-                )
+                ours.append(run_ours(shape, place, student, teacher, prompts, TIMEOUT, engine))
+                if options.against:
+                    other = {"PYTHONPATH": str(options.against.resolve())}
+                    theirs.append(
+                        run_ours(
+                            shape, place, student, teacher, prompts, TIMEOUT, engine, None, "other", other
+                        )
+                    )
+                else:
+                    theirs.append(
+                        why_not
+                        or run_trl(
+                            shape, place, student, teacher, prompts, TIMEOUT, options.trl_python, False
+                        )
+                    )
                 print(
-                    f"{shape.name}, round {turn + 1}: ours {_speed(ours[-1])}, TRL {_speed(theirs[-1])}",
+                    f"{shape.name}, round {turn + 1}: ours {_speed(ours[-1])}, {peer} {_speed(theirs[-1])}",
                     flush=True,
                 )
-            rows += compare(shape, _better(ours), _better(theirs), "TRL 1.16 DistillationTrainer", GOAL)
+            rows += compare(
+                shape, _better(ours), _better(theirs), peer, _NO_LOSS if options.against else GOAL
+            )
     if rows:
-        save("step_cpu", cpu_name(), rows, options.out)
+        # Under another name: the speed page shows the newest comparison with TRL.
+        save("step_cpu_against" if options.against else "step_cpu", cpu_name(), rows, options.out)
 
 
 def _problem(shape: Shape, folder: Path) -> tuple[str, str, Path]:
@@ -128,6 +146,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
     parser.add_argument("--threads", nargs="+", type=int, choices=sorted(THREADS), default=list(THREADS))
+    parser.add_argument("--against", type=Path, help="src folder of another checkout, instead of TRL")
+    parser.add_argument("--against-name", default="before", help="the other checkout's name in the results")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, help="folder of the result file, for trials")
     return parser.parse_args()

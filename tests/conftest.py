@@ -10,12 +10,12 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_nursery() -> Iterator[None]:
+def one_fork_server() -> Iterator[None]:
     """For all processes that a worker of a whole suite starts: one that imports torch for them."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    from understudy.cluster.nursery import prepared
+    from understudy.cluster.fork_server import prepared
 
     with prepared({"OMP_NUM_THREADS": "1"}):  # as teachers have it
         yield

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.config import Recipe, load_recipe, parse_recipe
+from understudy.config.messages.unknown_keys import unknown_key
 from understudy.config.recipe import apply_overrides, resolve_paths
 from understudy.errors import ConfigError
 from understudy.observability.metrics import read_metrics
@@ -104,7 +105,7 @@ def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = T
         problems = preflight(checked, progress=progress)
         if problems:
             raise ConfigError([rows.reworded(problem) for problem in problems] if rows else problems)
-        with begun_early(checked):
+        with begun_early(checked.cluster, checked.teachers):
             from understudy.run.launch import launch  # noqa: PLC0415 - imports torch
 
             return _as_run(run_to_its_end(launch(checked, progress=progress, rows=rows)))
@@ -164,7 +165,7 @@ def resume(run_dir: str | Path, *, progress: bool = True, **overrides: Any) -> R
         raise ConfigError(f"run_dir is a {type(run_dir).__name__}; expected the path of a run directory")
     changes = _dotted(overrides)
     recipe, _ = changed_recipe(RunDir.open(run_dir), changes)
-    with begun_early(recipe):
+    with begun_early(recipe.cluster, recipe.teachers):
         from understudy.run.launch import resume as continued  # noqa: PLC0415 - imports torch
 
         return _as_run(run_to_its_end(continued(Path(run_dir), changes, progress=progress)))
@@ -206,7 +207,10 @@ def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`section__key` → `section.key`, as in a recipe."""
     for name, value in overrides.items():
         if "__" not in name.strip("_"):
+            told = (
+                "" if name in Recipe.model_fields else unknown_key(Recipe, [name], None)[0].partition("; ")[2]
+            )
             raise ConfigError(
-                f"{name}={value!r}: write section and key as section__key, for example trainer__steps=200"
+                f"{name}={value!r}: {told}{told and '; '}write section and key as section__key, for example trainer__steps=200"
             )
     return {name.replace("__", "."): value for name, value in overrides.items()}

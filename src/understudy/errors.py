@@ -28,6 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+LOST_PEER = 4
+"""The exit code of a process that ends because another process of its group is gone."""
+
 
 class UnderstudyError(Exception):
     """Base of all errors that Understudy explains to the user."""

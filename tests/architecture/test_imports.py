@@ -16,7 +16,7 @@ LAYERS = (
     {"nn", "types", "assets"},
     {"config", "observability", "serving"},
     {"cluster", "dataplane", "losses", "teacher", "weights"},
-    {"engines", "policy"},
+    {"engines", "policy", "viewer"},
     {"rollout"},
     {"planning"},
     {"trainers"},
@@ -24,6 +24,7 @@ LAYERS = (
     {"run"},
     {"api"},
     {"cli"},
+    {"__main__"},
 )
 """Each room imports from lower layers alone; rooms of one layer do not know each other."""
 STRANGERS = {
@@ -33,19 +34,35 @@ STRANGERS = {
     "config": {"types", "nn"},
     "policy": {"teacher", "dataplane", "losses", "cluster", "config"},
     "engines": {"teacher", "dataplane", "losses", "cluster", "config"},
-    "rollout": {"teacher", "dataplane", "losses", "policy", "weights", "cluster", "config"},
+    "viewer": {"teacher", "losses", "cluster", "weights", "config", "serving", "types", "nn", "assets"},
+    "rollout": {"viewer", "teacher", "dataplane", "losses", "policy", "weights", "cluster", "config"},
 }
 """Lower rooms that a room does without all the same: it is handed what it needs."""
 ONLY_IN_ADAPTERS = {"ray": "cluster/ray", "transfer_queue": "dataplane/transfer_queue/"}
 NEVER = {"vllm", "sglang"}
-ENGINES_SEEN_BY_ROLLOUT = {
-    "understudy.engines.base",
-    "understudy.engines.remote_tokens",
-    "understudy.engines.servers.worker_client",
-}
-"""The protocol, and the client by which workers bring tokens to engines; never an engine."""
+ENGINES_SEEN_BY_ROLLOUT = {"understudy.engines.base"}
+"""The protocol, never an engine."""
 MOST_FILES = 16
-WHOLE_RECIPE = ("planning", "trainers", "assembly", "run", "cli", "config", "api")
+MOST_FIELDS = 12
+WHOLE_RECIPE = {
+    "api.py",  # the caller's own `Recipe`
+    "assembly/build.py",  # starts the parts
+    "cli/reading.py",  # reads and checks one
+    "run/changed_recipe.py",  # compares two
+    "run/launch.py",  # writes it into the run directory
+}
+"""Files outside `config` and `planning` that take a whole recipe. All others take a section of it, or a record
+of `planning.resolved`."""
+READ_A_RECIPE = {
+    "api.py",
+    "assembly/this_machine.py",
+    "run/changed_recipe.py",
+    "run/evaluate_model.py",
+    "run/export.py",
+}
+"""Files that parse one and pass sections of it on, besides `cli/reading.py`."""
+WHOLE_RESOLVED = {"assembly/build.py", "assembly/this_machine.py", "run/replay.py"}
+"""Files that take every record at once: they start the parts of a run or of a replay."""
 
 
 def allowed(own: str) -> set[str]:
@@ -122,12 +139,31 @@ def test_outside_systems_stay_in_their_adapters(path: Path) -> None:
             assert str(path.relative_to(PACKAGE)).startswith(home), f"{system} belongs in {home}"
 
 
-def test_only_build_and_cli_see_the_whole_recipe() -> None:
-    for path in FILES:
-        if room(path) not in WHOLE_RECIPE:
-            assert "understudy.config.recipe" not in imports(
-                path
-            ) and "understudy.config.Recipe" not in imports(path), path
+def test_few_files_take_a_whole_recipe() -> None:
+    """By importing the class, if only for an annotation, or by reading one."""
+
+    def takers(*names: str) -> set[str]:
+        modules = ("config", "config.recipe", "planning.resolved")
+        wanted = {f"understudy.{module}.{name}" for module in modules for name in names}
+        outside = [path for path in FILES if room(path) not in ("config", "planning")]
+        return {path.relative_to(PACKAGE).as_posix() for path in outside if imports(path) & wanted}
+
+    assert takers("Recipe") == WHOLE_RECIPE
+    assert takers("parse_recipe", "load_recipe") == READ_A_RECIPE
+    assert takers("Resolved") == WHOLE_RESOLVED
+
+
+def test_the_parts_of_a_run_are_small_records_without_the_recipe() -> None:
+    """Of `trainers/system.py`. A function takes the record it needs, and asks its `settings`."""
+    tree = ast.parse((PACKAGE / "trainers" / "system.py").read_text())
+    records = {
+        node.name: [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]  # type: ignore[union-attr]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {"System", "Producer", "Learner", "RunState"} <= records.keys()
+    assert not {name: fields for name, fields in records.items() if len(fields) > MOST_FIELDS}
+    assert not [name for name, fields in records.items() if "recipe" in fields]
 
 
 def test_no_room_called_utils() -> None:
@@ -144,6 +180,9 @@ def test_no_room_called_utils() -> None:
         "understudy.cli.main",
         "understudy.losses.describe",
         "understudy.planning.preflight",
+        "understudy.planning.resolved",
+        "understudy.planning.this_machine",
+        "understudy.viewer.serve",
     ],
 )
 def test_light_modules_do_not_import_torch(module: str) -> None:

@@ -40,15 +40,14 @@ def hangs_later(row: Mapping[str, Any], text: str) -> float:
 
 
 def broken_held_out(row: Mapping[str, Any], text: str) -> float:
-    """As rows of a held-out file say: `trouble` 1 gives NaN, 2 raises, 0 is judged; training rows have no trouble."""
+    """As rows of a held-out file say: `trouble` 1 gives NaN, 2 raises, 3 hangs, 0 is judged; training rows have no trouble."""
+    if row.get("trouble") == 3:
+        time.sleep(3600)
     if row.get("trouble") == 2:
         raise ValueError("no judge for this one")
     return float("nan") if row.get("trouble") == 1 else varied(row, text)
 
 
-good_judgements = itertools.repeat(False)
-
-
-def immense_later(row: Mapping[str, Any], text: str) -> float:
-    """`varied` as long as `good_judgements` are left, `immense` from then on."""
-    return varied(row, text) if next(good_judgements, False) else immense(row, text)
+def immense_unless_calm(row: Mapping[str, Any], text: str) -> float:
+    """`varied` for rows with a true `calm`, `immense` for the rest."""
+    return varied(row, text) if row["calm"] else immense(row, text)

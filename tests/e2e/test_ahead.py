@@ -31,7 +31,7 @@ def test_reading_ahead_changes_no_number(
 ) -> None:
     ahead = understudy.train(recipe("ahead", trainer__steps=2, **more), progress=False)
     assert all(line["time/update/ahead"] > 0 for line in ahead.metrics)
-    monkeypatch.setattr(produce, "ahead_of", lambda system, samples: None)
+    monkeypatch.setattr(produce, "head_start_of", lambda learner, samples: None)
     plain = understudy.train(recipe("plain", trainer__steps=2, **more), progress=False)
     assert all(line["time/update/ahead"] == 0 for line in plain.metrics)
     assert [without_clock(line) for line in ahead.metrics] == [without_clock(line) for line in plain.metrics]

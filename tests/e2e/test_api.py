@@ -75,7 +75,7 @@ def test_two_keys_that_make_one_name_keep_both_teachers(
         **external("a-b", teacher_urls["add"]),
         **external("a-b-2", teacher_urls["sort"]),
     )
-    assert run.last["teacher/add/rows"] == run.last["teacher/sort/rows"] == 4  # the servers' own names
+    assert run.last["teacher/a-b/rows"] == run.last["teacher/a-b-2/rows"] == 4
     teachers = read_json(run.dir / "recipe.json")["teachers"]
     assert {name: (Path(one["model"]).name, one["key"]) for name, one in teachers.items()} == {
         "a-b": ("teacher-add", "a/b"),
@@ -265,7 +265,9 @@ def test_interrupted_while_starting(distill: Callable[..., understudy.Run], tmp_
         ({"reward": 3}, r"reward is a int; expected a function \(row, text\)"),
         ({"reward": lambda row, text: 0.0}, "data.reward = .*is a lambda"),
         ({"data__train__x": 1}, "data.train.x = 1: `train` is a value, not a section"),
-        ({"steps": 3}, "steps=3: write section and key as section__key"),
+        ({"steps": 3}, "steps=3: it is `trainer.steps` here; write section and key as section__key"),
+        ({"trainer": {"steps": 3}}, "trainer={'steps': 3}: write section and key as section__key"),
+        ({"lr": 3}, "lr=3: it is `trainer.learning_rate` here"),
     ],
 )
 def test_wrong_types_are_one_line(changes: dict[str, Any], message: str) -> None:

@@ -78,6 +78,13 @@ def test_a_run_leaves_what_it_promises(
     assert '# base_model: write the hub id of "student" here' in card and "prompts: train.jsonl" in card
     assert main(["export", str(finished.dir), str(tmp_path / "out")]) == 2
 
+    written = (finished.dir / "state.json").stat().st_mtime_ns
+    assert main(["resume", str(finished.dir)]) == 0
+    assert "nothing to do" in capsys.readouterr().err
+    assert (finished.dir / "state.json").stat().st_mtime_ns == written, (
+        "no model or teacher is started for it"
+    )
+
 
 def test_check_and_plan(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_toml(tmp_path / "recipe.toml", recipe()))

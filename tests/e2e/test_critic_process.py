@@ -75,15 +75,15 @@ def assert_same(one: Path, other: Path, step: int = STEPS) -> None:
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uploads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("undisturbed")
 
 
-def undisturbed(shelf: Path) -> Path:
+def undisturbed(uploads: Path) -> Path:
     """The critic in the trainer's process, run once."""
-    if not (shelf / "run" / "report.html").exists():
-        understudy.train(ppo(shelf, "run"), progress=False)
-    return shelf / "run"
+    if not (uploads / "run" / "report.html").exists():
+        understudy.train(ppo(uploads, "run"), progress=False)
+    return uploads / "run"
 
 
 def processes_of_critics() -> list[int]:
@@ -91,9 +91,9 @@ def processes_of_critics() -> list[int]:
     return [child.pid for child in children if "understudy.assembly.processes.critic" in child.cmdline()]
 
 
-def test_its_own_process_changes_no_bit(tmp_path: Path, shelf: Path) -> None:
+def test_its_own_process_changes_no_bit(tmp_path: Path, uploads: Path) -> None:
     run = understudy.train(ppo(tmp_path, "run", {"process": True}), progress=False)
-    assert_same(run.dir, undisturbed(shelf))
+    assert_same(run.dir, undisturbed(uploads))
     assert run.last["perf/critic/bytes_sent"] > 0 and run.last["perf/critic/bytes_received"] > 0
     assert "the critic answers at http://127.0.0.1:" in (run.dir / "logs" / "critic.log").read_text()
     assert not processes_of_critics(), "it ended with its run"
@@ -101,13 +101,13 @@ def test_its_own_process_changes_no_bit(tmp_path: Path, shelf: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["out to in", "in to out"])
-def test_a_checkpoint_fits_either_place(tmp_path: Path, shelf: Path, first: bool) -> None:
+def test_a_checkpoint_fits_either_place(tmp_path: Path, uploads: Path, first: bool) -> None:
     """A step in one place, two more in the other: all of it as if nobody had moved."""
     run = understudy.train(ppo(tmp_path, "run", {"process": first}, steps=1), progress=False).dir
     assert (run / "logs" / "critic.log").exists() == first
     moved = [f"trainer.steps={STEPS}", f"critic.process={'false' if first else 'true'}"]
     asyncio.run(resume(run, moved, progress=False))
-    assert_same(run, undisturbed(shelf))
+    assert_same(run, undisturbed(uploads))
     assert (run / "logs" / "critic.log").exists()
 
 
@@ -154,7 +154,7 @@ def test_rows_it_may_not_learn_from_are_refused_before_either_model_is_touched(t
 
 
 @pytest.mark.slow
-def test_a_lost_critic_takes_the_run_back_to_its_last_checkpoint(tmp_path: Path, shelf: Path) -> None:
+def test_a_lost_critic_takes_the_run_back_to_its_last_checkpoint(tmp_path: Path, uploads: Path) -> None:
     """It dies at its twelfth command, the first update of step 3; the one that takes its place lives to the end."""
     table = ppo(tmp_path, "run", {"process": True})
     process = start_cli(
@@ -165,7 +165,7 @@ def test_a_lost_critic_takes_the_run_back_to_its_last_checkpoint(tmp_path: Path,
     said = (tmp_path / "run" / "logs" / "trainer.log").read_text()
     assert "the critic was killed by SIGKILL (out of memory, or by a user or another process); log: " in said
     assert "going back to step 2 (restart 1 of 1)" in said
-    assert_same(tmp_path / "run", undisturbed(shelf))
+    assert_same(tmp_path / "run", undisturbed(uploads))
     report = audit(tmp_path / "run")
     assert report.balanced and report.trained == STEPS * 12, "every row once"
 

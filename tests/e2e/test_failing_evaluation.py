@@ -14,6 +14,7 @@ from understudy.dataplane.ledger import audit
 from understudy.errors import EngineError
 from understudy.observability.metrics import read_metrics
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
+from understudy.rollout.rewards.reward_threads import _MOST
 
 Make = Callable[..., dict[str, Any]]
 
@@ -60,6 +61,26 @@ def test_answers_that_cannot_be_judged_are_unsolved(recipe: Make, held_out: str,
     assert json.loads((run.dir / "state.json").read_text())["dead_letters"] == 0, (
         "none of the rows trained on"
     )
+
+
+def test_rewards_that_hang_are_unsolved_after_their_deadline(recipe: Make, tmp_path: Path) -> None:
+    """More of them than there are threads for rewards, before the first step and after the last: the others are judged."""
+    lines = Path(recipe()["data"]["train"]).read_text().splitlines()[: 8 + 2 * _MOST]
+    hanging = range(8, len(lines))
+    rows = [{**json.loads(line), "trouble": 3 * (place in hanging)} for place, line in enumerate(lines)]
+    path = tmp_path / "held-out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = recipe(
+        data__eval=str(path), data__reward="small_rewards:broken_held_out", trainer__steps=1, rollout__deadline_seconds=1.0,
+        rollout__max_batch=32,
+    )  # fmt: skip
+    run = understudy.train(table, progress=False)
+    assert [line["val/failed"] for line in run.metrics] == [len(hanging)] * 2
+    letters = [
+        json.loads(line) for line in (run.dir / "dataplane/dead_letters.jsonl").read_text().splitlines()
+    ]
+    first = f"reward broken_held_out timed out: eval-{hanging[0]:07d} took longer than rollout.deadline_seconds = 1"
+    assert letters[0]["reason"] == first and len(letters) == 2 * len(hanging)
 
 
 @pytest.mark.slow

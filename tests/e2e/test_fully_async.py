@@ -206,21 +206,6 @@ def test_kill_9_of_any_process_at_random_moments(recipe: Make, tmp_path: Path, s
     assert max(line["async/staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= bound
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_trainer_that_waits_lends_its_device(recipe: Make) -> None:
-    """One engine process that writes four rows at once, and 32 to write: the trainer's own engine takes some."""
-    table = recipe(
-        trainer__lend_after=0.02, rollout__processes=1, rollout__max_batch=4, rollout__n=2, trainer__steps=6, **ASYNC
-    )  # fmt: skip
-    run = understudy.train(table, progress=False)
-    report = audit(run.dir)
-    assert report.balanced and report.per_step == dict.fromkeys(range(1, 7), 32)
-    assert sum(line["perf/async/lent_calls"] for line in run.metrics) > 0
-    assert max(line["async/staleness/max"] for line in run.metrics) <= 1
-    assert "lending the trainer's device" in (run.dir / "logs" / "trainer.log").read_text()
-
-
 def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
     table = recipe(run__determinism="full", trainer__max_staleness=1.0, **ASYNC)
     for name in table["teachers"]:
@@ -234,9 +219,6 @@ def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
     table = recipe(trainer__sync_every=2, **FILTERED, **ASYNC)
     code, output = call_cli("check", str(write_toml(tmp_path / "c.toml", table)))
     assert code == 2 and "set trainer.sync_every = 1" in output
-    table = recipe(trainer__lend_after=1.0, rollout__stop=["."], **ASYNC)
-    code, output = call_cli("check", str(write_toml(tmp_path / "d.toml", table)))
-    assert code == 2 and "sits in the trainer's process already" in output and "rollout.stop" in output
 
 
 @pytest.mark.slow

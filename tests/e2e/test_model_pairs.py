@@ -1,11 +1,13 @@
 """A base student under an instruct teacher, padded heads, tokens that only one of them has: whole runs, held to plain transformers."""
 
+import asyncio
 import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from qwen_pair import ADDED, write_model, write_pair, write_questions
@@ -13,7 +15,12 @@ from small_runs import call_cli, write_toml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import understudy
+from understudy.dataplane.ledger import audit
+from understudy.engines.base import GenerateRequest, Sampling
 from understudy.observability.rundir import read_json
+from understudy.trainers.models import load_model
+from understudy.types.trajectory import StopReason
+from understudy.types.usable_ids import UsableIds
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal_opd.py"
 K, BATCH, NEW = 3, 8, 6
@@ -39,7 +46,7 @@ def plain() -> ModuleType:
     return module
 
 
-def first_loss(student: str, teacher: str, ids: int, ends: int) -> float:
+def first_loss(student: str, teacher: str, ids: int, ends: Any) -> float:
     """Forward KL over the teacher's K best and one bucket for the rest, by models whose heads have the first `ids` rows only."""
     opd = plain()
 
@@ -93,6 +100,92 @@ def test_a_base_student_under_an_instruct_teacher(tmp_path: Path) -> None:
     assert read_json(run.dir / "usable_ids.json") == {"limit": 278, "holes": []}
     first = steps_without_dead_letters(run.dir)[0]
     assert first["actor/loss"] == pytest.approx(first_loss(student, teacher, 278, 256), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_pair_at_its_real_size(tmp_path: Path) -> None:
+    """Qwen2.5-0.5B under Qwen2.5-3B-Instruct: 151,665 tokens, heads of 151,936 and 152,064 rows."""
+    student, teacher = write_pair(tmp_path, base=151_643, rows=(151_936, 152_064))
+    recipe = table(tmp_path, student, teacher)
+    code, said = call_cli("check", str(write_toml(tmp_path / "recipe.toml", recipe)))
+    assert code == 0 and "'<|endoftext|>' (151643), '<|im_end|>' (151645)" in " ".join(said.split()), said
+    run = understudy.train(recipe, progress=False)
+    assert read_json(run.dir / "usable_ids.json") == {"limit": 151_665, "holes": []}
+    first = steps_without_dead_letters(run.dir)[0]
+    assert first["actor/loss"] == pytest.approx(first_loss(student, teacher, 151_665, 151_643), rel=1e-4)
+
+
+class AnyOf(frozenset[int]):
+    """Equal to each of its members: an eos of the plain rollout, which knows one."""
+
+    __hash__ = frozenset.__hash__
+
+    def __eq__(self, token: object) -> bool:
+        return token in self
+
+
+ENDS = [258, *range(64)]
+"""Long, so that models with random weights meet it."""
+
+
+def test_a_generation_ends_with_each_eos_of_its_model(tmp_path: Path) -> None:
+    student = write_model(tmp_path / "student", rows=288, eos="<|endoftext|>", ends=ENDS)
+    loaded, opd = load_model(student), plain()
+    assert loaded.stop_ids == tuple(sorted([*ENDS, 256]))
+    sampling = Sampling(NEW, loaded.stop_ids, usable=UsableIds(278))
+    prompts = [np.array([70 + i, 80, 90], np.int32) for i in range(BATCH)]
+    engine = loaded.engine(BATCH)
+    found = asyncio.run(
+        engine.generate([GenerateRequest(str(i), one, sampling, seed=i) for i, one in enumerate(prompts)])
+    )
+    loaded.model.resize_token_embeddings(278)
+    expected = opd.rollout(
+        loaded.model, [one.tolist() for one in prompts], range(BATCH), NEW, AnyOf([*ENDS, 256])
+    )
+    assert [one.tokens.tolist() for one in found] == expected
+    assert {one.stop_reason for one in found} == {StopReason.EOS, StopReason.LENGTH}
+
+
+@pytest.mark.slow
+def test_each_eos_of_the_student_ends_a_rollout(tmp_path: Path) -> None:
+    """A list in generation_config.json, and the tokenizer's own."""
+    student = write_model(tmp_path / "student", rows=288, eos="<|endoftext|>", ends=ENDS)
+    teacher = write_model(tmp_path / "teacher", rows=288, eos="<|endoftext|>", ends=256, seed=1)
+    recipe = table(tmp_path, student, teacher)
+    recipe["run"]["rollout_dump_every"] = 1
+    run = understudy.train(recipe, progress=False)
+    first = steps_without_dead_letters(run.dir)[0]
+    assert first["actor/loss"] == pytest.approx(
+        first_loss(student, teacher, 278, AnyOf([*ENDS, 256])), rel=1e-4
+    )
+    rows = [json.loads(line) for line in (run.dir / "rollouts" / "000001.jsonl").read_text().splitlines()]
+    assert {row["stop_reason"] for row in rows} == {"eos", "length"}
+    assert all(row["tokens"] == NEW for row in rows if row["stop_reason"] == "length")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("determinism", ["full", "fast"])
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_a_prompt_with_an_id_that_the_teacher_lacks_is_a_dead_letter(
+    tmp_path: Path, mode: str, determinism: str
+) -> None:
+    student = write_model(
+        tmp_path / "student", rows=400, eos="<|endoftext|>", ends=256, added=(*ADDED, "<mine>")
+    )
+    teacher = write_model(tmp_path / "teacher", rows=278, eos="<|endoftext|>", ends=256, seed=1)
+    recipe = table(tmp_path, student, teacher)
+    rows = [{"messages": [{"role": "user", "content": "<mine>" if i == 5 else f"{i}="}]} for i in range(16)]
+    Path(recipe["data"]["train"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe["trainer"] |= {"mode": mode, "max_dead_letters": 0.2}
+    if (mode, determinism) == ("fully_async", "full"):
+        recipe["trainer"]["max_staleness"] = 0.0
+    recipe["run"]["determinism"] = determinism
+    run = understudy.train(recipe, progress=False)
+    lines = (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
+    assert [json.loads(line)["key"] for line in lines] == ["00000-0000005_0_0"]
+    assert "token id 278 at position" in lines[0] and "ids that all of them have are below 278" in lines[0]
+    report = audit(run.dir)
+    assert report.balanced and (report.trained, report.dead, report.in_flight) == (15, 1, 0), str(report)
 
 
 @pytest.mark.slow

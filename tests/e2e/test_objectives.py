@@ -16,8 +16,9 @@ from small_runs import ASSETS, run_cli, write_toml
 import understudy
 from understudy.config import parse_recipe
 from understudy.dataplane.ledger import audit
-from understudy.errors import ConfigError, DataError, UnderstudyError
+from understudy.errors import ClusterError, ConfigError, DataError, UnderstudyError
 from understudy.observability.metrics import without_clock
+from understudy.observability.rundir import read_json
 from understudy.run.launch import resume
 
 Make = Callable[..., dict[str, Any]]
@@ -172,6 +173,26 @@ def test_nothing_but_equal_rewards_says_so(recipe: Make) -> None:
     table["rollout"]["max_new_tokens"] = 1
     with pytest.raises(DataError, match="nothing to learn from"):
         understudy.train(table, progress=False)
+
+
+def test_failed_rows_are_counted_over_the_run_and_not_by_launch(recipe: Make, tmp_path: Path) -> None:
+    """One row in each step fails; two may. The third fails in the second launch."""
+    lines = (ASSETS / "data" / "train.jsonl").read_text().splitlines()[:40]
+    rows = [{**json.loads(line), "trouble": 2 * (i in (0, 4, 8))} for i, line in enumerate(lines)]
+    table = recipe(
+        data__train=rows,
+        data__shuffle=False,
+        data__reward="small_rewards:broken_held_out",
+        trainer__batch_size=4,
+        trainer__steps=2,
+        trainer__max_dead_letters=0.25,
+    )
+    run = understudy.train(table, progress=False)
+    assert read_json(run.dir / "state.json")["dead_letters"] == 2
+    with pytest.raises(ClusterError, match=r"^3 rows failed, more than trainer.max_dead_letters = 0.2 "):
+        run.resume(progress=False, trainer__steps=3, trainer__max_dead_letters=0.2)
+    assert run.resume(progress=False, trainer__max_dead_letters=0.25).steps == 3
+    assert read_json(run.dir / "state.json")["dead_letters"] == audit(run.dir).dead == 3
 
 
 def test_a_nan_reward_is_a_dead_letter_and_takes_its_group_along(recipe: Make) -> None:

@@ -5,7 +5,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import understudy
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.engines.base import Sampling
-from understudy.trainers.produce.produce import CANDIDATES, _stored, rollout_columns
-from understudy.trainers.system import PARTITION
+from understudy.observability.spans import Spans
+from understudy.rollout.timing import BatchTimings
+from understudy.trainers.produce.rollouts import LocalRollouts
+from understudy.trainers.row_columns import CANDIDATES, PARTITION, rollout_columns
 from understudy.types.trajectory import StopReason, Trajectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal_opd.py"
@@ -98,8 +100,10 @@ def test_a_journalled_rollout_comes_back_with_its_candidates(tmp_path: Path) -> 
         try:
             await plane.issue(PARTITION, [one.key], step=1)
             await plane.put(PARTITION, {one.key: rollout_columns(one)})
-            system: Any = SimpleNamespace(plane=plane, sampling=Sampling(4, candidates=2))
-            return await _stored(system, one.key)
+            unused: Any = None
+            sampling = Sampling(4, candidates=2)
+            rollouts = LocalRollouts(unused, unused, plane, sampling, Spans(None), BatchTimings())
+            return await rollouts.stored(one.key)
         finally:
             await plane.close()
 

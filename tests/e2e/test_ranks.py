@@ -38,25 +38,25 @@ def assert_near(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uploads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("alone")
 
 
-def alone(shelf: Path, recipe: Make) -> Path:
+def alone(uploads: Path, recipe: Make) -> Path:
     """The same recipe on one rank, run once."""
-    if not (shelf / "run" / "report.html").exists():
+    if not (uploads / "run" / "report.html").exists():
         table = recipe(trainer__steps=STEPS, trainer__batch_size=13, trainer__checkpoint_every=1)
-        table["run"]["dir"] = str(shelf / "run")
-        code, output = run_cli("train", str(write_toml(shelf / "r.toml", table)), "--quiet")
+        table["run"]["dir"] = str(uploads / "run")
+        code, output = run_cli("train", str(write_toml(uploads / "r.toml", table)), "--quiet")
         assert code == 0, output
-    return shelf / "run"
+    return uploads / "run"
 
 
-def undisturbed(shelf: Path, recipe: Make) -> Path:
+def undisturbed(uploads: Path, recipe: Make) -> Path:
     """The same recipe on two ranks, run once."""
-    run = shelf / "two"
+    run = uploads / "two"
     if not (run / "report.html").exists():
-        path, _ = on_ranks(recipe, shelf, 2, run__dir=str(run))
+        path, _ = on_ranks(recipe, uploads, 2, run__dir=str(run))
         code, output = run_cli("train", str(path), "--quiet")
         assert code == 0, output
     return run
@@ -70,32 +70,32 @@ def on_ranks(recipe: Make, tmp_path: Path, ranks: int, **overrides: Any) -> tupl
 
 
 @pytest.mark.slow
-def test_two_ranks_train_what_one_does(recipe: Make, shelf: Path) -> None:
-    run = undisturbed(shelf, recipe)
-    assert_near(run, alone(shelf, recipe))
+def test_two_ranks_train_what_one_does(recipe: Make, uploads: Path) -> None:
+    run = undisturbed(uploads, recipe)
+    assert_near(run, alone(uploads, recipe))
     report = audit(run)
     assert report.balanced and report.trained == STEPS * 13
     assert not (run / "logs" / "rank-0.log").exists() and (run / "logs" / "rank-1.log").exists()
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_goes_on_with_one(recipe: Make, tmp_path: Path, shelf: Path) -> None:
+def test_a_run_of_two_ranks_goes_on_with_one(recipe: Make, tmp_path: Path, uploads: Path) -> None:
     path, run = on_ranks(recipe, tmp_path, 2)
     code, output = run_cli("train", str(path), "--quiet", fault="sync.after_ack:2")
     assert code == -signal.SIGKILL, output
     code, output = run_cli("resume", str(run), "trainer.ranks=1", "--quiet")
     assert code == 0, output
-    assert_near(run, alone(shelf, recipe))
+    assert_near(run, alone(uploads, recipe))
 
 
 @pytest.mark.slow
-def test_a_run_of_one_rank_goes_on_with_three(recipe: Make, tmp_path: Path, shelf: Path) -> None:
+def test_a_run_of_one_rank_goes_on_with_three(recipe: Make, tmp_path: Path, uploads: Path) -> None:
     path, run = on_ranks(recipe, tmp_path, 1)
     code, output = run_cli("train", str(path), "--quiet", fault="sync.after_ack:2")
     assert code == -signal.SIGKILL, output
     code, output = run_cli("resume", str(run), "trainer.ranks=3", "--quiet")
     assert code == 0, output
-    assert_near(run, alone(shelf, recipe))
+    assert_near(run, alone(uploads, recipe))
 
 
 Started = tuple[subprocess.Popen[str], Path, psutil.Process]
@@ -120,7 +120,7 @@ def started(recipe: Make, tmp_path: Path) -> Iterator[Started]:
 
 @pytest.mark.slow
 def test_a_lost_rank_takes_the_run_back_to_its_last_checkpoint(
-    recipe: Make, tmp_path: Path, shelf: Path
+    recipe: Make, tmp_path: Path, uploads: Path
 ) -> None:
     """The rank dies at its ninth command, in step 3; so does the one that takes its place, after another checkpoint."""
     path, run = on_ranks(recipe, tmp_path, 2, trainer__steps=4)
@@ -129,7 +129,7 @@ def test_a_lost_rank_takes_the_run_back_to_its_last_checkpoint(
     said = (run / "logs" / "trainer.log").read_text()
     assert "rank 1 of 2 was killed by SIGKILL" in said
     assert "going back to step 2 (restart 1 of 1)" in said and "going back to step 3 (restart 1 of 1)" in said
-    assert losses(run)[:STEPS] == losses(undisturbed(shelf, recipe)), "to the bit"
+    assert losses(run)[:STEPS] == losses(undisturbed(uploads, recipe)), "to the bit"
     report = audit(run)
     assert report.balanced and report.trained == 4 * 13
     assert len(losses(run)) == 4

@@ -1,6 +1,5 @@
 """A refused step: everything its update read is in a file, and `understudy replay` finds the rows again."""
 
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_rewards
 import torch
 
 import understudy
-from understudy.assembly.build import load_student_of, objective_of, policy_settings
+from understudy.assembly.learner import load_source, objective_of, policy_settings
 from understudy.cli.main import main
 from understudy.config import parse_recipe
 from understudy.errors import UnderstudyError
+from understudy.planning.resolved import resolve
 from understudy.policy.bad_rows import replay
 from understudy.policy.policy import Policy
 from understudy.run.replay import replay_run
@@ -26,23 +25,27 @@ Make = Callable[..., dict[str, Any]]
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
 def test_a_refused_step_is_run_again_from_its_file(
-    recipe: Make, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Make, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Teachers, rewards, advantages, old logprobs, refused after two good steps: the weights were saved, and the same rows break
     again. With calm advantages they do not."""
-    monkeypatch.setattr(small_rewards, "good_judgements", itertools.repeat(True, 2 * 12))
+    lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:16]
+    calm = [{**json.loads(line), "calm": place < 2 * 4} for place, line in enumerate(lines)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in calm))
     table = recipe(
         loss={"topk": 8, "task_coef": 1.0, "advantage": "grpo_no_std", "correction": {"weigh": "token"}},
         rollout__n=3, trainer__batch_size=4, trainer__checkpoint_every=50, trainer__mode=mode,
-        data__reward="small_rewards:immense_later", **({"trainer__max_staleness": 0.0} if mode != "sync" else {}),
+        data__train=str(tmp_path / "rows.jsonl"), data__shuffle=False, data__reward="small_rewards:immense_unless_calm",
+        **({"trainer__max_staleness": 0.0} if mode != "sync" else {}),
     )  # fmt: skip
     with pytest.raises(UnderstudyError, match="were not touched"):
-        understudy.train(table, progress=False)
+        ended = understudy.train(table, progress=False)
+        pytest.fail(f"{ended.status} after step {ended.steps}: {ended.last}")
     run = Path(table["run"]["dir"])
-    lines = [json.loads(line) for line in (run / "refused.jsonl").read_text().splitlines()]
+    refused = [json.loads(line) for line in (run / "refused.jsonl").read_text().splitlines()]
     found = replay_run(run)
     assert found.same_weights and found.weights_of == found.refused.step == 2
-    assert [row.key for row in found.findings] == [line["key"] for line in lines]
+    assert [row.key for row in found.findings] == [line["key"] for line in refused]
     assert found.findings and not any(row.sound for row in found.findings)
     rows, old = found.refused.rows, found.refused.old_logprobs
     assert rows.advantages is not None and rows.teacher_ids is not None and old is not None
@@ -51,10 +54,15 @@ def test_a_refused_step_is_run_again_from_its_file(
     assert torch.isfinite(rows.behaviour_logprobs.values[rows.loss_mask.values]).all()
     assert torch.isfinite(old.values).all() and len(old.values) == int(rows.loss_mask.values.sum())
 
-    calm = replace(rows, advantages=Jagged(torch.ones_like(rows.advantages.values), rows.advantages.offsets))
-    settled = parse_recipe(table)
-    policy = Policy(load_student_of(settled).model, policy_settings(settled))
-    assert all(row.sound for row in replay(policy, replace(found.refused, rows=calm), objective_of(settled)))
+    calmed = replace(
+        rows, advantages=Jagged(torch.ones_like(rows.advantages.values), rows.advantages.offsets)
+    )
+    settled = resolve(parse_recipe(table), gpus=0)
+    policy = Policy(load_source(settled.student).model, policy_settings(settled.learn))
+    assert all(
+        row.sound
+        for row in replay(policy, replace(found.refused, rows=calmed), objective_of(settled.learn.loss))
+    )
 
     assert main(["replay", str(run)]) == 1
     output = capsys.readouterr().out

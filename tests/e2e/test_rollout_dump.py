@@ -19,7 +19,7 @@ def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "rollouts" / f"{step:06d}.jsonl").open(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+@pytest.mark.parametrize("mode", ["fully_async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_every_second_step_is_written_as_text(recipe: Make, mode: str) -> None:
     small = {"trainer__steps": 2, "trainer__batch_size": 4, "trainer__mode": mode}
     if mode == "fully_async":

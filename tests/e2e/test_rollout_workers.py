@@ -1,7 +1,9 @@
 """Agent loops in worker processes, through the trainer: the same run, its failures set aside, its time accounted for."""
 
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,22 @@ def test_a_loop_that_raises_or_hangs_is_a_dead_letter(
 def test_workers_change_nothing_but_the_clock(recipe: Callable[..., dict[str, Any]]) -> None:
     here = understudy.train(recipe("here", trainer__steps=2), progress=False)
     there = understudy.train(recipe("there", trainer__steps=2, rollout__workers=2), progress=False)
+    assert [without_clock(line) for line in there.metrics] == [without_clock(line) for line in here.metrics]
+
+
+@pytest.mark.slow
+def test_workers_killed_in_a_generation_change_no_bit(
+    recipe: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every worker process dies at its 15th answer, in the middle of an agent's turns. Its sessions begin again and get the
+    generations that they had: the engine's batches, and so the last digits of logprobs, are those of a run without deaths."""
+    paths = [str(Path(__file__).parents[1] / "ray"), *sys.path]
+    monkeypatch.setattr(sys, "path", paths)
+    turns = {"rollout__agent": "two_turns:TwoTurns", "trainer__steps": 1, "trainer__batch_size": 16}
+    here = understudy.train(recipe("here", **turns), progress=False)
+    monkeypatch.setenv("UNDERSTUDY_FAULT", "worker.answered:15")
+    there = understudy.train(recipe("there", rollout__workers=2, **turns), progress=False)
+    assert "_0_0 is begun again" in (there.dir / "logs" / "trainer.log").read_text()
     assert [without_clock(line) for line in there.metrics] == [without_clock(line) for line in here.metrics]
 
 

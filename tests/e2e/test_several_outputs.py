@@ -25,6 +25,7 @@ TROUBLE = {
     "3/1": "strange",
     "5/1": "raise",
     "6/0": "nan",
+    "7/1": "odd",
     "11/0": "raise",
     "11/1": "long",
 }
@@ -34,6 +35,7 @@ REASONS = {
     "00000-0000003_0_1": "row '00000-0000003_0_1': token id 60 at position",
     "00000-0000005_0_1": "reward reward raised on row 00000-0000005_0_1: ValueError: no judge for this one",
     "00000-0000006_0_0": "reward reward gave nan for row 00000-0000006_0_0",
+    "00000-0000007_0_1": "row 00000-0000007_0_1 cannot be stored: column 'metrics': the dict key 1 is not a string",
     "00000-0000011_0_0": "reward reward raised on row 00000-0000011_0_0",
     "00000-0000011_0_1": "row '00000-0000011_0_1' has",
 }
@@ -114,7 +116,9 @@ def test_a_reward_that_hangs_costs_its_own_output_and_says_so(recipe: Make) -> N
     }
     run = understudy.train(table_of(recipe, "run", {"2/0": "hang"}, **short), progress=False)
     key = "00000-0000002_0_0"
-    assert letters(run.dir) == {key: f"reward timed out: {key} took longer than rollout.deadline_seconds = 2"}
+    assert letters(run.dir) == {
+        key: f"reward reward timed out: {key} took longer than rollout.deadline_seconds = 2"
+    }
     assert audit(run.dir).trained == 7
 
 

@@ -38,7 +38,7 @@ def rows_file(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module", params=["vllm", "echo with ids"])
+@pytest.fixture(scope="module", params=["vllm", pytest.param("echo with ids", marks=pytest.mark.slow)])
 def closed_server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     with running(FakeCompletions(ADD, request.param)) as url:
         yield request.param, url
@@ -107,6 +107,18 @@ def test_hidden_states_meet_a_head_beside_the_student(
     wide = recipe("wide", data__train=only_add, teachers=teachers, trainer__steps=1, loss__topk=vocabulary)
     losses = [understudy.train(table, progress=False).last["actor/loss"] for table in (hidden, wide)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # hidden states travel as bfloat16
+
+
+def test_an_external_teacher_goes_by_its_name_in_the_recipe(
+    recipe: Make, only_add: str, teacher_urls: dict[str, str]
+) -> None:
+    """Its server calls itself "add". Hidden states meet their head by this name too."""
+    teachers = {"tutor": external(teacher_urls["add"], token_env=TOKEN_VARIABLE)["add"]}
+    table = recipe(data__train=only_add, teachers=teachers, trainer__steps=1, data__reward=None)
+    last = understudy.train(
+        {**table, "loss": {"kind": "forward_kl", "signal": "hidden"}}, progress=False
+    ).last
+    assert last["teacher/tutor/rows"] == 16 and not [name for name in last if name.startswith("teacher/add/")]
 
 
 def mixed_rows(weights: list[Any]) -> list[dict[str, Any]]:

@@ -69,16 +69,18 @@ def test_two_steps_with_live_weights(
         processes = LocalProcesses(run.logs, parsed.cluster.start_timeout_seconds)
         try:
             async with build(parsed, run, processes, LiveView(2, enabled=False)) as system:
-                assert not system.deterministic and isinstance(system.engine, VLLMEngine)
-                before = [p.detach().clone() for p in system.policy.model.parameters()]
+                assert not system.producer.settings.deterministic and isinstance(
+                    system.producer.engine, VLLMEngine
+                )
+                before = [p.detach().clone() for p in system.learner.policy.model.parameters()]
                 first = await take_step(system, 1, Interrupts(print))
                 assert any(
                     not torch.equal(old, new)
-                    for old, new in zip(before, system.policy.model.parameters(), strict=True)
+                    for old, new in zip(before, system.learner.policy.model.parameters(), strict=True)
                 )
                 await _writes_with_the_trained_weights(system, version=1)
                 if signal_kind == "topk":
-                    (child,) = system.engine.children.values()
+                    (child,) = system.producer.engine.children.values()
                     os.kill(child.ready["pid"], signal.SIGKILL)
                 second = await take_step(system, 2, Interrupts(print))
                 assert first["rollout/weight_version/min"] == 0 and second["rollout/weight_version/min"] == 1
@@ -94,10 +96,10 @@ async def _writes_with_the_trained_weights(system: System, version: int) -> None
     """The server's logprobs are those of the policy as it is now."""
     prompt = np.array([1, 4, 7, 8, 42, 9, 10, 43, 5], np.int32)
     asked = [GenerateRequest(f"probe-{i}", prompt, Sampling(8), seed=i) for i in range(4)]
-    for generation in await asyncio.wait_for(system.engine.generate(asked), 400):
+    for generation in await asyncio.wait_for(system.producer.engine.generate(asked), 400):
         ids = torch.tensor([[*prompt.tolist(), *generation.tokens.tolist()]])
         with torch.no_grad():
-            logprobs = system.policy.model(input_ids=ids).logits[0].float().log_softmax(-1)
+            logprobs = system.learner.policy.model(input_ids=ids).logits[0].float().log_softmax(-1)
         ours = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
         np.testing.assert_allclose(generation.logprobs, ours, atol=5e-3)
         assert set(generation.weight_versions.tolist()) == {version}

@@ -137,7 +137,7 @@ async def write_some(system: System) -> tuple[list[GenerateRequest], list[Genera
         )
         for index in range(12)
     ]
-    return asked, await system.engine.generate(asked)
+    return asked, await system.producer.engine.generate(asked)
 
 
 def published(policy: Policy) -> Weights:
@@ -184,11 +184,11 @@ class Runner:
         return run, found[0]
 
     def _watch(self, system: System) -> Watch:
-        student = Watched.over(system.policy)
-        critic = Watched.over(system.critic.policy) if system.critic is not None else None
+        student = Watched.over(system.learner.policy)
+        critic = Watched.over(system.learner.critic.policy) if system.learner.critic is not None else None
         watch = Watch(student, critic, stale=published(student.policy))
-        if isinstance(system.engine, hf.HFEngine):
-            own = {id(module) for module in system.engine._model.modules()}
+        if isinstance(system.producer.engine, hf.HFEngine):
+            own = {id(module) for module in system.producer.engine._model.modules()}
             watch.engine_modules_apart = not own & {id(module) for module in student.policy.model.modules()}
         return watch
 

@@ -83,7 +83,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "trainer__mini_batch_size": 3,
     },
 }
-QUICK = {"sync", "lora", "grpo and distillation", "fully async"}
+QUICK = {"sync", "fully async"}
 """Those that every `make test` runs on the host."""
 GPU_ONLY, HOST_ONLY = {"keys in eight bits"}, {"clipped epochs"}
 LONG = {"compiled"}
@@ -223,7 +223,7 @@ def test_a_resumed_run_trains_and_writes_with_the_checkpoints_weights(
     the_engine_has_the_newest_weights(folder, watch, near)
 
 
-@pytest.mark.parametrize("guards", ["on", "off"])
+@pytest.mark.parametrize("guards", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_an_engine_in_the_trained_modules_would_be_seen(
     recipe: Callable[[str, str], dict[str, Any]], guards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ def test_engines_on_two_other_nodes_write_the_very_tokens_of_the_one_inside(
     assert report.balanced and report.trained == 16
     log = (there.dir / "logs" / "trainer.log").read_text()
     for version in range(3):
-        assert f"weights of version {version}: 2 of 2 engine processes elsewhere have them" in log
+        assert f"weights of version {version}: 2 of 2 remote engine processes have them" in log
     assert set(pids_of(log)) == {"rollout-0", "rollout-1"}
     assert "the engine writes at" in (there.dir / "logs" / "rollout-1.log").read_text()
     assert not any(psutil.pid_exists(pid) for pid in pids_of(log).values())
@@ -131,4 +131,4 @@ def test_fully_async_with_a_teacher_an_engine_and_workers_elsewhere(cluster: Any
     log = (run.dir / "logs" / "trainer.log").read_text()
     for process in ("teacher-add-0", "rollout-0", "rollout-worker-0"):
         assert f"process {process} runs on" in log
-    assert "weights of version 4: 1 of 1 engine processes elsewhere have them" in log
+    assert "weights of version 4: 1 of 1 remote engine processes have them" in log

@@ -90,7 +90,7 @@ def test_a_worker_that_dies_between_writing_and_telling_costs_no_row_and_trains_
     table = ranks_recipe(tmp_path / "run", steps, **on_two_nodes(cluster, rollout=small))
     run = understudy.train(table, progress=False)
     log = (run.dir / "logs" / "trainer.log").read_text()
-    what = "errand score" if "judged" in fault else "_0_0"
+    what = "work request score" if "judged" in fault else "_0_0"
     assert f"{what} is begun again" in log, "somebody died"
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)
@@ -223,6 +223,7 @@ def test_one_bad_output_of_a_far_session_costs_itself(cluster: Any, tmp_path: Pa
         "5/1": "hang",
         "6/0": "raise",
         "6/1": "long",
+        "7/0": "odd",
     }
     bad: dict[str, Any] = {
         "rollout": {
@@ -237,7 +238,7 @@ def test_one_bad_output_of_a_far_session_costs_itself(cluster: Any, tmp_path: Pa
         table["trainer"]["max_dead_letters"] = 0.5
         run = understudy.train(table, progress=False)
         report = audit(run.dir / "dataplane")
-        assert report.balanced and (report.trained, report.dead, report.in_flight) == (32 - 7, 7, 0)
+        assert report.balanced and (report.trained, report.dead, report.in_flight) == (32 - 8, 8, 0)
         told = (run.dir / "dataplane" / "dead_letters.jsonl").read_text().splitlines()
         return figures(run.dir), {one["key"]: one["reason"] for one in map(json.loads, told)}
 

@@ -68,7 +68,7 @@ def test_two_steps_with_a_server_on_another_node(
     log = (run.dir / "logs" / "trainer.log").read_text()
     assert "process vllm-replica-0 runs on" in log
     for version in range(4):
-        assert f"weights of version {version}: 1 of 1 engine processes elsewhere have them" in log
+        assert f"weights of version {version}: 1 of 1 remote engine processes have them" in log
     lines = figures(run.dir)
     assert [line["rollout/weight_version/min"] for line in lines] == [0, 1, 2], (
         "on-policy: each step by its own weights"

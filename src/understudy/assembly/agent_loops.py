@@ -1,4 +1,4 @@
-"""Starts a recipe's agent loops: in this process, in local workers, or in remote workers."""
+"""Starts a run's agent loops: in this process, in local workers, or in remote workers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from understudy.cluster.local import LocalProcesses
-from understudy.config import Recipe
+from understudy.config import DataConfig, RolloutConfig
 from understudy.rollout.agents.registry import LoopChoice, Loops
 from understudy.rollout.render import Renderer
-from understudy.rollout.workers.connections import WORKER_MODULE, OpenLine, PipeLine, SwitchBoard
+from understudy.rollout.workers.connections import WORKER_MODULE, OpenLine, PipeWorker, WorkerListener
 from understudy.rollout.workers.pool import LoopWorkers, Tickets
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class RowWorkerSettings:
     """What workers need that write their rows themselves."""
 
     module: str
@@ -29,19 +29,21 @@ class Keeping:
 
 
 async def open_loops(
-    recipe: Recipe,
+    rollout: RolloutConfig,
+    data: DataConfig,
     renderer: Renderer,
     tokenizer_folder: Path,
     processes: LocalProcesses,
     stack: AsyncExitStack,
-    keeping: Keeping | None = None,
+    row_workers: RowWorkerSettings | None = None,
+    *,
+    restarts: int,
     notify: Callable[[str], None] | None = None,
 ) -> Loops:
     """Agent loops that are ready to run; `stack` closes them.
 
     Workers read the tokenizer from `tokenizer_folder` in the run directory, so that all use the run's. With
-    `keeping` they write their rows themselves. `notify` gets a message when a worker is restarted."""
-    rollout = recipe.rollout
+    `row_workers` they write their rows themselves. `restarts`: how often a worker is restarted in a row. `notify` gets a message when a worker is restarted."""
     if rollout.workers == 0:
         here = LoopChoice(rollout.agent, rollout.agent_options)
         stack.push_async_callback(here.close)
@@ -55,12 +57,14 @@ async def open_loops(
         reserve=rollout.max_new_tokens,
         options=rollout.agent_options,
         template_options=rollout.template_options,
-        max_prompt=recipe.data.max_prompt_tokens,
-        truncate=recipe.data.overlong == "truncate_left",
-        open_line=await _lines(processes, stack, WORKER_MODULE if keeping is None else keeping.module),
-        tickets=None if keeping is None else keeping.tickets,
-        extra=b"" if keeping is None else keeping.extra,
-        restarts=recipe.cluster.restarts.workers,
+        max_prompt=data.max_prompt_tokens,
+        truncate=data.overlong == "truncate_left",
+        open_line=await _lines(
+            processes, stack, WORKER_MODULE if row_workers is None else row_workers.module
+        ),
+        tickets=None if row_workers is None else row_workers.tickets,
+        extra=b"" if row_workers is None else row_workers.extra,
+        restarts=restarts,
         notify=notify,
     )
     stack.push_async_callback(workers.close)
@@ -71,8 +75,8 @@ async def open_loops(
 async def _lines(processes: LocalProcesses, stack: AsyncExitStack, module: str = WORKER_MODULE) -> OpenLine:
     """How workers are started and reached: on this machine, or where the launcher places them
     (`cluster.roles.workers`)."""
-    if not processes.is_elsewhere(_name(0)):
-        return PipeLine.open
+    if not processes.is_remote(_name(0)):
+        return PipeWorker.open
     token = secrets.token_urlsafe(24)
 
     async def launch(number: int, address: str) -> int:
@@ -89,7 +93,7 @@ async def _lines(processes: LocalProcesses, stack: AsyncExitStack, module: str =
         child = processes.children.get(_name(number))
         return child is not None and child.alive
 
-    board = SwitchBoard(launch, dismiss, lives, token)
+    board = WorkerListener(launch, dismiss, lives, token)
     await board.listen(processes.address)
     stack.push_async_callback(board.close)
     return board.open

@@ -1,48 +1,45 @@
-"""Chooses the process launcher and the data plane of a recipe. Optional extras are imported on use."""
+"""Opens the process launcher and the data plane that a recipe chooses. Optional extras are imported on use."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 from understudy.cluster.local import LocalProcesses
-from understudy.config import Recipe
+from understudy.cluster.ray_layout import NodeFacts, RayLayout
+from understudy.config import ClusterConfig, DataPlaneConfig
 from understudy.dataplane.base import DataPlane, Retain
 from understudy.dataplane.embedded import EmbeddedDataPlane
-from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir
-from understudy.planning.preflight import missing_extras
-from understudy.planning.ray_seating import ray_layout
 
 _EMBEDDED_SPILL_BYTES = 1 << 20
 
 
-def processes_of(recipe: Recipe, run: RunDir) -> LocalProcesses:
-    """The launcher of this run's processes. It has not started or connected to anything yet."""
-    cluster = recipe.cluster
+def processes_of(
+    cluster: ClusterConfig, run: RunDir, layout: Callable[[Sequence[NodeFacts]], RayLayout], cpus: int
+) -> LocalProcesses:
+    """The launcher of this run's processes. It has not started or connected to anything yet.
+
+    On Ray, `layout` maps the cluster's machines to the placement of processes, and a cluster of the run's own
+    declares `cpus`."""
     if cluster.backend == "local":
         return LocalProcesses(run.logs, cluster.start_timeout_seconds)
-    _require(recipe)
     ray_module: Any = importlib.import_module("understudy.cluster.ray")
-    settings = ray_module.RaySettings(
-        address=cluster.address, token=cluster.ray_auth == "token", cpus=_cpus_of_our_own(recipe)
-    )
+    settings = ray_module.RaySettings(address=cluster.address, token=cluster.ray_auth == "token", cpus=cpus)
     processes: LocalProcesses = ray_module.RayProcesses(
-        run.logs, cluster.start_timeout_seconds, settings, partial(ray_layout, recipe)
+        run.logs, cluster.start_timeout_seconds, settings, layout
     )
     return processes
 
 
-def lasting(recipe: Recipe) -> AbstractContextManager[None]:
+def lasting(cluster: ClusterConfig) -> AbstractContextManager[None]:
     """A context for what outlives one attempt of a run: a Ray cluster of the run's own, which can be started
     only once."""
-    if recipe.cluster.backend != "ray" or recipe.cluster.address is not None:
+    if cluster.backend != "ray" or cluster.address is not None:
         return nullcontext()
-    _require(recipe)
     ray_module: Any = importlib.import_module("understudy.cluster.ray_cluster")
     if ray_module.is_connected():  # the caller's own connection, which stays as it is
         return nullcontext()
@@ -50,10 +47,16 @@ def lasting(recipe: Recipe) -> AbstractContextManager[None]:
     return held
 
 
-async def open_plane(recipe: Recipe, run: RunDir, deterministic: bool, stack: AsyncExitStack) -> DataPlane:
+async def open_plane(
+    settings: DataPlaneConfig,
+    run: RunDir,
+    stack: AsyncExitStack,
+    *,
+    drop_when_acked: bool,
+    start_timeout: float,
+) -> DataPlane:
     """The run's data plane. `stack` closes it, and after it the queue."""
-    settings = recipe.dataplane
-    retain = Retain.UNTIL_ACK if deterministic else Retain.UNTIL_SETTLED
+    retain = Retain.UNTIL_ACK if drop_when_acked else Retain.UNTIL_SETTLED
     plane: DataPlane
     if settings.backend == "embedded":
         plane = EmbeddedDataPlane.open(
@@ -64,13 +67,12 @@ async def open_plane(recipe: Recipe, run: RunDir, deterministic: bool, stack: As
             retain=retain,
         )
     else:
-        _require(recipe)
         queue: Any = importlib.import_module("understudy.dataplane.transfer_queue.plane")
         link = await asyncio.to_thread(
             queue.QueueLink.start,
             settings.storage_units,
             prefix=f"{run.path.name}/",
-            timeout=recipe.cluster.start_timeout_seconds,
+            timeout=start_timeout,
         )
         stack.push_async_callback(asyncio.to_thread, link.close)
         plane = queue.TransferQueueDataPlane.open_on(
@@ -84,24 +86,3 @@ async def open_plane(recipe: Recipe, run: RunDir, deterministic: bool, stack: As
         )
     stack.push_async_callback(plane.close)
     return plane
-
-
-def _cpus_of_our_own(recipe: Recipe) -> int:
-    """The CPU count that the run's own Ray cluster declares for this machine.
-
-    Only this run uses it, so it declares as many as the recipe asks for: as with local processes, a high
-    count is not refused."""
-    teachers = sum(
-        teacher.replicas * teacher.tensor_parallel * max(teacher.threads, 1)
-        for teacher in recipe.teachers.values()
-        if teacher.placement == "standalone"
-    )
-    pools = sum(pool.nodes * pool.cpus_per_node for pool in recipe.cluster.pools.values())
-    queue = recipe.dataplane.storage_units + 1 if recipe.dataplane.backend == "transfer_queue" else 0
-    return max(os.cpu_count() or 1, teachers + pools + queue)
-
-
-def _require(recipe: Recipe) -> None:
-    problems = missing_extras(recipe)
-    if problems:
-        raise ConfigError(problems)

@@ -1,78 +1,82 @@
-"""Builds a running `System` from a recipe. Other modules get plain arguments instead of the recipe."""
+"""Builds a running `System` from a recipe. Other modules get a section of it or a record of `Resolved`."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from understudy.assembly.agent_loops import Keeping, open_loops
+from understudy.assembly.agent_loops import RowWorkerSettings, open_loops
 from understudy.assembly.backends import open_plane
-from understudy.assembly.cpu_threads import collecting_seldom, lanes_of, products_of_lanes, torch_threads
+from understudy.assembly.cpu_threads import collecting_seldom, products_of_lanes, steady_torch
 from understudy.assembly.critic import ComingCritic, critic_of, reference_of
 from understudy.assembly.engines import context_of, open_engine, publisher_of, sampling_of
+from understudy.assembly.learner import load_source, objective_of, policy_settings
 from understudy.assembly.prompt_facts import LongestPrompt, mixed_teachers
 from understudy.assembly.ranks import start_ranks
 from understudy.assembly.teacher_admin import open_for_requests
 from understudy.assembly.teachers import (
     StudentFacts,
+    Teachers,
     manifests_of,
     router_of,
     start_teachers,
-    teacher_lanes,
+    teacher_queues,
     teacher_tokens,
 )
-from understudy.assembly.this_machine import gpu_names, seat_here
+from understudy.assembly.this_machine import gpu_names
 from understudy.assembly.usable_ids import find_usable_ids, keep_usable_ids
 from understudy.cluster.local import LocalProcesses
-from understudy.config import Recipe
+from understudy.config import DataConfig, LossConfig, Recipe
 from understudy.config.base import flatten
-from understudy.config.checks.fully_async import repeats_to_the_bit
+from understudy.dataplane.base import DataPlane
 from understudy.engines.base import Engine
-from understudy.losses.objective import Objective
-from understudy.nn.determinism import keep_to_repeatable
 from understudy.observability.live import LiveView
 from understudy.observability.loggers import ToldMetrics
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
-from understudy.planning.seating import critic_sits_apart, with_rollout_devices
+from understudy.planning.resolved import EngineSettings, Resolved, resolve
+from understudy.planning.seating import rollout_devices
 from understudy.planning.shared_gpu import advice
+from understudy.planning.this_machine import seat_here
 from understudy.policy.checkpoints.background import BackgroundSaver
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
-from understudy.policy.lora import LoraSettings
-from understudy.policy.optim.adamw import AdamWSettings
-from understudy.policy.optim.schedule import Schedule, ScheduleKind
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
-from understudy.policy.step import PolicySettings
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import Dataset
 from understudy.rollout.loading import look_in
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
+from understudy.rollout.timing import BatchTimings
 from understudy.rollout.workers.pool import LoopWorkers
 from understudy.teacher.scoring.model import vocabulary_of
-from understudy.trainers.call_batching import Lane
+from understudy.trainers.call_batching import CallQueue
 from understudy.trainers.critic.local import ValueModel
-from understudy.trainers.critic.remote import FarCritic
+from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.evaluation.best_checkpoint import BestSoFar
 from understudy.trainers.evaluation.evaluate import eval_prompts
+from understudy.trainers.evaluation.examiner import Examiner
+from understudy.trainers.learn.batches import Batches, LocalBatches
 from understudy.trainers.learn.refused_steps import keep_refused
-from understudy.trainers.models import LoadedModel, load_model, resolve_device
+from understudy.trainers.models import LoadedModel
+from understudy.trainers.produce.rollouts import LocalRollouts, Rollouts
 from understudy.trainers.prompt_data import PromptData, open_data
-from understudy.trainers.remote_rows.batches import open_far_rows
+from understudy.trainers.remote_rows.batches import RemoteBatches
+from understudy.trainers.remote_rows.references import RemotePlane
 from understudy.trainers.remote_rows.rollouts import MODULE as ROW_WORKER
-from understudy.trainers.remote_rows.rollouts import RowWorkers, brings_tokens, settings_of, writes_rows
-from understudy.trainers.remote_rows.scoring import FarScoring
-from understudy.trainers.system import PARTITION, System
+from understudy.trainers.remote_rows.rollouts import RemoteRollouts, settings_of
+from understudy.trainers.remote_rows.scoring import RemoteScoring
+from understudy.trainers.row_columns import PARTITION, fact_columns, token_columns, training_columns
+from understudy.trainers.system import Learner, MicroBatches, Producer, RunState, Saves, System, TeacherParts
 from understudy.types.usable_ids import UsableIds
 from understudy.weights.publish import WeightPublisher
 
@@ -86,60 +90,82 @@ async def build(
     `data`: the prompts, if they were read already."""
     async with AsyncExitStack() as stack:
         look_in(recipe.run.python_path)
-        deterministic = is_deterministic(recipe)
-        steady_torch(recipe)
-        stack.enter_context(products_of_lanes(recipe))
-        if resolve_device(recipe.student.device).type == "cpu":
+        gpus = gpu_names()
+        settings = resolve(recipe, len(gpus))
+        deterministic = settings.compute.deterministic
+        steady_torch(settings.compute)
+        stack.enter_context(products_of_lanes(settings.compute))
+        if settings.compute.device == "cpu":
             stack.enter_context(collecting_seldom())
         if recipe.cluster.backend != "local":
             view.phase(f"connecting to {recipe.cluster.backend}")
         await processes.ready()
-        seating = seat_here(recipe)
+        seating = seat_here(recipe, gpus)
         for words in (seating.shared(), advice(seating.placement)):
             if words:
                 view.note(words)
-        recipe = with_rollout_devices(recipe, seating, gpu_names())
         coming = None
-        if critic_sits_apart(recipe):
-            coming = ComingCritic(recipe, run, processes, seating, gpu_names(), stack)
+        if settings.critic is not None and settings.critic.own_process:
+            coming = ComingCritic(settings.critic, run, processes, seating, gpus, stack)
         with view.work(f"loading the student {recipe.student.model}"):
-            student = await asyncio.to_thread(load_student_of, recipe)
-        usable = await find_usable_ids(recipe, student, teacher_tokens(recipe), view.note)
+            student = await asyncio.to_thread(load_source, settings.student)
+        usable = await find_usable_ids(
+            settings.student,
+            student,
+            recipe.teachers,
+            settings.models_beside,
+            teacher_tokens(recipe.teachers),
+            view.note,
+        )
         keep_usable_ids(run, usable)
-        rows = data if data is not None else await asyncio.to_thread(open_data, recipe)
+        rows = (
+            data
+            if data is not None
+            else await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student)
+        )
         prompts = rows.train
-        far_scoring = FarScoring() if writes_rows(recipe, processes) else None
+        remote_scoring = RemoteScoring() if settings.rows.workers_write else None
         teachers = await start_teachers(
-            recipe,
+            settings.teachers,
             processes,
             seating,
-            _student_facts(recipe, student, prompts, usable),
+            _student_facts(settings, recipe.data, student, prompts, usable),
             view,
             secrets.token_urlsafe(24),
-            deterministic,
-            far_scoring,
+            remote_scoring,
         )
         stack.push_async_callback(teachers.close)
         await stack.enter_async_context(open_for_requests(run, teachers))
         pools = teachers.pools
 
         policy, engine, publisher = await _policy_and_engine(
-            recipe, run, processes, student, usable, stack, view
+            settings,
+            rollout_devices(recipe.rollout, seating, gpus),
+            run,
+            processes,
+            student,
+            usable,
+            stack,
+            view,
         )
         await publisher.publish(0)
-        critic = await _critic(recipe, run, coming, view)
-        reference = await asyncio.to_thread(reference_of, recipe, usable)
-
-        plane = await open_plane(recipe, run, deterministic, stack)
-        far_rows = None
-        if isinstance(policy, LeadingPolicy) and recipe.dataplane.backend == "transfer_queue":
-            far_rows = await open_far_rows(
-                plane, policy, recipe.dataplane.queue_timeout_seconds, stack.callback
+        critic = await _critic(settings, run, coming, view)
+        reference = None
+        if settings.reference is not None:
+            reference = await asyncio.to_thread(
+                reference_of, settings.reference, settings.compute.lanes, usable
             )
-        renderer = _renderer(recipe, student)
-        loops, row_workers = await _loops(
-            recipe, run, renderer, processes, plane, stack, far_scoring, engine, view.note
+
+        plane = await open_plane(
+            recipe.dataplane,
+            run,
+            stack,
+            drop_when_acked=settings.rows.drop_when_acked,
+            start_timeout=recipe.cluster.start_timeout_seconds,
         )
+        batches = await _batches(settings, recipe.loss, plane, policy, teachers, stack)
+        renderer = _renderer(settings.engine, recipe.data, student)
+        loops = await _loops(settings, recipe, run, renderer, processes, plane, stack, view.note)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
         metrics = ToldMetrics(
@@ -153,87 +179,141 @@ async def build(
         stack.callback(metrics.close)
         spans = Spans(run.spans)
         stack.callback(spans.close)
+        sampling, timings = sampling_of(settings.engine, student, usable), BatchTimings()
+        rollouts: Rollouts
+        if remote_scoring is not None:
+            assert isinstance(loops, LoopWorkers)
+            remote = RemotePlane(plane, PARTITION)
+            remote_scoring.open(loops, remote)
+            rollouts = RemoteRollouts(loops, remote, spans, timings, sampling.candidates > 0)
+        else:
+            rollouts = LocalRollouts(loops, rewards, plane, sampling, spans, timings)
         checkpoints = _checkpoints(recipe, run)
         saver = BackgroundSaver(checkpoints)
         stack.push_async_callback(asyncio.to_thread, saver.close)
         background = await stack.enter_async_context(asyncio.TaskGroup())
         if isinstance(policy, LeadingPolicy):
             stack.callback(policy.expect_the_end)
-        if isinstance(critic, FarCritic):
+        if isinstance(critic, RemoteCritic):
             stack.callback(critic.expect_the_end)
-        yield System(
-            recipe=recipe,
+        state = RunState(
             run=run,
-            tokenizer=student.tokenizer,
-            renderer=renderer,
-            sampling=sampling_of(recipe, student, usable),
-            engine=engine,
-            engine_lane=Lane("generate", engine.generate, recipe.rollout.max_batch),
-            policy=policy,
-            objective=objective_of(recipe),
-            publisher=publisher,
-            pools=pools,
-            router=router_of(recipe, pools),
-            teacher_lanes=teacher_lanes(pools, deterministic),
-            teacher_heads=teachers.heads,
             plane=plane,
-            cursor=PromptCursor(prompts, recipe.run.seed, recipe.data.shuffle),
-            loops=loops,
-            rewards=rewards,
-            checkpoints=checkpoints,
-            eval_prompts=eval_prompts(rows.eval, recipe.trainer.eval_samples) if rows.eval else [],
             metrics=metrics,
             spans=spans,
             view=view,
-            deterministic=deterministic,
-            manifests=manifests_of(pools),
-            saver=saver,
+            saves=Saves(checkpoints, saver, BestSoFar(read_metrics(run.metrics))),
             background=background,
-            best=BestSoFar(read_metrics(run.metrics)),
+            timings=timings,
+        )
+        producer = Producer(
+            settings=settings.produce,
+            cursor=PromptCursor(prompts, recipe.run.seed, recipe.data.shuffle),
+            renderer=renderer,
+            sampling=sampling,
+            engine=engine,
+            engine_queue=CallQueue("generate", engine.generate, recipe.rollout.max_batch),
+            rollouts=rollouts,
+            examiner=Examiner(
+                engine,
+                loops,
+                rewards,
+                renderer,
+                sampling,
+                renderer.context,
+                recipe.rollout.max_batch,
+                recipe.rollout.deadline_seconds,
+                recipe.run.seed,
+            ),
+            teachers=TeacherParts(
+                pools,
+                router_of(settings.teachers, pools),
+                teacher_queues(pools, deterministic),
+                manifests_of(pools),
+            ),
+            eval_prompts=eval_prompts(rows.eval, recipe.trainer.eval_samples)
+            if rows.eval and recipe.data.reward
+            else [],
+            state=state,
+        )
+        learner = Learner(
+            settings=settings.learn,
+            policy=policy,
+            objective=objective_of(recipe.loss),
+            publisher=publisher,
+            micro_batches=MicroBatches(recipe.trainer.micro_batch_tokens),
+            batches=batches,
+            state=state,
+            teacher_heads=teachers.heads,
             critic=critic,
             reference=reference,
-            far_rows=far_rows,
-            row_workers=row_workers,
-            far_scoring=far_scoring,
         )
+        yield System(producer, learner, state)
 
 
 async def _critic(
-    recipe: Recipe, run: RunDir, coming: ComingCritic | None, view: LiveView
+    settings: Resolved, run: RunDir, coming: ComingCritic | None, view: LiveView
 ) -> ValueModel | None:
     """The critic in its own process (`coming`), or in this process; None if the recipe has none."""
     on_bad_rows = partial(keep_refused, run, "critic")
     if coming is not None:
         return await coming.arrived(on_bad_rows, view)
-    return await asyncio.to_thread(critic_of, recipe, on_bad_rows)
+    if settings.critic is None:
+        return None
+    return await asyncio.to_thread(critic_of, settings.critic, on_bad_rows)
 
 
 async def _loops(
+    settings: Resolved,
     recipe: Recipe,
     run: RunDir,
     renderer: Renderer,
     processes: LocalProcesses,
     plane: Any,
     stack: AsyncExitStack,
-    far_scoring: FarScoring | None,
-    engine: Engine,
     notify: Callable[[str], None],
-) -> tuple[Loops, RowWorkers | None]:
-    """The agent loops, and the same workers as `RowWorkers` if they write rows themselves."""
-    keeping = None
-    if far_scoring is not None:
-        keeping = Keeping(ROW_WORKER, plane.lent, settings_of(recipe, run, plane, PARTITION))
-    loops = await open_loops(recipe, renderer, run.path / "tokenizer", processes, stack, keeping, notify)
-    if far_scoring is None:
-        return loops, None
-    assert isinstance(loops, LoopWorkers)
-    row_workers = RowWorkers(loops, plane, PARTITION, bring_tokens=brings_tokens(recipe, engine))
-    far_scoring.open(row_workers)
-    return loops, row_workers
+) -> Loops:
+    """The agent loops. Workers on other machines get what they need to write rows themselves."""
+    row_settings = None
+    if settings.rows.workers_write:
+        deadline = recipe.rollout.deadline_seconds
+        told = settings_of(recipe.dataplane, recipe.data.reward, deadline, run, plane, PARTITION)
+        row_settings = RowWorkerSettings(ROW_WORKER, plane.writer_segments, told)
+    return await open_loops(
+        recipe.rollout,
+        recipe.data,
+        renderer,
+        run.path / "tokenizer",
+        processes,
+        stack,
+        row_settings,
+        restarts=recipe.cluster.restarts.workers,
+        notify=notify,
+    )
+
+
+async def _batches(
+    settings: Resolved,
+    loss: LossConfig,
+    plane: DataPlane,
+    policy: Policy | LeadingPolicy,
+    teachers: Teachers,
+    stack: AsyncExitStack,
+) -> Batches:
+    judged, heads = bool(teachers.pools), list(teachers.heads.values())
+    dtype = heads[0].weight_VH.dtype if heads else torch.bfloat16
+    local = LocalBatches(plane, training_columns(loss, judged), dtype)
+    if not isinstance(policy, LeadingPolicy) or not settings.rows.ranks_fetch:
+        return local
+    columns = fact_columns(judged), token_columns(loss, judged)
+    remote = await RemoteBatches.open(plane, policy, settings.rows.fetch_seconds, local, *columns)
+    stack.callback(remote.close)
+    return remote
 
 
 async def _policy_and_engine(
-    recipe: Recipe,
+    settings: Resolved,
+    devices: Sequence[str],
     run: RunDir,
     processes: LocalProcesses,
     student: LoadedModel,
@@ -241,46 +321,44 @@ async def _policy_and_engine(
     stack: AsyncExitStack,
     view: LiveView,
 ) -> tuple[Policy | LeadingPolicy, Engine, WeightPublisher]:
-    """In sync mode on one rank, engine and policy share their tensors.
+    """In sync mode on one rank, engine and policy share their tensors (`EngineSettings.shares_tensors`).
 
     The engine has its own copy if the policy is sharded (shards are gathered into it), has adapters (merged
-    into it), or trains while rollouts continue."""
-    settings, on_bad_rows = policy_settings(recipe, usable), partial(keep_refused, run, "student")
-    shared = recipe.trainer.ranks == 1 and recipe.trainer.mode == "sync" and recipe.student.lora is None
-    engine = await open_engine(
-        recipe, student, processes, view, shared=shared, deterministic=is_deterministic(recipe)
-    )
+    into it), or trains while rollouts continue. `devices` as in `open_engine`."""
+    own, on_bad_rows = policy_settings(settings.learn, usable), partial(keep_refused, run, "student")
+    engine = await open_engine(settings.engine, student, processes, view, devices)
     stack.push_async_callback(engine.close)
     policy: Policy | LeadingPolicy
-    if recipe.trainer.ranks == 1:
-        policy = Policy(student.model, settings, on_bad_rows=on_bad_rows)
+    ranks = settings.learn.trainer.ranks
+    if ranks == 1:
+        policy = Policy(student.model, own, on_bad_rows=on_bad_rows)
     else:
-        policy = await start_ranks(recipe, run, processes, student, settings, on_bad_rows, stack, view)
-    return policy, engine, publisher_of(recipe, policy, engine, shared=shared)
+        policy = await start_ranks(ranks, run, processes, student, own, on_bad_rows, stack, view)
+    return policy, engine, publisher_of(settings.engine, policy, engine)
 
 
-def _renderer(recipe: Recipe, student: LoadedModel) -> Renderer:
+def _renderer(settings: EngineSettings, data: DataConfig, student: LoadedModel) -> Renderer:
     return Renderer(
         student.tokenizer,
-        context=context_of(recipe, student),
-        reserve=recipe.rollout.max_new_tokens,
-        template_options=recipe.rollout.template_options,
-        max_prompt=recipe.data.max_prompt_tokens,
-        truncate=recipe.data.overlong == "truncate_left",
+        context=context_of(settings, student),
+        reserve=settings.rollout.max_new_tokens,
+        template_options=settings.rollout.template_options,
+        max_prompt=data.max_prompt_tokens,
+        truncate=data.overlong == "truncate_left",
     )
 
 
 def _student_facts(
-    recipe: Recipe, student: LoadedModel, prompts: Dataset, usable: UsableIds | None
+    settings: Resolved, data: DataConfig, student: LoadedModel, prompts: Dataset, usable: UsableIds | None
 ) -> StudentFacts:
     return StudentFacts(
-        vocabulary_of(recipe.student.model, recipe.student.revision),
+        vocabulary_of(settings.student.model, settings.student.revision),
         student.model.get_output_embeddings().weight.shape[0],
         usable,
         student.device,
-        context_of(recipe, student),
-        LongestPrompt(_renderer(recipe, student), prompts),
-        mixed_teachers(prompts, recipe.data.mixture_key),
+        context_of(settings.engine, student),
+        LongestPrompt(_renderer(settings.engine, data, student), prompts),
+        mixed_teachers(prompts, data.mixture_key),
     )
 
 
@@ -290,94 +368,3 @@ def _checkpoints(recipe: Recipe, run: RunDir) -> CheckpointStore:
     store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
     store.recover()
     return store
-
-
-def is_deterministic(recipe: Recipe) -> bool:
-    if recipe.run.determinism is not None:
-        return recipe.run.determinism == "full"
-    if not repeats_to_the_bit(recipe.trainer) or recipe.rollout.engine != "hf":
-        return False
-    return recipe.student.device == "cpu" or (
-        recipe.student.device == "auto" and not torch.cuda.is_available()
-    )
-
-
-def objective_of(recipe: Recipe) -> Objective:
-    loss = recipe.loss
-    return Objective(
-        kind=loss.kind,
-        signal=loss.signal,
-        tail=loss.tail,
-        beta=loss.beta,
-        alpha=loss.alpha,
-        mixture_weight=loss.mixture_weight,
-        policy_gradient=loss.policy_gradient,
-        distill_coef=loss.distill_coef,
-        task_coef=loss.task_coef,
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        dual_clip=loss.dual_clip,
-        tis_cap=loss.tis_cap,
-        discount=loss.discount,
-        per_token_clamp=loss.per_token_clamp,
-        loss_max_clamp=loss.loss_max_clamp,
-        log_prob_min_clamp=loss.log_prob_min_clamp,
-        clamp_at_zero=loss.clamp_at_zero,
-        kl_coef=loss.kl_coef if loss.kl_in == "loss" else 0.0,
-        kl_kind=loss.kl_kind,
-        backend=loss.backend,
-    )
-
-
-def load_student_of(recipe: Recipe) -> LoadedModel:
-    student = recipe.student
-    return load_model(
-        student.model,
-        dtype=student.dtype,
-        device=student.device,
-        trust_remote_code=student.trust_remote_code,
-        revision=student.revision,
-        attention=student.attention,
-    )
-
-
-def policy_settings(recipe: Recipe, usable: UsableIds | None = None) -> PolicySettings:
-    trainer = recipe.trainer
-    return PolicySettings(
-        schedule=Schedule(
-            ScheduleKind(trainer.schedule), trainer.learning_rate, trainer.steps, trainer.warmup_steps
-        ),
-        adamw=AdamWSettings(
-            weight_decay=trainer.weight_decay,
-            grad_clip=trainer.grad_clip,
-            offload=trainer.offload_optimizer,
-            kind=trainer.optimizer,
-        ),
-        gradient_checkpointing=recipe.student.gradient_checkpointing,
-        compile=recipe.student.compile,
-        loss_temperature=recipe.loss.student_temperature,
-        lanes=lanes_of(recipe),
-        lora=lora_settings(recipe),
-        usable=usable,
-        ema_decay=trainer.ema_decay,
-    )
-
-
-def lora_settings(recipe: Recipe) -> LoraSettings | None:
-    """Adapters are initialised from the run's seed, so every rank and every resume starts from the same
-    values."""
-    lora = recipe.student.lora
-    if lora is None:
-        return None
-    return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), seed=recipe.run.seed)
-
-
-def steady_torch(recipe: Recipe, share_of: int = 1) -> None:
-    """Sets torch's thread count, seed and determinism.
-
-    Sums depend on how they are split over threads, so a deterministic run fixes the thread count. A rank gets
-    one `share_of`-th of the threads, because all ranks compute at the same time."""
-    if (threads := torch_threads(recipe)) is not None:
-        torch.set_num_threads(max(threads // share_of, 1))
-    torch.manual_seed(recipe.run.seed)
-    keep_to_repeatable(is_deterministic(recipe), resolve_device(recipe.student.device))

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-from understudy.assembly.cpu_threads import torch_threads
-from understudy.config import Recipe
 from understudy.engines.hosted.engine import HostedEngine
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.replicas import Endpoint, Restarts
+from understudy.engines.replicas import Restarts
 from understudy.engines.servers.vllm import Child, HostLauncher
 from understudy.nn.pretrained import AUTO
+from understudy.planning.resolved import EngineSettings
+from understudy.serving.endpoint import Endpoint
 from understudy.trainers.models import LoadedModel
-from understudy.trainers.remote_rows.rollouts import writes_rows
 from understudy.weights.snapshots import Snapshots
 
 HOST_MODULE = "understudy.engines.hosted.process"
@@ -48,16 +47,14 @@ class HostSettings:
     revision: str | None = None
     attention: str = AUTO
     """The attention implementation of transformers, as in training."""
-    address: str = "127.0.0.1"
-    """Where a process on this machine listens: an address that other machines reach, if remote workers send
-    it tokens. A process on another machine listens at that machine's address."""
 
     def arguments(self, weights: str) -> list[str]:
         words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
         words += ["--threads", str(self.threads), "--max-batch", str(self.max_batch)]
         words += ["--max-length", str(self.max_length), "--pad-id", str(self.pad_id)]
         words += ["--kv-cache", self.kept_as.value]
-        words += ["--batching", self.batching.value, "--bind", f"{self.address}:0"]
+        # On a remote machine the launcher replaces 127.0.0.1 by that machine's own address.
+        words += ["--batching", self.batching.value, "--bind", "127.0.0.1:0"]
         words += ["--deterministic"] if self.deterministic else []
         words += ["--trust-remote-code"] if self.trust_remote_code else []
         words += ["--attention", self.attention] if self.attention != AUTO else []
@@ -87,7 +84,9 @@ class Hosts:
         child = await self._launcher.start(process, HOST_MODULE, list(self._arguments), env)
         self._children[name] = child
         shares = self._launcher.shares_memory(process)
-        return Endpoint(child.ready["url"], key=self._token, shares_memory=shares, gpu=child.ready.get("gpu"))
+        return Endpoint(
+            child.ready["url"], token=self._token, shares_memory=shares, gpu=child.ready.get("gpu")
+        )
 
     async def stop(self, name: str) -> None:
         await self._launcher.stop(process_name(name))
@@ -137,40 +136,38 @@ async def start_hosts(
 
 
 async def hosts_of(
-    recipe: Recipe,
+    settings: EngineSettings,
     student: LoadedModel,
     launcher: HostLauncher,
+    devices: Sequence[str],
     *,
     max_length: int,
-    deterministic: bool,
     notify: Callable[[str], None] | None = None,
 ) -> HostedEngine:
-    """The recipe's engine processes (`rollout.processes`), on `rollout.devices` or the student's device."""
-    rollout = recipe.rollout
-    beside = not launcher.is_elsewhere(process_name("replica-0"))
-    settings = HostSettings(
-        model=recipe.student.model,
-        dtype=recipe.student.dtype,
-        device="cuda" if rollout.devices else str(student.device),
-        threads=torch_threads(recipe) or torch.get_num_threads(),
+    """The engine processes of `rollout.processes`, on `devices` or the student's device."""
+    rollout, deterministic = settings.rollout, settings.deterministic
+    host = HostSettings(
+        model=settings.student.model,
+        dtype=settings.student.dtype,
+        device="cuda" if devices else str(student.device),
+        threads=settings.threads or torch.get_num_threads(),
         max_batch=rollout.max_batch,
         max_length=max_length,
         pad_id=student.pad_id,
         batching=Batching.COMPOSED if deterministic else Batching.CONTINUOUS,
         deterministic=deterministic,
         kept_as=KeptAs(rollout.kv_cache),
-        trust_remote_code=recipe.student.trust_remote_code,
-        revision=recipe.student.revision,
-        attention=recipe.student.attention,
-        address=launcher.address if writes_rows(recipe, launcher) and beside else "127.0.0.1",
+        trust_remote_code=settings.student.trust_remote_code,
+        revision=settings.student.revision,
+        attention=settings.student.attention,
     )
-    env: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": one} for one in rollout.devices]
+    env: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": one} for one in devices]
     size = sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters())
     return await start_hosts(
         launcher,
-        settings,
+        host,
         env or [{}] * rollout.processes,
         weight_bytes=size,
-        restarts=Restarts(most=recipe.cluster.restarts.rollout),
+        restarts=Restarts(most=settings.restarts),
         notify=notify,
     )

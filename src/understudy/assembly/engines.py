@@ -11,12 +11,13 @@
 | sglang | running servers at `urls`   | the same, by SGLang's own route                               |
 | openai | running servers at `urls`   | not possible: `live_weights = false`                          |
 
-This is the only module that uses the recipe, the process launcher and the engines together.
+This module connects `[rollout]`, the process launcher and the engines.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +25,6 @@ import torch
 from torch import nn
 
 from understudy.assembly.engine_processes import hosts_of
-from understudy.config import Recipe
 from understudy.engines.base import Engine, Sampling
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.kv_pool import KeptAs
@@ -37,8 +37,8 @@ from understudy.engines.servers.vllm import HostLauncher, VLLMSettings, start_vl
 from understudy.errors import ConfigError
 from understudy.nn.rotary_border import crossing
 from understudy.planning.preflight import endpoints_of, vllm_python
+from understudy.planning.resolved import EngineSettings
 from understudy.trainers.models import LoadedModel
-from understudy.trainers.remote_rows.rollouts import brings_tokens_to_servers
 from understudy.types.usable_ids import UsableIds
 from understudy.weights.publish import (
     AdaptersOnly,
@@ -68,23 +68,20 @@ class TrainedPolicy(WeightSource, AdapterSource, Protocol):
     def model(self) -> nn.Module: ...
 
 
-def context_of(recipe: Recipe, student: LoadedModel) -> int:
+def context_of(settings: EngineSettings, student: LoadedModel) -> int:
     """The maximum length of a rollout's sequence. `ConfigError` if the student cannot hold it."""
-    wanted = recipe.rollout.context_length
+    wanted, name = settings.rollout.context_length, settings.student.model
     if wanted is not None and wanted > student.context:
-        raise ConfigError(
-            f"rollout.context_length = {wanted}; {recipe.student.model} holds {student.context} tokens"
-        )
+        raise ConfigError(f"rollout.context_length = {wanted}; {name} holds {student.context} tokens")
     if (border := student.rotary_border) is not None and (wanted or student.context) > border:
-        raise ConfigError(crossing(recipe.student.model, border, wanted or student.context))
+        raise ConfigError(crossing(name, border, wanted or student.context))
     return wanted or student.context
 
 
-def sampling_of(recipe: Recipe, student: LoadedModel, usable: UsableIds | None = None) -> Sampling:
-    rollout, loss = recipe.rollout, recipe.loss
+def sampling_of(settings: EngineSettings, student: LoadedModel, usable: UsableIds | None = None) -> Sampling:
+    rollout = settings.rollout
     rows = student.model.get_output_embeddings().weight.shape[0]
     cut = usable.within(rows) if usable is not None else None
-    own_candidates = loss.signal == "at_ids" and loss.distill_coef > 0
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         stop_ids=student.stop_ids,
@@ -94,107 +91,106 @@ def sampling_of(recipe: Recipe, student: LoadedModel, usable: UsableIds | None =
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
         stop_strings=tuple(rollout.stop),
-        candidates=loss.topk if own_candidates else 0,
+        candidates=settings.candidates,
         usable=cut,
         head_rows=rows if cut is not None else 0,
     )
 
 
 async def open_engine(
-    recipe: Recipe,
+    settings: EngineSettings,
     student: LoadedModel,
     launcher: HostLauncher,
     notes: Notes,
-    *,
-    shared: bool,
-    deterministic: bool,
+    devices: Sequence[str] = (),
 ) -> Engine:
-    """`shared`: no generation runs while the optimizer writes, so an engine in this process may use the
-    trained tensors."""
-    if recipe.rollout.engine != "hf":
-        return await _remote(recipe, student, launcher, notes, shared, seeded=deterministic)
-    if recipe.rollout.processes:
-        notes.phase(f"starting {recipe.rollout.processes} engine process(es)")
-        length = context_of(recipe, student)
-        return await hosts_of(
-            recipe, student, launcher, max_length=length, deterministic=deterministic, notify=notes.note
-        )
-    batching = Batching.COMPOSED if deterministic else Batching.CONTINUOUS
-    own = student.sharing_twin() if shared else student.twin()
-    kept_as = KeptAs(recipe.rollout.kv_cache)
-    return own.engine(recipe.rollout.max_batch, batching, context_of(recipe, student), kept_as)
+    """`devices`: the GPUs of each engine process or server, in the form of CUDA_VISIBLE_DEVICES."""
+    rollout = settings.rollout
+    if rollout.engine != "hf":
+        return await _remote(settings, student, launcher, notes, devices)
+    if rollout.processes:
+        notes.phase(f"starting {rollout.processes} engine process(es)")
+        length = context_of(settings, student)
+        return await hosts_of(settings, student, launcher, devices, max_length=length, notify=notes.note)
+    batching = Batching.COMPOSED if settings.deterministic else Batching.CONTINUOUS
+    own = student.sharing_twin() if settings.shares_tensors else student.twin()
+    return own.engine(rollout.max_batch, batching, context_of(settings, student), KeptAs(rollout.kv_cache))
 
 
-def publisher_of(recipe: Recipe, policy: TrainedPolicy, engine: Engine, *, shared: bool) -> WeightPublisher:
-    """The publisher of the policy's weights to this engine. `shared` as in `open_engine`."""
+def publisher_of(settings: EngineSettings, policy: TrainedPolicy, engine: Engine) -> WeightPublisher:
+    """The publisher of the policy's weights to this engine."""
     if isinstance(engine, HFEngine):
-        return SharedWeights(policy.model, engine) if shared else CopiedWeights(policy, engine)
-    if not recipe.rollout.live_weights:
+        return (
+            SharedWeights(policy.model, engine) if settings.shares_tensors else CopiedWeights(policy, engine)
+        )
+    if not settings.rollout.live_weights:
         return FixedWeights(engine)
-    lora = recipe.student.lora
-    alone = lora is not None and lora.publish == "adapter"
-    return CopiedWeights(AdaptersOnly(policy) if alone else policy, engine)
+    return CopiedWeights(AdaptersOnly(policy) if settings.adapters_only else policy, engine)
 
 
 async def _remote(
-    recipe: Recipe, student: LoadedModel, launcher: HostLauncher, notes: Notes, at_rest: bool, seeded: bool
+    settings: EngineSettings,
+    student: LoadedModel,
+    launcher: HostLauncher,
+    notes: Notes,
+    devices: Sequence[str],
 ) -> RemoteEngine:
-    """An engine over servers: started by the run, or running already.
-
-    `at_rest`: the trainer does not train while they generate, so a restarted server on the trainer's GPU may
-    read the trained tensors at any time."""
-    rollout = recipe.rollout
+    """An engine over servers: started by the run, or running already."""
+    rollout = settings.rollout
     snapshots = Path(rollout.snapshots) if rollout.snapshots else None
     if snapshots is not None:
         snapshots.mkdir(parents=True, exist_ok=True)
     if rollout.starts_servers:
         notes.phase(f"starting {rollout.replicas} vLLM server(s)")
-        beside = "rollout" not in recipe.cluster.roles or recipe.cluster.backend == "local"
-        handover = GpuHandover() if at_rest and beside and student.device.type == "cuda" else None
-        address = launcher.address if brings_tokens_to_servers(recipe, launcher) else None
-        settings = vllm_settings(recipe, student, address)
+        # A restarted server on the trainer's GPU may read the trained tensors if they are at rest then.
+        at_hand = settings.shares_tensors and settings.beside_trainer
+        handover = GpuHandover() if at_hand and student.device.type == "cuda" else None
         return await start_vllm(
-            settings,
+            vllm_settings(settings, student, devices),
             launcher,
-            restarts=Restarts(recipe.cluster.restarts.rollout, first_wait_s=1.0, longest_wait_s=60.0),
+            restarts=Restarts(settings.restarts, first_wait_s=1.0, longest_wait_s=60.0),
             notify=notes.note,
             snapshots=snapshots,
             handover=handover,
-            seeded=seeded,
+            seeded=settings.deterministic,
         )
     return RemoteEngine(
         DIALECTS[rollout.engine],
         endpoints_of(rollout),
         model=rollout.served_model,
-        max_length=context_of(recipe, student),
+        max_length=context_of(settings, student),
         snapshots=snapshots,
-        seeded=seeded,
+        seeded=settings.deterministic,
     )
 
 
-def vllm_settings(recipe: Recipe, student: LoadedModel, address: str | None = None) -> VLLMSettings:
-    rollout = recipe.rollout
+def vllm_settings(
+    settings: EngineSettings, student: LoadedModel, devices: Sequence[str] = ()
+) -> VLLMSettings:
+    """`devices` as in `open_engine`."""
+    rollout = settings.rollout
     base: dict[str, str] = {}
     options = list(rollout.engine_args)
     if student.device.type == "cpu" and not torch.cuda.is_available():
         base = {key: value for key, value in _CPU_DEFAULTS.items() if key not in os.environ}
         if "--enforce-eager" not in options:
             options.append("--enforce-eager")
-    candidates = sampling_of(recipe, student).candidates
+    candidates = settings.candidates
     if candidates and not any(option.startswith("--max-logprobs") for option in options):
         options.append(f"--max-logprobs={candidates + 1}")
-    if recipe.student.revision:
-        options.append(f"--revision={recipe.student.revision}")
-    devices = rollout.devices or [""] * rollout.replicas
+    if settings.student.revision:
+        options.append(f"--revision={settings.student.revision}")
     return VLLMSettings(
         python=vllm_python(rollout),
-        model=recipe.student.model,
-        max_length=context_of(recipe, student),
+        model=settings.student.model,
+        max_length=context_of(settings, student),
         max_batch=rollout.max_batch,
-        dtype=recipe.student.dtype,
+        dtype=settings.student.dtype,
         options=tuple(options),
-        env=tuple({**base, **({"CUDA_VISIBLE_DEVICES": one} if one else {})} for one in devices),
-        address=address,
+        env=tuple(
+            {**base, **({"CUDA_VISIBLE_DEVICES": one} if one else {})}
+            for one in devices or [""] * rollout.replicas
+        ),
     )
 
 

@@ -6,12 +6,8 @@
     │ engine: a whole model    │   nccl   └──────────────────────┘  └──────────────────────┘
     └──────────────────────────┘
 
-| a rank            | detected by                                     | result                             |
-|-------------------|-------------------------------------------------|------------------------------------|
-| dies              | `Followers`: its process ends (within seconds)  | `RankLost` with the end of its log |
-| stands still      | no heartbeat for a minute (`rank_heartbeat.py`) | `RankLost`                         |
-| refuses a command | its file in the meeting folder (`refusal_file`) | the command fails                  |
-
+A rank that dies or stands still is detected by `cluster/monitor.py`, by the marks that it leaves in the meeting
+folder (`mark_file`). A rank that refuses a command says so in a file there (`refusal_file`), and the command fails.
 `run/restarts.py` decides what the run does after `RankLost`.
 """
 
@@ -23,7 +19,6 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -32,10 +27,9 @@ from types import TracebackType
 import psutil
 import torch
 
-from understudy.assembly.rank_heartbeat import Pulse
-from understudy.cluster.local import Child, LocalProcesses, obituary
-from understudy.config import Recipe
-from understudy.errors import ConfigError, GivenUp, RankLost
+from understudy.cluster.local import Child, LocalProcesses
+from understudy.cluster.monitor import Monitor, newest_mark
+from understudy.errors import ConfigError, RankLost
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.policy.policy import Policy
@@ -45,9 +39,6 @@ from understudy.policy.ranks.shard import Group, join, leave
 from understudy.policy.step import BadRows, PolicySettings
 from understudy.trainers.models import LoadedModel
 
-FAILED, LOST_COMPANY = 1, 4
-"""Exit codes of a rank: its own fault, or the loss of another rank or the trainer."""
-_LOOK_SECONDS = 0.5
 _DOOR_SECONDS = 0.05
 _LEAVE_SECONDS = 10.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -82,28 +73,31 @@ def refusal_file(meeting: Path, number: int, rank: int) -> Path:
     return meeting / f"refused-{number}-{rank}"
 
 
+def mark_file(meeting: Path, rank: int) -> Path:
+    """The file whose content changes while rank `rank` runs."""
+    return meeting / f"pulse-{rank}"
+
+
 def door_file(meeting: Path, rank: int) -> Path:
     """The file that rank `rank` creates when it is about to join the group."""
     return meeting / f"here-{rank}"
 
 
-class Followers:
-    """The processes of ranks 1 … size−1, and rank 0's `Lookout` for them.
+class RankProcesses(Monitor):
+    """The processes of ranks 1 … size−1, and rank 0's `RankMonitor` for them.
 
     The event loop starts, watches and closes them. The thread that waits for a command of rank 0 calls `lost`
     and `refused`.
     """
 
     def __init__(self, processes: LocalProcesses, run: RunDir, size: int) -> None:
+        super().__init__(RankLost)
         self._processes = processes
         self._run = run
         self._size = size
         self._children: dict[int, Child] = {}
-        self._said_before: dict[int, int] = {}
-        self._sent_home = False
-        self._loss: RankLost | None = None
         self._patience = _LEAVE_SECONDS
-        self.here = [rank for rank in range(size) if not rank or not processes.is_elsewhere(f"rank-{rank}")]
+        self.here = [rank for rank in range(size) if not rank or not processes.is_remote(f"rank-{rank}")]
         """Ranks on the trainer's machine."""
         apart = len(self.here) < size
         # Ranks on other machines can read the run directory, but no other folder of this machine.
@@ -113,18 +107,22 @@ class Followers:
             if apart
             else f"file://{self.meeting / 'rendezvous'}"
         )
-        self._pulse = Pulse(self.meeting)
-        self._on_giving_up: Callable[[], None] | None = None
-        """Set after a stop request."""
 
     async def start(self, rank: int) -> None:
         name = f"rank-{rank}"
         log = self._run.logs / f"{name}.log"
-        self._said_before[rank] = log.stat().st_size if log.exists() else 0
+        said_before = log.stat().st_size if log.exists() else 0
         arguments = ["--run", str(self._run.path), "--rank", str(rank), "--size", str(self._size)]
         arguments += ["--meeting", str(self.meeting), "--rendezvous", self.rendezvous]
-        self._children[rank] = await self._processes.start(
-            name, "understudy.assembly.processes.rank", arguments
+        child = await self._processes.start(name, "understudy.assembly.processes.rank", arguments)
+        self._children[rank] = child
+        self.add(
+            rank,
+            f"rank {rank} of {self._size}",
+            child,
+            said_before,
+            remote=rank not in self.here,
+            mark=partial(newest_mark, mark_file(self.meeting, rank)),
         )
 
     async def at_the_door(self) -> None:
@@ -133,39 +131,12 @@ class Followers:
         while not all(door_file(self.meeting, rank).exists() for rank in range(1, self._size)):
             await asyncio.sleep(_DOOR_SECONDS)
 
-    def lost(self) -> RankLost | None:
-        """The error of a rank that ended by its own fault. A rank that exited with `LOST_COMPANY` counts only
-        if no other did.
-
-        The first error found is kept, because callers ask at different times, perhaps after other ranks ended
-        because of it.
-        """
-        if self._sent_home or self._loss is not None:
-            return self._loss
-        gone = {rank: child for rank, child in self._children.items() if not child.alive}
-        ordered = sorted(gone, key=lambda rank: (gone[rank].process.returncode == LOST_COMPANY, rank))
-        self._loss = self._obituary(ordered[0]) if ordered else self._silence()
-        return self._loss
-
     def refused(self, number: int) -> dict[int, str]:
         found: dict[int, str] = {}
         for rank in self._children:
             with suppress(OSError):
                 found[rank] = refusal_file(self.meeting, number, rank).read_text()
         return found
-
-    async def watch(self) -> None:
-        """Never returns. Raises once a rank is lost, even while no command is under way."""
-        while (gone := self.lost()) is None:
-            await asyncio.sleep(_LOOK_SECONDS)
-        raise gone
-
-    def send_home(self) -> None:
-        """From now on the end of a rank is expected."""
-        self._sent_home = True
-
-    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
-        self._pulse.silence_s, self._on_giving_up = patience_s, on_giving_up
 
     def end_at_once(self) -> None:
         """From now on neither the ranks nor a call that involves them is waited for."""
@@ -181,28 +152,9 @@ class Followers:
         await asyncio.gather(*(self._processes.stop(child.name) for child in self._children.values()))
         shutil.rmtree(self.meeting, ignore_errors=True)
 
-    def _silence(self) -> RankLost | None:
-        for rank, child in self._children.items():
-            if self._pulse.silent(rank):
-                told = (
-                    f"rank {rank} of {self._size} lives and has done nothing for {self._pulse.silence_s:.0f} s (it was stopped by a signal, or its "
-                    f"machine stands still); log: {child.log}"
-                )
-                if self._on_giving_up is None:
-                    return RankLost(told)
-                self._on_giving_up()
-                return GivenUp(told)
-        return None
-
-    def _obituary(self, rank: int) -> RankLost:
-        who = f"rank {rank} of {self._size}"
-        return RankLost(
-            obituary(who, self._children[rank], self._said_before[rank], elsewhere=rank not in self.here)
-        )
-
 
 async def start_ranks(
-    recipe: Recipe,
+    size: int,
     run: RunDir,
     processes: LocalProcesses,
     student: LoadedModel,
@@ -216,40 +168,39 @@ async def start_ranks(
 
     If a rank is lost later, the calling task is cancelled and the stack raises the rank's error.
     """
-    size = recipe.trainer.ranks
-    followers, thread = Followers(processes, run, size), RankThread()
-    _one_device_each(len(followers.here), student.device)
+    ranks, thread = RankProcesses(processes, run, size), RankThread()
+    _one_device_each(len(ranks.here), student.device)
 
     def lead() -> tuple[Group, Policy]:
-        group = join_at(0, size, followers.rendezvous, student.device)
+        group = join_at(0, size, ranks.rendezvous, student.device)
         return group, Policy(student.model, settings, on_bad_rows=on_bad_rows, ranks=group)
 
     async def join() -> tuple[Group, Policy]:
         # Not sooner: a wait in torch's rendezvous for a missing rank cannot be cancelled. And torch numbers
         # the groups of a process, so a later group of this process would never match that of its ranks.
-        await followers.at_the_door()
+        await ranks.at_the_door()
         return await asyncio.wrap_future(thread.submit(lead))
 
     stack.callback(thread.close)
     stack.push_async_callback(_leave, thread)
-    stack.push_async_callback(followers.close)
+    stack.push_async_callback(ranks.close)
     with view.work(f"starting {size - 1} more rank(s)"):
         async with asyncio.TaskGroup() as tasks:
             for rank in range(1, size):
-                tasks.create_task(followers.start(rank))
+                tasks.create_task(ranks.start(rank))
             mine = tasks.create_task(join())
     group, policy = mine.result()
-    leading = LeadingPolicy(policy, group, thread, followers)
-    stack.push_async_exit(partial(_go_home, leading, followers, thread))
+    leading = LeadingPolicy(policy, group, thread, ranks)
+    stack.push_async_exit(partial(_go_home, leading, ranks, thread))
     watchers = await stack.enter_async_context(asyncio.TaskGroup())
-    watcher = watchers.create_task(followers.watch())
+    watcher = watchers.create_task(ranks.watch())
     stack.callback(watcher.cancel)
     return leading
 
 
 async def _go_home(
     leading: LeadingPolicy,
-    followers: Followers,
+    ranks: RankProcesses,
     thread: RankThread,
     kind: type[BaseException] | None,
     error: BaseException | None,
@@ -257,12 +208,12 @@ async def _go_home(
 ) -> None:
     """After a successful run all ranks leave the group together. After an error they are ended at once,
     because a rank may be stuck in a collective and would not receive a command."""
-    followers.send_home()
+    ranks.expect_exit()
     if error is None:
         await asyncio.to_thread(leading.close)
         await _leave(thread)
     else:
-        followers.end_at_once()
+        ranks.end_at_once()
 
 
 async def forget_group() -> bool:

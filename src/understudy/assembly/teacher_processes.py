@@ -18,7 +18,7 @@ from pathlib import Path
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
 from understudy.planning.seating import Seats, teacher_role
-from understudy.teacher.pool.launch import Endpoint
+from understudy.serving.endpoint import Endpoint
 from understudy.teacher.pool.together import together
 from understudy.trainers.models import resolve_device
 

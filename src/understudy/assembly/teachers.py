@@ -21,27 +21,30 @@ import torch
 from understudy.assembly.teacher_processes import LocalTeachers
 from understudy.assembly.this_machine import gpu_names
 from understudy.cluster.local import LocalProcesses
-from understudy.config import Recipe, TeacherConfig
+from understudy.config import TeacherConfig
 from understudy.errors import ConfigError, TeacherError
 from understudy.observability.live import LiveView
+from understudy.planning.resolved import TeacherSettings
 from understudy.planning.seating import Seating, Seats
+from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.discover import Backend, connect_external
 from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.manifest import Batching, Manifest
 from understudy.teacher.mixture import needed_signals
 from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
 from understudy.teacher.pool.integrity import check_row, check_signals, check_vocabulary
-from understudy.teacher.pool.keeper import Connect, KeeperOptions, connect_native
-from understudy.teacher.pool.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool.supervisor import Connect, SupervisorOptions, connect_native
 from understudy.teacher.protocol import WireHead
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.vocabulary import Vocabulary
-from understudy.trainers.call_batching import Lane, Sharing
+from understudy.trainers.call_batching import CallQueue, Sharing
 from understudy.trainers.remote_rows.messages import External
-from understudy.trainers.remote_rows.scoring import FarScoreCache, FarScoring
+from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.types.loss import TeacherHead
-from understudy.types.scores import ScoreItem, Signal
+from understudy.types.references import ScoreRef
+from understudy.types.scores import Signal
 from understudy.types.usable_ids import UsableIds
 
 logger = logging.getLogger(__name__)
@@ -131,34 +134,33 @@ class Teachers:
 
 
 async def start_teachers(
-    recipe: Recipe,
+    settings: TeacherSettings,
     processes: LocalProcesses,
     seating: Seating,
     student: StudentFacts,
     view: LiveView,
     token: str,
-    deterministic: bool,
-    far: FarScoring | None = None,
+    remote: RemoteScoring | None = None,
 ) -> Teachers:
     """Starts all teachers at once and checks them against the student. If one fails, all are stopped.
 
-    With `far`, remote rows are scored through the workers that hold them."""
-    batching = Batching.BY_REQUEST if deterministic else Batching.BY_ARRIVAL
+    With `remote`, the requests of remote rows are sent by workers."""
+    batching = Batching.BY_REQUEST if settings.deterministic else Batching.BY_ARRIVAL
     seats, teachers = Seats(seating, gpu_names()), Teachers({})
-    for name, teacher in recipe.teachers.items():
+    for name, teacher in settings.teachers.items():
         if teacher.placement == "external":
             teachers.tokens[name] = token_of(name, teacher)
         else:
             teachers.launchers[name] = LocalTeachers(processes, name, teacher, batching, token, seats)
-        restarts = recipe.cluster.restarts.teacher
-        k = recipe.loss.topk if recipe.loss.signal == "topk" else 0
-        teachers.pools[name] = _pool(name, teacher, teachers, student, view, far, restarts, k)
-    replicas = sum(len(teacher.urls) or teacher.replicas for teacher in recipe.teachers.values())
+        teachers.pools[name] = _pool(
+            name, teacher, teachers, student, view, remote, settings.restarts, settings.teachers_choose
+        )
+    replicas = sum(len(teacher.urls) or teacher.replicas for teacher in settings.teachers.values())
     view.phase(f"starting {len(teachers.pools)} teacher(s), {replicas} replica(s)")
     try:
         async with asyncio.TaskGroup() as tasks:
             for name in teachers.pools:
-                tasks.create_task(_start(teachers, name, recipe, student, deterministic))
+                tasks.create_task(_start(teachers, name, settings, student))
     except BaseException:
         await teachers.close()
         raise
@@ -172,7 +174,7 @@ def _pool(
     teachers: Teachers,
     student: StudentFacts,
     view: LiveView,
-    far: FarScoring | None,
+    remote: RemoteScoring | None,
     restarts: int,
     k: int,
 ) -> TeacherPool:
@@ -185,23 +187,22 @@ def _pool(
         deadline_base=teacher.deadline_seconds,
         hedge_after=teacher.hedge_after_seconds,
         cache_bytes=teacher.cache_bytes,
-        keeper=KeeperOptions(max_restarts=restarts),
+        keeper=SupervisorOptions(max_restarts=restarts),
     )
-    cache = FarScoreCache(far, name, teacher.cache_bytes) if far is not None and teacher.cache_bytes else None
     if teacher.placement != "external":
         specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
         launcher = teachers.launchers[name]
         native: Connect = partial(connect_native, usable=student.usable)
-        if far is not None:
-            native = far.connect(native, None, teacher.cache_bytes, student.usable)
-        return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell, cache=cache)
+        if remote is not None:
+            native = remote.connect(native, None, student.usable)
+        return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell)
     ids = student.head_rows if student.usable is None else min(student.usable.limit, student.head_rows)
     told = External(ids, student.vocabulary.fingerprint, teacher.model, teacher.backend, k)
     connect = external_of(told, student.usable)
-    if far is not None:
-        connect = far.connect(connect, told, teacher.cache_bytes, student.usable)
+    if remote is not None:
+        connect = remote.connect(connect, told, student.usable)
     specs = [ReplicaSpec(str(i), Endpoint(url, teachers.tokens[name])) for i, url in enumerate(teacher.urls)]
-    return TeacherPool(name, specs, options=options, connect=connect, on_event=tell, cache=cache)
+    return TeacherPool(name, specs, options=options, connect=connect, on_event=tell)
 
 
 def external_of(told: External, usable: UsableIds | None) -> Connect:
@@ -210,9 +211,9 @@ def external_of(told: External, usable: UsableIds | None) -> Connect:
     )
 
 
-def teacher_tokens(recipe: Recipe) -> dict[str, str | None]:
+def teacher_tokens(teachers: Mapping[str, TeacherConfig]) -> dict[str, str | None]:
     """The bearer token of each external teacher's servers."""
-    external = {name: one for name, one in recipe.teachers.items() if one.placement == "external"}
+    external = {name: one for name, one in teachers.items() if one.placement == "external"}
     return {name: token_of(name, one) for name, one in external.items()}
 
 
@@ -225,19 +226,16 @@ def token_of(name: str, teacher: TeacherConfig) -> str | None:
     return token
 
 
-async def _start(
-    teachers: Teachers, name: str, recipe: Recipe, student: StudentFacts, deterministic: bool
-) -> None:
+async def _start(teachers: Teachers, name: str, settings: TeacherSettings, student: StudentFacts) -> None:
     """Starts a teacher and checks that it fits the recipe: its signals, its context and its vocabulary."""
-    pool, loss = teachers.pools[name], recipe.loss
+    pool, signal = teachers.pools[name], Signal(settings.signal)
     await pool.start()
     manifest = pool.manifest
-    signals = [Signal(loss.signal)]
+    signals = [signal]
     if name in student.mixed:
-        signals = list(dict.fromkeys([*signals, *needed_signals(Signal(loss.signal))]))
-    k = loss.topk if loss.signal in ("topk", "at_ids") else 0
-    check_signals(manifest, signals, k, await _length(recipe, student, manifest))
-    if deterministic and manifest.batching is Batching.BY_ARRIVAL:
+        signals = list(dict.fromkeys([*signals, *needed_signals(signal)]))
+    check_signals(manifest, signals, settings.k, await _length(settings.max_new_tokens, student, manifest))
+    if settings.deterministic and manifest.batching is Batching.BY_ARRIVAL:
         logger.warning(
             "teacher %s batches by arrival: its scores, and so this run, may differ in the last bits from time to time; "
             "serve it with --batching by_request for determinism = 'full'",
@@ -255,22 +253,22 @@ async def _start(
             manifest.limits.max_length,
         )
         return
-    teacher = recipe.teachers[name]
+    teacher = settings.teachers[name]
     launcher = teachers.launchers.get(name)
     endpoint = launcher.endpoints["0"] if launcher else Endpoint(teacher.urls[0], teachers.tokens[name])
     async with ReplicaClient(endpoint.url, endpoint.token, teacher=name) as client:
         if manifest.vocab_fingerprint != student.vocabulary.fingerprint:
             rows = (student.head_rows, manifest.vocab_size)
             check_vocabulary(student.vocabulary, await client.vocabulary(), name, rows)
-        if loss.signal == "hidden":
-            teachers.heads[name] = _head(await client.head(), loss.teacher_temperature, student.device)
+        if signal is Signal.HIDDEN:
+            teachers.heads[name] = _head(await client.head(), settings.temperature, student.device)
 
 
-async def _length(recipe: Recipe, student: StudentFacts, manifest: Manifest) -> int:
+async def _length(max_new_tokens: int, student: StudentFacts, manifest: Manifest) -> int:
     """The length that a teacher must hold: prompt + response + 1. Prompts are measured only if its context is
     not longer than the longest rollout."""
     holds_all = manifest.limits.max_length > student.context
-    return (0 if holds_all else await student.longest_prompt()) + recipe.rollout.max_new_tokens + 1
+    return (0 if holds_all else await student.longest_prompt()) + max_new_tokens + 1
 
 
 def _head(wire: WireHead, temperature: float, device: torch.device) -> TeacherHead:
@@ -290,19 +288,16 @@ def _head(wire: WireHead, temperature: float, device: torch.device) -> TeacherHe
     )
 
 
-def router_of(recipe: Recipe, pools: Mapping[str, TeacherPool]) -> TeacherRouter | None:
-    if not pools:
-        return None
-    keys = {teacher.key: name for name, teacher in recipe.teachers.items() if teacher.key is not None}
-    return TeacherRouter(pools, keys if len(pools) > 1 else None, default=recipe.data.default_teacher)
+def router_of(settings: TeacherSettings, pools: Mapping[str, TeacherPool]) -> TeacherRouter | None:
+    return TeacherRouter(pools, settings.routes, default=settings.default) if pools else None
 
 
-def teacher_lanes(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict[str, Lane]:
+def teacher_queues(pools: Mapping[str, TeacherPool], deterministic: bool) -> dict[str, CallQueue]:
     """The call lanes of the teachers. Under full determinism requests are chunks composed by key. Otherwise
     samples are sent as they come, a few per request, and the replica batches them."""
     limit = _SCORE_CHUNK if deterministic else _SCORE_TOGETHER
     return {
-        name: Lane(
+        name: CallQueue(
             f"score/{name}",
             pool.score,
             limit,
@@ -317,12 +312,12 @@ def _width(pool: TeacherPool) -> int:
     return pool.width
 
 
-def _check_row(pool: TeacherPool, item: ScoreItem) -> None:
+def _check_row(pool: TeacherPool, item: ScoreRef) -> None:
     check_row(pool.manifest, item)
 
 
-def _tokens(item: ScoreItem) -> int:
-    return len(item.tokens)
+def _tokens(item: ScoreRef) -> int:
+    return item.length
 
 
 def manifests_of(pools: Mapping[str, TeacherPool]) -> dict[str, dict[str, Any]]:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from transformers.utils import cached_file
 
-from understudy.config import Recipe, TeacherConfig
+from understudy.config import TeacherConfig
 from understudy.errors import ConfigError, TeacherError
 from understudy.observability.rundir import RunDir, read_json, write_atomically
 from understudy.planning.models.folder import ModelFolder
 from understudy.planning.models.pairs import Side, pair_notes, pair_problems, usable_ids
+from understudy.planning.resolved import ModelSource
 from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.scoring.model import vocabulary_of
 from understudy.trainers.models import LoadedModel
@@ -29,27 +30,29 @@ _ASK_SECONDS = 20.0
 
 
 async def find_usable_ids(
-    recipe: Recipe, student: LoadedModel, tokens: Mapping[str, str | None], note: Callable[[str], None]
+    source: ModelSource,
+    student: LoadedModel,
+    teachers: Mapping[str, TeacherConfig],
+    beside: Mapping[str, str],
+    tokens: Mapping[str, str | None],
+    note: Callable[[str], None],
 ) -> UsableIds | None:
     """The ids that the student and all other models have a token for. None if the student's vocabulary is
     unknown.
 
-    `ConfigError` if two models read one id as different tokens. `tokens`: the bearer token of each external
+    `ConfigError` if two models read one id as different tokens. `source`: the student's files. `beside`: the
+    models of critic and reference, if they are not the student's. `tokens`: the bearer token of each external
     teacher."""
     own = Side(
         "student",
-        vocabulary_of(recipe.student.model, recipe.student.revision),
+        vocabulary_of(source.model, source.revision),
         student.model.get_output_embeddings().weight.shape[0],
         student.stop_ids,
         _template(student),
     )
     others = await asyncio.gather(
-        *(_teacher(name, one, tokens.get(name)) for name, one in recipe.teachers.items()),
-        *(
-            asyncio.to_thread(_beside, role, model.model, None)
-            for role, model in (("critic", recipe.critic), ("reference", recipe.reference))
-            if model is not None and model.model
-        ),
+        *(_teacher(name, one, tokens.get(name)) for name, one in teachers.items()),
+        *(asyncio.to_thread(_beside, role, model, None) for role, model in beside.items()),
     )
     known = [side for side in others if side is not None]
     if problems := [problem for side in known for problem in pair_problems(own, side)]:

@@ -16,6 +16,7 @@ from understudy import __version__
 from understudy.cli.parser import Parser
 from understudy.cli.terminal import outlive_the_terminal
 from understudy.errors import ConfigError, UnderstudyError
+from understudy.trainers.early_interrupt import raise_if_interrupted, remembered
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,7 @@ _COMMANDS = {
     "export": "export",
     "replay": "replay",
     "doctor": "doctor",
+    "view": "view",
     "quickstart": "quickstart",
     "serve-teacher": "serve_teacher",
     "teachers": "teachers",
@@ -52,7 +54,8 @@ def program() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        with remembered():
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:  # also while a command is imported
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -66,8 +69,10 @@ def _run(words: list[str]) -> int:
         return 2
     command: Callable[[argparse.Namespace], int | None] = options.run_command
     try:
+        raise_if_interrupted()
         return command(options) or 0
     except UnderstudyError as error:
+        raise_if_interrupted()
         if options.debug:
             traceback.print_exc()
         _say(error)
@@ -77,6 +82,7 @@ def _run(words: list[str]) -> int:
         sys.stderr.close()
         return 0
     except Exception as error:
+        raise_if_interrupted()  # an import may have made an ImportError of it
         if options.debug:
             raise
         console = _stderr()

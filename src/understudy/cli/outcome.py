@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from understudy.observability.advisories.gather import advisories_of
 from understudy.observability.report import accuracy_table, note_of, teachers_measured
 from understudy.observability.rundir import RunDir, read_json
 from understudy.run.outcome import RunOutcome
@@ -32,6 +33,8 @@ def finish(run: RunOutcome) -> int:
             console.print(
                 "teachers were not measured; trainer.eval_teachers = true does that", highlight=False
             )
+    for advisory in advisories_of(RunDir(run.dir)):
+        console.print(f"{advisory.level:<7} {advisory}", highlight=False, soft_wrap=True)
     note = note_of(RunDir(run.dir))
     if note:
         console.print(f"note    {note}", highlight=False, soft_wrap=True)

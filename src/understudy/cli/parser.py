@@ -13,6 +13,19 @@ _SHORT = 60
 """Characters of an argument's help that fit into an error."""
 _UNKNOWN = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)")
 
+_OTHER_COMMANDS = {
+    "config": "`understudy keys` lists every key, `understudy plan RECIPE --toml` a whole recipe",
+    "distill": "it is `understudy train`",
+    "fit": "it is `understudy train`",
+    "list": "a run is a folder under runs/; `understudy doctor RUN` shows its state",
+    "merge": "`understudy export RUN OUT` writes merged weights",
+    "report": "a run writes report.html into its directory when it ends",
+    "run": "it is `understudy train`",
+    "status": "it is `understudy doctor RUN`",
+    "validate": "it is `understudy check`",
+}
+"""Commands of other tools → ours."""
+
 
 class Parser(argparse.ArgumentParser):
     """`ArgumentParser` with our own error messages. The epilog is `example: ` and a whole command."""
@@ -28,6 +41,8 @@ class Parser(argparse.ArgumentParser):
             what, word, choices = unknown.groups()
             guess = nearest(word, re.findall(r"'([^']*)'", choices))
             hint = f"did you mean {guess}?" if guess else f"there are {choices.replace(chr(39), '')}"
+            if what == "COMMAND":
+                hint = _OTHER_COMMANDS.get(word, hint)
             message = f"{what} {word!r} is not known; {hint}"
         lines = [f"error: {message}", *([self.epilog] if self.epilog else []), f"help:    {self.prog} --help"]
         sys.stderr.write("\n".join(lines) + "\n")
@@ -36,21 +51,25 @@ class Parser(argparse.ArgumentParser):
     def unknown_words(self, words: Sequence[str], takes_keys: bool) -> NoReturn:
         """Words that belong to no argument: a misspelt flag, or a key of a recipe written as a flag
         (`--learning_rate 1e-5`)."""
-        from understudy.config import Recipe
         from understudy.config.base import nearest
+        from understudy.config.messages.keys import walk
         from understudy.config.messages.unknown_keys import unknown_key
+        from understudy.config.tables import RecipeTables
 
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         hints = []
         for word in words:
-            name = word.partition("=")[0]
+            name, _, value = word.partition("=")
+            key = name.strip("-")
             if not name.startswith("--"):
                 continue
             if guess := nearest(name, flags, 0.75):
                 hints.append(f"did you mean {guess}?")
+            elif takes_keys and "." in key and walk(RecipeTables, key.split("."))[1] is not None:
+                hints.append(f"settings are written without dashes: {key}={value or 'VALUE'}")
             elif takes_keys:
-                answer = unknown_key(Recipe, name.strip("-").split("."), None)[0].partition("; ")[2]
-                hints.append(f"settings are written key=value, without dashes; `{name.strip('-')}`: {answer}")
+                answer = unknown_key(RecipeTables, key.split("."), None)[0].partition("; ")[2]
+                hints.append(f"settings are written key=value, without dashes; `{key}`: {answer}")
         self.error("; ".join([f"unrecognized arguments: {' '.join(words)}", *hints]))
 
 

@@ -15,13 +15,13 @@ def checked_recipe(
     path: Path, overrides: Sequence[str], *, progress: bool = True, findings: Findings | None = None
 ) -> Recipe:
     """The recipe, or a `ConfigError` with every problem of its keys, models, data and ports together.
-    `findings` receives everything else that was found."""
+    `findings` receives everything else that was found, for a command that starts nothing."""
     recipe, problems = examine(read_tables(path, overrides))
     if recipe is not None:
         # Wrong keys were taken out before this check; most findings do not depend on each other.
         problems += [
             problem
-            for problem in preflight(recipe, progress=progress, findings=findings)
+            for problem in preflight(recipe, progress=progress, findings=findings, starting=findings is None)
             if problem not in problems and NOT_GIVEN not in problem
         ]
     if problems or recipe is None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from understudy.cluster import nursery
+from understudy.cluster import fork_server
 from understudy.errors import ChildDied, ClusterError
 from understudy.observability.forks import only_here
 
@@ -35,7 +35,7 @@ class Child:
     """One started process; held by `LocalProcesses`."""
 
     name: str
-    process: nursery.Process
+    process: fork_server.Process
     log: Path
     ready: dict[str, Any]
     """What the child wrote into its ready file: at least `url` for servers."""
@@ -68,7 +68,7 @@ class LocalProcesses:
         """The address by which our processes reach this machine."""
         return "127.0.0.1"
 
-    def is_elsewhere(self, name: str) -> bool:
+    def is_remote(self, name: str) -> bool:
         """Whether a process of this name runs remotely, on a machine of a cluster."""
         return False
 
@@ -110,10 +110,10 @@ class LocalProcesses:
 
     async def _forked(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
-    ) -> nursery.Process | None:
-        """A process forked by this launcher's fork server (`nursery.py`); None if there is no server or it
+    ) -> fork_server.Process | None:
+        """A process forked by this launcher's fork server (`fork_server.py`); None if there is no server or it
         cannot serve this one."""
-        found = nursery.current()
+        found = fork_server.current()
         if found is None or not found.takes(environment):
             return None
         deadline = time.monotonic() + self._start_timeout
@@ -128,7 +128,7 @@ class LocalProcesses:
 
     def _begun(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
-    ) -> nursery.Process:
+    ) -> fork_server.Process:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments, "--watch-fd", str(self._pipe_read)],
             stdin=subprocess.DEVNULL,
@@ -212,7 +212,7 @@ SUPERVISOR_GONE = "(its supervisor is gone"
 """How the log of a remote process ends when its machine or its supervisor is lost."""
 
 
-def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> str:
+def exit_report(who: str, child: Child, said_before: int, *, remote: bool) -> str:
     """How a process ended: its exit code or signal, and its last log line after byte `said_before`."""
     code = child.process.returncode or 0
     lines: list[str] = []
@@ -223,7 +223,7 @@ def obituary(who: str, child: Child, said_before: int, *, elsewhere: bool) -> st
         handle.seek(max(said_before, child.log.stat().st_size - _LAST_WORDS_BYTES))
         lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
     words = lines[-1].strip() if lines else "it said nothing"
-    if code < 0 and elsewhere and words.startswith(SUPERVISOR_GONE):
+    if code < 0 and remote and words.startswith(SUPERVISOR_GONE):
         return f"{who} went with its machine {words}; log: {child.log}"
     if code < 0:
         return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by a user or another process); log: {child.log}"

@@ -29,7 +29,7 @@ from typing import Any, cast
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from understudy.cluster.local import Child, LocalProcesses
+from understudy.cluster.local import SUPERVISOR_GONE, Child, LocalProcesses
 from understudy.cluster.ray_cluster import RayCluster, RaySettings
 from understudy.cluster.ray_layout import Home, NodeFacts, RayLayout, draw, unit_of
 from understudy.cluster.ray_supervisor import News, supervisor_of
@@ -90,7 +90,7 @@ class RayProcesses(LocalProcesses):
     def address(self) -> str:
         return str(ray.util.get_node_ip_address())
 
-    def is_elsewhere(self, name: str) -> bool:
+    def is_remote(self, name: str) -> bool:
         return self.layout.home(name) is not None
 
     def shares_memory(self, name: str) -> bool:
@@ -224,7 +224,7 @@ class RayProcesses(LocalProcesses):
                 news: News = await supervisor.follow.remote(name, offset, _FOLLOW_SECONDS)
             except ray.exceptions.RayError as error:
                 with contextlib.suppress(OSError):
-                    _append(log, f"(its supervisor is gone: {_reason(error)})\n".encode())
+                    _append(log, f"{SUPERVISOR_GONE}: {_reason(error)})\n".encode())
                 process.returncode = _LOST
                 if self._supervisors.get(unit_of(name)) is supervisor:
                     del self._supervisors[unit_of(name)]

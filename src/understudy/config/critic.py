@@ -8,13 +8,13 @@ from pydantic import Field
 
 from understudy.config.base import Section
 from understudy.config.devices import Device
-from understudy.config.models import Attention, DType
+from understudy.config.models import Attention, DType, Model
 
 
 class CriticConfig(Section):
     """A value model for `loss.advantage = "gae"`: the body of a language model with a scalar head."""
 
-    model: str | None = None
+    model: Model | None = None
     """Hub id or folder whose body it starts from; the student's when not set. The new head starts at 0."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -43,7 +43,7 @@ class CriticConfig(Section):
 class ReferenceConfig(Section):
     """A frozen model the student is kept near (`loss.kl_coef`)."""
 
-    model: str | None = None
+    model: Model | None = None
     """Hub id or folder; the student as it starts when not set. It must share the student's tokens."""
     attention: Attention | None = None
     """`student.attention` when not set."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from understudy.config.base import Section
 
@@ -14,7 +14,16 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Sources = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+def _named(sources: list[str]) -> list[str]:
+    for one in sources:
+        if not one.strip():
+            raise ValueError(
+                f"{one!r} names no data; expected a jsonl or parquet file, a glob, or a hub dataset ('org/name:train')"
+            )
+    return sources
+
+
+Sources = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_named), Field(min_length=1)]
 
 
 class DataConfig(Section):

@@ -18,6 +18,8 @@ _TYPO = 0.8
 def resolved_model(name: str, base: Path) -> str:
     """A folder as an absolute path, also a missing one that was clearly meant; any other name unchanged."""
     path = base / name
+    if not name.strip():
+        return name
     if Path(name).is_absolute() or (not path.exists() and Path(name).exists()):
         return name
     if path.exists() or _is_missing_folder(name, base):

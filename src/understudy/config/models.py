@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from understudy.config.base import Section
 from understudy.config.devices import Device
@@ -15,6 +15,15 @@ Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attenti
 """Which of transformers' attention implementations computes a model. `auto`: `sdpa`, over packed rows if the
 model supports that, and `eager` if the model has no `sdpa` (soft caps, attention sinks). A name: that one,
 over padded rows."""
+
+
+def _named(model: str) -> str:
+    if not model.strip():
+        raise ValueError("expected a hub id or the folder of a model")
+    return model
+
+
+Model = Annotated[str, AfterValidator(_named)]
 
 
 class LoraConfig(Section):
@@ -34,7 +43,7 @@ class LoraConfig(Section):
 
 
 class StudentConfig(Section):
-    model: str
+    model: Model
     """Hub id or folder of the student."""
     revision: str | None = None
     """Pinned hub revision; needed for a hub id when `trust_remote_code` is on."""
@@ -60,7 +69,7 @@ class StudentConfig(Section):
 
 
 class TeacherConfig(Section):
-    model: str
+    model: Model
     """Hub id or folder of the teacher; for an external vLLM or OpenAI-compatible server, the model it
     serves."""
     revision: str | None = None

@@ -96,6 +96,24 @@ def parse_recipe(table: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
+def stored(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a run's recipe.json, which lists every key, without those that this version has no more
+    and that the run had not set."""
+
+    def kept(part: Any, place: list[str]) -> Any:
+        _, kind = walk(Recipe, place)
+        if kind is None or not isinstance(part, Mapping):
+            return part
+        known = part if kind.section is None else kind.section.model_fields
+        return {
+            name: kept(value, [*place, name])
+            for name, value in part.items()
+            if name in known or value not in (None, False, [], {})
+        }
+
+    return dict(kept(table, []))
+
+
 def examine(table: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     """Every problem of a recipe, and the recipe as far as it can be understood.
 
@@ -162,7 +180,13 @@ def _apply(table: dict[str, Any], override: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
+        value = text.strip()
+        if value[:1] + value[-1:] in ("[]", "{}"):
+            example = 'run.loggers=["wandb"]'
+            raise ConfigError(
+                f"override {override!r}: a list or table that is not TOML (a shell removes quotes); texts in it are quoted, and the whole "
+                f"word once more: '{example}'"
+            ) from None
     set_key(table, name.strip(), value, f"override {override!r}")
 
 
@@ -187,7 +211,7 @@ def resolve_paths(table: dict[str, Any], base: Path) -> None:
     """Model folders and data files in a recipe are first looked up relative to the recipe."""
 
     def resolved(value: Any) -> Any:
-        if isinstance(value, str) and not Path(value).is_absolute() and (base / value).exists():
+        if isinstance(value, str) and value and not Path(value).is_absolute() and (base / value).exists():
             return str((base / value).resolve())
         return value
 
@@ -214,7 +238,7 @@ def _data_files(entry: Any, base: Path) -> list[Any]:
     """A file relative to the recipe, or the files there that a glob matches, in alphabetical order; anything
     else is unchanged. The recipe in a run directory names the files the run began with: a file added to the
     folder later does not change it."""
-    if not isinstance(entry, str):
+    if not isinstance(entry, str) or not entry.strip():  # an empty name is no name of the recipe's folder
         return [entry]
     place = base / entry
     if place.exists():
@@ -294,9 +318,7 @@ def _cross_checks(recipe: Recipe) -> list[str]:
         )
     problems += objective_problems(recipe)
     problems += idle_problems(recipe)
-    problems += async_problems(
-        recipe.trainer, recipe.rollout, recipe.run, recipe.student, recipe.teachers, recipe.cluster
-    )
+    problems += async_problems(recipe.trainer, recipe.rollout, recipe.run, recipe.teachers, recipe.cluster)
     problems += capacity_problems(recipe.trainer, recipe.rollout, recipe.dataplane)
     problems += _routing(recipe)
     problems += _pools(recipe)

@@ -23,10 +23,6 @@ class TrainerConfig(Section):
     for them to end."""
     adapt_admission: bool = False
     """`fully_async`: admit fewer prompts while finished rows pile up, and more again when the trainer waits."""
-    lend_after: Annotated[float, Field(gt=0)] | None = None
-    """`fully_async`: seconds the trainer waits for rows before its device helps to generate them, if engines
-    run in other processes (`rollout.processes`, servers) and have more requests than they can decode at
-    once; not set: never."""
     stall_seconds: Annotated[float, Field(gt=0)] = 300.0
     """After this long without any progress the run reports what waits for what; `understudy doctor RUN`
     reports it any time."""
@@ -186,6 +182,9 @@ class RunConfig(Section):
     """CPU threads of the trainer; all cores when not set."""
     rollout_dump_every: Annotated[int, Field(ge=0)] = 0
     """Write the rows of every N-th step as text to `rollouts/STEP.jsonl` in the run directory; 0: never."""
+    keep_rows: Annotated[int, Field(ge=0)] = 32 << 20
+    """Bytes of trained rows kept with all their token columns for `understudy view`: a sample of every step
+    and the rows with the largest KL; 0: none. Rows on `transfer_queue` are not kept."""
     python_path: list[str] = Field(default=[])
     """Folders in which the modules of `module:object` names (rewards, agent loops, tools) are looked up,
     after Python's own path; relative to the recipe. The recipe's own folder when not set."""

@@ -1,7 +1,7 @@
 """The dead-letter file: one JSON line per row that could not be made or trained.
 
 The ledger in the journal is the authority; the file is for people and tools. A line is appended after its
-commit. The whole file is rewritten from the ledger at every start, so a crash between commit and append loses
+commit. The whole file is rewritten from the ledger at every start and rewind, so a crash between commit and append loses
 nothing.
 """
 
@@ -40,6 +40,14 @@ def kind_of_reason(told: str) -> str:
     if reason.startswith(GROUP_LOST):
         return "group_failed"
     return re.sub(r"\W+", "_", reason.partition(":")[0].strip().lower())[:40] or "unknown"
+
+
+def count_letters(file: Path, partition: str) -> int:
+    """How many rows of the partition have failed. A rewind has just rewritten the file from the ledger."""
+    if not file.exists():
+        return 0
+    with file.open(encoding="utf-8") as lines:
+        return sum(json.loads(line)["partition"] == partition for line in lines)
 
 
 class DeadLetters:

@@ -95,6 +95,14 @@ def encode(column: str, value: Any) -> bytes:
         ) from None
 
 
+def check_encodable(column: str, value: Any) -> None:
+    """Raise what `encode` would raise, without copying arrays."""
+    if isinstance(value, ndarray) and _array_head(value.dtype, value.shape) is not None:
+        return
+    if not is_plain(value):
+        encode(column, value)
+
+
 @lru_cache(maxsize=4096)
 def _array_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes | None:
     """The bytes before an array's values; None for a dtype or number of dimensions that cells do not

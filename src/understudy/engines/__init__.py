@@ -2,7 +2,6 @@
 
 base            the `Engine` protocol that rollouts call, its requests and its generations
 replicas        load balancing and back-off over several servers or engine processes
-remote_tokens   requests whose tokens a rollout worker holds and sends to the engine itself
 
 local/          `HFEngine`: decodes in this process with a transformers model, on a CPU or one GPU
     scheduler       which rows are decoded next, on one thread
@@ -17,13 +16,11 @@ hosted/         `HostedEngine`: the hf engine in processes of its own
     engine, client  the trainer's side: placement, restarts, connections
     messages        the binary frames between the two
     weights         delivery of new weights to engine processes
-    remote_calls, worker_client   batches whose tokens rollout workers send to the process
 
 servers/        `RemoteEngine`: vLLM, SGLang and OpenAI-compatible servers
     dialects        the wire format of each kind of server
     continuation    one generation assembled from several HTTP requests
     engine, weights, gpu_handover   balancing, retries, delivery of new weights
     vllm, vllm_process, vllm_proxy  vLLM servers that we start, monitor and restart
-    remote_calls, worker_client     requests that rollout workers send to servers themselves
     vllm_side/      code that runs inside vLLM's own interpreter
 """

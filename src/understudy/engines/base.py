@@ -103,6 +103,12 @@ class Generation:
     candidate_ids: np.ndarray | None = None
     """int32 [N, K], best first, if `Sampling.candidates` = K asks for them."""
 
+    @staticmethod
+    def aborted() -> Generation:
+        """A generation that was aborted before its first token."""
+        ids = np.empty(0, dtype=np.int32)
+        return Generation(ids, np.empty(0, dtype=np.float32), ids, StopReason.ABORTED)
+
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.weight_versions):
             raise EngineError(

@@ -12,18 +12,11 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from understudy.errors import EngineError
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of requests and answers of all engine processes or servers so far, without HTTP headers."""
-
-    sent: int = 0
-    received: int = 0
+from understudy.serving.endpoint import Endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +42,6 @@ REST_AFTER = 3
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 DEBT_HALF_LIFE_S = 5.0
 REMEMBERED_SESSIONS = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The address of a server or engine process."""
-
-    url: str
-    socket: str | None = None
-    """A Unix domain socket; the url's host then only fills the Host header."""
-    key: str | None = field(default=None, repr=False)
-    shares_memory: bool = True
-    """Whether the server can map weights from this machine's memory."""
-    gpu: str | None = None
-    """The id of the GPU that holds its weights, if the server reported one."""
 
 
 @dataclass(slots=True)
@@ -100,14 +79,10 @@ class Replicas:
         self._clock = clock
         self._homes: OrderedDict[str, Replica] = OrderedDict()
 
-    def pick(self, session: str, tokens: int, avoiding: Collection[str] = ()) -> Replica | None:
-        """The replica to send to, its load increased by `tokens`; None while all of them rest.
-
-        A replica named in `avoiding` is chosen only if no other serves.
-        """
+    def pick(self, session: str, tokens: int) -> Replica | None:
+        """The replica to send to, its load increased by `tokens`; None while all of them rest."""
         now = self._clock()
         serving = [replica for replica in self.all if replica.resting_until <= now]
-        serving = [replica for replica in serving if replica.name not in avoiding] or serving
         if not serving:
             return None
         chosen = self._homes.get(session) if session else None

@@ -42,7 +42,7 @@ _CLOSE_SECONDS = 30.0
 def missing_loggers(names: Sequence[str]) -> list[str]:
     """One line per logger whose package is not installed."""
     return [
-        f"run.loggers: {name!r} needs a package that is not installed; pip install understudy[{name}]"
+        f'run.loggers: {name!r} needs a package that is not installed; pip install "understudy[{name}]"'
         for name in names
         if importlib.util.find_spec(name) is None
     ]

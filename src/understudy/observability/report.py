@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from understudy.observability.advisories.gather import advisories_of
+from understudy.observability.advisories.history import History
 from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import RunDir, read_json
 
@@ -90,15 +92,22 @@ def _page(run: RunDir, metrics: Sequence[dict[str, Any]], next_command: str | No
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
 table {{ border-collapse: collapse; margin: 1rem 0 }} th, td {{ padding: .25rem .9rem; border-bottom: 1px solid #ddd; text-align: left }}
 td.number {{ text-align: right; font-variant-numeric: tabular-nums }} pre {{ background: #f5f5f2; padding: .8rem; overflow-x: auto }}
-img {{ max-width: 100% }} .right {{ color: #2e7d32 }} .wrong {{ color: #b00020 }} .note {{ background: #fff8e1; padding: .5rem .8rem }} code {{ white-space: pre-wrap }}
+img {{ max-width: 100% }} .right {{ color: #2e7d32 }} .wrong {{ color: #b00020 }} .note, .warning {{ background: #fff8e1; padding: .5rem .8rem }} code {{ white-space: pre-wrap }}
 </style></head><body>
 <h1>{html.escape(run.path.name)}</h1>
+{_advisories_html(run, metrics)}
 {_picture(run.path / "curves.png", "Curves of loss, KL and held-out accuracy over the steps")}
 <h2>Held-out accuracy</h2>{_accuracy_html(accuracy_table(metrics))}
 <h2>Rollouts before and after</h2>{caption}{_samples_html(run)}
 <h2>The run</h2><table>{rows}</table>{gantt}{command}
 </body></html>
 """
+
+
+def _advisories_html(run: RunDir, metrics: Sequence[dict[str, Any]]) -> str:
+    found = advisories_of(run, History(metrics))
+    items = "".join(f'<li class="{one.level}">{html.escape(str(one))}</li>' for one in found)
+    return f"<h2>Advisories</h2><ul>{items}</ul>" if items else ""
 
 
 def _accuracy_html(table: Sequence[dict[str, Any]]) -> str:
@@ -132,9 +141,8 @@ def _percent(value: float | None) -> str:
 
 
 def _samples_html(run: RunDir) -> str:
-    lines = (
-        [json.loads(text) for text in run.samples.read_text().splitlines()] if run.samples.exists() else []
-    )
+    texts = run.samples.read_text().splitlines() if run.samples.exists() else []
+    lines = [line for line in map(json.loads, texts) if line.get("model", "student") == "student"]
     if not lines:
         return "<p>No rollouts were kept.</p>"
     steps = sorted({line["step"] for line in lines})

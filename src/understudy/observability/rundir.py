@@ -9,6 +9,7 @@ RUN/
   spans.jsonl        what ran when (produce, score, update, publish, …)
   samples.jsonl      held-out rollouts of each evaluation
   rollouts/          STEP.jsonl: the rows a step was trained on, as text (`run.rollout_dump_every`)
+  kept_rows/         STEP.rows, STEP.jsonl: some trained rows with their token columns (`run.keep_rows`)
   dataplane/         journal.sqlite: rows, leases, ledger; dead_letters.jsonl: failed rows with the reason
   loggers/           what tensorboard, wandb, trackio and mlflow write, if the recipe names them
   refused.jsonl      rows whose loss or gradient was not finite, if any
@@ -53,15 +54,18 @@ class RunDir:
                     f"{run.path} {what}; continue it with `understudy resume {run.path}`, or name another folder in run.dir"
                 )
         else:
-            # The random tail separates two launches within one second.
-            stamp = time.strftime("%Y%m%d-%H%M%S")
-            run = cls(base / f"{name}-{stamp}-{secrets.token_hex(2)}")
+            run = cls(cls.fresh_path(name, base))
         try:
             for folder in (run.path, run.logs, run.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_be_made(run.path, error) from None
         return run
+
+    @staticmethod
+    def fresh_path(name: str, base: Path = Path("runs")) -> Path:
+        # The random tail separates two launches within one second.
+        return base / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,26 +32,6 @@ class OpenSpan:
 _within: ContextVar[int | None] = ContextVar("span", default=None)
 
 
-class _Span:
-    """The context manager of one span. A class, because a step has hundreds of spans and a generator costs
-    twice as much."""
-
-    __slots__ = ("_about", "_name", "_number", "_parent", "_spans", "_start")
-
-    def __init__(self, spans: Spans, name: str, about: Mapping[str, Any]) -> None:
-        self._spans, self._name, self._about = spans, name, about
-
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-        self._parent = _within.get()
-        self._number = self._spans.begin(self._name, self._start, self._about, self._parent)
-        _within.set(self._number)
-
-    def __exit__(self, *raised: object) -> None:
-        _within.set(self._parent)
-        self._spans.end(self._number, self._name, self._start, self._about)
-
-
 class Spans:
     def __init__(self, path: Path | None) -> None:
         self._handle = path.open("ab") if path else None
@@ -63,21 +43,21 @@ class Spans:
         self.last_end = self._zero
         """When a span last ended, on the monotonic clock; shows that the run makes progress."""
 
-    def span(self, name: str, **about: Any) -> AbstractContextManager[None]:
-        return _Span(self, name, about)
-
-    def begin(self, name: str, start: float, about: Mapping[str, Any], parent: int | None = None) -> int:
-        number = next(self._numbers)
+    @contextmanager
+    def span(self, name: str, **about: Any) -> Iterator[None]:
+        start, number, parent = time.monotonic(), next(self._numbers), _within.get()
         self._open[number] = OpenSpan(name, start, about, number, parent)
-        return number
-
-    def end(self, number: int, name: str, start: float, about: Mapping[str, Any]) -> None:
-        end = self.last_end = time.monotonic()
-        del self._open[number]
-        self._totals[name] = self._totals.get(name, 0.0) + end - start
-        if self._handle:
-            times = {"start": round(start - self._zero, 6), "end": round(end - self._zero, 6)}
-            self._handle.write(self._encode({"name": name, **times, **about}) + b"\n")
+        _within.set(number)
+        try:
+            yield
+        finally:
+            _within.set(parent)
+            del self._open[number]
+            end = self.last_end = time.monotonic()
+            self._totals[name] = self._totals.get(name, 0.0) + end - start
+            if self._handle:
+                times = {"start": round(start - self._zero, 6), "end": round(end - self._zero, 6)}
+                self._handle.write(self._encode({"name": name, **times, **about}) + b"\n")
 
     def under_way(self) -> list[OpenSpan]:
         """The open spans, oldest first."""

@@ -48,7 +48,7 @@ def check_rows(
     """Checks one dataset. `role` is the recipe key that names it; `advance` is called for every row
     checked."""
     checked = CheckedRows(dataset, [*_agents(recipe, dataset, role), *_routes(recipe, dataset, role)])
-    room = prompt_limit(recipe, student.context if student else None)
+    room = prompt_limit(recipe.data, recipe.rollout, student.context if student else None)
     if measure is None or checked.problems:
         return checked
     overlong = Overlong(role, recipe.data.overlong, room)
@@ -60,7 +60,7 @@ def check_rows(
             checked.problems.append(f"{role}: {dataset.place(number)} {error}")
             return checked
     try:
-        checked.dataset, checked.notes = settle_overlong(overlong, dataset, recipe)
+        checked.dataset, checked.notes = settle_overlong(overlong, dataset, recipe.data, recipe.rollout)
     except DataError as error:
         checked.problems.append(str(error))
     return checked
@@ -135,7 +135,7 @@ def measured_once(measure: Measure) -> Measure:
 
 def clipped(measure: Measure | None, recipe: Recipe, student: ModelFolder | None) -> Measure | None:
     """The lengths of prompts as they are sent: truncated ones with `data.overlong = "truncate_left"`."""
-    limit = prompt_limit(recipe, student.context if student else None)
+    limit = prompt_limit(recipe.data, recipe.rollout, student.context if student else None)
     if measure is None or limit is None or recipe.data.overlong != "truncate_left":
         return measure
     return lambda row: min(measure(row) or 0, limit)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from understudy.config import Recipe
+from understudy.config import DataConfig, RolloutConfig
 from understudy.errors import DataError
 from understudy.rollout.dataset import Dataset
 
 
-def prompt_limit(recipe: Recipe, context: int | None) -> int | None:
+def prompt_limit(data: DataConfig, rollout: RolloutConfig, context: int | None) -> int | None:
     """The maximum tokens of a prompt: the context minus the answer, and `data.max_prompt_tokens`."""
-    whole = min((one for one in (recipe.rollout.context_length, context) if one), default=None)
-    bounds = [recipe.data.max_prompt_tokens]
+    whole = min((one for one in (rollout.context_length, context) if one), default=None)
+    bounds = [data.max_prompt_tokens]
     if whole is not None:
-        bounds.append(whole - recipe.rollout.max_new_tokens)
+        bounds.append(whole - rollout.max_new_tokens)
     return min((one for one in bounds if one is not None), default=None)
 
 
@@ -34,7 +34,9 @@ class Overlong:
             self.over[number] = length
 
 
-def settle_overlong(overlong: Overlong, dataset: Dataset, recipe: Recipe) -> tuple[Dataset, list[str]]:
+def settle_overlong(
+    overlong: Overlong, dataset: Dataset, data: DataConfig, rollout: RolloutConfig
+) -> tuple[Dataset, list[str]]:
     """The rows to train on, and notes for the user; raises `DataError` if long prompts are an error or no row
     is left."""
     if not overlong.over:
@@ -44,12 +46,12 @@ def settle_overlong(overlong: Overlong, dataset: Dataset, recipe: Recipe) -> tup
     what = f"{overlong.role}: the prompt of {dataset.place(first)} has {over[first]} tokens"
     where = f" ({len(over)} rows in all)" if len(over) > 1 else ""
     if overlong.rule == "error":
-        own = limit == recipe.data.max_prompt_tokens
+        own = limit == data.max_prompt_tokens
         why = (
             f"data.max_prompt_tokens = {limit}"
             if own
-            else f"with rollout.max_new_tokens = {recipe.rollout.max_new_tokens} it exceeds the student's context of "
-            f"{(limit or 0) + recipe.rollout.max_new_tokens}"
+            else f"with rollout.max_new_tokens = {rollout.max_new_tokens} it exceeds the student's context of "
+            f"{(limit or 0) + rollout.max_new_tokens}"
         )
         raise DataError(
             f"{what}; {why}; shorten it, or set data.overlong to 'drop' or 'truncate_left'{where}"

@@ -15,23 +15,23 @@ from typing import Any
 from understudy.cluster.devices import visible_gpus
 from understudy.config import Recipe
 from understudy.config.rollout import RolloutConfig
-from understudy.engines.replicas import Endpoint
 from understudy.errors import ConfigError, UnderstudyError
-from understudy.losses.describe import ObjectiveDescription, describe_objective
 from understudy.observability.loggers import missing_loggers
 from understudy.observability.patience import Patience
 from understudy.observability.rundir import probe_run_dir
 from understudy.planning.data_checks import check_rows, clipped, measured_once, prompt_length
 from understudy.planning.models.config_checks import models_load
-from understudy.planning.models.folder import ModelFolder
+from understudy.planning.models.folder import HubNotReached, ModelFolder
 from understudy.planning.models.opened import open_models
 from understudy.planning.models.pairs import Side, pair_notes, pair_problems
+from understudy.planning.objective import describe
 from understudy.planning.reward_check import check_reward
 from understudy.planning.seating import seat
 from understudy.planning.teacher_checks import contexts_fit, mixtures_fit, signals_fit
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loading import look_in
+from understudy.serving.endpoint import Endpoint
 
 PYTHON_VARIABLE = "UNDERSTUDY_VLLM_PYTHON"
 
@@ -42,7 +42,7 @@ def endpoints_of(rollout: RolloutConfig, environment: Mapping[str, str] = os.env
         raise ConfigError(
             f"rollout.token_env = {rollout.token_env!r}: that environment variable is empty; export the token"
         )
-    return [Endpoint(url.rstrip("/"), key=token) for url in rollout.urls]
+    return [Endpoint(url.rstrip("/"), token=token) for url in rollout.urls]
 
 
 def vllm_python(rollout: RolloutConfig, environment: Mapping[str, str] = os.environ) -> str:
@@ -76,10 +76,16 @@ def missing_extras(recipe: Recipe) -> list[str]:
         (recipe.data.reward == _MATH, f"data.reward = {_MATH!r}", "math_verify", "math"),
     ]
     return [
-        f"{key} needs the {extra} extra: pip install understudy[{extra}]"
+        f'{key} needs the {extra} extra: pip install "understudy[{extra}]"'
         for asked, key, module, extra in asks
         if asked and find_spec(module) is None
     ]
+
+
+def require_extras(recipe: Recipe) -> None:
+    problems = missing_extras(recipe)
+    if problems:
+        raise ConfigError(problems)
 
 
 _SHOWN = 3
@@ -95,8 +101,13 @@ class Findings:
     """Rows of `data.train` that the run would use; None if they cannot be read."""
 
 
-def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | None = None) -> list[str]:
-    """Every problem, one line each; with `progress`, long checks report their progress."""
+def preflight(
+    recipe: Recipe, *, progress: bool = False, findings: Findings | None = None, starting: bool = True
+) -> list[str]:
+    """Every problem, one line each; with `progress`, long checks report their progress.
+
+    `starting`: the run starts on this machine next, so a hub that cannot be asked is a problem. If the recipe
+    is only checked, or its models are loaded on other machines, it is a note."""
     look_in(recipe.run.python_path)
     findings = findings or Findings()
     patience = Patience(enabled=progress)
@@ -105,11 +116,14 @@ def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | No
     def attempt(action: Callable[[], Any]) -> Any:
         try:
             return action()
+        except HubNotReached as error:
+            here = starting and recipe.cluster.backend == "local"
+            (problems if here else findings.notes).append(str(error))
         except UnderstudyError as error:
             problems.append(str(error))
-            return None
+        return None
 
-    attempt(lambda: describe(recipe))
+    attempt(lambda: describe(recipe.loss))
     models = open_models(recipe, attempt)
     student = models.get("student")
     attempt(lambda: seat(recipe, None))
@@ -126,8 +140,14 @@ def preflight(recipe: Recipe, *, progress: bool = False, findings: Findings | No
         problems += _fits_vocabulary(recipe, student, "student")
     problems += models_load(recipe, student, folders)
     loops = attempt(lambda: LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options))
+    for name in recipe.rollout.agent_options if loops else ():
+        attempt(lambda name=name: loops.of_name(name))  # type: ignore[misc]
     schemas = loops.schemas if loops else None
     measure = measured_once(prompt_length(student, recipe, schemas)) if student else None
+    if student is None and not problems:
+        findings.notes.append(
+            f"prompts were not measured: config.json and tokenizer.json of student.model = {recipe.student.model!r} cannot be read here"
+        )
     read: dict[str, Dataset] = {}
     for key in ("train", "eval"):
         sources, name = getattr(recipe.data, key), f"data.{key}"
@@ -176,40 +196,9 @@ def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:
 
 def _writes_on_a_cpu(recipe: Recipe) -> bool:
     """As far as that is known before a cluster is started."""
-    elsewhere = recipe.rollout.devices or "rollout" in recipe.cluster.roles
+    remote = recipe.rollout.devices or "rollout" in recipe.cluster.roles
     device = recipe.student.device
-    return not elsewhere and (device == "cpu" or (device == "auto" and not visible_gpus()))
-
-
-def describe(recipe: Recipe) -> ObjectiveDescription:
-    """Name and formula of the objective that this recipe trains; raises if the settings contradict each
-    other."""
-    loss = recipe.loss
-    return describe_objective(
-        loss.kind,
-        loss.signal,
-        loss.tail,
-        topk=loss.topk,
-        beta=loss.beta,
-        alpha=loss.alpha,
-        mixture_weight=loss.mixture_weight,
-        policy_gradient=loss.policy_gradient,
-        distill_coef=loss.distill_coef,
-        task_coef=loss.task_coef,
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        dual_clip=loss.dual_clip,
-        tis_cap=loss.tis_cap,
-        discount=loss.discount,
-        per_token_clamp=loss.per_token_clamp,
-        loss_max_clamp=loss.loss_max_clamp,
-        log_prob_min_clamp=loss.log_prob_min_clamp,
-        clamp_at_zero=loss.clamp_at_zero,
-        student_temperature=loss.student_temperature,
-        teacher_temperature=loss.teacher_temperature,
-        kl_coef=loss.kl_coef if loss.kl_in == "loss" else 0.0,
-        kl_kind=loss.kl_kind,
-    )
+    return not remote and (device == "cpu" or (device == "auto" and not visible_gpus()))
 
 
 def _pairs_fit(models: Mapping[str, ModelFolder], problems: list[str], findings: Findings) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from understudy.cluster.placement import DeviceKind
 from understudy.config import CriticConfig, Recipe, ReferenceConfig, TeacherConfig
 from understudy.planning.models.folder import ModelFolder, is_hub_id
+from understudy.planning.resolved import workers_write_rows
 from understudy.planning.seating import (
     CRITIC,
     ROLLOUT,
@@ -88,9 +89,7 @@ def _rollouts(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:
 
 
 def _loops(recipe: Recipe) -> str:
-    elsewhere = recipe.cluster.backend == "ray" and WORKERS in recipe.cluster.roles
-    writes = elsewhere and recipe.dataplane.backend == "transfer_queue"
-    return "agent loops, rewards; writes its rows" if writes else "agent loops"
+    return "agent loops, rewards; writes its rows" if workers_write_rows(recipe) else "agent loops"
 
 
 def _student(recipe: Recipe, seating: Seating) -> list[PlannedProcess]:

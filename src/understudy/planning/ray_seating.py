@@ -8,6 +8,7 @@ every other role         on the trainer's machine: the student, and ranks, engin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Literal
 
@@ -76,7 +77,7 @@ def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
 def beside_the_trainer(recipe: Recipe) -> Recipe:
     """The recipe without the roles on other machines: what the trainer's own machine must have room for."""
     placement = seat(recipe, None).placement
-    elsewhere = sum(
+    remote = sum(
         any(one.node for one in placement.of(STUDENT, rank)) for rank in range(1, recipe.trainer.ranks)
     )
     rollout = recipe.rollout
@@ -90,7 +91,7 @@ def beside_the_trainer(recipe: Recipe) -> Recipe:
             "teachers": {},
             "rollout": rollout,
             "critic": critic,
-            "trainer": recipe.trainer.model_copy(update={"ranks": recipe.trainer.ranks - elsewhere}),
+            "trainer": recipe.trainer.model_copy(update={"ranks": recipe.trainer.ranks - remote}),
             "cluster": recipe.cluster.model_copy(update={"pools": {}, "roles": {}}),
         }
     )
@@ -107,6 +108,21 @@ def gpus_outside_ray(recipe: Recipe) -> int | None:
     pool = recipe.cluster.roles.get(STUDENT)
     own = here.trainer.ranks + critic_sits_apart(here)
     return max(own, recipe.cluster.pools[pool].gpus_per_node if pool else 0)
+
+
+def cpus_of_own_ray(recipe: Recipe) -> int:
+    """The CPU count that the run's own Ray cluster declares for this machine.
+
+    Only this run uses it, so it declares as many as the recipe asks for: as with local processes, a high
+    count is not refused."""
+    teachers = sum(
+        teacher.replicas * teacher.tensor_parallel * max(teacher.threads, 1)
+        for teacher in recipe.teachers.values()
+        if teacher.placement == "standalone"
+    )
+    pools = sum(pool.nodes * pool.cpus_per_node for pool in recipe.cluster.pools.values())
+    queue = recipe.dataplane.storage_units + 1 if recipe.dataplane.backend == "transfer_queue" else 0
+    return max(os.cpu_count() or 1, teachers + pools + queue)
 
 
 def _in_pool(

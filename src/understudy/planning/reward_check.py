@@ -25,7 +25,7 @@ from understudy.config import Recipe
 from understudy.config.base import nearest
 from understudy.errors import DataError
 from understudy.rollout.dataset import Dataset
-from understudy.rollout.loading import moved
+from understudy.rollout.loading import moved, without_suffix
 from understudy.rollout.rewards import trial as reward_trial
 from understudy.rollout.rewards.builtin import answer_of
 from understudy.rollout.rewards.rewards import row_of
@@ -54,6 +54,8 @@ def check_reward(recipe: Recipe, datasets: Mapping[str, Dataset]) -> RewardFindi
                 f"data.reward = {reward!r}: expected 'module:function', for example 'understudy.rollout.rewards.builtin:gsm8k'"
             ]
         )
+    if (hint := without_suffix(reward)) is not None:
+        return RewardFindings([f"data.reward = {reward!r}: {hint}"])
     if module.startswith(_SHIPPED):
         return _shipped(recipe, reward, datasets)
     asked = {key: list(_first_rows(dataset)) for key, dataset in datasets.items()}

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Final
 
 from understudy.cluster.placement import Claim, DeviceKind, Placement, Pool, Seat, place
-from understudy.config import Recipe, TeacherConfig
+from understudy.config import Recipe, RolloutConfig, TeacherConfig
 from understudy.config.devices import asks_for_gpu
 from understudy.errors import ClusterError
 
@@ -159,15 +159,15 @@ def seat(
     return Seating(placement, {claim.role: claim for claim in claims}, first_gpu)
 
 
-def with_rollout_devices(recipe: Recipe, seating: Seating, gpu_names: Sequence[str]) -> Recipe:
-    """The recipe with `rollout.devices` filled in, if the seating chose GPUs for the rollout servers."""
-    rollout, claim = recipe.rollout, seating.claims.get(ROLLOUT)
+def rollout_devices(rollout: RolloutConfig, seating: Seating, gpu_names: Sequence[str]) -> Sequence[str]:
+    """The GPUs of each rollout engine, in the form of CUDA_VISIBLE_DEVICES: `rollout.devices`, or those that
+    the seating chose. Empty if neither names any."""
+    claim = seating.claims.get(ROLLOUT)
     if rollout.devices or claim is None or claim.kind is not DeviceKind.GPU:
-        return recipe
-    chosen = [
+        return rollout.devices
+    return [
         ",".join(gpu_names[index] for index in seating.gpus(ROLLOUT, unit)) for unit in range(claim.units)
     ]
-    return recipe.model_copy(update={"rollout": rollout.model_copy(update={"devices": chosen})})
 
 
 def _enough_cpus(pools: Sequence[Pool], cpus: int | None) -> None:

@@ -19,7 +19,7 @@ import torch
 from understudy.errors import LossInputError, PolicyError
 from understudy.policy.microbatch import Layout
 from understudy.types.batch import Batch
-from understudy.types.far_batch import AnyBatch, FarBatch
+from understudy.types.batch_ref import BatchRef
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, TeacherHead
 
@@ -54,13 +54,12 @@ class MicroBatch:
 class Assembler:
     """Cuts micro-batches out of one batch. Columns are not copied; only the rows of a micro-batch are.
 
-    For a `FarBatch` (remote rows) it knows all lengths at once, and the columns of the rows that `hold` has
-    fetched.
+    It knows the lengths of all rows at once, and the columns of the rows that `hold` has fetched.
     """
 
     def __init__(
         self,
-        batch: AnyBatch,
+        batch: BatchRef,
         weights: Jagged | Sequence[torch.Tensor],
         old_logprobs: Jagged | None = None,
         teacher_heads: Mapping[str, TeacherHead] | None = None,
@@ -70,26 +69,25 @@ class Assembler:
         self.weights = weights if isinstance(weights, Jagged) else Jagged.from_rows(list(weights))
         self.old_logprobs = old_logprobs
         self.teacher_heads = teacher_heads or {}
-        self.token_lengths: torch.Tensor
+        self.token_lengths = torch.tensor(batch.token_lengths, dtype=torch.int64)
         """int64 [rows]."""
-        self.loss_offsets: torch.Tensor
+        self.loss_offsets = torch.tensor([0, *batch.loss_lengths], dtype=torch.int64).cumsum(0)
         """int64 [rows + 1]: where each row's loss-bearing positions start among all of them."""
+        self.batch: Batch
+        """The rows held."""
+        self._held_offsets: torch.Tensor
+        """int64 [rows held + 1]: `loss_offsets` of `batch`."""
         self._place: torch.Tensor | None = None
-        """int64 [rows]: the index of each row in `batch`, which has only the rows held; None: same as in the
-        whole batch."""
-        if isinstance(batch, FarBatch):
-            self.token_lengths = torch.tensor(batch.token_lengths, dtype=torch.int64)
-            self.loss_offsets = torch.tensor([0, *batch.loss_lengths], dtype=torch.int64).cumsum(0)
-        else:
-            self.token_lengths = batch.tokens.lengths
-            self.loss_offsets = _loss_offsets(batch)
-            self._take(batch, self.loss_offsets)
+        """int64 [rows]: the index of each row in `batch`; None: same as in the whole batch."""
         self._check_whole()
 
-    def hold(self, rows: Sequence[int]) -> None:
-        """Fetches these rows of a `FarBatch`; only they can be cut afterwards."""
-        assert isinstance(self.whole, FarBatch)
+    def hold(self, rows: Sequence[int] | None = None) -> Assembler:
+        """Fetches these rows, by default all; only they can be cut afterwards. Returns itself."""
+        rows = range(len(self.keys)) if rows is None else rows
         found = self.whole.fetch(rows)
+        if found is self.whole:
+            self._take(found, self.loss_offsets)
+            return self
         chosen = torch.tensor(rows, dtype=torch.int64)
         offsets = _loss_offsets(found)
         told = (self.token_lengths[chosen], self.loss_offsets.diff()[chosen])
@@ -104,11 +102,11 @@ class Assembler:
         self._place = torch.full((len(self.keys),), -1, dtype=torch.int64)
         self._place[chosen] = torch.arange(len(rows))
         self._take(found, offsets)
+        return self
 
     def rows(self, rows: Sequence[int]) -> Batch:
         """These rows with their columns, fetched if they are not held; called on the leading rank."""
-        part = self.whole.select(rows)
-        return part.here() if isinstance(part, FarBatch) else part
+        return self.whole.select(rows).fetch_all()
 
     def _take(self, batch: Batch, loss_offsets: torch.Tensor) -> None:
         self.batch, self._held_offsets = batch, loss_offsets
@@ -125,12 +123,7 @@ class Assembler:
     def groups(self) -> list[str]:
         """One group name per row; rows of different groups never share a forward pass. Teachers that send
         hidden states each need their own head, so each is a group; all other rows are one group."""
-        return list(self.whole.teachers) if self._judged_by_hidden() else [""] * len(self.keys)
-
-    def _judged_by_hidden(self) -> bool:
-        if isinstance(self.whole, FarBatch):
-            return "teacher_hidden" in self.whole.meta.fields
-        return self.whole.teacher_hidden is not None
+        return list(self.whole.teachers) if self.whole.has_hidden_states else [""] * len(self.keys)
 
     def cut(self, rows: Sequence[int], layout: Layout, silent: bool = False) -> MicroBatch:
         """The micro-batch of the named rows. `silent` gives every token weight 0: a dummy pass that keeps
@@ -217,7 +210,7 @@ class Assembler:
         )
 
     def _head_of(self, rows: Sequence[int]) -> TeacherHead | None:
-        if not self._judged_by_hidden():
+        if not self.whole.has_hidden_states:
             return None
         name = self.whole.teachers[rows[0]]
         if name not in self.teacher_heads:

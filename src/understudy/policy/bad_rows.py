@@ -102,7 +102,7 @@ def replay(policy: Trained, refused: RefusedRows, objective: Objective) -> list[
         )
         for name, head in refused.heads.items()
     }  # fmt: skip
-    assembler = Assembler(refused.rows, refused.weights, refused.old_logprobs, heads)
+    assembler = Assembler(refused.rows, refused.weights, refused.old_logprobs, heads).hold()
     findings = []
     with attention_for(policy.model, policy.layout):
         for row, key in enumerate(refused.rows.keys):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from understudy.nn.rotary_border import rotary_border
-from understudy.policy.cpu.lanes import Lanes
+from understudy.policy.cpu.lanes import CpuLanes
 from understudy.policy.microbatch import Layout, plan_microbatches
 from understudy.policy.ranks.shard import deal_rows
 
@@ -25,18 +25,18 @@ class Plan:
     """Row indexes of this rank's micro-batches."""
     rounds: int
     """Passes that every rank makes, dummy passes included."""
-    company: list[int]
+    dummy_rows: list[int]
     """The rows of a dummy pass: the shortest row of the batch."""
 
     def rows(self) -> list[int]:
         """Every row this rank may need, also for passes of one row each."""
         mine = [row for group in self.mine for row in group]
-        return mine + [row for row in self.company if row not in mine]
+        return mine + [row for row in self.dummy_rows if row not in mine]
 
     def passes(self) -> Iterator[tuple[list[int], bool]]:
         """(rows, whether they count in the loss), `rounds` times."""
         for index in range(self.rounds):
-            yield (self.mine[index], True) if index < len(self.mine) else (self.company, False)
+            yield (self.mine[index], True) if index < len(self.mine) else (self.dummy_rows, False)
 
 
 def border_of(model: PreTrainedModel) -> int | None:
@@ -45,10 +45,10 @@ def border_of(model: PreTrainedModel) -> int | None:
     return rotary_border(model.config.get_text_config().to_dict())
 
 
-def lanes_of(count: int, border: int | None) -> Lanes:
+def lanes_of(count: int, border: int | None) -> CpuLanes:
     """One lane if there is a rotary border: threads would change the rotary frequencies of each other's
     passes."""
-    return Lanes(count if border is None else 1)
+    return CpuLanes(count if border is None else 1)
 
 
 def by_length(groups: Sequence[str], lengths: Sequence[int], rotary_border: int | None) -> Sequence[str]:

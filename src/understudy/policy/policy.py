@@ -57,7 +57,7 @@ from understudy.policy.ranks.shard import Alone, Ranks, whole
 from understudy.policy.rows import hold_rows, row_sums, trainable_rows
 from understudy.policy.step import BadRows, PolicySettings, StepResult
 from understudy.types.batch import Batch
-from understudy.types.far_batch import AnyBatch
+from understudy.types.batch_ref import BatchRef
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, LossOutput, StudentHead, TeacherHead
 from understudy.types.loss_metrics import merge_metrics, metrics_to_host
@@ -67,8 +67,8 @@ class Policy:
     """A causal language model, its optimizer and its place in the schedule. Updates run on the trainer's
     learner thread, one at a time.
 
-    With several `ranks` every rank makes the same calls with the same whole batch and takes its own share of
-    the rows; of a `FarBatch` (remote rows) it fetches only that share.
+    With several `ranks` every rank makes the same calls with the same whole batch, takes its own share of the
+    rows and fetches that share.
     """
 
     def __init__(
@@ -112,9 +112,6 @@ class Policy:
         self._base_mark: bytes | None = None
         """Hash of the frozen weights below adapters, computed on first use."""
         self._head_starts = HeadStarts()
-        self.on_backward: Callable[[], None] = _nothing
-        """Called on the update's thread when a backward pass begins. That pass is the longest part of an
-        update that does not hold the GIL, so other threads can run Python then."""
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +151,7 @@ class Policy:
 
     def update(
         self,
-        batch: AnyBatch,
+        batch: BatchRef,
         objective: Objective,
         weights: Jagged | Sequence[torch.Tensor],
         max_tokens_per_microbatch: int = 8192,
@@ -225,7 +222,7 @@ class Policy:
         self.step += 1
 
     def logprobs(
-        self, batch: AnyBatch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
+        self, batch: BatchRef, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
     ) -> Jagged:
         """float32 [P] per row: log-probabilities of the written tokens under the current weights."""
         return self.read(batch, sampled_logprobs, max_tokens_per_microbatch, temperature)
@@ -233,7 +230,7 @@ class Policy:
     @torch.no_grad()
     def read(
         self,
-        batch: AnyBatch,
+        batch: BatchRef,
         reader: Callable[[StudentHead, LossInputs], torch.Tensor],
         max_tokens_per_microbatch: int = 8192,
         temperature: float = 1.0,
@@ -352,7 +349,6 @@ class Policy:
             known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
             loss, output = self.forward(micro, objective, known_NH=known_NH)
             del known_NH
-            self.on_backward()
             # FSDP averages gradients over ranks; the loss is a sum.
             (loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
             if counted:
@@ -370,7 +366,6 @@ class Policy:
             micro = assembler.cut(plan.mine[place], self.layout)
             known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
             loss, output = self.forward(micro, objective, known_NH=known_NH)
-            self.on_backward()
             return replace(output, loss=loss.detach()), torch.autograd.grad(loss, weights, allow_unused=True)
 
         outputs = []
@@ -396,14 +391,10 @@ class Policy:
         )
 
 
-def _no_weights(batch: AnyBatch) -> Jagged:
+def _no_weights(batch: BatchRef) -> Jagged:
     """Zero reduction weights, for a pass without a loss."""
     offsets = torch.tensor([0, *batch.loss_lengths], dtype=torch.int64).cumsum(0)
     return Jagged(torch.zeros(int(offsets[-1])), offsets)
-
-
-def _nothing() -> None:
-    """The default of `on_backward`."""
 
 
 def untouched(policy: Policy) -> bool:

@@ -36,7 +36,7 @@ class FrozenModel:
         self, batch: Batch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
     ) -> Jagged:
         """float32 [P] per row."""
-        assembler = Assembler(batch, [torch.zeros(int(mask.sum())) for mask in batch.loss_mask])
+        assembler = Assembler(batch, [torch.zeros(int(mask.sum())) for mask in batch.loss_mask]).hold()
         found = torch.zeros(int(assembler.loss_offsets[-1]))
         rows = assembler.rows_with_loss()
         if not rows:

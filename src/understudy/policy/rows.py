@@ -9,7 +9,6 @@ from understudy.policy.assemble import Assembler
 from understudy.policy.plan import Plan
 from understudy.policy.ranks.shard import Ranks
 from understudy.types.batch import Batch
-from understudy.types.far_batch import FarBatch
 from understudy.types.loss import LossOutput
 
 
@@ -30,9 +29,6 @@ def trainable_rows(assembler: Assembler, context_length: int) -> list[int]:
 
 def hold_rows(assembler: Assembler, plan: Plan, ranks: Ranks, vocab_size: int) -> None:
     """Fetches and checks this rank's rows. If one rank cannot use its share, every rank raises."""
-    if not isinstance(assembler.whole, FarBatch):
-        _check_ids(assembler.batch, vocab_size)
-        return
     trouble: UnderstudyError | None = None
     try:
         assembler.hold(plan.rows())

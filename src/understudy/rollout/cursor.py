@@ -28,7 +28,6 @@ class PromptCursor:
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
         self._epoch = self._place = 0
         self._order = self._order_of(0)
-        self._shown: dict[str, Prompt] = {}
         """By key: prompts that `peek` has shown and `take` has not issued."""
 
     def _order_of(self, epoch: int) -> list[int]:
@@ -44,23 +43,10 @@ class PromptCursor:
             if self._place == len(self._order):
                 self._epoch, self._place = self._epoch + 1, 0
                 self._order = self._order_of(self._epoch)
-            prompts.append(self._prompt(self._place))
+            key = f"{self._epoch:05d}-{self._place:07d}"
+            prompts.append(self._dataset.prompt(self._order[self._place], key=key, epoch=self._epoch))
             self._place += 1
-        self._shown = {}
         return prompts
-
-    def peek(self, count: int) -> list[Prompt]:
-        """The prompts that `take` will issue next (the same objects): at most `count`, none of the next
-        epoch."""
-        prompts = [
-            self._prompt(place) for place in range(self._place, min(self._place + count, len(self._order)))
-        ]
-        self._shown = {prompt.key: prompt for prompt in prompts}
-        return prompts
-
-    def _prompt(self, place: int) -> Prompt:
-        key = f"{self._epoch:05d}-{place:07d}"
-        return self._shown.get(key) or self._dataset.prompt(self._order[place], key=key, epoch=self._epoch)
 
     def state(self) -> dict[str, Any]:
         """The position as JSON. A cursor over the same dataset that restores it issues the same prompts from
@@ -81,6 +67,5 @@ class PromptCursor:
             raise DataError(
                 f"cannot resume: saved place {state['place']} is outside a dataset of {len(self._dataset)} rows"
             )
-        self._shown = {}
         self._epoch, self._place = state["epoch"], state["place"]
         self._order = self._order_of(self._epoch)

@@ -130,6 +130,10 @@ def _checked_row(place: str, row: Any) -> Row:
         raise DataError(
             f"{place} has both `prompt` and `messages`; keep the one that the student is to answer"
         )
+    if isinstance(row.get("messages"), str):
+        raise DataError(
+            f"{place}: messages is a text; expected a list of messages; text to be used as it stands belongs to `prompt`"
+        )
     if name := next((name for name in _NOT_TEXT if row.get(name)), None):
         raise DataError(f"{place} has {name} (column `{name}`); students read text only, so drop the column")
     if (where := _lone_surrogate(row)) is not None:
@@ -171,6 +175,11 @@ def _checked_messages(place: str, messages: Any) -> Any:
                 f'{place}: messages[{i}] is {message!r}; expected an object like {{"role": "user", "content": "…"}}'
             )
         content = message.get("content")
+        if content is None and message["role"] != "assistant":  # a tool call has none
+            raise DataError(
+                f"{place}: messages[{i}] has no content (its keys: {', '.join(map(str, message))}); "
+                'expected an object like {"role": "user", "content": "…"}'
+            )
         if isinstance(content, str | None):
             plain.append(message)
         elif isinstance(content, Sequence):

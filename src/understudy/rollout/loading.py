@@ -32,13 +32,24 @@ def moved(name: str) -> str | None:
     return f"{_MOVED[module]}:{attribute}" if module in _MOVED else None
 
 
+def without_suffix(name: str) -> str | None:
+    """What to write for `folder/module.py:object`; None if the name is not that of a file."""
+    path, _, attribute = name.partition(":")
+    if not path.endswith(".py") and "/" not in path:
+        return None
+    folder, module = str(Path(path).parent), Path(path).name.removesuffix(".py")
+    where = f", with run.python_path = [{folder!r}]" if folder != "." else ""
+    return f"a module is named without folder and .py; write {f'{module}:{attribute}'!r}{where}"
+
+
 def look_in(folders: Sequence[str]) -> None:
     """Append these folders to the Python path; being last, they cannot hide an installed module. The folders
     of an earlier call are removed and their modules unloaded: two recipes may each have a `reward.py`."""
     if list(folders) == _added:
         return
     for folder in _added:
-        sys.path.remove(folder)
+        if folder in sys.path:  # the program may have changed its path meanwhile
+            sys.path.remove(folder)
     for name in [name for name in sys.modules if name.partition(".")[0] in _found]:
         del sys.modules[name]
     _found.clear()
@@ -52,6 +63,8 @@ def load_object(name: str, what: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f'{what} = "{name}": expected "package.module:object"')
+    if (hint := without_suffix(name)) is not None:
+        raise ConfigError(f'{what} = "{name}": {hint}')
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:

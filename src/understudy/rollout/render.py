@@ -79,21 +79,12 @@ class Renderer:
             f"{self._reserve} of it are kept for the answer. Shorten the prompt or lower rollout.max_new_tokens"
         )
 
-    def ahead(self, prompts: Sequence[Prompt], *, forget: bool = True) -> None:
+    def ahead(self, prompts: Sequence[Prompt]) -> None:
         """Render these chats in one batch, for later `render` calls of all their sessions; half the work of
         rendering one by one. Prompts that cannot be rendered are left to `render`, which raises the error.
-        Prompts of an earlier call are not rendered again; with `forget`, earlier prompts that are not among
-        these are dropped."""
-        before = self._ready
-        if forget:
-            self._ready = {}
-        chats = []
-        for prompt in prompts:
-            found = before.get(prompt.key)
-            if found is not None and found[0] is prompt:
-                self._ready[prompt.key] = found
-            elif prompt.text is None and not prompt.columns.get("tools"):
-                chats.append(prompt)
+        Those of an earlier call are dropped."""
+        self._ready = {}
+        chats = [prompt for prompt in prompts if prompt.text is None and not prompt.columns.get("tools")]
         if not chats or not getattr(self.tokenizer, "chat_template", None):
             return
         try:

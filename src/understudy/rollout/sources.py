@@ -69,7 +69,8 @@ def read_source(source: str, key: str) -> tuple[list[tuple[str, Any]], bytes]:
     path = Path(source)
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"{key}: dataset {path} {kind}; {_EXPECTED}")
+        hint = f"; several sources are a list: {json.dumps(source.split(','))}" if "," in source else ""
+        raise DataError(f"{key}: dataset {path} {kind}; {_EXPECTED}{hint}")
     if path.suffix not in SUFFIXES:
         raise DataError(f"{key}: dataset {path} ends in {path.suffix or 'nothing'!r}; {_EXPECTED}")
     try:
@@ -110,7 +111,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
 def _read_hub(source: str, hub: HubDataset, key: str) -> tuple[list[tuple[str, Any]], bytes]:
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
-            f"{key} = {source!r} is no file here; a hub dataset needs the datasets extra: pip install understudy[datasets]"
+            f'{key} = {source!r} is no file here; a hub dataset needs the datasets extra: pip install "understudy[datasets]"'
         )
     if hub.split is None and key != "data.train":
         raise DataError(f"{key} = {source!r}: name the split, for example '{source}:test'")
@@ -128,6 +129,10 @@ def _read_hub(source: str, hub: HubDataset, key: str) -> tuple[list[tuple[str, A
 def rows_of(data: Iterable[Any], key: str = "data") -> list[dict[str, Any]]:
     """The rows of a list of dicts or a `datasets.Dataset`, as plain dicts that JSON can encode."""
     if isinstance(data, Mapping):
+        if any(isinstance(one, str) or _is_column(one) for one in data.values()):
+            raise DataError(
+                f'{key} is a dict ({", ".join(map(str, data))}); expected a list of rows: [{{"prompt": "…"}}, …]'
+            )
         raise DataError(
             f"{key} holds several splits ({', '.join(map(str, data))}); give one of them, for example dataset['train']"
         )
@@ -144,6 +149,10 @@ def rows_of(data: Iterable[Any], key: str = "data") -> list[dict[str, Any]]:
                     f"{key}, row {number}: column `{name}` holds a {type(odd).__name__}, which a row cannot keep; drop or convert it"
                 )
     return rows
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and not isinstance(value[0], Mapping)
 
 
 def write_rows(data: Iterable[Any], path: Path, key: str = "data") -> None:

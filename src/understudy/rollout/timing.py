@@ -10,8 +10,8 @@ score       waiting for the teacher
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -72,8 +72,13 @@ class BatchTimings:
         """Record a row's length, and how many of its tokens the student wrote."""
         self._lengths[key] = (tokens - written, written)
 
-    def during(self, key: str, activity: str) -> AbstractContextManager[None]:
-        return _During(self, key, activity)
+    @contextmanager
+    def during(self, key: str, activity: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(key, {activity: time.perf_counter() - start})
 
     def take(self) -> dict[str, float | str]:
         """`time/rollout/{activity}/{min,mean,max}`, and `time/rollout/slowest/…` of the row with the largest
@@ -100,21 +105,6 @@ class BatchTimings:
                 summary["time/rollout/slowest/prompt_length"] = float(read)
                 summary["time/rollout/slowest/response_length"] = float(written)
         return summary
-
-
-class _During:
-    """The context manager of `during`; a class is cheaper than a generator, and every row uses several."""
-
-    __slots__ = ("_activity", "_key", "_start", "_timings")
-
-    def __init__(self, timings: BatchTimings, key: str, activity: str) -> None:
-        self._timings, self._key, self._activity = timings, key, activity
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *raised: object) -> None:
-        self._timings.add(self._key, {self._activity: time.perf_counter() - self._start})
 
 
 _WHOLE = ("loop", "reward", "score")

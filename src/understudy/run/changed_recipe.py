@@ -14,7 +14,7 @@ from typing import Any
 
 from understudy.config import CriticConfig, Recipe, parse_recipe
 from understudy.config.base import flatten
-from understudy.config.recipe import Overrides, apply_overrides
+from understudy.config.recipe import Overrides, apply_overrides, stored
 from understudy.errors import ConfigError
 from understudy.observability.redact import HIDDEN
 from understudy.observability.rundir import RunDir
@@ -43,7 +43,6 @@ ACCEPTED: Mapping[str, str] = {
     "trainer.max_staleness": _PACE,
     "trainer.adapt_admission": _PACE,
     "trainer.partial_rollouts": "what a publish waits for; every token keeps the version that wrote it",
-    "trainer.lend_after": "who generates, not what",
     "trainer.ranks": _ROUNDING,
     "trainer.micro_batch_tokens": _ROUNDING,
     "trainer.offload_optimizer": "where the optimizer's state lives",
@@ -88,6 +87,7 @@ ACCEPTED: Mapping[str, str] = {
     "run.threads": _ROUNDING,
     "run.loggers": "who else is told",
     "run.rollout_dump_every": "what is written for people to read",
+    "run.keep_rows": "what is kept for people to read",
     "run.name": "a name",
     "run.note": "words for a reader",
     "run.python_path": "where code lies",
@@ -143,7 +143,7 @@ class Change:
 
 def changed_recipe(run: RunDir, overrides: Overrides) -> tuple[Recipe, list[Change]]:
     """The run's recipe with overrides, and the differences. `ConfigError` if one of them may not change."""
-    table = run.read_recipe()
+    table = stored(run.read_recipe())
     before = parse_recipe(table)
     if not overrides:
         return before, []

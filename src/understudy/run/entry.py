@@ -14,23 +14,29 @@ import asyncio
 import os
 import threading
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from understudy.cluster import nursery
-from understudy.config import Recipe
+from understudy.cluster import fork_server
+from understudy.config import ClusterConfig, TeacherConfig
 from understudy.run.own_thread import OwnThread, inside_a_running_loop
+from understudy.trainers.early_interrupt import hand_over, remembered
 
 
-def begun_early(recipe: Recipe) -> AbstractContextManager[None]:
-    """The fork server for the teachers that this run will start on this machine, if there are any."""
-    own = [teacher for teacher in recipe.teachers.values() if not teacher.urls]
-    if recipe.cluster.backend != "local" or not own:
-        return nullcontext()
-    threads = Counter(teacher.threads for teacher in own).most_common(1)[0][0]
-    return nursery.prepared({"OMP_NUM_THREADS": str(threads)})
+@contextmanager
+def begun_early(cluster: ClusterConfig, teachers: Mapping[str, TeacherConfig]) -> Iterator[None]:
+    """The fork server for the teachers that this run will start on this machine, if there are any. An
+    interrupt while the block imports its modules ends it when the run would start."""
+    own = [teacher for teacher in teachers.values() if not teacher.urls]
+    with remembered():
+        if cluster.backend != "local" or not own:
+            yield
+            return
+        threads = Counter(teacher.threads for teacher in own).most_common(1)[0][0]
+        with fork_server.prepared({"OMP_NUM_THREADS": str(threads)}):
+            yield
 
 
 _NAME = "understudy-run"
@@ -43,6 +49,11 @@ def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
     not needed.
 
     Inside a running event loop, `work` runs on a new thread."""
+    try:
+        hand_over()
+    except KeyboardInterrupt:
+        work.close()
+        raise
     if inside_a_running_loop():
         thread: OwnThread[Result] = OwnThread(run_to_its_end)
         return thread.result(work)

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import torch
 
-from understudy.config import Recipe, parse_recipe
+from understudy.config import StudentConfig, parse_recipe
+from understudy.config.recipe import stored
 from understudy.config.rollout import RolloutConfig
 from understudy.config.trainer import TrainerConfig
 from understudy.engines.base import Sampling
 from understudy.errors import ConfigError
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
+from understudy.planning.models.folder import is_hub_id
+from understudy.planning.models.hub_files import hub_folder
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import load_dataset
@@ -50,7 +53,7 @@ async def evaluate_model(
     folder, recipe = Path(model), None
     if (folder / "recipe.json").is_file():
         run = RunDir.open(folder)
-        recipe = parse_recipe(run.read_recipe())
+        recipe = parse_recipe(stored(run.read_recipe()))
         look_in(recipe.run.python_path)
     source = data if data is not None else recipe.data.eval if recipe else None
     judge = reward or (recipe.data.reward if recipe else None)
@@ -61,8 +64,11 @@ async def evaluate_model(
     if best and recipe is None:
         raise ConfigError(f"--best chooses among the checkpoints of a run, and {model} is none")
     view = view or LiveView(0, enabled=False)
-    with view.work(f"loading {recipe.student.model if recipe else model}"):
-        student = _student_of(recipe) if recipe else load_model(model)
+    name, revision = (recipe.student.model, recipe.student.revision) if recipe else (model, None)
+    if is_hub_id(name):
+        hub_folder(name, "model", revision)  # raises at once where transformers would try for minutes
+    with view.work(f"loading {name}"):
+        student = _student_of(recipe.student) if recipe else load_model(model)
     if recipe:
         store = CheckpointStore(RunDir.open(folder).checkpoints, recipe.trainer.keep_checkpoints)
         put_student(student.model, store.load(best_step(store) if best else None).policy)
@@ -81,7 +87,9 @@ async def evaluate_model(
     )
     problems = load_dataset(source, "--data" if data else "data.eval")
     if recipe:
-        problems, notes = without_overlong(recipe, problems, "data.eval", student.tokenizer, student.context)
+        problems, notes = without_overlong(
+            recipe.data, recipe.rollout, problems, "data.eval", student.tokenizer, student.context
+        )
         for note in notes:
             view.note(note)
     prompts = eval_prompts(problems, samples)
@@ -104,8 +112,9 @@ async def evaluate_model(
     loops = LoopChoice(agent or rollout.agent, rollout.agent_options)
     rewards = Rewards([load_reward(judge)], renderer)
     examiner = Examiner(
-        engine, loops, rewards, renderer, sampling, context, max_batch, recipe.run.seed if recipe else 0
-    )
+        engine, loops, rewards, renderer, sampling, context, max_batch, rollout.deadline_seconds,
+        recipe.run.seed if recipe else 0,
+    )  # fmt: skip
     try:
         with view.work(f"evaluating on {len(prompts)} problems", len(prompts) * (1 + k)) as advance:
             answers = await examiner.greedy(prompts, advance)
@@ -119,9 +128,8 @@ async def evaluate_model(
     return measures(prompts, answers, judged, trainer.solved_at)
 
 
-def _student_of(recipe: Recipe) -> LoadedModel:
+def _student_of(student: StudentConfig) -> LoadedModel:
     """The run's student before training. A run from a GPU is loaded on the CPU where there is no GPU."""
-    student = recipe.student
     here = student.device if torch.cuda.is_available() or not student.device.startswith("cuda") else "auto"
     return load_model(
         student.model,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from understudy.config import parse_recipe
+from understudy.config.recipe import stored
 from understudy.observability.metrics import read_metrics, without_clock
 from understudy.observability.rundir import RunDir, read_json
-from understudy.planning.preflight import describe
+from understudy.planning.objective import describe
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.policy.checkpoints.export import export
 from understudy.rollout.sources import hub_dataset
@@ -23,14 +24,14 @@ def export_run(
 
     `averaged`: its running average (`trainer.ema_decay`). `adapter`: only its LoRA adapter."""
     run = RunDir.open(run_path)
-    recipe = parse_recipe(read_json(run.recipe))
+    recipe = parse_recipe(stored(read_json(run.recipe)))
     store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
     checkpoint = store.load(best_step(store) if best else None)
     metrics = [line for line in read_metrics(run.metrics) if line["step"] <= checkpoint.step]
     card = {
         "student": recipe.student.model,
         "teachers": {name: teacher.model for name, teacher in recipe.teachers.items()},
-        "objective": describe(recipe).name,
+        "objective": describe(recipe.loss).name,
         "step": checkpoint.step,
         "data": {"prompts": recipe.data.train, "fingerprint": checkpoint.extra["cursor"]["dataset"]},
         "datasets": _hub_datasets(recipe.data.train),

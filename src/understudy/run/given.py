@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-from understudy.config import Recipe
+from understudy.config import DataConfig
 from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir, copy_durably
 from understudy.rollout.loading import load_object
@@ -52,14 +52,14 @@ class GivenRows:
             problem,
         )
 
-    def keep(self, recipe: Recipe, run: RunDir) -> Recipe:
-        """Copies the rows into the run directory. Returns the recipe that names the copies."""
+    def keep(self, data: DataConfig, run: RunDir) -> DataConfig:
+        """Copies the rows into the run directory. Returns the section that names the copies."""
         changes: dict[str, Any] = {}
         for key in _ROWS:
             given = self.folder / f"{key}.jsonl"
             if given.is_file():
                 changes[key] = [str(copy_durably(given, run.data / given.name))]
-        return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
+        return data.model_copy(update=changes)
 
 
 @contextmanager

@@ -13,19 +13,25 @@ from pathlib import Path
 import torch
 
 from understudy.assembly.backends import lasting, processes_of
-from understudy.assembly.build import build, is_deterministic
-from understudy.assembly.this_machine import seat_here
+from understudy.assembly.build import build
+from understudy.assembly.this_machine import gpu_names
 from understudy.config import Recipe
+from understudy.config.checks.capacity import capacity_notes
 from understudy.config.recipe import Overrides
+from understudy.dataplane.dead_letters import count_letters
 from understudy.errors import ConfigError, PolicyError, RankLost, UnderstudyError
 from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
 from understudy.observability.report import write_report
-from understudy.observability.rundir import RunDir, write_atomically
+from understudy.observability.rundir import RunDir, read_json, write_atomically
 from understudy.observability.watchdog import watched
-from understudy.planning.preflight import describe, preflight
+from understudy.planning.objective import describe
+from understudy.planning.preflight import preflight, require_extras
+from understudy.planning.ray_seating import cpus_of_own_ray, ray_layout
+from understudy.planning.resolved import is_deterministic
+from understudy.planning.this_machine import seat_here
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.run.changed_recipe import Change, changed_recipe
 from understudy.run.given import GivenRows
@@ -33,9 +39,10 @@ from understudy.run.outcome import RunOutcome
 from understudy.run.restarts import last_checkpoint_step, with_restarts
 from understudy.run.vitals import vitals, waits
 from understudy.trainers.checkpoints import finish_saving, forget_after, last_checkpoint, restore
-from understudy.trainers.critic.remote import FarCritic
+from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.fully_async import train_fully_async
 from understudy.trainers.prompt_data import PromptData, open_data
+from understudy.trainers.row_columns import PARTITION
 from understudy.trainers.stopping import PATIENCE_S, Interrupts
 from understudy.trainers.sync import train_sync
 
@@ -94,10 +101,12 @@ async def launch(
 ) -> RunOutcome:
     """Create a run directory and train. The caller has checked the recipe (`preflight`). `rows` are copied
     into the directory."""
-    seat_here(recipe)  # raises on a machine that is too small, before anything is written
-    data = await asyncio.to_thread(open_data, recipe)
+    seat_here(recipe, gpu_names())  # raises on a machine that is too small, before anything is written
+    data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student)
     run = RunDir.create(recipe.run.dir, recipe.run.name)
-    recipe = _settled(rows.keep(recipe, run) if rows else recipe, run).with_steps(len(data.train))
+    if rows:
+        recipe = recipe.model_copy(update={"data": rows.keep(recipe.data, run)})
+    recipe = _settled(recipe, run).with_steps(len(data.train))
     _write_recipe(recipe, run)
     return await _train(recipe, data, run, progress, next_command)
 
@@ -112,9 +121,16 @@ async def resume(path: Path, overrides: Overrides = (), *, progress: bool = True
     problems = preflight(recipe, progress=progress)
     if problems:
         raise ConfigError(problems)
-    seat_here(recipe)
-    data = await asyncio.to_thread(open_data, recipe)
+    seat_here(recipe, gpu_names())
+    data = await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student)
     recipe = recipe.with_steps(len(data.train))
+    saved = last_checkpoint_step(run)
+    if saved >= recipe.trainer.steps and read_json(run.state).get("status") == "finished":
+        with LiveView(recipe.trainer.steps, enabled=progress) as view:
+            view.note(
+                f"nothing to do: {run.path} took all its {saved} steps already; trainer.steps=N goes on to step N"
+            )
+        return RunOutcome(run.path, saved, read_metrics(run.metrics))
     return await _train(recipe, data, run, progress, None, changes)
 
 
@@ -126,7 +142,7 @@ def _settled(recipe: Recipe, run: RunDir) -> Recipe:
     """The recipe with settings that depend on this machine made explicit, so that a resume on another machine
     repeats them."""
     threads = recipe.run.threads or os.cpu_count() or 1
-    determinism = "full" if is_deterministic(recipe) else "fast"
+    determinism = "full" if is_deterministic(recipe, len(gpu_names())) else "fast"
     settings = recipe.run.model_copy(
         update={"threads": threads, "determinism": determinism, "dir": str(run.path)}
     )
@@ -141,21 +157,25 @@ async def _train(
     next_command: str | None,
     changes: Sequence[Change] = (),
 ) -> RunOutcome:
+    require_extras(recipe)
     lock = run.lock()
     if changes:
         _write_recipe(recipe, run)
         logger.info("resumed with changes: %s", "; ".join(map(str, changes)))
     handler = log_to(run.logs / "trainer.log")
     outcome, detail, steps = "failed", "", 0
-    facts: dict[str, object] = {"objective": describe(recipe).name}
+    facts: dict[str, object] = {"objective": describe(recipe.loss).name}
     try:
         with (
-            lasting(recipe),
+            lasting(recipe.cluster),
             LiveView(recipe.trainer.steps, enabled=progress) as view,
             Interrupts(view.note) as stop,
         ):
             _write_state(run, "running", "", facts)
-            for note in data.notes:
+            capacity = capacity_notes(recipe.trainer, recipe.rollout, recipe.dataplane)
+            for note in capacity:
+                logger.warning(note)
+            for note in (*data.notes, *capacity):
                 view.note(note)
             steps = await with_restarts(
                 lambda: _attempt(recipe, data, run, view, stop, facts),
@@ -192,30 +212,29 @@ async def _attempt(
 ) -> int:
     """Trains from the last checkpoint to the recipe's last step or a stop request. Returns the last step
     taken."""
-    processes = processes_of(recipe, run)
+    processes = processes_of(recipe.cluster, run, partial(ray_layout, recipe), cpus_of_own_ray(recipe))
     stop.starting(processes.kill_now)
     try:
         view.phase(f"run directory {run.path}")
         checkpoint = last_checkpoint(run, recipe.trainer.keep_checkpoints)
-        if checkpoint and checkpoint.step >= recipe.trainer.steps:
-            view.note(f"nothing to do: {run.path} took all its {checkpoint.step} steps already")
         forget_after(run, checkpoint.step if checkpoint else None)
         last_words = partial(_write_state, run, "stopped", "", facts)
         async with build(recipe, run, processes, view, data) as system:
-            for party in (system.policy, system.critic):
-                if isinstance(party, LeadingPolicy | FarCritic):
+            for party in (system.learner.policy, system.learner.critic):
+                if isinstance(party, LeadingPolicy | RemoteCritic):
                     # If ranks or critic are given up, nothing more can be saved: the run leaves from then on.
-                    stop.when_told(partial(party.hurry, PATIENCE_S, partial(stop.leaving, last_words)))
-            await system.plane.rewind(
-                checkpoint.step if checkpoint else 0, keep_rows=not system.deterministic
+                    stop.when_told(partial(party.stop_soon, PATIENCE_S, partial(stop.leaving, last_words)))
+            await system.state.plane.rewind(
+                checkpoint.step if checkpoint else 0, keep_rows=not system.learner.settings.deterministic
             )
+            system.state.tally.dead_letters = count_letters(run.dead_letters, PARTITION)
             if checkpoint:
                 await restore(system, checkpoint)
-                await system.publisher.publish(checkpoint.step)
+                await system.learner.publisher.publish(checkpoint.step)
                 view.note(f"continuing after step {checkpoint.step}")
             stop.training = True
             async with watched(
-                system.spans,
+                system.state.spans,
                 run.waits,
                 recipe.trainer.stall_seconds,
                 view.note,
@@ -223,10 +242,13 @@ async def _attempt(
                 partial(waits, system),
             ):
                 steps = await _TRAINERS[recipe.trainer.mode](system, stop)
-            await finish_saving(system)
+            await finish_saving(system.state)
             if stop.requested:
                 stop.leaving(last_words)
-            facts |= {"rows_trained": system.tally.rows_trained, "dead_letters": system.tally.dead_letters}
+            facts |= {
+                "rows_trained": system.state.tally.rows_trained,
+                "dead_letters": system.state.tally.dead_letters,
+            }
         return steps
     except (BaseExceptionGroup, RuntimeError) as error:
         cause = explained(_first_cause(error), recipe)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from understudy.assembly.build import load_student_of, objective_of, policy_settings, steady_torch
+from understudy.assembly.cpu_threads import steady_torch
 from understudy.assembly.critic import critic_of
+from understudy.assembly.learner import load_source, objective_of, policy_settings
+from understudy.assembly.this_machine import settings_of_run
 from understudy.assembly.usable_ids import kept_usable_ids
-from understudy.config import Recipe, parse_recipe
 from understudy.errors import DataError
-from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.rundir import RunDir
+from understudy.planning.resolved import Resolved
 from understudy.policy.bad_rows import RowFinding, replay
 from understudy.policy.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from understudy.policy.forward.forward import Objective
@@ -43,11 +45,11 @@ def replay_run(path: Path, step: int | None = None) -> Replay:
     weights of that step or of the last checkpoint before it."""
     run = RunDir.open(path)
     refused, about = RefusedRows.load(_file(run, step))
-    recipe = parse_recipe(read_json(run.recipe))
-    steady_torch(recipe)
-    store = CheckpointStore(run.checkpoints, recipe.trainer.keep_checkpoints)
+    settings = settings_of_run(run)
+    steady_torch(settings.compute)
+    store = CheckpointStore(run.checkpoints, settings.learn.trainer.keep_checkpoints)
     earlier = [saved for saved in store.steps() if saved <= refused.step]
-    policy, objective = _learner(run, recipe, about["role"], store.load(max(earlier)) if earlier else None)
+    policy, objective = _learner(run, settings, about["role"], store.load(max(earlier)) if earlier else None)
     findings = replay(policy, refused, objective)
     return Replay(refused, about["role"], max(earlier, default=0), findings)
 
@@ -64,17 +66,19 @@ def _file(run: RunDir, step: int | None) -> Path:
 
 
 def _learner(
-    run: RunDir, recipe: Recipe, role: str, checkpoint: Checkpoint | None
+    run: RunDir, settings: Resolved, role: str, checkpoint: Checkpoint | None
 ) -> tuple[Policy, Objective]:
     """The model that refused the rows (student or critic), with a checkpoint's weights or the initial
     ones."""
     if role == "critic":
-        critic = critic_of(recipe, None)
-        assert critic is not None
+        assert settings.critic is not None
+        critic = critic_of(settings.critic, None)
         if checkpoint is not None:
             critic.policy.load_state(critic_state(checkpoint.policy))
         return critic.policy, critic.objective
-    policy = Policy(load_student_of(recipe).model, policy_settings(recipe, kept_usable_ids(run)))
+    policy = Policy(
+        load_source(settings.student).model, policy_settings(settings.learn, kept_usable_ids(run))
+    )
     if checkpoint is not None:
         policy.load_state(checkpoint.policy)
-    return policy, objective_of(recipe)
+    return policy, objective_of(settings.learn.loss)

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from understudy.observability.spans import OpenSpan
-from understudy.trainers.critic.remote import FarCritic
+from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.system import System
 from understudy.trainers.wait_graph import wait_graph
 
 
 def vitals(system: System) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "weights published": system.publisher.version,
-        "rows trained": system.tally.rows_trained,
-        "rows failed": system.tally.dead_letters,
+        "weights published": system.learner.publisher.version,
+        "rows trained": system.state.tally.rows_trained,
+        "rows failed": system.state.tally.dead_letters,
     }
     return facts | _critic(system) | _teachers(system)
 
@@ -24,20 +24,24 @@ def vitals(system: System) -> dict[str, Any]:
 def waits(system: System, spans: Sequence[OpenSpan], now: float) -> list[str]:
     """The wait graph, including teachers' replicas and a critic in its own process."""
     chains = wait_graph(spans, now, _teachers(system))
-    asked = system.critic.waiting(time.monotonic()) if isinstance(system.critic, FarCritic) else None
+    asked = (
+        system.learner.critic.waiting(time.monotonic())
+        if isinstance(system.learner.critic, RemoteCritic)
+        else None
+    )
     return chains if asked is None else [*chains, f"train waits for the critic: {asked}"]
 
 
 def _critic(system: System) -> dict[str, str]:
-    if not isinstance(system.critic, FarCritic):
+    if not isinstance(system.learner.critic, RemoteCritic):
         return {}
-    asked = system.critic.waiting(time.monotonic())
+    asked = system.learner.critic.waiting(time.monotonic())
     return {"critic": "idle, in its own process" if asked is None else f"asked for {asked}"}
 
 
 def _teachers(system: System) -> dict[str, str]:
     found = {}
-    for name, pool in system.pools.items():
+    for name, pool in system.producer.teachers.pools.items():
         metrics = pool.metrics()
         replicas = "; ".join(
             f"replica {replica.name} {replica.state}, {replica.outstanding_requests} requests"

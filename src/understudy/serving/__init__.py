@@ -2,9 +2,9 @@
 
 | module | its job |
 |---|---|
-| `child` | ends a process with its launcher; writes the ready file |
+| `process` | the main function: arguments, token, ready file, the launcher's death, exit codes |
 | `bind` | binds an address; beyond loopback only with a token |
 | `http` | token check, refusals, clients that disconnect |
-| `server` | runs uvicorn until SIGTERM or SIGINT |
-| `connections` | kept-alive client connections to one server |
+| `server` | serves an application until SIGTERM or SIGINT |
+| `client`, `endpoint` | the HTTP client of one server and its errors; where a server answers |
 """

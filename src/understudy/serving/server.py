@@ -1,15 +1,22 @@
-"""Runs uvicorn in a child process, on a socket that is bound already, until a signal stops it."""
+"""Serves an application on a socket that is bound already, until a signal stops the process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from understudy.serving.bind import url_of
+from understudy.serving.process import Process
+
+log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
@@ -33,9 +40,19 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: ASGIApp, sock: socket.socket, on_ready: Callable[[], None], *, keep_alive: int, hurried: bool
+    process: Process,
+    app: ASGIApp,
+    sock: socket.socket,
+    *,
+    what: str,
+    keep_alive: int = 3600,
+    hurried: bool = True,
+    **facts: Any,
 ) -> None:
-    """Serves until SIGTERM or SIGINT. `hurried`: does not wait for requests in flight."""
+    """Serves until SIGTERM or SIGINT. The ready file holds the url and `facts`; the log says `what` is there.
+
+    `hurried`: requests in flight are not waited for, because the launcher needs no more answers.
+    """
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -50,5 +67,6 @@ async def serve(
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if not serving.done():
-        on_ready()
+        process.ready(url=url_of(sock), **facts)
+        log.info("%s at %s", what, url_of(sock))
     await serving

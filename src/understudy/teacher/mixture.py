@@ -21,14 +21,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from understudy.errors import TeacherError
+from understudy.types.references import ScoreRef, ScoresRef
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
-Ask = Callable[[str, ScoreItem], Awaitable[TeacherScores]]
+Ask = Callable[[str, ScoreRef], Awaitable[ScoresRef]]
 """(teacher, item) → its scores."""
 
 
 @dataclass(frozen=True, slots=True)
-class Opinion:
+class PartialScores:
     """One teacher's partial scores and their weight; weights of a mixture sum to 1."""
 
     weight: float
@@ -45,21 +46,21 @@ def needed_signals(signal: Signal) -> list[Signal]:
     return [Signal.TOPK, Signal.AT_IDS] if signal is Signal.TOPK else [signal]
 
 
-async def opinions_of(item: ScoreItem, shares: Mapping[str, float], ask: Ask) -> list[Opinion]:
+async def partial_scores_of(item: ScoreItem, shares: Mapping[str, float], ask: Ask) -> list[PartialScores]:
     """Every teacher's partial scores, heaviest teacher first; for `topk` all at the same C ids.
 
     Teachers are asked one after another.
     """
     needed_signals(item.signal)
     names = heaviest_first(shares)
-    found = [await ask(name, item) for name in names]
+    found = [await (await ask(name, item)).fetch() for name in names]
     if item.signal is Signal.TOPK and len(names) > 1:
         rest = []
         for own, name in enumerate(names):
             answer = await ask(name, at_others_ids(item, own, [_candidates(scores)[0] for scores in found]))
-            rest.append(_candidates(answer)[1])
+            rest.append(_candidates(await answer.fetch())[1])
         found = [at_all_ids(own, found, rest[own]) for own in range(len(names))]
-    return [Opinion(shares[name], scores) for name, scores in zip(names, found, strict=True)]
+    return [PartialScores(shares[name], scores) for name, scores in zip(names, found, strict=True)]
 
 
 def heaviest_first(shares: Mapping[str, float]) -> list[str]:
@@ -82,21 +83,25 @@ def at_all_ids(own: int, best: Sequence[TeacherScores], others_PC: np.ndarray) -
     return replace(best[own], ids=np.concatenate(ids_PK, axis=1), logprobs=np.concatenate(rest, axis=1))
 
 
-def mix(opinions: Sequence[Opinion], item: ScoreItem) -> TeacherScores:
+def mix(partials: Sequence[PartialScores], item: ScoreItem) -> TeacherScores:
     """The final scores from the partial ones, in the shape that `item` asks for."""
-    if len(opinions) == 1:
-        return opinions[0].scores
-    log_weights_M = np.log([opinion.weight for opinion in opinions])
-    sampled_P = _log_mean([opinion.scores.sampled_logprobs for opinion in opinions], log_weights_M)
+    if len(partials) == 1:
+        return partials[0].scores
+    log_weights_M = np.log([partial_scores.weight for partial_scores in partials])
+    sampled_P = _log_mean(
+        [partial_scores.scores.sampled_logprobs for partial_scores in partials], log_weights_M
+    )
     ids = logprobs = None
     if item.signal in (Signal.TOPK, Signal.AT_IDS):
-        ids, _ = _candidates(opinions[0].scores)
-        logprobs = _log_mean([_candidates(opinion.scores)[1] for opinion in opinions], log_weights_M)
+        ids, _ = _candidates(partials[0].scores)
+        logprobs = _log_mean(
+            [_candidates(partial_scores.scores)[1] for partial_scores in partials], log_weights_M
+        )
         if item.signal is Signal.TOPK:
             ids, logprobs = _best(ids, logprobs, item.k)
     return TeacherScores(
         key=item.key,
-        teacher="+".join(sorted(opinion.scores.teacher for opinion in opinions)),
+        teacher="+".join(sorted(partial_scores.scores.teacher for partial_scores in partials)),
         signal=item.signal,
         sampled_logprobs=sampled_P.astype(np.float32),
         ids=ids,

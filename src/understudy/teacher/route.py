@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from understudy.errors import TeacherError
-from understudy.teacher.mixture import Ask, mix, opinions_of
+from understudy.teacher.mixture import Ask, mix, needed_signals, partial_scores_of
 from understudy.teacher.pool.together import together
-from understudy.types.scores import ScoreItem, TeacherScores
+from understudy.types.references import ScoreRef, ScoresRef
 
 if TYPE_CHECKING:
     from understudy.teacher.pool.pool import TeacherPool
@@ -93,7 +93,7 @@ def _listed(names: object) -> str:
     return ", ".join(repr(name) for name in names)  # type: ignore[attr-defined]
 
 
-async def score(router: TeacherRouter, items: Sequence[tuple[ScoreItem, str]]) -> list[TeacherScores]:
+async def score(router: TeacherRouter, items: Sequence[tuple[ScoreRef, str]]) -> list[ScoresRef]:
     """Scores of (item, value of its routing field), in the order given.
 
     Items of one teacher are sent in one request, in the order given. With `determinism = "full"` the caller
@@ -106,26 +106,32 @@ async def score(router: TeacherRouter, items: Sequence[tuple[ScoreItem, str]]) -
 
 
 async def score_mixture(
-    router: TeacherRouter, item: ScoreItem, weights: Mixture, ask: Ask | None = None
-) -> TeacherScores:
+    router: TeacherRouter, item: ScoreRef, weights: Mixture, ask: Ask | None = None
+) -> ScoresRef:
     """The weighted scores of several teachers for one item (see `mixture.py`).
 
     `ask` sends one item to one teacher; by default directly to its pool. Requests are sent one after another,
-    so that a caller that composes batches sees one at a time.
+    so that a caller that composes batches sees one at a time. Scores are mixed in this process, so an item
+    with several teachers is fetched.
     """
 
-    async def straight(teacher: str, wanted: ScoreItem) -> TeacherScores:
+    async def straight(teacher: str, wanted: ScoreRef) -> ScoresRef:
         return (await router.pools[teacher].score([wanted]))[0]
 
-    return mix(await opinions_of(item, router.mixture(weights), ask or straight), item)
+    needed_signals(item.signal)
+    shares, ask = router.mixture(weights), ask or straight
+    if len(shares) == 1:
+        return await ask(next(iter(shares)), item)
+    here = await item.fetch()
+    return mix(await partial_scores_of(here, shares, ask), here)
 
 
 async def _ask_all(
-    router: TeacherRouter, by_teacher: dict[str, list[int]], items: Sequence[ScoreItem]
-) -> list[TeacherScores]:
+    router: TeacherRouter, by_teacher: dict[str, list[int]], items: Sequence[ScoreRef]
+) -> list[ScoresRef]:
     names = list(by_teacher)
     answers = await together(router.pools[name].score([items[i] for i in by_teacher[name]]) for name in names)
-    scores: list[TeacherScores | None] = [None] * len(items)
+    scores: list[ScoresRef | None] = [None] * len(items)
     for name, answer in zip(names, answers, strict=True):
         for i, one in zip(by_teacher[name], answer, strict=True):
             scores[i] = one

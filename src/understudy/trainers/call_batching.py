@@ -3,13 +3,12 @@
 Many samples are produced at once, and each makes one call at a time, for a generation or for scores. Engines
 and teachers are fastest on batches. Calls are joined under one of two rules:
 
-`Cohort` (determinism "full"): batches are composed by KEY. A cohort is a fixed set of samples. When every
+`BatchByKey` (determinism "full"): batches are composed by KEY. A cohort is a fixed set of samples. When every
     living member waits and nothing is in flight, all waiting calls are sorted by key, cut into chunks and
     launched. Which calls wait at that moment depends on what the samples do, not on their speed, so batches
-    and results repeat to the bit. Cohorts overlap: one is scored while the next one generates. If a worker
-    that held a call's tokens leaves, its batch is returned: the other calls wait until it calls again.
+    and results repeat to the bit. Cohorts overlap: one is scored while the next one generates.
 
-`Arrivals` (determinism "fast"): a call goes out at once. Engines and teachers batch continuously, so holding
+`BatchByArrival` (determinism "fast"): a call goes out at once. Engines and teachers batch continuously, so holding
     calls back to fill a batch would only add waiting. There is no barrier. Only score calls made within two
     milliseconds, as when rows end in the same decode step, share requests: hundreds of separate requests cost
     more than their contents.
@@ -18,7 +17,7 @@ and teachers are fastest on batches. Calls are joined under one of two rules:
         member B ──generate──┼── all wait? sort, cut ┤
         member C ──score─────┘                       └─ chunk 1 ──> lane.run([...])
 
-Under both rules one bad call fails alone. An item that fails `Lane.check` joins no batch. A batch that is
+Under both rules one bad call fails alone. An item that fails `CallQueue.check` joins no batch. A batch that is
 refused anyway is sent again in halves, in the order of its calls, until the bad call is alone. Which calls
 share a batch then depends on the calls only, so results still repeat.
 """
@@ -26,12 +25,11 @@ share a batch then depends on the calls only, so results still repeat.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from understudy.engines.remote_tokens import BearerGone
 from understudy.errors import ClusterError, DataPlaneError, EngineError, TeacherUnavailable
 
 _NOT_ONE_CALLS_FAULT = (
@@ -62,7 +60,7 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class CallQueue:
     """The destination of one kind of calls: an engine, or one teacher."""
 
     name: str
@@ -81,7 +79,7 @@ class Gather(Protocol):
     """Joins calls into batches. Used on the event loop by the samples' tasks."""
 
     def member(self) -> AbstractAsyncContextManager[None]: ...
-    async def call(self, lane: Lane, key: str, item: Any) -> Any: ...
+    async def call(self, queue: CallQueue, key: str, item: Any) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -93,10 +91,10 @@ class _Call:
     result: asyncio.Future[Any]
 
 
-async def _results(lane: Lane, calls: Sequence[_Call]) -> Sequence[Any]:
-    results = await lane.run([call.item for call in calls])
+async def _results(queue: CallQueue, calls: Sequence[_Call]) -> Sequence[Any]:
+    results = await queue.run([call.item for call in calls])
     if len(results) != len(calls):
-        raise RuntimeError(f"lane {lane.name} gave {len(results)} results for {len(calls)} calls")
+        raise RuntimeError(f"queue {queue.name} gave {len(results)} results for {len(calls)} calls")
     return results
 
 
@@ -105,12 +103,10 @@ def _halves(calls: Sequence[_Call]) -> tuple[Sequence[_Call], Sequence[_Call]]:
     return calls[:middle], calls[middle:]
 
 
-async def _run(lane: Lane, calls: Sequence[_Call]) -> None:
-    """Launch one batch and give each caller its result or error. Raises `BearerGone`."""
+async def _run(queue: CallQueue, calls: Sequence[_Call]) -> None:
+    """Launch one batch and give each caller its result or error."""
     try:
-        results = await _results(lane, calls)
-    except BearerGone:
-        raise
+        results = await _results(queue, calls)
     except BaseException as error:
         if not isinstance(error, Exception):
             _fail(calls, error)
@@ -119,13 +115,13 @@ async def _run(lane: Lane, calls: Sequence[_Call]) -> None:
             _fail(calls, error)
         else:
             for half in _halves(calls):
-                await _run(lane, half)
+                await _run(queue, half)
     else:
         _answer(calls, results)
 
 
 @dataclass(slots=True)
-class Cohort:
+class BatchByKey:
     """Batches by key (see the module's docstring). Every sample enters as a member, calls, and leaves."""
 
     size: int
@@ -133,25 +129,24 @@ class Cohort:
     _entered: int = 0
     _running: int = 0
     _in_flight: int = 0
-    _waiting: dict[str, tuple[Lane, list[_Call]]] = field(default_factory=dict)
+    _waiting: dict[str, tuple[CallQueue, list[_Call]]] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def member(self) -> AbstractAsyncContextManager[None]:
-        return _Member(self)
-
-    def enter(self) -> None:
+    @asynccontextmanager
+    async def member(self) -> AsyncIterator[None]:
         self._entered += 1
         self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._launch_if_all_wait()
 
-    def leave(self) -> None:
-        self._running -= 1
-        self._launch_if_all_wait()
-
-    async def call(self, lane: Lane, key: str, item: Any) -> Any:
-        if lane.check is not None:
-            lane.check(item)
+    async def call(self, queue: CallQueue, key: str, item: Any) -> Any:
+        if queue.check is not None:
+            queue.check(item)
         call = _Call(key, item, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(lane.name, (lane, []))[1].append(call)
+        self._waiting.setdefault(queue.name, (queue, []))[1].append(call)
         self._running -= 1
         self._launch_if_all_wait()
         try:
@@ -168,79 +163,57 @@ class Cohort:
             return
         waiting, self._waiting = self._waiting, {}
         for name in sorted(waiting):
-            lane, calls = waiting[name]
+            queue, calls = waiting[name]
             calls = sorted((call for call in calls if not call.result.done()), key=lambda call: call.key)
-            for start in range(0, len(calls), lane.limit):
+            for start in range(0, len(calls), queue.limit):
                 self._in_flight += 1
-                task = asyncio.create_task(self._chunk(lane, calls[start : start + lane.limit]))
+                task = asyncio.create_task(self._chunk(queue, calls[start : start + queue.limit]))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _chunk(self, lane: Lane, calls: Sequence[_Call]) -> None:
-        back: Sequence[_Call] = ()
+    async def _chunk(self, queue: CallQueue, calls: Sequence[_Call]) -> None:
         try:
-            await _run(lane, calls)
-        except BearerGone:
-            back = [call for call in calls if not call.result.done()]
+            await _run(queue, calls)
         finally:
             # The callers wake only after this task. They count as running from now on, or another member
             # might see no running member and launch too early.
-            self._running += sum(not call.result.cancelled() for call in calls) - len(back)
+            self._running += sum(not call.result.cancelled() for call in calls)
             self._in_flight -= 1
-        if back:
-            self._waiting.setdefault(lane.name, (lane, []))[1].extend(back)
-            self._launch_if_all_wait()
 
 
-class _Member(AbstractAsyncContextManager[None]):
-    """A sample's membership in its cohort. A class, because every sample has one and a generator costs
-    several times as much."""
-
-    __slots__ = ("_cohort",)
-
-    def __init__(self, cohort: Cohort) -> None:
-        self._cohort = cohort
-
-    async def __aenter__(self) -> None:
-        self._cohort.enter()
-
-    async def __aexit__(self, *raised: object) -> None:
-        self._cohort.leave()
-
-
-class Arrivals:
+class BatchByArrival:
     """Calls go out at once. Engines and teachers merge what arrives."""
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[Lane, list[_Call]]] = {}
+        self._made: dict[str, tuple[CallQueue, list[_Call]]] = {}
         """Calls per lane since the last batch was sent."""
 
     def member(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    async def call(self, lane: Lane, key: str, item: Any) -> Any:
-        if lane.check is not None:
-            lane.check(item)
-        if lane.sharing is None:
-            return await _alone(lane, item)
+    async def call(self, queue: CallQueue, key: str, item: Any) -> Any:
+        if queue.check is not None:
+            queue.check(item)
+        if queue.sharing is None:
+            return await _alone(queue, item)
         loop = asyncio.get_running_loop()
         call = _Call(key, item, loop.create_future())
-        if lane.name not in self._made:
-            self._made[lane.name] = (lane, [])
-            loop.call_later(_AT_ONCE_S, self._send, lane.name)
-        self._made[lane.name][1].append(call)
+        if queue.name not in self._made:
+            self._made[queue.name] = (queue, [])
+            loop.call_later(_AT_ONCE_S, self._send, queue.name)
+        self._made[queue.name][1].append(call)
         return await call.result
 
     def _send(self, name: str) -> None:
-        lane, made = self._made.pop(name)
-        for calls in _parts(lane, [call for call in made if not call.result.done()]):
-            _together(lane, calls)
+        queue, made = self._made.pop(name)
+        for calls in _parts(queue, [call for call in made if not call.result.done()]):
+            _together(queue, calls)
 
 
-def _parts(lane: Lane, calls: Sequence[_Call]) -> list[list[_Call]]:
-    assert lane.sharing is not None
-    sharing = lane.sharing
-    size = min(lane.limit, -(-len(calls) // max(sharing.servers(), 1)))
+def _parts(queue: CallQueue, calls: Sequence[_Call]) -> list[list[_Call]]:
+    assert queue.sharing is not None
+    sharing = queue.sharing
+    size = min(queue.limit, -(-len(calls) // max(sharing.servers(), 1)))
     parts: list[list[_Call]] = []
     left = 0
     for call in calls:
@@ -253,9 +226,9 @@ def _parts(lane: Lane, calls: Sequence[_Call]) -> list[list[_Call]]:
     return parts
 
 
-def _together(lane: Lane, calls: Sequence[_Call]) -> None:
+def _together(queue: CallQueue, calls: Sequence[_Call]) -> None:
     """Launch one batch. It is cancelled when all its callers have been cancelled."""
-    task = asyncio.create_task(_each(lane, calls))
+    task = asyncio.create_task(_each(queue, calls))
 
     def leave(_: asyncio.Future[Any]) -> None:
         if all(call.result.cancelled() for call in calls):
@@ -265,10 +238,10 @@ def _together(lane: Lane, calls: Sequence[_Call]) -> None:
         call.result.add_done_callback(leave)
 
 
-async def _each(lane: Lane, calls: Sequence[_Call]) -> None:
+async def _each(queue: CallQueue, calls: Sequence[_Call]) -> None:
     """As `_run`, but each half of a refused batch is launched, and cancelled, on its own."""
     try:
-        results = await _results(lane, calls)
+        results = await _results(queue, calls)
     except Exception as error:
         if len(calls) == 1 or isinstance(error, _NOT_ONE_CALLS_FAULT):
             _fail(calls, error)
@@ -276,7 +249,7 @@ async def _each(lane: Lane, calls: Sequence[_Call]) -> None:
             for half in _halves(calls):
                 waiting = [call for call in half if not call.result.done()]
                 if waiting:
-                    _together(lane, waiting)
+                    _together(queue, waiting)
     except BaseException as error:
         _fail(calls, error)
         raise
@@ -296,8 +269,8 @@ def _fail(calls: Sequence[_Call], error: BaseException) -> None:
             call.result.set_exception(error)
 
 
-async def _alone(lane: Lane, item: Any) -> Any:
-    results = await lane.run([item])
+async def _alone(queue: CallQueue, item: Any) -> Any:
+    results = await queue.run([item])
     if len(results) != 1:
-        raise RuntimeError(f"lane {lane.name} gave {len(results)} results for 1 call")
+        raise RuntimeError(f"queue {queue.name} gave {len(results)} results for 1 call")
     return results[0]

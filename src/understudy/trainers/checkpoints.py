@@ -33,16 +33,16 @@ from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.integrity import check_manifest_unchanged, check_scores_unchanged
 from understudy.trainers.critic.local import _MODEL, _OPTIMIZER, critic_state
-from understudy.trainers.system import System
+from understudy.trainers.system import Learner, RunState, System
 
 
-def training_state(system: System) -> PolicyState:
+def training_state(learner: Learner) -> PolicyState:
     """Student and critic as one state. The critic's tensors are stored with the optimizer's, so an export
     leaves them out."""
-    state = system.policy.state()
-    if system.critic is None:
+    state = learner.policy.state()
+    if learner.critic is None:
         return state
-    own = system.critic.state()
+    own = learner.critic.state()
     extra: dict[str, torch.Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in own.model.items()}
     extra |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in own.optimizer.items()}
     return replace(
@@ -53,74 +53,76 @@ def training_state(system: System) -> PolicyState:
     )
 
 
-def restore_critic(system: System, state: PolicyState) -> None:
+def restore_critic(learner: Learner, state: PolicyState) -> None:
     """Load the critic's part of a state from `training_state`."""
     found: Mapping[str, Any] | None = state.progress.get("critic")
-    if (system.critic is None) != (found is None):
+    if (learner.critic is None) != (found is None):
         raise CheckpointError(
             f"the checkpoint holds {'no critic' if found is None else 'a critic'}, this recipe has "
             f"{'one' if found is None else 'none'}; resume with the recipe the run was started with"
         )
-    if system.critic is not None and found is not None:
-        system.critic.load_state(critic_state(state))
+    if learner.critic is not None and found is not None:
+        learner.critic.load_state(critic_state(state))
 
 
 def checkpoint_due(system: System, step: int, line: Mapping[str, Any]) -> bool:
     """Whether to save the step just taken, with metrics `line`: it is due by count, the last, or the best so
     far."""
-    trainer = system.recipe.trainer
-    best = trainer.keep_best and system.best.consider(step, line)
+    trainer = system.learner.settings.trainer
+    best = trainer.keep_best and system.state.saves.best.consider(step, line)
     return best or step % trainer.checkpoint_every == 0 or step == trainer.steps
 
 
 async def save_checkpoint(system: System, step: int) -> None:
     """Returns when training may continue. `finish_saving` also waits for the disk."""
-    await finish_saving(system)
-    with system.spans.span("checkpoint", step=step):
-        await system.plane.sync()
-        system.metrics.sync()
-        system.spans.flush()
+    kept, trainer = system.state, system.learner.settings.trainer
+    await finish_saving(kept)
+    with kept.spans.span("checkpoint", step=step):
+        await kept.plane.sync()
+        kept.metrics.sync()
+        kept.spans.flush()
         extra = {
-            "cursor": system.cursor.state(),
-            "teachers": system.manifests,
-            "rows_trained": system.tally.rows_trained,
+            "cursor": system.producer.cursor.state(),
+            "teachers": system.producer.teachers.manifests,
+            "rows_trained": kept.tally.rows_trained,
         }
-        state, beside = await asyncio.to_thread(training_state, system), system.recipe.trainer.async_save
+        state = await asyncio.to_thread(training_state, system.learner)
         # Always on the saver's thread: a run that ends meanwhile waits there, so the next attempt finds no
         # writer.
-        written = await asyncio.to_thread(partial(system.saver.save, step, state, extra, copied=beside))
-        if beside:
-            system.saving.add(system.background.create_task(_when_final(system, written), name="checkpoint"))
+        save = partial(kept.saves.saver.save, step, state, extra, copied=trainer.async_save)
+        written = await asyncio.to_thread(save)
+        final = _when_final(kept, written, keep_best=trainer.keep_best)
+        if trainer.async_save:
+            kept.saves.under_way.add(kept.background.create_task(final, name="checkpoint"))
         else:
-            await _when_final(system, written)
+            await final
 
 
-async def finish_saving(system: System) -> None:
+async def finish_saving(state: RunState) -> None:
     """Returns when every checkpoint under way is final and the journal has freed the rows it need not
     keep."""
-    while system.saving:
-        task = system.saving.pop()
-        with (
-            system.view.work("waiting for the checkpoint to be written") if not task.done() else nullcontext()
-        ):
+    while state.saves.under_way:
+        task = state.saves.under_way.pop()
+        waiting = state.view.work("waiting for the checkpoint to be written")
+        with nullcontext() if task.done() else waiting:
             await task
 
 
-async def _when_final(system: System, written: Future[Path]) -> None:
+async def _when_final(state: RunState, written: Future[Path], *, keep_best: bool) -> None:
     # Shielded: a cancellation here must not cancel a save that has not begun, or the saver would report that
     # instead of the original error.
     await asyncio.shield(asyncio.wrap_future(written))
-    await _let_go(system)
+    await _let_go(state, keep_best=keep_best)
 
 
-async def _let_go(system: System) -> None:
+async def _let_go(state: RunState, *, keep_best: bool) -> None:
     """After a checkpoint is final: mark it if it is the best, and free rows that no resume can need."""
     point("sync.after_checkpoint")
-    if system.recipe.trainer.keep_best:
-        await asyncio.to_thread(system.best.mark, system.checkpoints)
-    resumable = system.checkpoints.resumable()
+    if keep_best:
+        await asyncio.to_thread(state.saves.best.mark, state.saves.store)
+    resumable = state.saves.store.resumable()
     if resumable:
-        await system.plane.settle(resumable[0])
+        await state.plane.settle(resumable[0])
 
 
 def last_checkpoint(run: RunDir, keep: int) -> Checkpoint | None:
@@ -136,16 +138,16 @@ def forget_after(run: RunDir, step: int | None) -> None:
 
 async def restore(system: System, checkpoint: Checkpoint) -> None:
     """Load a checkpoint into a newly built system."""
-    verify_teachers(checkpoint.extra["teachers"], system.manifests)
-    if isinstance(system.policy, LeadingPolicy):
-        await asyncio.to_thread(system.policy.load_checkpoint, checkpoint)
+    verify_teachers(checkpoint.extra["teachers"], system.producer.teachers.manifests)
+    if isinstance(system.learner.policy, LeadingPolicy):
+        await asyncio.to_thread(system.learner.policy.load_checkpoint, checkpoint)
     else:
-        system.policy.load_state(checkpoint.policy)
-    await asyncio.to_thread(restore_critic, system, checkpoint.policy)
-    system.cursor.restore(checkpoint.extra["cursor"])
-    system.tally.rows_trained = int(checkpoint.extra["rows_trained"])
+        system.learner.policy.load_state(checkpoint.policy)
+    await asyncio.to_thread(restore_critic, system.learner, checkpoint.policy)
+    system.producer.cursor.restore(checkpoint.extra["cursor"])
+    system.state.tally.rows_trained = int(checkpoint.extra["rows_trained"])
     # The previous launch may have been killed between the checkpoint and this call.
-    await _let_go(system)
+    await _let_go(system.state, keep_best=system.learner.settings.trainer.keep_best)
 
 
 def verify_teachers(saved: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> None:

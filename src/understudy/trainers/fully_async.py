@@ -46,24 +46,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from understudy.config.checks.capacity import capacity_notes, max_prompts
 from understudy.dataplane.base import Count, Lease, Order, split_key
 from understudy.errors import DataError, PolicyError
 from understudy.observability.faults import point
 from understudy.planning.windows import Windows
 from understudy.policy.step import StepResult
-from understudy.trainers.call_batching import Arrivals, Gather
+from understudy.trainers.call_batching import BatchByArrival, Gather
 from understudy.trainers.checkpoints import checkpoint_due, save_checkpoint
 from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
 from understudy.trainers.learn.refused_steps import keep_weights
-from understudy.trainers.learn.update import batch_of, claim_batch, step_metrics, training_fields, update
+from understudy.trainers.learn.update import claim_batch, step_metrics, update
 from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.pacing.admission import AdmissionController
 from understudy.trainers.pacing.idle_meter import BusyMeter, metered
-from understudy.trainers.pacing.lending import Lender, lender_of
-from understudy.trainers.pacing.publish_gate import Turnstile
-from understudy.trainers.pacing.slots import Production, Slots
+from understudy.trainers.pacing.publish_gate import PublishGate
 from understudy.trainers.pacing.staleness import RowAges
+from understudy.trainers.pacing.staleness_budget import StalenessBudget, WindowProgress
 from understudy.trainers.pacing.window_cursor import WindowCursor
 from understudy.trainers.produce.dynamic_sampling import (
     install_filters,
@@ -75,11 +73,12 @@ from understudy.trainers.produce.dynamic_sampling import (
 )
 from understudy.trainers.produce.produce import produce_step
 from understudy.trainers.rollout_dump import with_rollout_dump
+from understudy.trainers.row_columns import PARTITION, training_columns
 from understudy.trainers.stopping import Abandoned, Interrupts
 from understudy.trainers.sync import publish
-from understudy.trainers.system import PARTITION, System
+from understudy.trainers.system import System
 from understudy.trainers.wait_graph import PRODUCER
-from understudy.types.far_batch import AnyBatch
+from understudy.types.batch_ref import BatchRef
 from understudy.types.prompt import Prompt
 
 logger = logging.getLogger(__name__)
@@ -102,10 +101,7 @@ async def train_fully_async(system: System, stop: Interrupts) -> int:
 
 
 async def _train(system: System, stop: Interrupts) -> int:
-    install_filters(system)
-    for note in capacity_notes(system.recipe.trainer, system.recipe.rollout, system.recipe.dataplane):
-        logger.warning(note)
-        system.view.note(note)
+    install_filters(system.producer)
     run = await _AsyncRun.of(system)
     if run.first_step == 0:
         await evaluate_first(run.system, stop)
@@ -117,8 +113,6 @@ async def _train(system: System, stop: Interrupts) -> int:
             # The journal holds what unfinished rows have so far. A resume continues from there.
             admission.cancel()
             run.abandon_producers()
-            if run.lender is not None:
-                await run.lender.here.close()
 
 
 @dataclass(slots=True)
@@ -127,10 +121,10 @@ class _AsyncRun:
 
     system: System
     windows: Windows
-    slots: Slots
+    slots: StalenessBudget
     cursor: WindowCursor
     first_step: int
-    turnstile: Turnstile | None
+    publish_gate: PublishGate | None
     """None if a publish does not wait for rollouts."""
     controller: AdmissionController | None
     rollout_meter: BusyMeter
@@ -138,47 +132,48 @@ class _AsyncRun:
     gather: Gather | None
     """One for the whole run, so that calls of prompts admitted at different times share batches. None:
     batched by key."""
-    lender: Lender | None
-    """None unless the trainer's device also generates (`trainer.lend_after`)."""
-    productions: dict[int, Production] = field(default_factory=dict)
+    progresses: dict[int, WindowProgress] = field(default_factory=dict)
     producers: set[asyncio.Task[None]] = field(default_factory=set)
 
     @staticmethod
     async def of(system: System) -> _AsyncRun:
-        trainer = system.recipe.trainer
-        windows = Windows(
-            trainer.batch_size,
-            trainer.sync_every,
-            trainer.max_staleness,
-            trainer.steps,
-            max_prompts(system.recipe.rollout, system.recipe.dataplane),
-        )
-        step = system.policy.step
+        trainer = system.learner.settings.trainer
+        windows = system.learner.settings.windows
+        step = system.learner.policy.step
         trained = step // windows.sync_every
-        cursor = WindowCursor(system.cursor, windows, trained, await _assigned(system, windows))
+        cursor = WindowCursor(system.producer.cursor, windows, trained, await _assigned(system, windows))
         rollout_meter, teacher_meter = BusyMeter(), BusyMeter()
-        turnstile = None if trainer.partial_rollouts else Turnstile()
-        lender = lender_of(system)
+        publish_gate = None if trainer.partial_rollouts else PublishGate()
+        producer, queues = system.producer, system.producer.teachers.queues
+        metered_queues = {name: metered(queue, teacher_meter) for name, queue in queues.items()}
         watched = replace(
             system,
-            cursor=cursor,
-            turnstile=turnstile,
-            engine_lane=metered(lender.as_lane() if lender else system.engine_lane, rollout_meter),
-            teacher_lanes={name: metered(lane, teacher_meter) for name, lane in system.teacher_lanes.items()},
+            producer=replace(
+                producer,
+                cursor=cursor,
+                publish_gate=publish_gate,
+                engine_queue=metered(producer.engine_queue, rollout_meter),
+                teachers=replace(producer.teachers, queues=metered_queues),
+            ),
         )
         return _AsyncRun(
             system=watched,
             windows=windows,
-            slots=Slots(windows, admitted=trained * windows.size, published=trained),
+            slots=StalenessBudget(windows, admitted=trained * windows.size, published=trained),
             cursor=cursor,
             first_step=step,
-            turnstile=turnstile,
+            publish_gate=publish_gate,
             controller=AdmissionController(windows) if trainer.adapt_admission else None,
             rollout_meter=rollout_meter,
             teacher_meter=teacher_meter,
-            gather=None if system.deterministic else Arrivals(),
-            lender=lender,
+            gather=None if system.learner.settings.deterministic else BatchByArrival(),
         )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a row must have to be trained on."""
+        settings = self.system.learner.settings
+        return training_columns(settings.loss, settings.judged)
 
     # --- admit
     # ------------------------------------------------------------------------------------------------
@@ -186,7 +181,7 @@ class _AsyncRun:
     async def admit(self, tasks: asyncio.TaskGroup) -> None:
         """Start producers for as many prompts as there are free slots, window after window."""
         while not self.slots.exhausted:
-            with self.system.spans.span("wait for a slot"):
+            with self.system.state.spans.span("wait for a slot"):
                 room = await self.slots.wait_for_room()
             first = self.slots.admitted
             window = self.windows.of_prompt(first)
@@ -198,11 +193,15 @@ class _AsyncRun:
             producer.add_done_callback(self.producers.discard)
 
     async def _produce(self, window: int, prompts: Sequence[Prompt]) -> None:
-        with self.system.spans.span(PRODUCER, window=window, prompts=len(prompts)):
-            await produce_step(self.system, prompts, self.windows.first_step(window), gather=self.gather)
-            if self.system.recipe.rollout.filter_groups:
+        with self.system.state.spans.span(PRODUCER, window=window, prompts=len(prompts)):
+            await self._produce_rows(window, prompts)
+            if self.system.producer.settings.rollout.filter_groups:
                 await self._refill(window, prompts)
-        self.production(window).finish(len(prompts))
+        self.progress(window).finish(len(prompts))
+
+    async def _produce_rows(self, window: int, prompts: Sequence[Prompt]) -> None:
+        step = self.windows.first_step(window)
+        await produce_step(self.system.producer, self.system.learner, prompts, step, gather=self.gather)
 
     async def _refill(self, window: int, prompts: Sequence[Prompt]) -> None:
         """Replaces filtered prompts by other prompts.
@@ -211,21 +210,21 @@ class _AsyncRun:
         staleness bound holds. It waits for no slot, so the trainer's wait still ends. Replacements that an
         earlier launch took for these places do not count against `rollout.max_refills`.
         """
-        most, refills, production = self.system.recipe.rollout.max_refills, 0, self.production(window)
-        while missing := await without_rows(self.system, prompts):
-            production.filtered += missing
+        most, refills, progress = self.system.producer.settings.rollout.max_refills, 0, self.progress(window)
+        while missing := await without_rows(self.system.producer, prompts):
+            progress.filtered += missing
             owed = self.cursor.owes(window)
             if refills == most and not owed:
                 break
             refills += not owed
             prompts = self.cursor.refill(window, missing)
-            await produce_step(self.system, prompts, self.windows.first_step(window), gather=self.gather)
-        production.refills = max(production.refills, refills)
+            await self._produce_rows(window, prompts)
+        progress.refills = max(progress.refills, refills)
 
-    def production(self, window: int) -> Production:
-        if window not in self.productions:
-            self.productions[window] = Production(len(self.windows.prompts_of(window)))
-        return self.productions[window]
+    def progress(self, window: int) -> WindowProgress:
+        if window not in self.progresses:
+            self.progresses[window] = WindowProgress(len(self.windows.prompts_of(window)))
+        return self.progresses[window]
 
     def abandon_producers(self) -> None:
         for producer in self.producers:
@@ -235,7 +234,7 @@ class _AsyncRun:
     # ------------------------------------------------------------------------------------------------
 
     async def train(self, stop: Interrupts) -> int:
-        trainer, step, system = self.system.recipe.trainer, self.first_step, self.system
+        trainer, step, system = self.system.learner.settings.trainer, self.first_step, self.system
         saved, evaluation_due = step, False
         while step < trainer.steps and not stop.requested:
             try:
@@ -250,7 +249,7 @@ class _AsyncRun:
             if self._publishes_after(step) and (evaluation_due or step == trainer.steps):
                 line = await evaluated(system, step, line, stop)
                 evaluation_due = False
-            system.view.step(system.metrics.write(step, line))
+            system.state.view.step(system.state.metrics.write(step, line))
             point("async.after_metrics")
             if checkpoint_due(system, step, line) or stop.requested:
                 await save_checkpoint(system, step)
@@ -262,21 +261,21 @@ class _AsyncRun:
     async def take_step(self, step: int, stop: Interrupts) -> dict[str, Any]:
         """One step; returns its metrics. Raises `Abandoned` before the update only, so the student is
         unchanged."""
-        started, spans, system = time.monotonic(), self.system.spans, self.system
+        started, spans, system = time.monotonic(), self.system.state.spans, self.system
         with spans.span("wait for rows", step=step, window=self.windows.of_step(step)):
-            lease, batch, metrics = await stop.waiting(self._claim_lending(step))
+            lease, batch, metrics = await stop.waiting(self._claim(step))
         waited = time.monotonic() - started
         point("async.after_claim")
-        depth = await system.plane.depth(PARTITION, fields=training_fields(system))
-        ages = await RowAges.of(system.plane, lease, self.windows, step)
+        depth = await system.state.plane.depth(PARTITION, fields=self.columns)
+        ages = await RowAges.of(system.state.plane, lease, self.windows, step)
         ages.check(self.windows.oldest)
         with spans.span("update", step=step):
-            result = await with_rollout_dump(system, lease, step, update(system, batch))
+            result = await with_rollout_dump(system.producer, lease, step, update(system.learner, batch))
         point("async.after_update")
-        await system.plane.ack(lease, step)
-        removed = removal_metrics(system)
+        await system.state.plane.ack(lease, step)
+        removed = removal_metrics(system.producer)
         point("async.after_ack")
-        system.tally.rows_trained += len(batch)
+        system.state.tally.rows_trained += len(batch)
         if self._publishes_after(step):
             await self._publish(step, waited / (time.monotonic() - started), depth.ready, stop)
         seconds = time.monotonic() - started
@@ -286,62 +285,51 @@ class _AsyncRun:
         metrics |= {f"time/update/{name}": value for name, value in result.seconds.items()}
         metrics |= removed | self._pace(result, seconds, waited, depth.rows, depth.ready)
         metrics |= usage_metrics(system, result, seconds)
-        return metrics | teacher_metrics(system) | system.timings.take()
+        return metrics | teacher_metrics(system.producer.teachers.pools) | system.state.timings.take()
 
-    async def _claim(self, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
+    async def _claim(self, step: int) -> tuple[Lease, BatchRef, dict[str, float]]:
         """The rows of this update: the next finished ones of its window. The window's last update gets all
         that are left."""
         window = self.windows.of_step(step)
-        first, production = self.windows.first_step(window), self.production(window)
+        first, progress = self.windows.first_step(window), self.progress(window)
         if step == self.windows.last_step(window):
-            await production.complete.wait()
-            del self.productions[window]
-            if not self.system.recipe.rollout.filter_groups:
-                return await claim_batch(self.system, first)
+            await progress.complete.wait()
+            del self.progresses[window]
+            if not self.system.producer.settings.rollout.filter_groups:
+                return await claim_batch(self.system.learner, first)
             places = self.windows.prompts_of(window)
-            if await self._rows_of(first) == 0 and production.filtered >= len(places):
-                raise nothing_to_learn(step, production.filtered)
-            lease, batch, metrics = await claim_batch(self.system, first)
-            return lease, batch, metrics | refill_metrics(production.filtered, production.refills)
-        lease = await self._claim_next(first, step, production)
-        batch, metrics = await batch_of(self.system, lease)
+            if await self._rows_of(first) == 0 and progress.filtered >= len(places):
+                raise nothing_to_learn(step, progress.filtered)
+            lease, batch, metrics = await claim_batch(self.system.learner, first)
+            return lease, batch, metrics | refill_metrics(progress.filtered, progress.refills)
+        lease = await self._claim_next(first, step, progress)
+        batch, metrics = await self.system.learner.batches.of(lease)
         return lease, batch, metrics
 
-    async def _claim_lending(self, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
-        """`_claim`; while it waits, the trainer's device may generate (`pacing/lending.py`)."""
-        if self.lender is None:
-            return await self._claim(step)
-        started = time.monotonic()
-        async with self.lender.while_waiting(self.system.policy.step):
-            lease, batch, metrics = await self._claim(step)
-        decision = self.lender.decision.observe(time.monotonic() - started)
-        if decision:
-            logger.info("step %d: %s", step, decision)
-            self.system.view.note(f"step {step}: {decision}")
-        return lease, batch, metrics | self.lender.take_counts()
-
     async def _rows_of(self, first: int) -> int:
-        depth = await self.system.plane.depth(
-            PARTITION, fields=training_fields(self.system), where={"step": first}
+        depth = await self.system.state.plane.depth(
+            PARTITION,
+            fields=self.columns,
+            where={"step": first},
         )
         return depth.ready
 
-    async def _claim_next(self, first: int, step: int, production: Production) -> Lease:
+    async def _claim_next(self, first: int, step: int, progress: WindowProgress) -> Lease:
         """A batch of whole prompts in order of arrival.
 
         If too many rows of the window failed, the rest is divided evenly over the window's remaining
         updates."""
         system, mine = self.system, {"step": first}
-        fields = training_fields(system)
+        fields = self.columns
 
         async def claim(prompts: int) -> Lease:
-            return await system.plane.claim(
+            return await system.state.plane.claim(
                 PARTITION, prompts, fields=fields, where=mine, order=Order.ARRIVAL, count=Count.GROUPS,
                 lease_seconds=None,
             )  # fmt: skip
 
         whole = asyncio.create_task(claim(self.windows.batch_size))
-        complete = asyncio.create_task(production.complete.wait())
+        complete = asyncio.create_task(progress.complete.wait())
         try:
             await asyncio.wait({whole, complete}, return_when=asyncio.FIRST_COMPLETED)
             # The rows that finished last may reach the claim in the next turn of the event loop.
@@ -353,12 +341,14 @@ class _AsyncRun:
         try:
             return await whole
         except asyncio.CancelledError:
-            if not production.complete.is_set():
+            if not progress.complete.is_set():
                 raise
         updates = self.windows.last_step(self.windows.of_step(step)) - step + 1
-        prompts = -(-await prompts_held(system, first) // updates)
+        prompts = -(-await prompts_held(system.producer, first) // updates)
         if prompts == 0:
-            raise DataError(f"every row of step {step} failed; the reasons are in {system.run.dead_letters}")
+            raise DataError(
+                f"every row of step {step} failed; the reasons are in {system.state.run.dead_letters}"
+            )
         return await claim(prompts)
 
     def _publishes_after(self, step: int) -> bool:
@@ -370,29 +360,29 @@ class _AsyncRun:
 
         If a stopping run cannot wait for them to end, the weights are not published: no engine will use
         them."""
-        spans = self.system.spans
-        if self.turnstile is None:
+        spans = self.system.state.spans
+        if self.publish_gate is None:
             with spans.span("publish", step=step):
-                await publish(self.system, step, stop)
+                await publish(self.system.learner, step, stop)
         else:
             try:
                 with spans.span("drain", step=step):
-                    await stop.waiting(self.turnstile.close())
+                    await stop.waiting(self.publish_gate.close())
                 with spans.span("publish", step=step):
-                    await publish(self.system, step, stop)
+                    await publish(self.system.learner, step, stop)
             except Abandoned:
                 logger.info("step %d: stopped while rollouts were waited for; not published", step)
             finally:
-                self.turnstile.open()
+                self.publish_gate.open()
         point("async.after_publish")
         self.cursor.window_trained()
         self.slots.publish()
         if self.controller is not None:
-            ahead = rows_ready / (self.system.recipe.rollout.n * self.windows.size)
+            ahead = rows_ready / (self.system.producer.settings.rollout.n * self.windows.size)
             decision = self.controller.observe(trainer_idle, ahead)
             if decision:
                 logger.info("step %d: %s", step, decision)
-                self.system.view.note(f"step {step}: {decision}")
+                self.system.state.view.note(f"step {step}: {decision}")
                 self.slots.set_ceiling(self.controller.ceiling)
 
     def _pace(
@@ -415,7 +405,7 @@ async def _assigned(system: System, windows: Windows) -> dict[str, int]:
     """The window of every prompt with rows in flight from an earlier launch.
 
     Empty without `rollout.filter_groups`: then the cursor's order determines the windows."""
-    if not system.recipe.rollout.filter_groups:
+    if not system.producer.settings.rollout.filter_groups:
         return {}
-    rows = await system.plane.list(PARTITION)
+    rows = await system.state.plane.list(PARTITION)
     return {split_key(key)[0]: windows.of_step(row.step) for key, row in rows.items()}

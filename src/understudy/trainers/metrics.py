@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
 
 import psutil
 import torch
@@ -12,19 +13,16 @@ from understudy.engines.hosted.engine import HostedEngine
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.policy.step import StepResult
-from understudy.trainers.critic.remote import FarCritic
+from understudy.teacher.pool.pool import TeacherPool
+from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.system import System
 from understudy.weights.publish import CopiedWeights
 
 
-def teacher_metrics(system: System) -> dict[str, float]:
+def teacher_metrics(pools: Mapping[str, TeacherPool]) -> dict[str, float]:
     """Latency, queue, retries and ejections per teacher and per replica, and each replica's share of the
     tokens."""
-    return {
-        f"perf/{name}": value
-        for pool in system.pools.values()
-        for name, value in pool.metrics().flat().items()
-    }
+    return {f"perf/{name}": value for pool in pools.values() for name, value in pool.metrics().flat().items()}
 
 
 PEAK_FLOPS = {
@@ -60,42 +58,31 @@ def usage_metrics(system: System, result: StepResult, seconds: float) -> dict[st
     | `perf/engines/*` | generations, between the trainer's process and engine processes or servers |
     | `perf/critic/*` | between the trainer's process and the critic's |
     """
-    model, device = system.policy.model, system.policy.device
+    model, device = system.learner.policy.model, system.learner.policy.device
     updating = max(sum(result.seconds.values()), 1e-9)  # empty if the step updated no weights
-    flops_per_second = model_flops(model, result.tokens) / updating / system.recipe.trainer.ranks
+    flops_per_second = model_flops(model, result.tokens) / updating / system.learner.settings.trainer.ranks
     metrics = {
         "perf/completion_tokens_per_second": result.loss_tokens / seconds,
         "perf/update_tokens_per_second": result.tokens / updating,
         "perf/model_tflops": flops_per_second / 1e12,
-        "perf/micro_batch_tokens": float(system.micro_batches.tokens(system.recipe)),
+        "perf/micro_batch_tokens": float(system.learner.micro_batches.tokens),
         "perf/memory/rss_gb": psutil.Process().memory_info().rss / 1e9,
         "perf/memory/rss_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KILO / 1e9,
     }
-    if isinstance(system.policy, LeadingPolicy):
-        metrics["perf/ranks/bytes_sent"] = float(system.policy.bytes_sent)
-    if system.far_rows is not None:
-        metrics["perf/ranks/bytes_fetched"] = float(system.far_rows.bytes_got)
-    if system.row_workers is not None and system.far_scoring is not None:
-        traffic, shelf = system.row_workers.workers.traffic, system.row_workers.plane.shelf
-        metrics |= {
-            "perf/workers/bytes_sent": float(traffic.sent),
-            "perf/workers/bytes_received": float(traffic.received),
-            "perf/workers/bytes_of_generation": float(traffic.generation),
-            "perf/workers/rows_judged_here": float(system.far_scoring.rows_judged_here),
-            "perf/queue/bytes_put": float(shelf.bytes_put),
-            "perf/queue/bytes_got": float(shelf.bytes_got),
-        }
-    if isinstance(system.engine, HostedEngine | RemoteEngine):
-        metrics["perf/engines/bytes_sent"] = float(system.engine.traffic.sent)
-        metrics["perf/engines/bytes_received"] = float(system.engine.traffic.received)
-    if isinstance(system.critic, FarCritic):
-        metrics["perf/critic/bytes_sent"] = float(system.critic.traffic.sent)
-        metrics["perf/critic/bytes_received"] = float(system.critic.traffic.received)
-    if isinstance(system.publisher, CopiedWeights):
-        metrics["perf/weights/published_bytes"] = float(system.publisher.published_bytes)
+    if isinstance(system.learner.policy, LeadingPolicy):
+        metrics["perf/ranks/bytes_sent"] = float(system.learner.policy.bytes_sent)
+    metrics |= system.learner.batches.metrics() | system.producer.rollouts.metrics()
+    if isinstance(system.producer.engine, HostedEngine | RemoteEngine):
+        metrics["perf/engines/bytes_sent"] = float(system.producer.engine.traffic.sent)
+        metrics["perf/engines/bytes_received"] = float(system.producer.engine.traffic.received)
+    if isinstance(system.learner.critic, RemoteCritic):
+        metrics["perf/critic/bytes_sent"] = float(system.learner.critic.traffic.sent)
+        metrics["perf/critic/bytes_received"] = float(system.learner.critic.traffic.received)
+    if isinstance(system.learner.publisher, CopiedWeights):
+        metrics["perf/weights/published_bytes"] = float(system.learner.publisher.published_bytes)
     if device.type == "cuda":
         peak = next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name(device)), None)
-        if peak is not None and system.recipe.student.dtype != "float32":
+        if peak is not None and system.learner.settings.student.dtype != "float32":
             metrics["perf/mfu"] = flops_per_second / peak
         metrics["perf/memory/cuda_peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
         torch.cuda.reset_peak_memory_stats(device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from understudy.config import Recipe
+from understudy.config import DataConfig, RolloutConfig, StudentConfig
 from understudy.errors import DataError
 from understudy.planning.overlong import Overlong, prompt_limit, settle_overlong
 from understudy.policy.load import context_of_config, load_tokenizer
@@ -30,33 +30,36 @@ class PromptData:
     """Notes for the user."""
 
 
-def open_data(recipe: Recipe) -> PromptData:
-    """Reads the recipe's datasets. If prompts have a length limit, all are rendered with the student's
+def open_data(data: DataConfig, rollout: RolloutConfig, student: StudentConfig) -> PromptData:
+    """Reads a run's datasets. If prompts have a length limit, all are rendered with the student's
     tokenizer."""
-    train = load_dataset(recipe.data.train, "data.train")
-    held_out = load_dataset(recipe.data.eval, "data.eval") if recipe.data.eval else None
+    train = load_dataset(data.train, "data.train")
+    held_out = load_dataset(data.eval, "data.eval") if data.eval else None
     notes: list[str] = []
-    if _is_limited(recipe):
-        tokenizer, context = _student_facts(recipe)
-        train, notes = without_overlong(recipe, train, "data.train", tokenizer, context)
+    if _is_limited(data):
+        tokenizer, context = _student_facts(student)
+        train, notes = without_overlong(data, rollout, train, "data.train", tokenizer, context)
         if held_out is not None:
-            held_out, more = without_overlong(recipe, held_out, "data.eval", tokenizer, context)
+            held_out, more = without_overlong(data, rollout, held_out, "data.eval", tokenizer, context)
             notes += more
     return PromptData(train, held_out, notes)
 
 
 def without_overlong(
-    recipe: Recipe, dataset: Dataset, role: str, tokenizer: PreTrainedTokenizerBase, context: int
+    data: DataConfig,
+    rollout: RolloutConfig,
+    dataset: Dataset,
+    role: str,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
 ) -> tuple[Dataset, list[str]]:
     """The rows after `data.overlong` was applied, and notes for the user. Tokenizer and context are the
     student's."""
-    if not _is_limited(recipe):
+    if not _is_limited(data):
         return dataset, []
-    loops = LoopChoice(recipe.rollout.agent, recipe.rollout.agent_options)
-    renderer = Renderer(
-        tokenizer, context=_NO_LIMIT, reserve=0, template_options=recipe.rollout.template_options
-    )
-    overlong = Overlong(role, recipe.data.overlong, prompt_limit(recipe, context))
+    loops = LoopChoice(rollout.agent, rollout.agent_options)
+    renderer = Renderer(tokenizer, context=_NO_LIMIT, reserve=0, template_options=rollout.template_options)
+    overlong = Overlong(role, data.overlong, prompt_limit(data, rollout, context))
     for start in range(0, len(dataset), _AT_A_TIME):
         ordinals = range(start, min(start + _AT_A_TIME, len(dataset)))
         prompts = [dataset.prompt(ordinal, key=dataset.place(ordinal), epoch=0) for ordinal in ordinals]
@@ -66,15 +69,14 @@ def without_overlong(
                 DataError
             ):  # a prompt that cannot be rendered becomes a dead letter when its turn comes
                 overlong.see(prompt.ordinal, len(renderer.render(prompt, tools=loops.schemas(prompt))))
-    return settle_overlong(overlong, dataset, recipe)
+    return settle_overlong(overlong, dataset, data, rollout)
 
 
-def _is_limited(recipe: Recipe) -> bool:
-    return recipe.data.max_prompt_tokens is not None or recipe.data.overlong != "error"
+def _is_limited(data: DataConfig) -> bool:
+    return data.max_prompt_tokens is not None or data.overlong != "error"
 
 
-def _student_facts(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int]:
-    student = recipe.student
+def _student_facts(student: StudentConfig) -> tuple[PreTrainedTokenizerBase, int]:
     tokenizer = load_tokenizer(student.model, student.trust_remote_code, student.revision)
     config = AutoConfig.from_pretrained(
         student.model, trust_remote_code=student.trust_remote_code, revision=student.revision

@@ -29,12 +29,13 @@ import numpy as np
 from understudy.dataplane.base import Lease
 from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
 from understudy.observability.rundir import write_atomically
+from understudy.trainers.keep_rows import keep_rows
 from understudy.trainers.row_columns import SCORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from understudy.trainers.system import System
+    from understudy.trainers.system import Producer
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -79,31 +80,37 @@ class RolloutDump:
         return json.dumps(told, ensure_ascii=False)
 
 
-async def with_rollout_dump(system: System, lease: Lease, step: int, work: Awaitable[Result]) -> Result:
-    """The result of `work`, an update. The step's rows are on disk when it returns, if this step is to be
-    dumped."""
-    every = system.recipe.run.rollout_dump_every
-    if not every or step % every:
+async def with_rollout_dump(producer: Producer, lease: Lease, step: int, work: Awaitable[Result]) -> Result:
+    """The result of `work`, an update. What is to be kept of the step's rows is on disk when it returns."""
+    settings = producer.settings
+    wanted = [keep_rows(producer, lease, step)] if settings.keep_rows else []
+    if settings.dump_every and step % settings.dump_every == 0:
+        wanted.append(_dump(producer, lease, step))
+    if not wanted:
         return await work
-    dump = asyncio.create_task(_dump(system, lease, step))
+    beside = asyncio.gather(*wanted)
     try:
         result = await work
     except BaseException:
-        dump.cancel()
+        beside.cancel()
         raise
-    await dump
+    await beside
     return result
 
 
-async def _dump(system: System, lease: Lease, step: int) -> None:
+async def _dump(producer: Producer, lease: Lease, step: int) -> None:
     """Writes the file. An error here is logged and does not fail the step."""
-    names = _WRITTEN if system.router is None else (*_WRITTEN, *_JUDGED)
+    names = _WRITTEN if producer.teachers.router is None else (*_WRITTEN, *_JUDGED)
     try:
-        with serving(system.plane):
-            lines = await RolloutDump(system.tokenizer).lines(lease.meta.keys, lease.meta.but(fields=names))
-        system.run.rollouts.mkdir(exist_ok=True)
-        path = system.run.rollouts / f"{step:06d}.jsonl"
+        with serving(producer.state.plane):
+            lines = await RolloutDump(producer.renderer.tokenizer).lines(
+                lease.meta.keys, lease.meta.but(fields=names)
+            )
+        producer.state.run.rollouts.mkdir(exist_ok=True)
+        path = producer.state.run.rollouts / f"{step:06d}.jsonl"
         await asyncio.to_thread(write_atomically, path, "".join(f"{line}\n" for line in lines))
     except Exception as error:
         logger.warning("step %d: its rollouts could not be written as text: %s", step, error)
-        system.view.note(f"step {step}: its rollouts could not be written to {system.run.rollouts}: {error}")
+        producer.state.view.note(
+            f"step {step}: its rollouts could not be written to {producer.state.run.rollouts}: {error}"
+        )

@@ -11,13 +11,16 @@ import numpy as np
 import torch
 
 from understudy.config import LossConfig
-from understudy.errors import DataError
+from understudy.dataplane.frame import check_encodable
+from understudy.errors import DataError, DataPlaneError
 from understudy.types.batch import Batch
-from understudy.types.far_batch import STREAMS
+from understudy.types.batch_ref import STREAMS
 from understudy.types.jagged import Jagged
 from understudy.types.scores import TeacherScores
 from understudy.types.trajectory import Trajectory
 
+PARTITION = "train"
+"""The data plane's partition of a run's rows."""
 SCORED = "teacher"
 """The column with the teacher's name, which a row has once it has scores."""
 CANDIDATES = "candidate_ids"
@@ -72,6 +75,17 @@ def finite(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
+def storable(trajectory: Trajectory) -> Trajectory:
+    """The trajectory, or a `DataError` if the data plane could not store its row. The put that it would share
+    with other rows would fail as a whole."""
+    try:
+        for name, value in rollout_columns(finite(trajectory)).items():
+            check_encodable(name, value)
+    except DataPlaneError as error:
+        raise DataError(f"row {trajectory.key} cannot be stored: {error}") from None
+    return trajectory
+
+
 def fact_columns(judged: bool) -> tuple[str, ...]:
     return (*FACTS, SCORED) if judged else FACTS
 
@@ -84,6 +98,11 @@ def token_columns(loss: LossConfig, judged: bool) -> tuple[str, ...]:
     if loss.signal in ("topk", "at_ids"):
         return (*scored, "teacher_ids", "teacher_topk_logprobs")
     return (*scored, "teacher_hidden") if loss.signal == "hidden" else scored
+
+
+def training_columns(loss: LossConfig, judged: bool) -> tuple[str, ...]:
+    """The columns that a row must have to be trained on."""
+    return (*token_columns(loss, judged), *fact_columns(judged))
 
 
 def assemble(

@@ -23,37 +23,36 @@ from understudy.trainers.learn.refused_steps import keep_weights
 from understudy.trainers.learn.update import claim_batch, step_metrics, update
 from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.produce.dynamic_sampling import fill_step, install_filters, removal_metrics
-from understudy.trainers.produce.render_ahead import with_next_prompts
 from understudy.trainers.rollout_dump import with_rollout_dump
 from understudy.trainers.stopping import Abandoned, Interrupts
-from understudy.trainers.system import System
+from understudy.trainers.system import Learner, System
 
 logger = logging.getLogger(__name__)
 
 
 async def train_sync(system: System, stop: Interrupts) -> int:
     """Run until the recipe's last step or a stop request. Returns the last step taken."""
-    trainer = system.recipe.trainer
-    install_filters(system)
-    step = system.policy.step
+    trainer = system.learner.settings.trainer
+    install_filters(system.producer)
+    step = system.learner.policy.step
     if step == 0:
         await evaluate_first(system, stop)
     saved = step
     while step < trainer.steps and not stop.requested:
-        before = system.cursor.state()
+        before = system.producer.cursor.state()
         try:
             line = await take_step(system, step + 1, stop)
         except Abandoned:
-            system.cursor.restore(before)
+            system.producer.cursor.restore(before)
             break
         except PolicyError:
-            system.cursor.restore(before)
+            system.producer.cursor.restore(before)
             await keep_weights(system, step, saved)
             raise
         step += 1
         if (trainer.eval_every and step % trainer.eval_every == 0) or step == trainer.steps:
             line = await evaluated(system, step, line, stop)
-        system.view.step(system.metrics.write(step, line))
+        system.state.view.step(system.state.metrics.write(step, line))
         point("sync.after_metrics")
         if checkpoint_due(system, step, line) or stop.requested:
             await save_checkpoint(system, step)
@@ -63,11 +62,11 @@ async def train_sync(system: System, stop: Interrupts) -> int:
     return step
 
 
-async def publish(system: System, step: int, stop: Interrupts) -> None:
+async def publish(learner: Learner, step: int, stop: Interrupts) -> None:
     """Publishes new weights. If the engines do not take them before a stopping run's deadline, the step still
     counts."""
     try:
-        await stop.waiting(system.publisher.publish(step))
+        await stop.waiting(learner.publisher.publish(step))
     except Abandoned:
         logger.info("step %d: stopped while its weights were being published", step)
 
@@ -80,25 +79,24 @@ async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, An
     always finishes.
     """
     started = time.monotonic()
-    spans = system.spans
+    spans = system.state.spans
     with spans.span("produce", step=step):
-        filtered = await stop.waiting(fill_step(system, step))
+        filtered = await stop.waiting(fill_step(system.producer, system.learner, step))
     point("sync.after_produce")
     with spans.span("claim", step=step):
-        lease, batch, metrics = await stop.waiting(claim_batch(system, step))
-    queue_depth = (await system.plane.depth("train")).rows
+        lease, batch, metrics = await stop.waiting(claim_batch(system.learner, step))
+    queue_depth = (await system.state.plane.depth("train")).rows
     with spans.span("update", step=step):
-        work = with_next_prompts(system, update(system, batch))
-        result = await with_rollout_dump(system, lease, step, work)
+        result = await with_rollout_dump(system.producer, lease, step, update(system.learner, batch))
     point("sync.after_update")
-    await system.plane.ack(lease, step)
+    await system.state.plane.ack(lease, step)
     point("sync.after_ack")
     with spans.span("publish", step=step):
-        await publish(system, step, stop)
-    system.tally.rows_trained += len(batch)
+        await publish(system.learner, step, stop)
+    system.state.tally.rows_trained += len(batch)
     seconds = time.monotonic() - started
     spans.flush()
-    metrics |= filtered | removal_metrics(system)
+    metrics |= filtered | removal_metrics(system.producer)
     metrics |= step_metrics(result, batch)
     metrics |= {f"time/{name}": total for name, total in spans.take_totals().items()}
     metrics |= {f"time/update/{name}": value for name, value in result.seconds.items()}
@@ -108,4 +106,4 @@ async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, An
         "perf/queue_depth": float(queue_depth),
     }
     metrics |= usage_metrics(system, result, seconds)
-    return metrics | teacher_metrics(system) | system.timings.take()
+    return metrics | teacher_metrics(system.producer.teachers.pools) | system.state.timings.take()

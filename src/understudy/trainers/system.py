@@ -1,4 +1,12 @@
-"""`System`: the parts of one run, assembled by `assembly/build.py` and used by produce and update."""
+"""The parts of one run in three records: what produces rows, what learns from them, what the run keeps.
+
+    System ─┬─ Producer   prompts, engine, agent loops, rewards, teachers   produce/, evaluation/
+            ├─ Learner    policy, critic, reference, objective, publisher   learn/
+            └─ RunState   run directory, rows, metrics, checkpoints         both, and the schedules
+
+`assembly/build.py` makes them. The schedules (`sync.py`, `fully_async.py`) hold all three; a function takes
+the one it needs.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +15,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from understudy.config import Recipe
+from understudy.dataplane.kept_rows import KeptRows
 from understudy.observability.live import LiveView
 from understudy.observability.metrics import MetricsWriter
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
 from understudy.rollout.timing import BatchTimings
-from understudy.trainers.call_batching import Lane
+from understudy.trainers.call_batching import CallQueue
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from understudy.dataplane.base import DataPlane
     from understudy.engines.base import Engine, Sampling
     from understudy.losses.objective import Objective
+    from understudy.planning.resolved import LearnSettings, ProduceSettings
     from understudy.policy.checkpoints.background import BackgroundSaver
     from understudy.policy.checkpoints.checkpoint import CheckpointStore
     from understudy.policy.policy import Policy
     from understudy.policy.ranks.follow import LeadingPolicy
     from understudy.policy.reference import FrozenModel
-    from understudy.rollout.agents.registry import Loops
     from understudy.rollout.cursor import PromptCursor
     from understudy.rollout.render import Renderer
-    from understudy.rollout.rewards.rewards import Rewards
     from understudy.teacher.pool.pool import TeacherPool
     from understudy.teacher.route import TeacherRouter
     from understudy.trainers.critic.local import ValueModel
     from understudy.trainers.evaluation.best_checkpoint import BestSoFar
-    from understudy.trainers.pacing.publish_gate import Turnstile
+    from understudy.trainers.evaluation.examiner import Examiner
+    from understudy.trainers.learn.batches import Batches
+    from understudy.trainers.pacing.publish_gate import PublishGate
     from understudy.trainers.pacing.window_cursor import WindowCursor
-    from understudy.trainers.remote_rows.batches import LeadingRows
-    from understudy.trainers.remote_rows.rollouts import RowWorkers
-    from understudy.trainers.remote_rows.scoring import FarScoring
+    from understudy.trainers.produce.rollouts import Rollouts
     from understudy.types.loss import TeacherHead
     from understudy.types.prompt import Prompt
     from understudy.weights.publish import WeightPublisher
 
-PARTITION = "train"
-
 
 @dataclass
 class Tally:
-    """Counts of the run so far. Only `rows_trained` includes earlier launches."""
+    """Counts of the run so far. `rows_trained` and `dead_letters` include earlier launches."""
 
     rows_trained: int = 0
     dead_letters: int = 0
@@ -61,66 +64,104 @@ class Tally:
 class MicroBatches:
     """The size of micro-batches in this launch (`learn/out_of_memory.py`)."""
 
+    asked: int
+    """`trainer.micro_batch_tokens`."""
     most_tokens: int | None = None
-    """What the GPU's memory allows, if that is less than the recipe's size."""
+    """What the GPU's memory allows, if that is less."""
 
-    def tokens(self, recipe: Recipe) -> int:
-        return recipe.trainer.micro_batch_tokens if self.most_tokens is None else self.most_tokens
+    @property
+    def tokens(self) -> int:
+        return self.asked if self.most_tokens is None else self.most_tokens
 
 
 @dataclass(frozen=True)
-class System:
-    """The parts of one run. Both trainers and their tasks use it on the event loop."""
+class Saves:
+    """The checkpoints of a run."""
 
-    recipe: Recipe
+    store: CheckpointStore
+    saver: BackgroundSaver
+    best: BestSoFar
+    under_way: set[asyncio.Task[None]] = field(default_factory=set)
+    """Checkpoints that are being written."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run keeps and shows. Used on the event loop."""
+
     run: RunDir
-    tokenizer: PreTrainedTokenizerBase
-    renderer: Renderer
-    sampling: Sampling
-    engine: Engine
-    engine_lane: Lane
-    policy: Policy | LeadingPolicy
-    objective: Objective
-    publisher: WeightPublisher
-    pools: Mapping[str, TeacherPool]
-    router: TeacherRouter | None
-    """None when the run has no teacher and learns from rewards alone."""
-    teacher_lanes: Mapping[str, Lane]
-    teacher_heads: Mapping[str, TeacherHead]
-    """By teacher. Empty unless rows carry hidden states."""
     plane: DataPlane
-    cursor: PromptCursor | WindowCursor
-    loops: Loops
-    rewards: Rewards
-    checkpoints: CheckpointStore
-    eval_prompts: Sequence[Prompt]
     metrics: MetricsWriter
     spans: Spans
     view: LiveView
-    deterministic: bool
-    manifests: Mapping[str, Mapping[str, Any]]
-    """Each teacher's manifest, stored with checkpoints and compared on resume."""
-    saver: BackgroundSaver
+    saves: Saves
     background: asyncio.TaskGroup
     """Tasks beside the steps. A failure in one of them ends the run."""
-    best: BestSoFar
+    tally: Tally = field(default_factory=Tally)
+    timings: BatchTimings = field(default_factory=BatchTimings)
+    """Time per phase of the rows made since the last step."""
+    kept_rows: KeptRows = field(default_factory=KeptRows)
+    """Writes the rows that stay in the run directory."""
+
+
+@dataclass(frozen=True)
+class TeacherParts:
+    """The teachers of a run, by name."""
+
+    pools: Mapping[str, TeacherPool]
+    router: TeacherRouter | None
+    """None when the run has no teacher and learns from rewards alone."""
+    queues: Mapping[str, CallQueue]
+    manifests: Mapping[str, Mapping[str, Any]]
+    """Stored with checkpoints and compared on resume."""
+
+
+@dataclass(frozen=True)
+class Producer:
+    """What turns prompts into complete rows. Used on the event loop."""
+
+    settings: ProduceSettings
+    cursor: PromptCursor | WindowCursor
+    renderer: Renderer
+    sampling: Sampling
+    engine: Engine
+    engine_queue: CallQueue
+    rollouts: Rollouts
+    """Runs the sessions of training steps, here or by remote workers."""
+    examiner: Examiner
+    """Answers held-out prompts with the student's engine."""
+    teachers: TeacherParts
+    eval_prompts: Sequence[Prompt]
+    """Held-out prompts; empty if nothing is evaluated."""
+    state: RunState
+    publish_gate: PublishGate | None = None
+    """The gate that rollouts pass, if a publish waits for them."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What turns rows into updates of the student. Used on the event loop and on the update's thread."""
+
+    settings: LearnSettings
+    policy: Policy | LeadingPolicy
+    objective: Objective
+    publisher: WeightPublisher
+    micro_batches: MicroBatches
+    batches: Batches
+    """Lays leased rows out for an update: read here, or fetched by each rank."""
+    state: RunState
+    teacher_heads: Mapping[str, TeacherHead] = field(default_factory=dict)
+    """By teacher. Empty unless rows carry hidden states."""
     critic: ValueModel | None = None
     """The value model of a run whose advantages need one."""
     reference: FrozenModel | None = None
     """The frozen model of a run with a KL penalty to a reference."""
-    far_rows: LeadingRows | None = None
-    """The source from which ranks fetch their own rows. None: the trainer's process reads a batch and sends
-    it to them."""
-    row_workers: RowWorkers | None = None
-    """Workers on other machines that write their rows themselves. None: the trainer's process writes every
-    row."""
-    far_scoring: FarScoring | None = None
-    """Scores the rows of such workers."""
-    turnstile: Turnstile | None = None
-    """The gate that rollouts pass, if a publish waits for them."""
-    tally: Tally = field(default_factory=Tally)
-    micro_batches: MicroBatches = field(default_factory=MicroBatches)
-    timings: BatchTimings = field(default_factory=BatchTimings)
-    """Time per phase of the rows made since the last step."""
-    saving: set[asyncio.Task[None]] = field(default_factory=set)
-    """Checkpoints that are being written."""
+
+
+@dataclass(frozen=True)
+class System:
+    """The parts of one run. Both schedules hold it on the event loop."""
+
+    producer: Producer
+    learner: Learner
+    state: RunState

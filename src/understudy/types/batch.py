@@ -108,6 +108,10 @@ class BatchMeta(msgspec.Struct, frozen=True):
         return self.but(fields=fields, tags=tags, extra={**self.extra, **other.extra}, marks=marks)
 
 
+_MADE = ("advantages", "importance", "reference_logprobs", "values", "returns")
+"""Columns that the trainer computes itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows ready to train on.
@@ -154,15 +158,45 @@ class Batch:
         return len(self.keys)
 
     @property
+    def token_lengths(self) -> tuple[int, ...]:
+        return tuple(self.tokens.lengths.tolist())
+
+    @property
     def loss_lengths(self) -> tuple[int, ...]:
         """Loss-bearing tokens of each row."""
         return self.loss_mask.count_true()
 
+    @property
+    def has_hidden_states(self) -> bool:
+        return self.teacher_hidden is not None
+
+    @property
+    def made(self) -> dict[str, Jagged]:
+        columns = {name: getattr(self, name) for name in _MADE}
+        return {name: column for name, column in columns.items() if column is not None}
+
     def with_columns(self, **columns: Jagged) -> Batch:
         return replace(self, **columns)  # type: ignore[arg-type]
 
+    def with_rewards(self, rewards: tuple[float, ...]) -> Batch:
+        return replace(self, rewards=rewards)
+
+    # A batch is its own reference (`batch_ref.py`): what is asked for is here already.
+
+    @property
+    def meta(self) -> None:
+        return None
+
+    def fetch(self, indexes: Sequence[int]) -> Batch:
+        return self
+
+    def fetch_all(self) -> Batch:
+        return self
+
     def streams(self) -> Batch:
-        """The batch itself: its tokens are in this process already (see `FarBatch.streams`)."""
+        return self
+
+    def from_disk(self, reason: str) -> Batch:
         return self
 
     def select(self, indexes: Sequence[int]) -> Batch:

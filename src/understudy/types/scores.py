@@ -1,11 +1,12 @@
 """A scoring request to a teacher (`ScoreItem`) and its reply (`TeacherScores`).
 
 Both are aligned to `positions`: entry p scores token `tokens[positions[p]]`, predicted from the tokens
-before it.
+before it. Their arrays are in this process; `references.py` has the references to those that may not be.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -38,6 +39,25 @@ class ScoreItem:
     ids: np.ndarray | None = None
     """int32 [P, K] (`at_ids` only)."""
 
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def ids_each(self) -> int:
+        return 0 if self.ids is None else self.ids.shape[1]
+
+    @property
+    def here(self) -> ScoreItem:
+        return self
+
+    @property
+    def place(self) -> None:
+        return None
+
+    async def fetch(self) -> ScoreItem:
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
@@ -54,3 +74,9 @@ class TeacherScores:
     """float32 [P, K], beside `ids`."""
     hidden: np.ndarray | None = None
     """uint16 [P, H]: the bits of bfloat16 values (`hidden` only); numpy has no bfloat16."""
+
+    async def fetch(self) -> TeacherScores:
+        return self
+
+    async def record(self, put: Callable[[TeacherScores], Awaitable[None]]) -> None:
+        await put(self)

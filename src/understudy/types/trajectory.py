@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from understudy.types.scores import ScoreItem, Signal
+
 
 class StopReason(StrEnum):
     EOS = "eos"
@@ -66,6 +68,26 @@ class Trajectory:
                 f"trajectory {self.key}: candidate_ids has {len(self.candidate_ids)} rows for "
                 f"{int(self.loss_mask.sum())} loss-bearing tokens"
             )
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def loss_length(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def candidates(self) -> int:
+        return 0 if self.candidate_ids is None else self.candidate_ids.shape[1]
+
+    @property
+    def here(self) -> Trajectory:
+        return self
+
+    def to_score(self, signal: Signal, k: int) -> ScoreItem:
+        ids = self.candidate_ids if signal is Signal.AT_IDS else None
+        return ScoreItem(self.key, self.tokens, self.positions, signal, k, ids)
 
     @property
     def positions(self) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from understudy.dataplane.transfer_queue.bridge import ColumnDict, Errand, FarBridge, bridged
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, Errand, RemoteBridge, bridged
 from understudy.dataplane.transfer_queue.link import QueueAddress
 from understudy.dataplane.transfer_queue.writer import RowWriter
 from understudy.types.jagged import Jagged
@@ -37,7 +37,7 @@ FUNCTIONS = {"measure": measure, "total": total}
 async def main() -> None:
     told = json.loads(sys.stdin.readline())
     writer = RowWriter(Path(told["folder"]), QueueAddress.load(told["address"]), prefix=told["prefix"])
-    far = FarBridge(writer)
+    far = RemoteBridge(writer)
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, errand, arguments = json.loads(line)
         given = msgspec.msgpack.decode(base64.b64decode(errand), type=Errand)

@@ -16,13 +16,13 @@ from understudy.dataplane.transfer_queue.writer import RowWriter
 async def main() -> None:
     told = json.loads(sys.stdin.readline())
     writer = RowWriter(Path(told["folder"]), QueueAddress.load(told["address"]), prefix=told["prefix"])
-    upload = writer._shelf.put
+    upload = writer._uploads.put
 
     async def late(*words: object) -> bool:
         os.kill(os.getpid(), signal.SIGSTOP)
         return await upload(*words)  # type: ignore[arg-type]
 
-    writer._shelf.put = late  # type: ignore[method-assign]
+    writer._uploads.put = late  # type: ignore[method-assign]
     columns = {"tokens": np.full(300, told["token"], np.int32), "reward": float(told["token"])}
     written = await writer.write("train", {told["key"]: columns}, told["segment"])
     print(json.dumps({"queued": written[told["key"]].queued}), flush=True)

@@ -34,7 +34,7 @@ class Elsewhere:
 
     @staticmethod
     async def start(folder: Path, plane: Any) -> "Elsewhere":
-        link = plane.shelf.link
+        link = plane.uploads.link
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(Path(__file__).with_name("bridge_child.py")),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**24,
@@ -84,7 +84,7 @@ def test_columns_are_fetched_and_written_there_and_only_names_travel(tmp_path: P
             plane, lease, ("tokens",), lambda errand: elsewhere.ask("measure", errand, factor=2)
         )
         assert done.keys == tuple(KEYS) and {"length", "squares"} <= set(done.fields)
-        assert plane.shelf.bytes_got == 0, "the plane's own process fetched nothing"
+        assert plane.uploads.bytes_got == 0, "the plane's own process fetched nothing"
         assert elsewhere.seen < 20_000, "three rows of 80 kB each, and as much again written"
         columns = await plane.get(done, ("length", "squares"))
         assert columns["length"] == [40_000, 40_002, 40_004]

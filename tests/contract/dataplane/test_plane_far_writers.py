@@ -40,11 +40,11 @@ class Site:
         from understudy.dataplane.transfer_queue.writer import RowWriter
 
         self.plane: Any = plane_rig.IMPLEMENTATIONS["transfer_queue"](folder, **{**ROOMY, **settings})
-        link = self.plane.shelf.link
+        link = self.plane.uploads.link
         self.writer = RowWriter(folder, link.address, prefix=link.partition_id(""))
 
     async def write(self, key: str, columns: dict[str, Any], worker: int = 1) -> Any:
-        ticket = self.plane.lent.take(worker)
+        ticket = self.plane.writer_segments.take(worker)
         return (await self.writer.write("train", {key: columns}, ticket.number))[key]
 
 
@@ -78,27 +78,27 @@ def test_announced_rows_are_claimed_read_and_trained_without_a_byte_through_the_
         lease = await plane.claim("train", 4, fields=("topk",), order=Order.KEY)
         assert [tags["n"] for tags in lease.meta.tags] == [0, 1, 2, 3]
         await plane.hand_over(lease.meta, ("tokens", "topk"))
-        assert plane.shelf.bytes_put == 0, "everything was in the queue already"
+        assert plane.uploads.bytes_put == 0, "everything was in the queue already"
         from_disk = await super(type(plane), plane).get(lease.meta, ("tokens", "topk", "reward"))
-        assert plane.shelf.bytes_got == 0
+        assert plane.uploads.bytes_got == 0
         found = await plane.get(lease.meta)
         for name in ("tokens", "topk"):
             wanted = np.concatenate([row(number)[name] for number in range(4)])
             assert np.array_equal(found[name].values.numpy(), wanted)
             assert np.array_equal(from_disk[name].values.numpy(), wanted)
         assert found["reward"] == [number / 3 for number in range(4)] == from_disk["reward"]
-        assert plane.shelf.bytes_got > 0
+        assert plane.uploads.bytes_got > 0
         await plane.ack(lease, 1)
         await plane.settle(1)
-        await plane.shelf.drain()
-        assert await plane.shelf.keys("train") == [], "trained rows leave the queue"
+        await plane.uploads.drain()
+        assert await plane.uploads.keys("train") == [], "trained rows leave the queue"
         assert (await plane.depth("train")).resident_bytes == 0
         await plane.settle(1)
         assert segments(tmp_path) == 0, "and the run directory"
         with pytest.raises(LeaseLost):
             await plane.adopt("train", {keys[0]: await site.write(keys[0], row(0))})
-        await plane.shelf.drain()
-        assert await plane.shelf.keys("train") == [], "a copy that was refused goes at once"
+        await plane.uploads.drain()
+        assert await plane.uploads.keys("train") == [], "a copy that was refused goes at once"
 
     run(tmp_path, body)
     report = audit(tmp_path)
@@ -129,7 +129,7 @@ def test_what_a_dead_writer_left_is_cleared_and_never_counts(tmp_path: Path) -> 
         await site.write("a_0_0", row(1))
         await site.write("b_0_0", row(1))
         await site.write("b_0_1", row(1))  # another output of the same session
-        plane.lent.end(1)
+        plane.writer_segments.end(1)
         depth = await plane.depth("train", fields=("tokens",))
         assert depth.pending == 2 and depth.ready == 0, "nobody announced them"
         await plane.adopt("train", {"a_0_0": await site.write("a_0_0", row(2), worker=2)})
@@ -137,10 +137,10 @@ def test_what_a_dead_writer_left_is_cleared_and_never_counts(tmp_path: Path) -> 
         assert found["topk"].values.unique().tolist() == [2.0]
         assert await plane.clear_orphans() == 0, "b is still being made"
         await plane.dead_letter("train", "b_0_0", "its worker died too often")
-        await plane.shelf.drain()
+        await plane.uploads.drain()
         assert await plane.clear_orphans() == 2
-        await plane.shelf.drain()
-        left = await plane.shelf.keys("train")
+        await plane.uploads.drain()
+        left = await plane.uploads.keys("train")
         assert [row_of(name) for name in left] == ["a_0_0"] * 2 and len(set(left)) == 2, (
             "a's own, and the dead one's"
         )
@@ -148,8 +148,8 @@ def test_what_a_dead_writer_left_is_cleared_and_never_counts(tmp_path: Path) -> 
         await plane.settle(1)
         await plane.settle(1)
         assert segments(tmp_path) == 0
-        await plane.shelf.drain()
-        assert await plane.shelf.keys("train") == []
+        await plane.uploads.drain()
+        assert await plane.uploads.keys("train") == []
         with pytest.raises(RowsUnreachable):
             await site.writer.read("train", ("a_0_0",), ("tokens",))
 
@@ -160,7 +160,7 @@ def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp
     """Stopped between run directory and queue; its row is made again with other tokens and announced; then it goes on."""
 
     async def body(site: Site) -> None:
-        plane, link = site.plane, site.plane.shelf.link
+        plane, link = site.plane, site.plane.uploads.link
         await plane.issue("train", ["a_0_0"], step=1)
         late = await asyncio.create_subprocess_exec(
             sys.executable, str(Path(__file__).parent / "late_writer_child.py"),
@@ -169,12 +169,12 @@ def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp
         assert late.stdin is not None and late.stdout is not None
         told = {
             "folder": str(tmp_path), "address": link.address.dump(), "prefix": link.partition_id(""),
-            "key": "a_0_0", "token": 1, "segment": plane.lent.take(1).number,
+            "key": "a_0_0", "token": 1, "segment": plane.writer_segments.take(1).number,
         }  # fmt: skip
         late.stdin.write(json.dumps(told).encode() + b"\n")
         while psutil.Process(late.pid).status() != psutil.STATUS_STOPPED:
             await asyncio.sleep(0.05)
-        plane.lent.end(1)
+        plane.writer_segments.end(1)
         again = {"tokens": np.full(300, 2, np.int32), "reward": 2.0}
         await plane.adopt("train", {"a_0_0": await site.write("a_0_0", again, worker=2)})
         os.kill(late.pid, signal.SIGCONT)
@@ -182,7 +182,7 @@ def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp
         await late.wait()
         lease = await plane.claim("train", 1)
         meta = await plane.hand_over(lease.meta, ("tokens", "reward"))
-        assert plane.shelf.bytes_put == 0
+        assert plane.uploads.bytes_put == 0
         reader = import_module("understudy.dataplane.transfer_queue.plane").QueueReader(
             link.address, prefix=link.partition_id("")
         )
@@ -195,11 +195,11 @@ def test_a_writer_that_was_given_up_for_dead_and_writes_late_changes_nothing(tmp
         reader.close()
         assert [copy["tokens"].values.unique().tolist() for copy in copies] == [[2]] * 4
         assert copies[2]["reward"] == [2.0]
-        assert len(await plane.shelf.keys("train")) == 2, "the late copy lies beside it"
+        assert len(await plane.uploads.keys("train")) == 2, "the late copy lies beside it"
         await plane.ack(lease, 1)
         await plane.settle(1)
-        await plane.shelf.drain()
-        assert await plane.shelf.keys("train") == [], "what it left goes with the row"
+        await plane.uploads.drain()
+        assert await plane.uploads.keys("train") == [], "what it left goes with the row"
 
     run(tmp_path, body)
     report = audit(tmp_path)
@@ -233,11 +233,11 @@ def test_a_write_that_is_cancelled_leaves_nothing_in_the_queue(tmp_path: Path) -
             await asyncio.sleep(pause)
             work.cancel()
             await asyncio.wait([work])
-            await site.writer._shelf.drain()
-            left = await site.plane.shelf.keys("train")
+            await site.writer._uploads.drain()
+            left = await site.plane.uploads.keys("train")
             assert work.cancelled() == (not left)
-            site.plane.shelf.clear("train", left)
-            await site.plane.shelf.drain()
+            site.plane.uploads.clear("train", left)
+            await site.plane.uploads.drain()
 
     run(tmp_path, body)
 
@@ -249,8 +249,8 @@ def test_rows_beyond_the_queues_memory_are_read_from_the_run_directory(tmp_path:
         await plane.issue("train", keys, step=1)
         for number, key in enumerate(keys):
             await plane.adopt("train", {key: await site.write(key, row(number))})
-        await plane.shelf.drain()
-        held = await plane.shelf.keys("train")
+        await plane.uploads.drain()
+        held = await plane.uploads.keys("train")
         assert 0 < len(held) < 6, "some had to leave the queue"
         assert (await plane.depth("train")).resident_bytes <= 8000
         found = await plane.get(BatchMeta("train", keys), ("topk",))
@@ -261,7 +261,7 @@ def test_rows_beyond_the_queues_memory_are_read_from_the_run_directory(tmp_path:
 
 def test_a_writer_without_a_queue_still_writes(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
-        site.writer._shelf.give_up("gone")
+        site.writer._uploads.give_up("gone")
         written = await site.write("a_0_0", row(3))
         assert written.queued == ()
         await site.plane.adopt("train", {"a_0_0": written})

@@ -70,17 +70,17 @@ def test_another_process_reads_rows_and_none_of_their_bytes_pass_here(tmp_path: 
         for number, name in enumerate(names):
             await plane.put("train", {name: row(number)})
         lease = await plane.claim("train", 6, fields=("topk",), order=Order.KEY)
-        sent = plane.shelf.bytes_put
+        sent = plane.uploads.bytes_put
         meta = await plane.hand_over(lease.meta, ("topk", "reward"))
-        assert plane.shelf.bytes_put == sent, "everything was in the queue already"
-        got = await asyncio.to_thread(ask, meta, plane.shelf.link.address.dump())
+        assert plane.uploads.bytes_put == sent, "everything was in the queue already"
+        got = await asyncio.to_thread(ask, meta, plane.uploads.link.address.dump())
         assert got["rows"] == [BITS[: 100 + number].tolist() for number in range(6)]
         assert got["reward"] == [number / 3 for number in range(6)] and got["dtype"] == "torch.uint16"
         assert got["bytes"] == sum(BITS[: 100 + number].nbytes for number in range(6)) and not got["ray"]
-        assert plane.shelf.bytes_got == 0, "the plane's own process fetched nothing"
+        assert plane.uploads.bytes_got == 0, "the plane's own process fetched nothing"
         await plane.ack(lease, 1)
-        await plane.shelf.drain()
-        assert await plane.shelf.link.get("train", names, ("topk",)) is None, "acked rows leave the queue"
+        await plane.uploads.drain()
+        assert await plane.uploads.link.get("train", names, ("topk",)) is None, "acked rows leave the queue"
 
     run(tmp_path, body)
 
@@ -91,9 +91,9 @@ def test_rows_of_an_earlier_life_are_handed_over_from_the_run_directory(tmp_path
 
     async def read(plane: Any) -> None:
         meta = BatchMeta("train", tuple(keys(2)))
-        assert await plane.shelf.link.get("train", keys(2), ("topk",)) is None
+        assert await plane.uploads.link.get("train", keys(2), ("topk",)) is None
         await plane.hand_over(meta, ("topk",))
-        found = await plane.shelf.link.get("train", keys(2), ("topk",))
+        found = await plane.uploads.link.get("train", keys(2), ("topk",))
         assert [r.numpy().tobytes() for r in found["topk"]] == [BITS[:100].tobytes(), BITS[:101].tobytes()]
 
     run(tmp_path, write)
@@ -151,17 +151,17 @@ def test_transfer_queues_own_calls_and_metas_work_on_our_rows(tmp_path: Path) ->
 
 def test_a_lost_queue_costs_no_row_and_a_refused_upload_is_never_read(tmp_path: Path) -> None:
     from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
-    from understudy.dataplane.transfer_queue.uploads import Shelf
+    from understudy.dataplane.transfer_queue.uploads import QueueUploads
 
     async def body(plane: Any) -> None:
         await plane.put("train", {"a_0_0": row(1)})
-        good = plane.shelf
+        good = plane.uploads
         deaf = [{**unit, "ports": dict.fromkeys(unit["ports"], 9)} for unit in good.link.address.units]
         link = QueueLink.connect(QueueAddress(good.link.address.controller, tuple(deaf)))
-        plane._store.shelf = Shelf(link, patience=1.5)
+        plane._store.uploads = QueueUploads(link, patience=1.5)
         try:
             await plane.put("train", {"b_0_0": row(2)})
-            assert plane.shelf.lost is not None
+            assert plane.uploads.lost is not None
             columns = await plane.get(BatchMeta("train", ("a_0_0", "b_0_0")), ("topk", "tokens"))
             assert [len(r) for r in columns["topk"]] == [101, 102]
             assert columns["topk"].values.numpy().tobytes() == BITS[:101].tobytes() + BITS[:102].tobytes()
@@ -171,7 +171,7 @@ def test_a_lost_queue_costs_no_row_and_a_refused_upload_is_never_read(tmp_path: 
             await plane.ack(await plane.claim("train", 3), 1)
         finally:
             link.close()
-            plane._store.shelf = good
+            plane._store.uploads = good
 
     run(tmp_path, body)
 

@@ -14,10 +14,10 @@ from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import Engine
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.replicas import Endpoint
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.vllm import VLLMEngine, VLLMSettings, start_vllm
+from understudy.serving.endpoint import Endpoint
 
 VOCAB, CONTEXT, EOS = 64, 256, 2
 Opened = Callable[[Any, Path], AbstractAsyncContextManager[Engine]]

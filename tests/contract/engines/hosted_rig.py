@@ -13,18 +13,18 @@ from understudy.engines.hosted.engine import HostedEngine
 from understudy.engines.local.scheduler import Batching
 
 
-class FarProcesses(LocalProcesses):
+class RemoteProcesses(LocalProcesses):
     """Processes that are taken to be on other machines: weights must not reach them by memory."""
 
-    def __init__(self, logs: Path, near: Sequence[str] = ()) -> None:
+    def __init__(self, logs: Path, local: Sequence[str] = ()) -> None:
         super().__init__(logs)
-        self.near = near
+        self.local = local
 
-    def is_elsewhere(self, name: str) -> bool:
-        return name not in self.near
+    def is_remote(self, name: str) -> bool:
+        return name not in self.local
 
     def shares_memory(self, name: str) -> bool:
-        return name in self.near
+        return name in self.local
 
 
 @asynccontextmanager

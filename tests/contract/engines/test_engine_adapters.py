@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hosted_rig import FarProcesses, hosted
+from hosted_rig import RemoteProcesses, hosted
 
 from understudy.engines.base import GenerateRequest, Sampling
 from understudy.engines.hosted.engine import HostedEngine
@@ -69,7 +69,7 @@ def test_engines_with_adapters_alone_write_what_the_merged_student_would(tmp_pat
 
     async def body() -> None:
         torch.set_num_threads(1)
-        processes = FarProcesses(tmp_path / "logs", near=["rollout-0"])
+        processes = RemoteProcesses(tmp_path / "logs", local=["rollout-0"])
         async with hosted(qwen3(), tmp_path, hosts=2, processes=processes) as (engine, _):
             whole = CopiedWeights(policy, engine)
             alone = CopiedWeights(AdaptersOnly(policy), engine)

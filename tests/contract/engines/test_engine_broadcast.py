@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_contract import check_a_live_update_splits_generations_by_version
 from engines_under_contract import hf_composed, make_model
-from hosted_rig import FarProcesses, hosted
+from hosted_rig import RemoteProcesses, hosted
 from test_engine_contract_hosted import assert_same_bits, mixed_batch
 
 from understudy.engines.hosted.engine import HostedEngine
@@ -47,11 +47,11 @@ async def same_bits(inside: Any, outside: HostedEngine) -> None:
 def test_bits_equal_the_in_process_engine_s_over_updates_and_deaths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two far hosts and a near one. Killed in the middle of a publish, one is left out, and the others have it."""
+    """Two remote hosts and a local one. Killed in the middle of a publish, one is left out, and the others have it."""
 
     async def body() -> None:
         torch.set_num_threads(1)
-        processes = FarProcesses(tmp_path / "logs", near=["rollout-2"])
+        processes = RemoteProcesses(tmp_path / "logs", local=["rollout-2"])
         async with (
             hf_composed(make_model(), tmp_path) as inside,
             hosted(make_model(), tmp_path, hosts=3, processes=processes) as (outside, _),
@@ -74,8 +74,8 @@ def test_bits_equal_the_in_process_engine_s_over_updates_and_deaths(
             await same_bits(inside, outside)
             while outside._reviving:
                 await asyncio.sleep(0.05)
-            kill("rollout-2")  # what only the near host had is packed again, and the other way round
-            processes.near = ["rollout-0"]
+            kill("rollout-2")  # what only the local host had is packed again, and the other way round
+            processes.local = ["rollout-0"]
             kill("rollout-0")
             await asyncio.sleep(0.1)
             await same_bits(inside, outside)
@@ -94,7 +94,7 @@ def test_a_host_that_stops_in_the_middle_of_a_publish_costs_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
-        processes = FarProcesses(tmp_path / "logs")
+        processes = RemoteProcesses(tmp_path / "logs")
         async with (
             hf_composed(make_model(), tmp_path) as inside,
             hosted(make_model(), tmp_path, hosts=2, processes=processes) as (outside, _),

@@ -11,11 +11,13 @@ from engine_contract import (
     CONTROL_CHECKS,
     check_a_live_update_splits_generations_by_version,
     requests,
+    widening_pauses,
 )
-from engines_under_contract import ENGINES, make_model
+from engines_under_contract import CONTEXT, ENGINES, make_model
 
 from understudy.engines.base import Sampling
 from understudy.errors import EngineError
+from understudy.types.trajectory import StopReason
 
 
 @pytest.mark.parametrize("check", [*CHECKS, *CONTROL_CHECKS], ids=lambda check: check.__name__)
@@ -64,3 +66,22 @@ def test_a_server_that_cannot_take_weights_says_so(tmp_path: Path) -> None:
             assert engine.version == 0
 
     asyncio.run(body())
+
+
+def test_an_aborted_generation_keeps_what_it_had_before_the_pause(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with ENGINES["vllm-wire"](make_model(), tmp_path) as engine:
+            for pause in widening_pauses():
+                writing = asyncio.create_task(engine.generate(requests(2, Sampling(CONTEXT - 20))))
+                await asyncio.sleep(pause)
+                await engine.pause()
+                await engine.abort()
+                written = await writing
+                await engine.resume()
+                for one in written:
+                    whole = len(one.tokens) == CONTEXT - 20
+                    assert one.stop_reason is (StopReason.LENGTH if whole else StopReason.ABORTED)
+                if all(0 < len(one.tokens) < CONTEXT - 20 for one in written):
+                    return
+
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -108,8 +108,9 @@ def test_whatever_it_is_sent_it_stays_up(composed: Opened) -> None:
     bad += [rng.bytes(int(size)) for size in rng.integers(1, 400, 20)]
 
     async def body() -> None:
-        http = engine._channels["replica-0"]._http
-        token = http.headers["Authorization"]
+        endpoint = engine._channels["replica-0"].endpoint
+        token = f"Bearer {endpoint.token}"
+        http = httpx.AsyncClient(base_url=endpoint.url, headers={"Authorization": token})
         for frame in bad:
             reply = await http.post("/v1/generate", content=frame)
             assert reply.status_code == 400 and reply.json()["error"]["message"], frame
@@ -118,7 +119,7 @@ def test_whatever_it_is_sent_it_stays_up(composed: Opened) -> None:
         missing = {"version": 1, "file": "v9.safetensors"}
         assert (await http.post("/v1/weights", json=missing)).status_code == 422
         for wrong in ({}, {"Authorization": "Bearer no"}, {"Authorization": token + "x"}):
-            async with httpx.AsyncClient(base_url=str(http.base_url), headers=wrong) as stranger:
+            async with httpx.AsyncClient(base_url=endpoint.url, headers=wrong) as stranger:
                 for path in ("/v1/generate", "/v1/weights", "/v1/pause", "/v1/resume", "/v1/abort"):
                     assert (await stranger.post(path, content=good)).status_code == 401
                 assert (await stranger.get("/health")).json() == {"status": "ok", "version": 0}

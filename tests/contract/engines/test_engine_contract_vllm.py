@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from asking_worker import AskingWorker
 from engine_contract import (
     CANDIDATE_CHECKS,
     CHECKS,
@@ -20,7 +19,7 @@ from engine_contract import (
 )
 from engines_under_contract import VLLM_PYTHON, make_model, real_vllm
 
-from understudy.engines.base import Engine, Sampling
+from understudy.engines.base import Sampling
 from understudy.engines.servers.vllm import VLLMEngine
 
 
@@ -29,32 +28,28 @@ from understudy.engines.servers.vllm import VLLMEngine
 @pytest.mark.skipif(
     not VLLM_PYTHON, reason="set UNDERSTUDY_VLLM_PYTHON to the interpreter of an environment with vLLM"
 )
-@pytest.mark.parametrize("asks", ["trainer", "worker"])
-def test_vllm_keeps_the_contract(tmp_path: Path, asks: str) -> None:
-    """Asked by the engine, or through its door by a worker that the engine tells when and from where to go on."""
+@pytest.mark.parametrize("over", ["socket", "proxy"])
+def test_vllm_keeps_the_contract(tmp_path: Path, over: str) -> None:
+    """Over its Unix socket, or over the proxy by which a server on another machine is reached."""
 
     async def body() -> None:
-        async with real_vllm(make_model(), tmp_path, "127.0.0.1" if asks == "worker" else None) as vllm:
-            engine = AskingWorker(vllm) if asks == "worker" else vllm
+        async with real_vllm(make_model(), tmp_path, "127.0.0.1" if over == "proxy" else None) as engine:
             for check in (*CHECKS, *CANDIDATE_CHECKS, *CONTROL_CHECKS):
                 await asyncio.wait_for(check(engine, make_model()), 120)
             new = make_model(seed=1)
             await check_a_live_update_splits_generations_by_version(engine, make_model(), new)
-            await killed_it_comes_back_with_the_newest_weights(vllm, engine, new)
-            if isinstance(engine, AskingWorker):
-                assert vllm.traffic.sent == vllm.traffic.received == 0
-                await engine.close()
+            await killed_it_comes_back_with_the_newest_weights(engine, new)
 
     asyncio.run(body())
 
 
-async def killed_it_comes_back_with_the_newest_weights(vllm: VLLMEngine, engine: Engine, new: Any) -> None:
-    (child,) = vllm.children.values()
+async def killed_it_comes_back_with_the_newest_weights(engine: VLLMEngine, new: Any) -> None:
+    (child,) = engine.children.values()
     server = psutil.Process(child.ready.get("server", child.ready["pid"]))
     os.kill(child.ready["pid"], signal.SIGKILL)
     asked = requests(3, Sampling(10))
     written = await asyncio.wait_for(engine.generate(asked), 400)
-    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "it ended with its door"
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "it ended with its host"
     for request, generation in zip(asked, written, strict=True):
         assert set(generation.weight_versions.tolist()) == {1}
         np.testing.assert_allclose(generation.logprobs, forced(new, request, generation), atol=2e-4)

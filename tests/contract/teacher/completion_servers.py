@@ -29,6 +29,8 @@ class FakeCompletions:
         self.name = str(folder)
         self.flavour = flavour
         self.spoil: str | None = None
+        self.refused: list[int] | None = None
+        """A sequence that is refused, whatever else arrives."""
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -69,6 +71,8 @@ class FakeCompletions:
         if self.flavour != "vllm":
             return JSONResponse({"detail": "Not Found"}, 404)
         question = await http.json()
+        if question["token_ids"] == self.refused:
+            return self.refuse("This sequence is not served here.")
         sampling = question["sampling_params"]
         assert sampling["detokenize"] is False
         k = sampling["prompt_logprobs"]
@@ -83,6 +87,8 @@ class FakeCompletions:
     async def completions(self, http: Request) -> Response:
         question = await http.json()
         tokens = question["prompt"]
+        if tokens == self.refused:
+            return self.refuse("This sequence is not served here.")
         if self.flavour == "old vllm" and "prompt_logprobs" in question:
             listed = await asyncio.to_thread(self.prompt_logprobs, tokens, question["prompt_logprobs"])
             return JSONResponse(

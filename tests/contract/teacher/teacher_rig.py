@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from understudy.teacher.pool.launch import Endpoint
+from understudy.serving.endpoint import Endpoint
 from understudy.types.scores import ScoreItem, Signal
 
 transformers_logging.disable_progress_bar()

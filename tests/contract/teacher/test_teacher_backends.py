@@ -14,13 +14,16 @@ from teacher_rig import TOKEN, VOCAB, random_items
 from transformers import AutoModelForCausalLM
 
 from understudy.errors import TeacherError, TeacherReplyError
+from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
 from understudy.teacher.clients.discover import Backend, connect_external
 from understudy.teacher.clients.http import RequestRefused
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
 from understudy.teacher.pool.integrity import check_signals, identify
-from understudy.teacher.pool.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool.launch import ReplicaSpec
+from understudy.teacher.pool.metrics import PoolMetrics
 from understudy.teacher.pool.pool import TeacherPool
+from understudy.trainers.call_batching import BatchByArrival, BatchByKey, CallQueue, Gather, Sharing
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -115,6 +118,42 @@ def test_a_pool_runs_on_external_servers_of_another_kind(
             await pool.close()
 
     assert_plain(model, random_items(3, 1, Signal.TOPK, 4), asyncio.run(run()))
+
+
+@pytest.mark.parametrize("determinism", ["full", "fast"])
+@pytest.mark.parametrize("flavour", ["vllm", "echo with ids"])
+def test_a_row_that_the_server_refuses_costs_only_itself(
+    model: Path, fakes: dict[str, tuple[FakeCompletions, str]], flavour: str, determinism: str
+) -> None:
+    """Through the batches that a run composes, by key and by arrival. The replica stays in use."""
+    fake, url = fakes[flavour]
+    items = random_items(9, 5, Signal.TOPK, 4)
+    gather: Gather = BatchByKey(len(items)) if determinism == "full" else BatchByArrival()
+
+    async def run() -> tuple[list[TeacherScores | BaseException], PoolMetrics]:
+        pool = TeacherPool(
+            "math", [ReplicaSpec("a", Endpoint(url))], connect=connect_external(VOCAB, model="served")
+        )
+        await pool.start()
+        fake.refused = items[6].tokens.tolist()
+        queue = CallQueue("math", pool.score, 64, Sharing(lambda: 1, lambda item: len(item.tokens), 1 << 20))
+
+        async def one(item: ScoreItem) -> TeacherScores:
+            async with gather.member():
+                scores: TeacherScores = await gather.call(queue, item.key, item)
+                return scores
+
+        try:
+            return await asyncio.gather(*map(one, items), return_exceptions=True), pool.metrics()
+        finally:
+            fake.refused = None
+            await pool.close()
+
+    found, metrics = asyncio.run(run())
+    bad = found.pop(6)
+    assert isinstance(bad, RequestRefused) and "This sequence is not served here" in str(bad)
+    assert_plain(model, items[:6] + items[7:], found)  # type: ignore[arg-type]
+    assert metrics.ejections == metrics.replicas[0].failures == 0
 
 
 def test_the_kind_of_a_server_is_found_out(

@@ -99,6 +99,15 @@ def test_it_says_what_it_is(server: str, model: Path) -> None:
     asyncio.run(ask())
 
 
+def test_scores_and_manifest_carry_the_name_that_the_recipe_gives_the_teacher(server: str) -> None:
+    async def ask() -> set[str]:
+        async with ReplicaClient(server, TOKEN, teacher="tutor", replica="a") as client:
+            scores = await client.score(random_items(2, 9, Signal.TOPK, 4))
+            return {(await client.manifest()).teacher, *(one.teacher for one in scores)}
+
+    assert asyncio.run(ask()) == {"tutor"}
+
+
 @pytest.mark.parametrize(
     "path", ["/v1/score", "/v1/head", "/v1/vocabulary", "/manifest", "/metrics", "/nothing"]
 )

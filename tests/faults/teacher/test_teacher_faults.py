@@ -21,9 +21,9 @@ from teacher_rig import Nursery, NurseryLauncher, random_items
 from understudy.errors import TeacherReplyError
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import Failure, HealthRules, State
-from understudy.teacher.pool.keeper import KeeperOptions
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool.supervisor import SupervisorOptions
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring.model import load_frozen
 from understudy.teacher.scoring.scorer import Scorer
@@ -34,7 +34,7 @@ OPTIONS = PoolOptions(
     deadline_base=DEADLINE,
     retry_first=0.02,
     retry_most=0.2,
-    keeper=KeeperOptions(
+    keeper=SupervisorOptions(
         probe_deadline=DEADLINE,
         watch_every=0.05,
         slowest_tokens_per_second=5000.0,
@@ -250,7 +250,7 @@ def test_when_every_replica_lies_the_error_reaches_the_caller(nursery: Nursery, 
                 match=r"teacher math, replica [ab], row 'row-0-\d', position \d+: logprob nan",
             ):
                 await trial.pool.score(trial.batch(0))
-            failures = [f for r in trial.pool._keeper.replicas.values() for f in r.failures]
+            failures = [f for r in trial.pool._supervisor.replicas.values() for f in r.failures]
             assert set(failures) == {Failure.BAD_REPLY}
         finally:
             await trial.pool.close()

@@ -37,7 +37,7 @@ MUTATIONS = {
         f"{FAULTS}::test_kill_9_of_one_replica_costs_no_row[0]",
     ),
     "no restart": Mutation(
-        "keeper.py",
+        "supervisor.py",
         "                await self._restart(replica)\n",
         "                replica.life.retire()\n",
         f"{FAULTS}::test_kill_9_of_one_replica_costs_no_row[0]",
@@ -49,7 +49,7 @@ MUTATIONS = {
         f"{FAULTS}::test_a_stopped_replica_is_ejected_within_two_deadlines[0]",
     ),
     "health by /health": Mutation(
-        "keeper.py",
+        "supervisor.py",
         "    async def _probe(self, replica: Replica) -> None:\n",
         "    async def _probe(self, replica: Replica) -> None:\n"
         "        assert replica.client is not None and await replica.client.health()\n"
@@ -94,7 +94,7 @@ MUTATIONS = {
         "unit/teacher/test_teacher_pool.py",
     ),
     "the last one is ejected too": Mutation(
-        "keeper.py",
+        "supervisor.py",
         "        return any(other.life.usable for other in self.replicas.values() if other is not replica)\n",
         "        return True\n",
         "unit/teacher/test_teacher_pool.py",

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from understudy.assembly.ranks import Followers, refusal_file, start_ranks
+from understudy.assembly.ranks import RankProcesses, refusal_file, start_ranks
 from understudy.cluster.local import LocalProcesses
 from understudy.errors import ChildDied, RankLost
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 
 
-async def fail_to_start(folder: Path) -> tuple[str, Followers]:
+async def fail_to_start(folder: Path) -> tuple[str, RankProcesses]:
     processes = LocalProcesses(folder / "logs", start_timeout=60)
-    followers = Followers(processes, RunDir(folder), size=2)
+    ranks = RankProcesses(processes, RunDir(folder), size=2)
     try:
         with pytest.raises(ChildDied) as caught:
-            await followers.start(1)
-        return str(caught.value), followers
+            await ranks.start(1)
+        return str(caught.value), ranks
     finally:
-        followers.end_at_once()
-        await followers.close()
+        ranks.end_at_once()
+        await ranks.close()
         await processes.close()
 
 
@@ -36,10 +36,10 @@ async def fail_to_start(folder: Path) -> tuple[str, Followers]:
 def test_its_own_error_comes_first(tmp_path: Path, spoiled: str) -> None:
     if spoiled:
         (tmp_path / "recipe.json").write_text(spoiled)
-    said, followers = asyncio.run(fail_to_start(tmp_path))
-    expected = "ConfigError: `student.model` is missing" if spoiled else "RunDirectoryError:"
+    said, ranks = asyncio.run(fail_to_start(tmp_path))
+    expected = "error: `student.model` is missing" if spoiled else "error: "
     assert expected in said.splitlines()[0], said
-    assert not followers.meeting.exists()
+    assert not ranks.meeting.exists()
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
@@ -47,7 +47,6 @@ def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
     of this process never met its ranks: torch counts groups."""
     run = RunDir.create(str(tmp_path / "run"), "run")
     student: Any = SimpleNamespace(device=torch.device("cpu"), model=None)
-    recipe: Any = SimpleNamespace(trainer=SimpleNamespace(ranks=2))
 
     async def start() -> float:
         processes = LocalProcesses(run.logs, start_timeout=60)
@@ -56,7 +55,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
                 try:
                     view = LiveView(0, enabled=False)
                     settings: Any = None
-                    await start_ranks(recipe, run, processes, student, settings, print, stack, view)
+                    await start_ranks(2, run, processes, student, settings, print, stack, view)
                 finally:
                     failed = time.monotonic()
         except ExceptionGroup as error:
@@ -75,10 +74,10 @@ def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_refusal_is_found_by_command_and_rank(tmp_path: Path) -> None:
     processes = LocalProcesses(tmp_path)
-    followers = Followers(processes, RunDir(tmp_path), size=3)
-    followers._children = {1: None, 2: None}  # type: ignore[dict-item]
-    refusal_file(followers.meeting, 7, 2).write_text("too long")
-    assert followers.refused(7) == {2: "too long"} and followers.refused(6) == {}
+    ranks = RankProcesses(processes, RunDir(tmp_path), size=3)
+    ranks._children = {1: None, 2: None}  # type: ignore[dict-item]
+    refusal_file(ranks.meeting, 7, 2).write_text("too long")
+    assert ranks.refused(7) == {2: "too long"} and ranks.refused(6) == {}
 
 
 READY = """
@@ -88,17 +87,17 @@ time.sleep(60)
 """
 
 
-async def lose_one(folder: Path) -> tuple[RankLost, Followers]:
+async def lose_one(folder: Path) -> tuple[RankLost, RankProcesses]:
     """A rank that is there and is killed, seen by whoever watches the ranks."""
     processes = LocalProcesses(folder / "logs", start_timeout=60)
-    followers = Followers(processes, RunDir(folder), size=2)
+    ranks = RankProcesses(processes, RunDir(folder), size=2)
     child = await processes.start("rank-1", "rank_for_test", [])
-    followers._children, followers._said_before = {1: child}, {1: 0}
+    ranks.add(1, "rank 1 of 2", child, 0, remote=False, mark=lambda: None)
     try:
         child.process.kill()
         with pytest.raises(RankLost) as caught:
-            await asyncio.wait_for(followers.watch(), 20)
-        return caught.value, followers
+            await asyncio.wait_for(ranks.watch(), 20)
+        return caught.value, ranks
     finally:
         await processes.close()
 
@@ -108,14 +107,14 @@ def test_a_loss_is_known_after_the_others_went_home(tmp_path: Path, monkeypatch:
     the loss has ended the run already, or a minute goes by until it gives up."""
     (tmp_path / "rank_for_test.py").write_text(READY)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    seen, followers = asyncio.run(lose_one(tmp_path))
-    followers.send_home()
-    assert followers.lost() is seen and "rank 1 of 2 was killed by SIGKILL" in str(seen)
+    seen, ranks = asyncio.run(lose_one(tmp_path))
+    ranks.expect_exit()
+    assert ranks.lost() is seen and "rank 1 of 2 was killed by SIGKILL" in str(seen)
 
 
 def test_nobody_waits_for_ranks_that_were_ended(tmp_path: Path) -> None:
-    followers = Followers(LocalProcesses(tmp_path), RunDir(tmp_path), size=2)
-    followers.send_home()
-    assert followers.lost() is None
-    followers.end_at_once()
-    assert "ended with the run" in str(followers.lost())
+    ranks = RankProcesses(LocalProcesses(tmp_path), RunDir(tmp_path), size=2)
+    ranks.expect_exit()
+    assert ranks.lost() is None
+    ranks.end_at_once()
+    assert "ended with the run" in str(ranks.lost())

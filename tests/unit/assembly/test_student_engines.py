@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from understudy.assembly.engines import (
     vllm_settings,
 )
 from understudy.assets import quickstart_model
-from understudy.config import Recipe, parse_recipe
+from understudy.config import parse_recipe
 from understudy.engines.base import Engine, GenerateRequest, Sampling
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import ConfigError
+from understudy.planning.resolved import EngineSettings, resolve
 from understudy.trainers.models import LoadedModel, load_model
 from understudy.weights.publish import CopiedWeights, ModelWeights, SharedWeights
 
@@ -45,8 +47,8 @@ def student() -> LoadedModel:
     return load_model(str(quickstart_model("student")), device="cpu")
 
 
-def recipe(loss: dict | None = None, **rollout: Any) -> Recipe:
-    return parse_recipe(
+def settings(loss: dict | None = None, **rollout: Any) -> EngineSettings:
+    recipe = parse_recipe(
         {
             "student": {"model": "s"},
             "teachers": {"t": {"model": "m"}},
@@ -55,28 +57,27 @@ def recipe(loss: dict | None = None, **rollout: Any) -> Recipe:
             "rollout": rollout,
         }
     )
+    return resolve(recipe, gpus=0).engine
 
 
-def opened(given: Recipe, student: LoadedModel, *, shared: bool, deterministic: bool = True) -> Engine:
-    return asyncio.run(
-        open_engine(given, student, None, Silent(), shared=shared, deterministic=deterministic)  # type: ignore[arg-type]
-    )
+def opened(given: EngineSettings, student: LoadedModel) -> Engine:
+    return asyncio.run(open_engine(given, student, None, Silent()))  # type: ignore[arg-type]
 
 
 def test_every_sampling_key_reaches_the_engine(student: LoadedModel) -> None:
-    given = recipe(
+    given = settings(
         {"signal": "at_ids", "kind": "reverse_kl", "topk": 5}, max_new_tokens=7, temperature=0.5, top_p=0.9,
         top_k=3, min_p=0.1, repetition_penalty=1.2, stop=["=", "++"],
     )  # fmt: skip
     assert sampling_of(given, student) == Sampling(
         7, student.stop_ids, 0.5, 0.9, 3, 0.1, 1.2, ("=", "++"), candidates=5
     )
-    assert sampling_of(recipe(), student).candidates == 0
+    assert sampling_of(settings(), student).candidates == 0
 
 
 def test_stop_texts_work_in_process(student: LoadedModel) -> None:
     async def said() -> str:
-        engine = await open_engine(recipe(), student, None, Silent(), shared=True, deterministic=False)  # type: ignore[arg-type]
+        engine = await open_engine(replace(settings(), deterministic=False), student, None, Silent())  # type: ignore[arg-type]
         try:
             prompt = torch.tensor(student.tokenizer.encode("12+34=")).numpy().astype("int32")
             asked = GenerateRequest("x", prompt, Sampling(40, stop_strings=("7", "a", "5")), seed=3)
@@ -93,20 +94,21 @@ def test_stop_texts_work_in_process(student: LoadedModel) -> None:
 def test_an_engine_that_trains_alongside_has_tensors_of_its_own(student: LoadedModel) -> None:
     policy = Trained(student.model)
     for shared, kind in ((True, SharedWeights), (False, CopiedWeights)):
-        engine = opened(recipe(), student, shared=shared)
+        given = replace(settings(), shares_tensors=shared)
+        engine = opened(given, student)
         assert isinstance(engine, HFEngine)
-        assert isinstance(publisher_of(recipe(), policy, engine, shared=shared), kind)
+        assert isinstance(publisher_of(given, policy, engine), kind)
         pointers = {parameter.data_ptr() for parameter in student.model.parameters()}
         own = {parameter.data_ptr() for parameter in engine._model.parameters()}
         assert bool(pointers & own) is shared
 
 
 def test_servers_that_keep_their_weights_say_version_0_for_ever(student: LoadedModel) -> None:
-    given = recipe(engine="openai", urls=["http://127.0.0.1:1/"], live_weights=False)
+    given = settings(engine="openai", urls=["http://127.0.0.1:1/"], live_weights=False)
 
     async def body() -> None:
-        engine = await open_engine(given, student, None, Silent(), shared=True, deterministic=False)  # type: ignore[arg-type]
-        publisher = publisher_of(given, Trained(student.model), engine, shared=True)
+        engine = await open_engine(given, student, None, Silent())  # type: ignore[arg-type]
+        publisher = publisher_of(given, Trained(student.model), engine)
         assert isinstance(engine, RemoteEngine) and isinstance(publisher, FixedWeights)
         for version in (0, 1, 2):
             await publisher.publish(version)
@@ -117,16 +119,16 @@ def test_servers_that_keep_their_weights_say_version_0_for_ever(student: LoadedM
 
 
 def test_a_started_server_gets_what_the_recipe_asks_for(student: LoadedModel, tmp_path: Path) -> None:
-    given = recipe(
+    given = settings(
         {"signal": "at_ids", "kind": "reverse_kl", "topk": 30}, engine="vllm", vllm_python=sys.executable,
         replicas=2, devices=["1", "2,3"], engine_args=["--gpu-memory-utilization=0.4"], context_length=96,
     )  # fmt: skip
-    settings = vllm_settings(given, student)
-    assert settings.python == sys.executable and settings.max_length == 96 == context_of(given, student)
-    assert {"--gpu-memory-utilization=0.4", "--max-logprobs=31"} <= set(settings.options)
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in settings.env] == ["1", "2,3"]
+    told = vllm_settings(given, student, given.rollout.devices)
+    assert told.python == sys.executable and told.max_length == 96 == context_of(given, student)
+    assert {"--gpu-memory-utilization=0.4", "--max-logprobs=31"} <= set(told.options)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in told.env] == ["1", "2,3"]
 
 
 def test_a_context_the_student_does_not_have_is_refused(student: LoadedModel) -> None:
     with pytest.raises(ConfigError, match="holds 128 tokens"):
-        context_of(recipe(context_length=4096), student)
+        context_of(settings(context_length=4096), student)

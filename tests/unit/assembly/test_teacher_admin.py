@@ -11,7 +11,8 @@ from understudy.assembly.teacher_admin import ask_run, open_for_requests
 from understudy.assembly.teachers import Teachers
 from understudy.errors import TeacherError
 from understudy.observability.rundir import RunDir
-from understudy.teacher.pool.launch import Endpoint, ReplicaSpec
+from understudy.serving.endpoint import Endpoint
+from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import TeacherPool
 
 

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from understudy.assembly import cpu_threads as threads
-from understudy.assembly.cpu_threads import lanes_of, products_of_lanes, torch_threads
+from understudy.assembly.cpu_threads import products_of_lanes
 from understudy.config import Recipe
+from understudy.planning import cpu_lanes
+from understudy.planning.resolved import Compute, resolve
 
 STUDENT = Path(str(resources.files("understudy.assets") / "quickstart")) / "models" / "student"
 
 
-def recipe(model: Path = STUDENT, **tables: dict[str, Any]) -> Recipe:
+def compute(model: Path = STUDENT, **tables: dict[str, Any]) -> Compute:
     student = {"model": str(model), "device": "cpu", **tables.pop("student", {})}
-    return Recipe.model_validate(
+    recipe = Recipe.model_validate(
         {
             "student": student,
             "teachers": {"t": {"model": str(STUDENT)}},
@@ -30,47 +31,48 @@ def recipe(model: Path = STUDENT, **tables: dict[str, Any]) -> Recipe:
             "run": {"dir": "run", "threads": 3, **tables.pop("run", {})},
         }
     )
+    return resolve(recipe, gpus=0).compute
 
 
 def test_small_student_on_a_cpu() -> None:
-    assert (lanes_of(recipe()), torch_threads(recipe())) == (3, 1)
+    assert (compute().lanes, compute().threads) == (3, 1)
 
 
 @pytest.mark.parametrize(
     "tables", [{"run": {"threads": 1}}, {"trainer": {"ranks": 2}}, {"student": {"compile": True}}]
 )
 def test_whose_operations_keep_their_threads(tables: dict[str, Any]) -> None:
-    one = recipe(**tables)
-    assert (lanes_of(one), torch_threads(one)) == (1, one.run.threads)
+    one, threads = compute(**tables), tables.get("run", {}).get("threads", 3)
+    assert (one.lanes, one.threads) == (1, threads)
 
 
 def test_nothing_said_leaves_the_choice_to_torch() -> None:
-    assert torch_threads(recipe(run={"threads": None})) is None
+    assert compute(run={"threads": None}).threads is None
 
 
 def test_large_students_and_unknown_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "student"
     shutil.copytree(STUDENT, own)
-    assert lanes_of(recipe(own)) == 3
+    assert compute(own).lanes == 3
     config = json.loads((own / "config.json").read_text())
     for changes in ({"model_type": "mamba"}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}):
         (own / "config.json").write_text(json.dumps(config | changes))
-        assert lanes_of(recipe(own)) == 1
+        assert compute(own).lanes == 1
     (own / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(threads, "SMALL", 1000)
-    assert lanes_of(recipe(own)) == 1
-    assert lanes_of(recipe(Path("owner/name"))) == 1
+    monkeypatch.setattr(cpu_lanes, "SMALL", 1000)
+    assert compute(own).lanes == 1
+    assert compute(Path("owner/name")).lanes == 1
 
 
-def one_dnn(one: Recipe) -> bool:
+def one_dnn(one: Compute) -> bool:
     with products_of_lanes(one):
         return bool(torch.backends.mkldnn.enabled)
 
 
 def test_lanes_leave_one_dnn_alone_where_that_changes_no_bit(tmp_path: Path) -> None:
-    assert not one_dnn(recipe())
+    assert not one_dnn(compute())
     assert torch.backends.mkldnn.enabled  # as it was, for whoever comes next in this process
-    assert one_dnn(recipe(run={"threads": 1})) and one_dnn(recipe(student={"dtype": "bfloat16"}))
+    assert one_dnn(compute(run={"threads": 1})) and one_dnn(compute(student={"dtype": "bfloat16"}))
     own = tmp_path / "student"
     shutil.copytree(STUDENT, own)
     config = json.loads((own / "config.json").read_text())
@@ -80,8 +82,8 @@ def test_lanes_leave_one_dnn_alone_where_that_changes_no_bit(tmp_path: Path) -> 
         {"model_type": "llama", "mlp_bias": True},
     ):
         (own / "config.json").write_text(json.dumps(config | changes))
-        assert lanes_of(recipe(own)) == 3 and one_dnn(recipe(own))
-    with pytest.raises(ZeroDivisionError), products_of_lanes(recipe()):
+        assert compute(own).lanes == 3 and one_dnn(compute(own))
+    with pytest.raises(ZeroDivisionError), products_of_lanes(compute()):
         raise ZeroDivisionError
     assert torch.backends.mkldnn.enabled
 
@@ -100,6 +102,6 @@ def test_products_without_a_bias_are_the_same_either_way(inputs: int, outputs: i
             lambda states=states, answers=answers: answers.t() @ states,
         )
         theirs = [product() for product in products]
-        with products_of_lanes(recipe()):
+        with products_of_lanes(compute()):
             ours = [product() for product in products]
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)), rows

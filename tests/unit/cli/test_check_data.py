@@ -47,6 +47,12 @@ def test_data_do_not_choose_the_code_that_runs(check: Check, tmp_path: Path) -> 
     assert check([{"messages": CHAT, "agent_name": "single_turn_agent"}])[0] == 0
 
 
+def test_options_of_a_loop_that_only_rows_name_are_checked_too(check: Check) -> None:
+    rows = [{"messages": CHAT, "agent": "tool"}]
+    code, said = check(rows, "rollout.agent_options.tool.max_turn=3")
+    assert code == 2 and "has no option `max_turn` (rollout.agent_options); did you mean `max_turns`?" in said
+
+
 def test_plain_text_under_the_tool_loop(check: Check) -> None:
     code, said = check([{"prompt": "12+34="}], "rollout.agent=tool")
     assert code == 2 and "line 1 is plain text (`prompt`), and the tool loop reads chats" in said
@@ -153,7 +159,7 @@ constant = 3
         ("raises", "raised RuntimeError: grader broke at"),
         ("hangs", "within 0.5 s; what takes longer belongs to its import"),
         ("crashes", "ended its process with code 7 (last words) at"),
-        ("fien", "has no function fien; did you mean 'fine'?"),
+        ("fien", "does not exist: has no function fien; did you mean 'fine'?"),
         ("constant", "is a int; expected a function"),
     ],
 )
@@ -179,9 +185,17 @@ def test_a_reward_is_tried_before_anything_starts(
 def test_a_reward_module_that_cannot_be_imported(check: Check, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     rows = [{"messages": CHAT}]
-    assert "importing broken raised ZeroDivisionError" in check(rows, "data.reward=broken:f")[1]
+    told = check(rows, "data.reward=broken:f")[1]
+    assert "data.reward = 'broken:f' cannot be imported: broken raised ZeroDivisionError" in told
+    for file, where in (("broken.py", ""), ("../far/broken.py", ", with run.python_path = ['../far']")):
+        told = check(rows, f"data.reward={file}:f")[1]
+        assert f"a module is named without folder and .py; write 'broken:f'{where}\n" in told
     code, said = check(rows, "data.reward=nowhere_at_all:f")
-    assert code == 2 and "No module named 'nowhere_at_all'; modules are looked up beside the recipe" in said
+    assert (
+        code == 2
+        and "cannot be imported: No module named 'nowhere_at_all'; modules are looked up beside the recipe"
+        in said
+    )
 
 
 def test_rewards_that_ship_look_at_every_row(check: Check) -> None:

@@ -3,26 +3,73 @@
 import os
 import pty
 import signal
-import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from understudy.cli.terminal import ClosableTerminal
 
+IMPORTING = """
+import sys, time, types
+module, how = sys.argv[1:3]
+async def evaluate_model(*given, **settings):
+    print("started", flush=True)
+    return {}
+# In place of the module that imports torch, which takes many seconds on a loaded machine.
+run = types.ModuleType("understudy.run.evaluate_model")
+run.evaluate_model = evaluate_model
+class Swallows:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            print("importing", flush=True)
+            try:
+                time.sleep(60)
+            except:
+                if how == "passes on":
+                    raise
+                if how == "raises":
+                    raise ImportError("an extension module could not be loaded") from None
+            if name == run.__name__:
+                from importlib.machinery import ModuleSpec
+                return ModuleSpec(name, self)
+    def create_module(self, spec):
+        return run
+    def exec_module(self, module):
+        pass
+sys.meta_path.insert(0, Swallows())
+from understudy.cli.main import program
+del sys.argv[1:3]
+sys.exit(program())
+"""
 
-def test_an_early_interrupt_ends_it_with_one_word(tmp_path: Path) -> None:
-    """Sent while modules are imported; Python itself says which."""
-    command = [sys.executable, "-X", "importtime", "-m", "understudy.cli.main", "check", "none.toml"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "pydantic" in line:
-            process.send_signal(signal.SIGINT)
-            break
-    said = [line.strip() for line in process.stderr if not line.startswith("import time:")]
-    assert process.wait(timeout=60) == 130 and said == ["interrupted"]
+
+@pytest.mark.parametrize(
+    ("module", "how"),
+    [
+        ("understudy.cli.commands.evaluate", "passes on"),
+        ("understudy.cli.commands.evaluate", "swallows"),
+        ("understudy.run.evaluate_model", "swallows"),
+        ("understudy.run.evaluate_model", "raises"),
+    ],
+)
+def test_an_interrupt_during_an_import_ends_the_program_with_one_word(module: str, how: str) -> None:
+    """Ctrl-C on a real terminal, once, while a module is imported, which may discard it or make another error of it."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
+        os.execv(sys.executable, [sys.executable, "-c", IMPORTING, module, how, "eval", "a-model"])
+    said = b""
+    while b"importing" not in said:
+        said += os.read(terminal, 1 << 16)
+    os.write(terminal, b"\x03")
+    with suppress(OSError):  # EIO: the program is gone
+        while more := os.read(terminal, 1 << 16):
+            said += more
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert b"started" not in said and b"Traceback" not in said and said.endswith(b"interrupted\r\n"), said
 
 
 def test_a_closed_terminal_takes_what_it_is_given() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from understudy.cluster import nursery
+from understudy.cluster import fork_server
 from understudy.cluster.local import LocalProcesses
 from understudy.errors import ChildDied, ClusterError
 
@@ -47,10 +47,10 @@ def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(params=["started", "forked"], autouse=True)
 def way(
     request: pytest.FixtureRequest, child_module: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[nursery.Nursery | None]:
-    """Every promise holds whether a child is a program of its own or a fork of the nursery."""
-    own = nursery.Nursery({}, modules=()) if request.param == "forked" else None
-    monkeypatch.setattr(nursery, "_NURSERY", own)
+) -> Iterator[fork_server.ForkServer | None]:
+    """Every promise holds whether a child is a program of its own or a fork of the fork server."""
+    own = fork_server.ForkServer({}, modules=()) if request.param == "forked" else None
+    monkeypatch.setattr(fork_server, "_SERVER", own)
     yield own
     if own is not None:
         own.close()
@@ -68,7 +68,7 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def test_start_and_stop(tmp_path: Path, child_module: str, way: nursery.Nursery | None) -> None:
+def test_start_and_stop(tmp_path: Path, child_module: str, way: fork_server.ForkServer | None) -> None:
     async def scenario() -> int:
         processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
         child = await processes.start("one", child_module, [])
@@ -140,12 +140,12 @@ def test_kill_9_of_the_launcher_takes_the_children_along(tmp_path: Path, child_m
     launcher = textwrap.dedent(f"""
         import asyncio
         from pathlib import Path
-        from understudy.cluster import nursery
+        from understudy.cluster import fork_server
         from understudy.cluster.local import LocalProcesses
         async def main():
             if {way is not None}:
-                nursery._NURSERY = nursery.Nursery({{}}, modules=())
-                print(nursery._NURSERY._process.pid, flush=True)
+                fork_server._SERVER = fork_server.ForkServer({{}}, modules=())
+                print(fork_server._SERVER._process.pid, flush=True)
             processes = LocalProcesses(Path({str(tmp_path / "logs")!r}), start_timeout=20)
             child = await processes.start("one", {child_module!r}, [])
             print(child.ready["pid"], flush=True)

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+import understudy
 from understudy.cli.main import main
 from understudy.config import load_recipe
+from understudy.errors import ConfigError
 
 RECIPE = """
 [student]
@@ -89,3 +91,21 @@ def test_a_folder_beside_the_recipe_comes_before_one_where_the_command_runs(
     monkeypatch.chdir(elsewhere)
     assert load_recipe(written(folder, "models/student")).student.model == str(folder / "models/student")
     assert load_recipe(written(folder, "models/mine")).student.model == "models/mine"
+
+
+def test_an_empty_name_is_not_the_recipes_own_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "config.json").write_text("{}")
+    path = written(folder, "", "  ")
+    path.write_text(path.read_text().replace("rows.jsonl", ""))
+    assert main(["check", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "`student.model` = '': expected a hub id or the folder of a model" in said
+    assert "`teachers.t.model` = '  ': expected a hub id or the folder of a model" in said
+    assert "`data.train`: '' names no data; expected a jsonl or parquet file" in said
+
+
+def test_distill_refuses_an_empty_name_of_data() -> None:
+    with pytest.raises(ConfigError, match=r"^`data.train`: '' names no data"):
+        understudy.distill(student="a/b", teacher="a/c", data="")

@@ -1,11 +1,12 @@
 """A recipe's problems are all told at once, each with the nearest right key or value."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from understudy.config import parse_recipe
-from understudy.config.recipe import examine, load_recipe
+from understudy.config.recipe import apply_overrides, examine, load_recipe
 from understudy.errors import ConfigError
 
 GOOD = {"student": {"model": "s"}, "teachers": {"t": {"model": "m"}}, "data": {"train": "d.jsonl"}}
@@ -114,6 +115,18 @@ def test_every_problem_is_told_at_once() -> None:
 def test_whole_numbers_pass_as_floats_and_nothing_else_is_coerced() -> None:
     assert parse_recipe(changed(loss={"distill_coef": 2})).loss.distill_coef == 2.0
     assert "trainer.batch_size" in problems_of(changed(trainer={"batch_size": 4.0}))
+
+
+@pytest.mark.parametrize(
+    "word", ["run.loggers=[wandb]", "data.train=[a.jsonl,b.jsonl]", "teachers={a={model=x}}"]
+)
+def test_lists_without_their_quotes_are_told_so(word: str) -> None:
+    """A shell removes the quotes of run.loggers=["wandb"]."""
+    with pytest.raises(ConfigError, match=r"is not TOML \(a shell removes quotes\)"):
+        apply_overrides({}, [word])
+    table: dict[str, Any] = {}
+    apply_overrides(table, ["data.train=[ab]*.jsonl", 'run.loggers=["wandb"]'])
+    assert table == {"data": {"train": "[ab]*.jsonl"}, "run": {"loggers": ["wandb"]}}
 
 
 def test_overrides_and_paths(tmp_path: Path) -> None:

@@ -83,4 +83,4 @@ def test_the_interpreter_of_vllm_and_the_token_are_looked_for() -> None:
     with pytest.raises(ConfigError, match="that environment variable is empty"):
         endpoints_of(guarded, {})
     (endpoint,) = endpoints_of(guarded, {"SOME_TOKEN": "secret"})
-    assert endpoint.key == "secret" and "secret" not in repr(endpoint)
+    assert endpoint.token == "secret" and "secret" not in repr(endpoint)

@@ -67,6 +67,7 @@ def test_every_value_that_a_synonym_leads_to_is_one() -> None:
         ("trainer.total_epochs=5", "`trainer.steps`", "did you mean"),
         ("trainer.save_steps=5", "it is `trainer.checkpoint_every` here", "`trainer.steps`"),
         ("trainer.save_every=5", "it is `trainer.checkpoint_every` here", "sync_every"),
+        ("trainer.lend_after=5", "it was removed", "did you mean"),
         ("trainer.max_steps=5", "it is `trainer.steps` here", "staleness"),
         ("rollout.max_length=5", "`rollout.max_new_tokens`", "did you mean"),
         ("rollout.response_length=5", "it is `rollout.max_new_tokens` here", "context_length"),

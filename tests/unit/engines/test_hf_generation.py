@@ -12,7 +12,6 @@ from reference_sampling import generate_plainly
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local.engine import HFEngine
-from understudy.engines.local.sampling import uniforms_of
 from understudy.errors import EngineError
 from understudy.types.trajectory import StopReason
 
@@ -176,11 +175,6 @@ def test_draws_follow_the_distribution() -> None:
     assert counts[~kept.numpy()].sum() == 0
     chi2 = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
     assert chi2 < 35, "11 degrees of freedom: above 35 happens once in 4,000 right implementations"
-
-
-def test_shorter_budgets_draw_a_prefix() -> None:
-    longer, shorter = uniforms_of([7, 7], [20, 5])
-    assert longer[:5].tolist() == shorter.tolist()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.replicas import FIRST_REST_S, REST_AFTER, Endpoint, Replicas
+from understudy.engines.replicas import FIRST_REST_S, REST_AFTER, Replicas
+from understudy.engines.servers import engine as engine_module
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import EngineError
+from understudy.serving.endpoint import Endpoint
 from understudy.types.trajectory import StopReason
 
 Answer = Callable[[dict[str, Any]], Any]
@@ -81,7 +84,7 @@ class Server:
         self._task = asyncio.create_task(self._http.serve())
         while not self._http.started:
             await asyncio.sleep(0.005)
-        return Endpoint(f"http://127.0.0.1:{self._http.servers[0].sockets[0].getsockname()[1]}", key="k3y")
+        return Endpoint(f"http://127.0.0.1:{self._http.servers[0].sockets[0].getsockname()[1]}", token="k3y")
 
     async def stop(self) -> None:
         assert self._http is not None
@@ -125,7 +128,7 @@ def test_a_failing_server_costs_nothing_but_a_detour() -> None:
 def test_with_no_server_left_the_error_says_what_the_last_problem_was() -> None:
     with pytest.raises(EngineError, match=r"row within 1 s.*500.*trouble"):
         run([Server(lambda body: 500)], lambda engine: engine.generate([request()]))
-    with pytest.raises(EngineError, match=r"row within 1 s.*ConnectError"):
+    with pytest.raises(EngineError, match=r"row within 1 s.*Cannot connect to host"):
 
         async def gone(engine: RemoteEngine) -> None:
             await engine.replace("replica-0", Endpoint("http://127.0.0.1:9"))
@@ -278,6 +281,53 @@ def test_a_hanging_server_is_given_up_at_the_deadline() -> None:
     run([slow, good], body, deadline_s=0.2, deadline_per_token_s=0.0, patience_s=20)
 
 
+def test_a_server_that_is_known_to_be_gone_is_not_waited_for() -> None:
+    """Its machine lost power and does not close its connections; the launcher knows."""
+    asked = asyncio.Event()
+
+    async def hang(body: dict[str, Any]) -> Any:
+        asked.set()
+        await asyncio.sleep(3)
+        return 500
+
+    silent, good = Server(hang), Server()
+
+    async def body(engine: RemoteEngine) -> None:
+        writing = asyncio.create_task(engine.generate([request(f"r{i}") for i in range(4)]))
+        await asked.wait()
+        engine.withdraw("replica-0")
+        generations = await asyncio.wait_for(writing, 2)
+        assert [len(one.tokens) for one in generations] == [4] * 4 and len(good.bodies) == 4
+
+    run([silent, good], body, patience_s=20)
+
+
+def test_a_request_that_reaches_a_paused_server_is_asked_again_under_the_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server would keep it until it goes on, and the publish would wait for its answer."""
+    monkeypatch.setattr(engine_module, "QUIET_S", 0.2)
+    asked = asyncio.Event()
+
+    async def keep_the_first(body: dict[str, Any]) -> Any:
+        if not asked.is_set():
+            asked.set()
+            await asyncio.sleep(5)
+        return whole(body, label=server.label)
+
+    server = Server(keep_the_first)
+
+    async def body(engine: RemoteEngine) -> None:
+        writing = asyncio.create_task(engine.generate([request()]))
+        await asked.wait()
+        await asyncio.wait_for(engine.update_weights(1, [("w", torch.zeros(2))]), 2)
+        (generation,) = await writing
+        assert generation.weight_versions.tolist() == [1] * 4
+        assert [one["cache_salt"] for one in server.bodies] == ["weights-0", "weights-1"]
+
+    run([server], body, snapshots=tmp_path, patience_s=20)
+
+
 def test_balance_by_outstanding_tokens() -> None:
     replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: 0.0)
     first = replicas.pick("", 1000)
@@ -330,12 +380,3 @@ def test_a_server_that_is_gone_stays_so_whatever_still_fails_there() -> None:
         replicas.failed(gone, 10, "what it was writing broke off")
     now = 1e6
     assert all(replicas.pick(str(i), 1) is replicas.all[1] for i in range(4)), "it has old weights, if any"
-
-
-def test_a_server_out_of_reach_is_avoided_where_another_serves() -> None:
-    replicas = Replicas([Endpoint("a"), Endpoint("b")], clock=lambda: 0.0)
-    home, other = replicas.all
-    assert replicas.pick("session", 1) is home
-    assert replicas.pick("session", 1, {"replica-0"}) is other
-    replicas.gone(other)
-    assert replicas.pick("session", 1, {"replica-0"}) is home

@@ -59,7 +59,7 @@ def with_two(
 def test_nobody_brings_it_back(tmp_path: Path) -> None:
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
         await servers[1].stop()
-        with pytest.raises(EngineError, match=r"replica-1 \(vllm\) at /collective_rpc"):
+        with pytest.raises(EngineError, match=r"replica-1 \(vllm\): /collective_rpc failed"):
             await engine.update_weights(1, WEIGHTS)
         assert engine.version == 0
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from losses_cases import assert_close, gradients, make_case
 
-from understudy.assembly.build import objective_of
+from understudy.assembly.learner import objective_of
 from understudy.config import parse_recipe
 from understudy.errors import LossInputError
 from understudy.losses.describe import ESTIMATOR_ALIASES, describe_objective
 from understudy.losses.objective import Objective
 from understudy.losses.reduce import token_weights
-from understudy.planning.preflight import describe
+from understudy.planning.objective import describe
 from understudy.types.loss import LossInputs, StudentHead, StudentLogits, metric_results
 
 FIGURES = json.loads((Path(__file__).parents[2] / "golden" / "verl_clamps.json").read_text())
@@ -55,7 +55,7 @@ def name_of(run: dict) -> str:
 @pytest.mark.parametrize("run", FIGURES["runs"], ids=name_of)
 def test_a_recipe_with_verls_keys_gives_verls_figures(run: dict, path: str) -> None:
     table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}}
-    objective = objective_of(parse_recipe({**table, "loss": recipe_of(run)}))
+    objective = objective_of(parse_recipe({**table, "loss": recipe_of(run)}).loss)
     leaf = torch.tensor(FIGURES["student_logits"], requires_grad=True)
     student = StudentLogits(leaf) if path == "plain" else StudentHead(leaf, torch.eye(leaf.shape[1]))
     output = objective(student, inputs_of(FIGURES))
@@ -149,7 +149,9 @@ def test_the_formula_shows_the_clamps() -> None:
     assert "sg(clamp(r, ±2))_s" in discounted.formula
     table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}}
     loss = {"tail": "drop", "clamp_at_zero": True, "loss_max_clamp": 10.0, "log_prob_min_clamp": -10.0}
-    assert describe(parse_recipe({**table, "loss": loss})).formula == verls.formula, "what `check` prints"
+    assert describe(parse_recipe({**table, "loss": loss}).loss).formula == verls.formula, (
+        "what `check` prints"
+    )
     assert "[clamp(r²/2, ±2)]" in describe_objective("mse", "sampled", loss_max_clamp=2.0).formula
 
 
@@ -157,13 +159,13 @@ def test_verls_names_of_estimators_are_values_of_both_keys() -> None:
     table = {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "d.jsonl"}}
     for name, ours in ESTIMATOR_ALIASES.items():
         loss = {"kind": name, "signal": "sampled", "policy_gradient": True}
-        assert objective_of(parse_recipe({**table, "loss": loss})).kind == ours
+        assert objective_of(parse_recipe({**table, "loss": loss}).loss).kind == ours
     case = make_case(seed=2, dtype=torch.float32)
     inputs = replace(case.inputs, reference_logprobs_N=case.inputs.teacher_logprobs_N)
     student = case.student(torch.float32)
     values = {
         name: objective_of(
-            parse_recipe({**table, "reference": {}, "loss": {"kl_coef": 0.5, "kl_kind": name}})
+            parse_recipe({**table, "reference": {}, "loss": {"kl_coef": 0.5, "kl_kind": name}}).loss
         )(student, inputs).per_token_N.tolist()
         for name in ("k3", "low_var_kl", "k2", "mse")
     }

@@ -18,6 +18,7 @@ from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.engine import Layout as EngineLayout
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import ConfigError, EngineError, PolicyError, TeacherError
+from understudy.planning.resolved import resolve
 from understudy.policy.forward.forward import choose_layout
 from understudy.policy.load import load_student
 from understudy.policy.microbatch import Layout
@@ -118,7 +119,8 @@ def test_critic_and_reference_follow_the_student_unless_told() -> None:
     gae = {"advantage": "gae", "task_coef": 1.0, "kl_coef": 0.1}
     told: dict[str, Any] = {"data": {"reward": "understudy.rollout.rewards.builtin:exact_match"}, "loss": gae}
     recipe = recipe_of(student={"attention": "eager"}, reference={"attention": "sdpa"}, **told)
-    critic, reference = critic_of(recipe, None), reference_of(recipe)
-    assert critic is not None and reference is not None
+    settings = resolve(recipe, gpus=0)
+    assert settings.critic is not None and settings.reference is not None
+    critic, reference = critic_of(settings.critic, None), reference_of(settings.reference, lanes=1)
     assert critic.policy.model.config._attn_implementation == "eager"
     assert reference.model.config._attn_implementation == "sdpa"

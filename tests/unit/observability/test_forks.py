@@ -31,12 +31,12 @@ asyncio.run(main())
 """
 
 CHILD = """
-import sys, time
-from pathlib import Path
-from understudy.serving.child import end_with_launcher, write_ready_file
-end_with_launcher(int(sys.argv[sys.argv.index("--watch-fd") + 1]))
-write_ready_file(Path(sys.argv[sys.argv.index("--ready-file") + 1]))
-time.sleep(60)
+import time
+from understudy.serving.process import process_arguments, process_main
+process_main(
+    lambda process: process.ready() or time.sleep(60),
+    process_arguments("child_for_test", None, serves=False).parse_args(),
+)
 """
 
 

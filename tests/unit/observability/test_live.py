@@ -32,6 +32,16 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     )
 
 
+def test_a_message_stays_on_one_line_where_there_is_no_terminal() -> None:
+    """Lines of a log file are searched by line."""
+    out = io.StringIO()
+    with LiveView(3, console=Console(file=out, width=40)) as view:
+        view.phase("loading the student " + "long/" * 12)
+        view.step(LINE)
+        view.note("teachers.math ends its turns with another token than the student")
+    assert len(out.getvalue().splitlines()) == 3
+
+
 def test_the_terminal_shows_every_figure_and_each_replicas_share() -> None:
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=True)

@@ -84,7 +84,7 @@ def test_a_logger_that_cannot_even_start_is_left_out(tmp_path: Path, monkeypatch
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = missing_loggers(["tensorboard"])
-    assert "pip install understudy[tensorboard]" in problem
+    assert 'pip install "understudy[tensorboard]"' in problem
 
 
 def test_an_unknown_logger_is_refused() -> None:

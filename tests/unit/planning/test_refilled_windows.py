@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from understudy.planning.windows import Windows
 from understudy.rollout.cursor import PromptCursor
 from understudy.rollout.dataset import load_dataset
-from understudy.trainers.pacing.slots import Slots
+from understudy.trainers.pacing.staleness_budget import StalenessBudget
 from understudy.trainers.pacing.window_cursor import WindowCursor
 
 WINDOWS = st.builds(
@@ -51,7 +51,7 @@ class Story:
         cursor.restore(place)
         assigned = {key: window for key, (window, _) in self.flying.items()}
         self.cursor = WindowCursor(cursor, self.windows, self.step, assigned)
-        self.slots = Slots(self.windows, self.step * self.windows.size, self.step)
+        self.slots = StalenessBudget(self.windows, self.step * self.windows.size, self.step)
         self.making: dict[int, list[str]] = {}
         """Prompts by window that this launch has begun and that are not through the filter yet."""
         self.kept: dict[int, int] = Counter()

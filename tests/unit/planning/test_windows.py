@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from understudy.planning.windows import Windows
 from understudy.trainers.pacing.admission import AdmissionController
 from understudy.trainers.pacing.idle_meter import BusyMeter
-from understudy.trainers.pacing.publish_gate import Turnstile
-from understudy.trainers.pacing.slots import Slots
+from understudy.trainers.pacing.publish_gate import PublishGate
+from understudy.trainers.pacing.staleness_budget import StalenessBudget
 
 WINDOWS = st.builds(
     Windows,
@@ -28,7 +28,7 @@ WINDOWS = st.builds(
 def test_no_order_of_events_breaks_the_bound(windows: Windows, seed: int) -> None:
     """Admission and training race in a random order; ages are taken as the trainer takes them."""
     chance = random.Random(seed)
-    slots = Slots(windows, admitted=0, published=0)
+    slots = StalenessBudget(windows, admitted=0, published=0)
     version_at_admission: list[int] = []
     version = step = 0
     while step < windows.steps:
@@ -77,7 +77,7 @@ def test_modes_have_verls_names(staleness: float, every: int, mode: str) -> None
 
 def test_admission_waits_for_a_publish_and_for_nothing_else() -> None:
     async def story() -> None:
-        slots = Slots(Windows(batch_size=2, sync_every=1, max_staleness=0.0, steps=2), 0, 0)
+        slots = StalenessBudget(Windows(batch_size=2, sync_every=1, max_staleness=0.0, steps=2), 0, 0)
         assert await slots.wait_for_room() == 2
         slots.charge(2)
         waiting = asyncio.create_task(slots.wait_for_room())
@@ -94,7 +94,7 @@ def test_admission_waits_for_a_publish_and_for_nothing_else() -> None:
 
 
 def test_a_lower_ceiling_holds_prompts_back_and_never_less_than_a_window() -> None:
-    slots = Slots(Windows(batch_size=4, sync_every=1, max_staleness=1.0, steps=9), 0, 0)
+    slots = StalenessBudget(Windows(batch_size=4, sync_every=1, max_staleness=1.0, steps=9), 0, 0)
     slots.set_ceiling(5)
     assert slots.room == 5
     slots.set_ceiling(0)
@@ -105,17 +105,17 @@ def test_a_lower_ceiling_holds_prompts_back_and_never_less_than_a_window() -> No
 
 def test_a_publish_that_drains_is_not_put_off_by_new_rollouts() -> None:
     async def story() -> None:
-        turnstile, order = Turnstile(), list[str]()
+        publish_gate, order = PublishGate(), list[str]()
         leave = asyncio.Event()
 
         async def rollout(name: str) -> None:
-            async with turnstile.rollout():
+            async with publish_gate.rollout():
                 order.append(name)
                 await leave.wait()
 
         first = asyncio.create_task(rollout("first"))
         await asyncio.sleep(0)
-        closing = asyncio.create_task(turnstile.close())
+        closing = asyncio.create_task(publish_gate.close())
         await asyncio.sleep(0)
         second = asyncio.create_task(rollout("second"))
         for _ in range(5):
@@ -124,7 +124,7 @@ def test_a_publish_that_drains_is_not_put_off_by_new_rollouts() -> None:
         leave.set()
         await closing
         order.append("published")
-        turnstile.open()
+        publish_gate.open()
         await asyncio.gather(first, second)
         assert order == ["first", "published", "second"]
 

@@ -23,7 +23,7 @@ from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy, follow
 from understudy.policy.ranks.shard import join, leave
 from understudy.types.batch import Batch, BatchMeta
-from understudy.types.far_batch import FarBatch
+from understudy.types.batch_ref import RemoteBatch
 from understudy.weights.adapters import AdaptedModel
 
 
@@ -135,7 +135,7 @@ class RowsInMemory:
             raise RowsUnreachable("the queue is gone")
         return self.batch.select([self.batch.keys.index(key) for key in meta.keys])
 
-    def bring(self, meta: BatchMeta, reason: str) -> Batch:
+    def from_disk(self, meta: BatchMeta, reason: str) -> Batch:
         self.brought.append(reason)
         return self.batch.select([self.batch.keys.index(key) for key in meta.keys])
 
@@ -150,7 +150,7 @@ def rows_by_name(ranks: Any, folder: str, fails_on: int = -1) -> Any:
         return source.fetched
     leader = LeadingPolicy(policy, ranks)
     leader.open_rows("there")
-    far = FarBatch(
+    remote = RemoteBatch(
         BatchMeta("train", batch.keys, ("tokens",)),
         tuple(batch.tokens.lengths.tolist()),
         batch.loss_lengths,
@@ -158,7 +158,7 @@ def rows_by_name(ranks: Any, folder: str, fails_on: int = -1) -> Any:
     )
     losses = []
     for number in range(3):
-        told: Any = far if number else far.with_columns(advantages=token_mean(batch))
+        told: Any = remote if number else remote.with_columns(advantages=token_mean(batch))
         old = leader.logprobs(told, 40)
         before = leader.bytes_sent
         losses.append(leader.update(told, cross_entropy, token_mean(batch), 40).loss)
@@ -182,7 +182,7 @@ class NotesInAFolder:
         note = self.folder / f"refused-{number}"
         return {1: note.read_text()} if note.exists() else {}
 
-    def send_home(self) -> None:
+    def expect_exit(self) -> None:
         return
 
 
@@ -203,7 +203,7 @@ def fail_alone(ranks: Any, folder: str, who: int) -> Any:
         with suppress(RuntimeError):  # the leader leaves without a word
             follow(policy, objective, ranks, refuse)
         return None
-    leader = LeadingPolicy(policy, ranks, lookout=NotesInAFolder(folder))
+    leader = LeadingPolicy(policy, ranks, monitor=NotesInAFolder(folder))
     batch, said = varied_batch(), []
     started = time.monotonic()
     for _ in range(2):
@@ -225,7 +225,7 @@ def gone_at_the_end(ranks: Any, folder: str) -> Any:
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(int(note.read_text())).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.05)
-    leader, started = LeadingPolicy(policy, ranks, lookout=NotesInAFolder(folder)), time.monotonic()
+    leader, started = LeadingPolicy(policy, ranks, monitor=NotesInAFolder(folder)), time.monotonic()
     leader.close()
     return time.monotonic() - started
 

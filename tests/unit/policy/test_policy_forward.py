@@ -29,7 +29,7 @@ from understudy.policy.load import switch_off_dropout
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy
 from understudy.types.batch import Batch, BatchMeta
-from understudy.types.far_batch import FarBatch
+from understudy.types.batch_ref import RemoteBatch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import LossInputs, StudentHead, TeacherHead
 
@@ -49,7 +49,7 @@ def test_loss_and_gradient_equal_a_plain_forward(name: str) -> None:
     policy = Policy(model, settings())
     expected = plain_loss(reference, batch)
     expected.backward()
-    assembler = Assembler(batch, token_mean(batch))
+    assembler = Assembler(batch, token_mean(batch)).hold()
     loss, _ = policy.forward(assembler.cut(list(range(len(batch))), Layout.PADDED), cross_entropy)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
@@ -64,7 +64,7 @@ def test_packed_equals_padded(name: str) -> None:
     for layout in Layout:
         model = ready(name)
         forward = StudentForward(model)
-        micro = Assembler(batch, token_mean(batch)).cut([4, 0, 9, 2], layout)
+        micro = Assembler(batch, token_mean(batch)).hold().cut([4, 0, 9, 2], layout)
         with attention_for(model, layout):
             loss, _ = forward(micro, cross_entropy)
             loss.backward()
@@ -79,7 +79,7 @@ def test_packed_sliding_window_equals_padded() -> None:
     losses = []
     for layout in Layout:
         model = windowed()
-        micro = Assembler(batch, token_mean(batch)).cut(list(range(len(batch))), layout)
+        micro = Assembler(batch, token_mean(batch)).hold().cut(list(range(len(batch))), layout)
         with attention_for(model, layout):
             losses.append(StudentForward(model)(micro, cross_entropy)[0].item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
@@ -156,7 +156,7 @@ def test_each_token_is_predicted_from_the_position_before_it(layout: Layout) -> 
     def positions(head: StudentHead, inputs: LossInputs) -> tuple[list[int], list[int]]:
         return logits_of(head).argmax(-1).tolist(), inputs.token_ids_N.tolist()
 
-    micro = Assembler(batch, token_mean(batch)).cut(rows, layout)
+    micro = Assembler(batch, token_mean(batch)).hold().cut(rows, layout)
     assert StudentForward(PositionModel())(micro, positions)[1] == (expected, targets)  # type: ignore[arg-type]
     assert micro.inputs.positions_N.tolist() == [place for row in rows for place in range(sum(masks[row]))]
     assert micro.inputs.sequence_ids_N.tolist() == [
@@ -186,7 +186,7 @@ def test_teacher_columns_follow_their_token() -> None:
         teacher_topk_logprobs=pairs,
         advantages=named,
     )
-    inputs = Assembler(full, token_mean(full), old_logprobs=named).cut([2, 0, 1], Layout.PADDED).inputs
+    inputs = Assembler(full, token_mean(full), old_logprobs=named).hold().cut([2, 0, 1], Layout.PADDED).inputs
     want = torch.cat([named[2], named[0], named[1]])
     assert torch.equal(inputs.teacher_logprobs_N, want)
     assert torch.equal(inputs.old_logprobs_N, want)
@@ -207,14 +207,14 @@ def test_an_unaligned_column_is_refused_by_name() -> None:
 def test_the_first_token_cannot_bear_loss() -> None:
     batch = batch_of([[0, 1], [1, 1]])
     with pytest.raises(PolicyError, match="row-001"):
-        Assembler(batch, token_mean(batch))
+        Assembler(batch, token_mean(batch)).hold()
 
 
 def test_bad_numbers_name_the_rows() -> None:
     batch = batch_of([[0, 1], [0, 1, 1]])
     batch.behaviour_logprobs.values[1] = float("nan")
     with pytest.raises(LossInputError, match=r"behaviour_logprobs_N holds nan.*row-000"):
-        Assembler(batch, token_mean(batch)).cut([0, 1], Layout.PADDED)
+        Assembler(batch, token_mean(batch)).hold().cut([0, 1], Layout.PADDED)
 
 
 def test_a_head_with_an_unknown_twist_is_refused() -> None:
@@ -237,7 +237,7 @@ def test_softcap_reaches_the_loss() -> None:
     assert head_of_gemma.facts.softcap == 5.0
     batch = varied_batch(rows=2)
     _, logits = head_of_gemma(
-        Assembler(batch, token_mean(batch)).cut([0, 1], Layout.PADDED), lambda head, _: logits_of(head)
+        Assembler(batch, token_mean(batch)).hold().cut([0, 1], Layout.PADDED), lambda head, _: logits_of(head)
     )
     assert logits.abs().max() <= 5.0
 
@@ -264,17 +264,22 @@ def test_rows_fetched_by_name_are_cut_as_rows_at_hand_are() -> None:
         def fetch(self, meta: BatchMeta) -> Batch:
             return full.select([full.keys.index(key) for key in meta.keys])
 
-        def bring(self, meta: BatchMeta, reason: str) -> Batch:
+        def from_disk(self, meta: BatchMeta, reason: str) -> Batch:
             raise AssertionError(reason)
 
     meta = BatchMeta("train", full.keys, ("tokens", "teacher_hidden"))
-    told = FarBatch(meta, tuple(map(len, masks)), counts, Source(), teachers=full.teachers)
-    near = Assembler(full, token_mean(full), old, heads)
-    far = Assembler(told, token_mean(full), old, heads)
-    assert far.groups() == near.groups() == ["a", "b", "b", "a"] and far.rows_with_loss() == [0, 1, 2, 3]
-    far.hold([3, 0, 1])
+    told = RemoteBatch(meta, tuple(map(len, masks)), counts, Source(), teachers=full.teachers)
+    local = Assembler(full, token_mean(full), old, heads).hold()
+    remote = Assembler(told, token_mean(full), old, heads)
+    assert remote.groups() == local.groups() == ["a", "b", "b", "a"] and remote.rows_with_loss() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    remote.hold([3, 0, 1])
     for rows in ([0, 3], [1]):
-        mine, theirs = (one.cut(rows, Layout.PACKED) for one in (far, near))
+        mine, theirs = (one.cut(rows, Layout.PACKED) for one in (remote, local))
         assert mine.keys == theirs.keys and mine.lengths == theirs.lengths
         assert torch.equal(mine.ids, theirs.ids) and torch.equal(mine.predict_N, theirs.predict_N)
         assert mine.inputs.teacher_head is theirs.inputs.teacher_head is heads[full.teachers[rows[0]]]
@@ -282,6 +287,6 @@ def test_rows_fetched_by_name_are_cut_as_rows_at_hand_are() -> None:
             value, expected = getattr(mine.inputs, field.name), getattr(theirs.inputs, field.name)
             if isinstance(expected, torch.Tensor):
                 assert torch.equal(value.nan_to_num(7), expected.nan_to_num(7)), field.name
-    short = FarBatch(meta, (3, 5, 2, 5), counts, Source(), teachers=full.teachers)
+    short = RemoteBatch(meta, (3, 5, 2, 5), counts, Source(), teachers=full.teachers)
     with pytest.raises(PolicyError, match="came with 4 tokens; the ledger has 5"):
         Assembler(short, token_mean(full)).hold([3])

@@ -12,7 +12,7 @@ from test_policy_head_start import CASES, weights_of
 
 from understudy.errors import PolicyError
 from understudy.policy.cpu import lanes
-from understudy.policy.cpu.lanes import Lanes, balanced
+from understudy.policy.cpu.lanes import CpuLanes, balanced
 from understudy.policy.forward.forward import sampled_logprobs
 from understudy.policy.microbatch import Layout, plan_microbatches
 from understudy.policy.policy import Policy
@@ -31,7 +31,7 @@ def rows(seed: int, count: int = 24) -> Batch:
     return batch_of([[0] * before + [1] * after for before, after in sizes], seed)
 
 
-class InTurn(Lanes):
+class InTurn(CpuLanes):
     """As many lanes, and one thread."""
 
     def run(self, work, items):
@@ -47,9 +47,9 @@ def by_backward(policy: Policy) -> Policy:
     """The plan of lanes, and the plain loop over it."""
     plan = policy.plan
     policy.plan = lambda *a: (
-        setattr(policy, "lanes", Lanes(3)),
+        setattr(policy, "lanes", CpuLanes(3)),
         plan(*a),
-        setattr(policy, "lanes", Lanes()),
+        setattr(policy, "lanes", CpuLanes()),
     )[1]  # type: ignore
     return policy
 

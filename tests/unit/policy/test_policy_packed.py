@@ -65,7 +65,7 @@ class Watched:
 
 def trained(model: Any, batch: Batch) -> list[torch.Tensor]:
     """Loss and gradients of all rows in one packed pass."""
-    micro = Assembler(batch, token_mean(batch)).cut(list(range(len(batch))), Layout.PACKED)
+    micro = Assembler(batch, token_mean(batch)).hold().cut(list(range(len(batch))), Layout.PACKED)
     with attention_for(model, Layout.PACKED):
         loss, _ = StudentForward(model)(micro, cross_entropy)
         loss.backward()

@@ -63,3 +63,11 @@ def test_a_module_that_raises_is_named(tmp_path: Path) -> None:
 def test_a_module_that_was_moved_is_refused_with_its_new_name() -> None:
     with pytest.raises(ConfigError, match=r'write "understudy\.rollout\.rewards\.builtin:gsm8k"'):
         load_object("understudy.rollout.reward:gsm8k", "data.reward")
+
+
+def test_a_program_that_changed_its_path_meanwhile_is_no_error(tmp_path: Path) -> None:
+    first, second = folder(tmp_path / "a", 1), folder(tmp_path / "b", 2)
+    look_in([first])
+    sys.path.remove(first)
+    look_in([second])
+    assert load_object("own_module:number", "data.reward")() == 2

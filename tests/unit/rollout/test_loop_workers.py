@@ -22,7 +22,7 @@ from understudy.rollout.render import Renderer
 from understudy.rollout.seeds import derive_seed
 from understudy.rollout.timing import BatchTimings
 from understudy.rollout.workers import pool as workers_module
-from understudy.rollout.workers.connections import PipeLine
+from understudy.rollout.workers.connections import PipeWorker
 from understudy.rollout.workers.pool import LoopWorkers
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
@@ -134,30 +134,53 @@ def test_rows_are_the_same_with_and_without_workers(with_two: Shared) -> None:
     with_two(use)
 
 
-@pytest.mark.parametrize("forks", [False, True])
-def test_a_killed_worker_s_sessions_are_run_again(with_two: Shared, forks: bool) -> None:
-    """At once, also where a process that its loop forked lives on."""
-    gate: list[asyncio.Event] = []
+class Gated:
+    """Generations that wait at their second turn until `opened`. `held(n)` returns when n of them wait."""
 
-    async def slow(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        if turn == 1 and not gate[0].is_set():
-            await gate[0].wait()
+    def __init__(self) -> None:
+        self._held = 0
+        self.asked: list[tuple[int, bytes]] = []
+        self._changed = asyncio.Condition()
+        self.opened = asyncio.Event()
+
+    async def __call__(self, tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        self.asked.append((turn, tokens.tobytes()))
+        if turn == 1 and not self.opened.is_set():
+            async with self._changed:
+                self._held += 1
+                self._changed.notify_all()
+            await self.opened.wait()
         n = int(tokens.sum()) % 5 + 1
         return Generation(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "eos")  # type: ignore[arg-type]
 
+    async def held(self, count: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._held >= count)
+
+
+async def gone(pid: int) -> None:
+    """Returns when the process runs no more, whether or not its parent has noticed."""
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_killed_worker_s_sessions_are_run_again(with_two: Shared, forks: bool) -> None:
+    """At once, also where a process that its loop forked lives on. They get the generations that they had."""
+    gate = Gated()
+
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
-        gate.append(asyncio.Event())
         rows = [*prompts(2, forks=forks), *prompts(6)[2:]]
         tasks = [asyncio.create_task(workers.run(p, context(p))) for p in rows]
-        await asyncio.sleep(0.5)
+        await gate.held(len(rows))
         before = workers.pids
         forked: list[psutil.Process] = []
         while len(forked) < 2 * forks:
             await asyncio.sleep(0.05)
             forked = [child for pid in before for child in psutil.Process(pid).children()]
         os.kill(before[0], signal.SIGKILL)
-        await asyncio.sleep(0.2)
-        gate[0].set()
+        await gone(before[0])
+        gate.opened.set()
         try:
             results = await asyncio.wait_for(asyncio.gather(*tasks), 40)
         finally:
@@ -167,8 +190,9 @@ def test_a_killed_worker_s_sessions_are_run_again(with_two: Shared, forks: bool)
                 child.kill()
         assert [one.key for (one,) in results] == [f"{p.key}_0_0" for p in rows]
         assert workers.pids[1] == before[1]
+        assert len(gate.asked) == len(set(gate.asked)) == 2 * len(rows), "no generation is asked for again"
 
-    with_two(use, slow)
+    with_two(use, gate)
 
 
 @pytest.mark.slow
@@ -215,21 +239,20 @@ def test_a_worker_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_many_sessions_wait_for_a_worker_s_last_restart(tmp_path: Path) -> None:
-    """While it is started for the last time it is not given up, whoever asks meanwhile."""
+    """While it is started for the last time it is not given up, whichever sessions ask meanwhile."""
 
-    async def slow(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        await asyncio.sleep(1.0)
-        n = int(tokens.sum()) % 5 + 1
-        return Generation(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "eos")  # type: ignore[arg-type]
+    gate = Gated()
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         rows = prompts(6)
         tasks = [asyncio.create_task(workers.run(p, context(p))) for p in rows]
-        await asyncio.sleep(0.5)
+        await gate.held(6)
         os.kill(workers.pids[0], signal.SIGKILL)
+        await gone(workers.pids[0])
+        gate.opened.set()
         assert len(await asyncio.gather(*tasks)) == 6
 
-    with_workers(tmp_path, use, generate=slow, restarts=1)
+    with_workers(tmp_path, use, generate=gate, restarts=1)
 
 
 def test_one_that_cannot_be_started_again_is_given_up_with_the_reason(
@@ -243,11 +266,11 @@ def test_one_that_cannot_be_started_again_is_given_up_with_the_reason(
         starts += 1
         if starts > 1:
             raise ClusterError("no machine has its bundle")
-        return await PipeLine.open(number)
+        return await PipeWorker.open(number)
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         os.kill(workers.pids[0], signal.SIGKILL)
-        await asyncio.sleep(0.2)
+        await gone(workers.pids[0])
         (fine,) = prompts(1)
         with pytest.raises(ClusterError, match="could not be started: no machine has its bundle"):
             await workers.run(fine, context(fine))
@@ -275,16 +298,38 @@ def test_errors_keep_their_kind(with_one: Shared) -> None:
 
 
 def test_a_cancelled_session_leaves_the_worker_usable(with_one: Shared) -> None:
-    async def never(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        await asyncio.sleep(1000)
-        raise AssertionError
+    gate = Gated()
 
     async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
         (row,) = prompts(1)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(workers.run(row, context(row)), 0.5)
+        session = asyncio.create_task(workers.run(row, context(row)))
+        await gate.held(1)
+        session.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await session
         (raising,) = prompts(1, raises=True)
         with pytest.raises(DataError, match="loop bug"):
             await workers.run(raising, context(raising))
 
-    with_one(use, never)
+    with_one(use, gate)
+
+
+def test_a_generation_that_its_loop_no_longer_waits_for_is_cancelled(with_one: Shared) -> None:
+    said: list[str] = []
+
+    async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        if turn == 9:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                said.append("cancelled")
+                raise
+        said.append(f"turn {turn}")
+        return Generation(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.zeros(3, np.int32), "eos")  # type: ignore[arg-type]
+
+    async def use(workers: LoopWorkers, context: Callable[[Prompt], LoopContext]) -> None:
+        (impatient,) = prompts(1, impatient=True)
+        assert len(await workers.run(impatient, context(impatient))) == 1
+        assert said == ["cancelled", "turn 0", "turn 1"]
+
+    with_one(use, generate)

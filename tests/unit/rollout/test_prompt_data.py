@@ -126,28 +126,6 @@ def test_a_restored_cursor_goes_on_exactly(
     assert resumed.state() == whole.state()
 
 
-@given(size=st.integers(1, 12), taken=st.integers(0, 30), count=st.integers(0, 15), shuffle=st.booleans())
-def test_a_look_ahead_issues_nothing(size: int, taken: int, count: int, shuffle: bool) -> None:
-    dataset = load_dataset([{"prompt": str(i)} for i in range(size)])
-    plain, looked = (PromptCursor(dataset, 3, shuffle) for _ in range(2))
-    plain.take(taken), looked.take(taken)
-    shown = looked.peek(count)
-    assert looked.state() == plain.state()
-    issued, expected = looked.take(count + 2), plain.take(count + 2)
-    assert issued == expected and looked.state() == plain.state()
-    assert len(shown) <= count and all(one is other for one, other in zip(shown, issued, strict=False))
-    assert looked.take(size) == plain.take(size)
-
-
-def test_what_was_shown_before_a_restore_is_not_issued_after_it() -> None:
-    cursor = PromptCursor(load_dataset([{"prompt": "a"}, {"prompt": "b"}]), seed=0, shuffle=False)
-    start = cursor.state()
-    cursor.take(1)
-    (shown,) = cursor.peek(1)
-    cursor.restore(start)
-    assert [prompt.text for prompt in cursor.take(2)] == ["a", "b"] and shown.text == "b"
-
-
 @given(size=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_every_epoch_issues_every_row_once(size: int, seed: int) -> None:
     cursor = PromptCursor(load_dataset([{"prompt": str(i)} for i in range(size)]), seed, shuffle=True)

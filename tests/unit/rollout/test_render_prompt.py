@@ -105,14 +105,14 @@ def test_what_is_ready_is_rendered_once() -> None:
     tokenizer = chat_tokenizer("chatml")
     renderer = Renderer(tokenizer, context=900)
     first, second = prompt(key="a", messages=CHAT), prompt(key="b", messages=CHAT)
-    renderer.ahead([first])
-    renderer.ahead([second], forget=False)
+    renderer.ahead([first, second])
     ready = [renderer.render(one) for one in (first, second)]
-    template, tokenizer.chat_template = tokenizer.chat_template, None
+    template = tokenizer.chat_template
     try:
-        renderer.ahead([first, second])
         assert all(renderer.render(one) is kept for one, kept in zip((first, second), ready, strict=True))
         renderer.ahead([second])
+        tokenizer.chat_template = None
+        assert len(renderer.render(second))
         with pytest.raises(DataError, match="no chat template"):
             renderer.render(first)
     finally:

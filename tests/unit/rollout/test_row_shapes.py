@@ -89,6 +89,26 @@ def test_what_a_student_cannot_read_is_refused_by_name() -> None:
     assert "agent is 3" in refused({"prompt": "a", "agent": 3})
 
 
+def test_messages_without_text_are_refused_and_not_trained_as_empty_prompts() -> None:
+    """A chat template renders a missing content as nothing, or as "None"."""
+    for wrong in ({"role": "user", "contents": "hi"}, {"role": "user", "content": None, "contents": 1}):
+        said = refused({"messages": [CHAT[0], wrong]})
+        assert "data[1]: messages[1] has no content (its keys: role, " in said and "contents)" in said
+    said = refused({"messages": json.dumps(CHAT)})
+    assert "data[1]: messages is a text; expected a list of messages" in said
+    called = [
+        CHAT[0],
+        {"role": "assistant", "content": None, "tool_calls": [{}]},
+        {"role": "tool", "content": "4"},
+    ]
+    assert load_dataset([{"messages": called}]).prompt(0, key="k", epoch=0).messages == tuple(called)
+
+
+def test_several_files_in_one_text_are_told_to_be_a_list(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r'several sources are a list: \["a.jsonl", "b.jsonl"\]'):
+        load_dataset("a.jsonl,b.jsonl")
+
+
 def test_half_a_character_is_found(tmp_path: Path) -> None:
     path = tmp_path / "uni.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "ok"}]}\n{"prompt": "a\\ud83d"}\n')
@@ -122,7 +142,7 @@ def test_which_names_are_of_the_hub(source: str, expected: HubDataset | None) ->
 def test_hub_datasets_need_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"needs the datasets extra: pip install understudy\[datasets\]"):
+    with pytest.raises(DataError, match=r"needs the datasets extra: pip install .understudy\[datasets\]"):
         load_dataset("openai/gsm8k/main:train")
 
 
@@ -132,5 +152,8 @@ def test_rows_given_as_objects_are_kept_as_a_file(tmp_path: Path) -> None:
     assert list(load_dataset(tmp_path / "rows.jsonl").rows) == [{"prompt": "a", "level": 1}, rows[1]]
     with pytest.raises(DataError, match=r"several splits \(train, test\)"):
         rows_of({"train": rows, "test": rows})
+    for one in ({"prompt": ["a", "b"], "level": [1, 2]}, {"prompt": "a", "level": 1}):
+        with pytest.raises(DataError, match=r"data is a dict \(prompt, level\); expected a list of rows"):
+            rows_of(one)
     with pytest.raises(DataError, match="row 2: column `x` holds a object"):
         rows_of([{"prompt": "a"}, {"prompt": "b", "x": [object()]}])

@@ -77,6 +77,22 @@ def resumable(folder: Path, **sections: dict[str, Any]) -> RunDir:
     return RunDir.open(folder)
 
 
+def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_it_did_not_set(tmp_path: Path) -> None:
+    """recipe.json lists every key, and one of them may have been removed since."""
+    run = resumable(tmp_path, rollout={"agent_options": {"own:Loop": {"nested": {"flag": False}}}})
+    table = json.loads(run.recipe.read_text())
+    table["trainer"]["lend_after"] = None
+    run.recipe.write_text(json.dumps(table))
+    recipe, (change,) = changed_recipe(run, ["trainer.steps=9"])
+    assert change.key == "trainer.steps" and recipe.rollout.agent_options["own:Loop"] == {
+        "nested": {"flag": False}
+    }
+    table["trainer"]["lend_after"] = 5
+    run.recipe.write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match="it was removed"):
+        changed_recipe(run, [])
+
+
 def test_servers_may_have_moved(tmp_path: Path) -> None:
     run = resumable(tmp_path, rollout={"engine": "vllm", "urls": ["http://10.0.0.1:8000"]})
     changed, changes = changed_recipe(
@@ -116,11 +132,10 @@ def test_a_fully_async_run_may_run_further_ahead_but_not_less_far(tmp_path: Path
             "trainer.max_staleness=3",
             "trainer.partial_rollouts=false",
             "trainer.adapt_admission=true",
-            "trainer.lend_after=5",
             "dataplane.max_rows=200000",
         ],
     )
-    assert len(changes) == 5
+    assert len(changes) == 4
     for lowered in ("trainer.max_staleness=1", "dataplane.max_rows=5000"):
         with pytest.raises(ConfigError, match=r"rows in flight.*it may only be raised"):
             changed_recipe(run, [lowered])

@@ -26,13 +26,12 @@ def test_requests_search_for_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = Searches()
 
     async def ask() -> None:
-        # What httpx looks for and may be missing (sniffio) comes with the package.
         channel = Channel("http://127.0.0.1:1", None, "teacher", "r0", connect_timeout=2.0)
         with pytest.raises(TeacherUnavailable):
-            await channel.ask("GET", "/manifest")
+            await channel.get("/manifest")
         monkeypatch.setattr(sys, "meta_path", [searches, *sys.meta_path])
         with pytest.raises(TeacherUnavailable):
-            await channel.ask("GET", "/manifest")
+            await channel.get("/manifest")
         monkeypatch.undo()
         await channel.close()
 
@@ -51,10 +50,10 @@ def test_a_replica_that_has_left_is_unavailable_to_whoever_still_asks() -> None:
         server = await asyncio.start_server(says_nothing, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         channel = Channel(f"http://127.0.0.1:{port}", None, "teacher", "r0", max_connections=1)
-        under_way, in_line = (asyncio.create_task(channel.ask("GET", "/manifest")) for _ in range(2))
+        under_way, in_line = (asyncio.create_task(channel.get("/manifest")) for _ in range(2))
         await asyncio.sleep(0.1)
         await channel.close()
-        for late in (under_way, in_line, channel.ask("GET", "/manifest")):
+        for late in (under_way, in_line, channel.get("/manifest")):
             with pytest.raises(TeacherUnavailable, match="teacher teacher, replica r0"):
                 await late
         server.close()

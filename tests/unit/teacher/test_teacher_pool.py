@@ -14,21 +14,22 @@ import pytest
 from teacher_rig import random_items
 
 from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
+from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool import canary
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import HealthRules, State
-from understudy.teacher.pool.keeper import KeeperOptions
-from understudy.teacher.pool.launch import Endpoint, ReplicaSpec
+from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.pool.supervisor import SupervisorOptions
 from understudy.teacher.protocol import request_of
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 MANIFEST = Manifest(
     "math", "native", "m", "aa", "ff", 61, 32, "float32", list(Signal), Limits(max_length=100, max_k=20)
 )
-KEEPER = KeeperOptions(
+KEEPER = SupervisorOptions(
     probe_deadline=5.0,
     slowest_tokens_per_second=100.0,
     watch_every=0.25,

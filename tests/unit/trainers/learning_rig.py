@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from understudy.assembly.build import objective_of, policy_settings
+from understudy.assembly.learner import objective_of, policy_settings
 from understudy.config import Recipe, parse_recipe
 from understudy.observability.live import LiveView
+from understudy.planning.resolved import resolve
 from understudy.policy.critic import give_value_head
 from understudy.policy.policy import Policy
 from understudy.policy.reference import FrozenModel
@@ -80,24 +82,23 @@ def batch_of(prompts: int = 7, sessions: int = 2, seed: int = 0) -> Batch:
     )
 
 
-def system_of(recipe: Recipe, seed: int = 0) -> Any:
-    """What `learn` reads of a system, all of it real."""
-    settings = policy_settings(recipe)
+def learner_of(recipe: Recipe, seed: int = 0) -> Any:
+    """What `learn` takes, all of it real; open, so that a test may put something else in."""
+    resolved = resolve(recipe, gpus=0)
+    settings = policy_settings(resolved.learn)
     critic = None
     if recipe.loss.advantage == "gae":
         assert recipe.critic is not None
         critic = Critic(Policy(give_value_head(model(seed + 1)), settings), recipe.critic)
     return SimpleNamespace(
-        recipe=recipe,
+        settings=replace(resolved.learn, deterministic=False),
         policy=Policy(model(seed), settings),
-        objective=objective_of(recipe),
+        objective=objective_of(recipe.loss),
         teacher_heads={},
         critic=critic,
         reference=FrozenModel(model(seed + 2)) if recipe.loss.kl_coef else None,
-        micro_batches=MicroBatches(),
-        tally=Tally(),
-        deterministic=False,
-        view=LiveView(0, enabled=False),
+        micro_batches=MicroBatches(recipe.trainer.micro_batch_tokens),
+        state=SimpleNamespace(tally=Tally(), view=LiveView(0, enabled=False)),
     )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from test_far_critic import asked_and_disturbed, child  # noqa: F401  (a fixture)
+from test_remote_critic import asked_and_disturbed, child  # noqa: F401  (a fixture)
 
 from understudy.errors import CriticLost, GivenUp
 from understudy.run.restarts import with_restarts
@@ -20,18 +20,18 @@ def test_one_that_stands_still_is_given_up_long_before_it_counts_as_lost(child: 
 
     def disturb(watch: CriticWatch, _: Any) -> None:
         os.kill(child.process.pid, signal.SIGSTOP)
-        watch.hurry(1.0, partial(given_up.append, "leave"))
+        watch.stop_soon(1.0, partial(given_up.append, "leave"))
 
     # The pulse is in the midst of its long beat when the stop comes.
     error, _, took = asyncio.run(asked_and_disturbed(child, disturb, beat_s=30.0, silence_s=60.0))
     assert isinstance(error, GivenUp) and 1.0 < took < 5, took
-    assert "does not answer (1 s after the stop was asked for); log: " in str(error)
+    assert "the critic lives and has done nothing for 1 s (" in str(error)
     assert given_up == ["leave"], "once"
 
 
 def test_one_that_answers_its_pulse_is_waited_for(child: Any) -> None:  # noqa: F811
     def disturb(watch: CriticWatch, channel: Any) -> None:
-        watch.hurry(0.5, lambda: pytest.fail("it computes"))
+        watch.stop_soon(0.5, lambda: pytest.fail("it computes"))
         # Its answer comes at last: here an error, told without a word of giving up.
         asyncio.get_running_loop().call_later(3.0, os.kill, child.process.pid, signal.SIGKILL)
 

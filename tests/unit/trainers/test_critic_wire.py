@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from learning_rig import batch_of, recipe_of, system_of
+from learning_rig import batch_of, learner_of, recipe_of
 
 from understudy.assembly.processes.critic import CriticCommands
 from understudy.errors import CheckpointError, LossInputError, PolicyError, RankLost
@@ -28,8 +28,8 @@ from understudy.types.jagged import Jagged
 
 
 def critic_and_batch() -> tuple[Critic, Batch]:
-    system = system_of(recipe_of(loss={"advantage": "gae"}, critic={"learning_rate": 1e-2}))
-    critic, batch = system.critic, batch_of()
+    learner = learner_of(recipe_of(loss={"advantage": "gae"}, critic={"learning_rate": 1e-2}))
+    critic, batch = learner.critic, batch_of()
     assert isinstance(critic, Critic)
     batch = batch.with_columns(values=critic.values(batch, 64))
     learnt = with_advantages(batch, "gae")

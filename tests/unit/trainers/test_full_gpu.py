@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from learning_rig import assert_same_weights, batch_of, recipe_of, system_of
+from learning_rig import assert_same_weights, batch_of, learner_of, recipe_of
 from rich.console import Console
 
 from understudy.observability.live import LiveView
@@ -33,72 +35,73 @@ class SmallGpu:
         return output
 
 
-def small_gpu_system(tokens: int, fits: int, **changes: Any) -> tuple[Any, io.StringIO]:
-    system = system_of(recipe_of(trainer={"micro_batch_tokens": tokens}))
+def small_gpu_learner(tokens: int, fits: int, **changes: Any) -> tuple[Any, io.StringIO]:
+    learner = learner_of(recipe_of(trainer={"micro_batch_tokens": tokens}))
     told = io.StringIO()
-    system.view = LiveView(0, console=Console(file=told, width=400))
-    system.objective = SmallGpu(system.objective, fits)
-    for name, value in changes.items():
-        setattr(system, name, value)
-    return system, told
+    learner.state.view = LiveView(0, console=Console(file=told, width=400))
+    learner.objective = SmallGpu(learner.objective, fits)
+    learner.settings = replace(learner.settings, **changes)
+    return learner, told
 
 
-def usage_of(system: Any, result: Any) -> dict[str, float]:
-    system.far_rows = system.row_workers = system.far_scoring = system.engine = system.publisher = None
+def usage_of(learner: Any, result: Any) -> dict[str, float]:
+    learner.publisher, learner.batches = None, SimpleNamespace(metrics=dict)
+    producer = SimpleNamespace(engine=None, rollouts=SimpleNamespace(metrics=dict))
+    system: Any = SimpleNamespace(learner=learner, producer=producer)
     return usage_metrics(system, result, 1.0)
 
 
 def test_it_halves_until_it_fits_says_so_once_and_keeps_to_it() -> None:
     batch = batch_of()
-    system, told = small_gpu_system(tokens=64, fits=12)
-    result = learn(system, batch)
-    assert max(system.objective.passes[-result.micro_batches :]) <= 12 < system.objective.passes[0]
-    assert system.micro_batches.most_tokens in (32, 16)
-    assert usage_of(system, result)["perf/micro_batch_tokens"] == system.micro_batches.most_tokens
+    learner, told = small_gpu_learner(tokens=64, fits=12)
+    result = learn(learner, batch)
+    assert max(learner.objective.passes[-result.micro_batches :]) <= 12 < learner.objective.passes[0]
+    assert learner.micro_batches.most_tokens in (32, 16)
+    assert usage_of(learner, result)["perf/micro_batch_tokens"] == learner.micro_batches.most_tokens
     assert told.getvalue().count("the GPU's memory was full with micro-batches of 64 tokens") == 1
-    plain = system_of(recipe_of(trainer={"micro_batch_tokens": 64}))
+    plain = learner_of(recipe_of(trainer={"micro_batch_tokens": 64}))
     expected = learn(plain, batch)
     assert result.loss == pytest.approx(expected.loss, abs=1e-6)
-    assert_same_weights(system.policy.model, plain.policy.model)
+    assert_same_weights(learner.policy.model, plain.policy.model)
 
-    passes = len(system.objective.passes)
-    second = learn(system, batch_of(seed=1))
-    assert len(system.objective.passes) - passes == second.micro_batches, "the second step starts small"
+    passes = len(learner.objective.passes)
+    second = learn(learner, batch_of(seed=1))
+    assert len(learner.objective.passes) - passes == second.micro_batches, "the second step starts small"
     assert told.getvalue().count("the GPU's memory was full") == 1
 
 
 def test_a_run_with_room_keeps_what_the_recipe_says() -> None:
-    system, told = small_gpu_system(tokens=64, fits=10_000)
-    result = learn(system, batch_of())
-    assert usage_of(system, result)["perf/micro_batch_tokens"] == 64 and not told.getvalue()
+    learner, told = small_gpu_learner(tokens=64, fits=10_000)
+    result = learn(learner, batch_of())
+    assert usage_of(learner, result)["perf/micro_batch_tokens"] == 64 and not told.getvalue()
 
 
 def test_a_row_that_does_not_fit_alone_ends_the_run_with_the_weights_as_they_were() -> None:
-    system, told = small_gpu_system(tokens=20, fits=1)
-    before = {name: value.clone() for name, value in system.policy.model.state_dict().items()}
+    learner, told = small_gpu_learner(tokens=20, fits=1)
+    before = {name: value.clone() for name, value in learner.policy.model.state_dict().items()}
     with pytest.raises(torch.OutOfMemoryError):
-        learn(system, batch_of())
-    assert all(torch.equal(value, before[name]) for name, value in system.policy.model.state_dict().items())
-    assert system.policy.step == 0 and system.micro_batches.most_tokens is None and not told.getvalue()
+        learn(learner, batch_of())
+    assert all(torch.equal(value, before[name]) for name, value in learner.policy.model.state_dict().items())
+    assert learner.policy.step == 0 and learner.micro_batches.most_tokens is None and not told.getvalue()
 
 
 def test_a_run_that_repeats_to_the_bit_stops_instead() -> None:
-    system, _ = small_gpu_system(tokens=64, fits=12, deterministic=True)
+    learner, _ = small_gpu_learner(tokens=64, fits=12, deterministic=True)
     with pytest.raises(torch.OutOfMemoryError):
-        learn(system, batch_of())
-    assert len(system.objective.passes) == 1
+        learn(learner, batch_of())
+    assert len(learner.objective.passes) == 1
 
 
 def test_memory_that_ends_in_the_optimizer_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some weights may be new by then."""
-    system, _ = small_gpu_system(tokens=64, fits=10_000)
+    learner, _ = small_gpu_learner(tokens=64, fits=10_000)
     calls = []
 
     def full(*_: Any) -> None:
         calls.append(1)
         raise torch.OutOfMemoryError(FULL)
 
-    monkeypatch.setattr(system.policy.optimizer, "step", full)
+    monkeypatch.setattr(learner.policy.optimizer, "step", full)
     with pytest.raises(torch.OutOfMemoryError):
-        learn(system, batch_of())
+        learn(learner, batch_of())
     assert len(calls) == 1

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from understudy.engines.remote_tokens import BearerGone
 from understudy.errors import EngineError, TeacherError, TeacherUnavailable
-from understudy.trainers.call_batching import Arrivals, Cohort, Lane, Sharing
+from understudy.trainers.call_batching import BatchByArrival, BatchByKey, CallQueue, Sharing
 
 
 async def run_cohort(seed: int, turns: dict[str, int], limit: int = 3) -> list[tuple[str, ...]]:
@@ -22,13 +21,13 @@ async def run_cohort(seed: int, turns: dict[str, int], limit: int = 3) -> list[t
         await asyncio.sleep(chance.random() * 0.003)
         return [item.upper() for item in items]
 
-    lane, cohort = Lane("engine", serve, limit), Cohort(len(turns))
+    queue, cohort = CallQueue("engine", serve, limit), BatchByKey(len(turns))
 
     async def member(key: str) -> None:
         async with cohort.member():
             for turn in range(turns[key]):
                 await asyncio.sleep(chance.random() * 0.003)
-                assert await cohort.call(lane, key, f"{key}{turn}") == f"{key}{turn}".upper()
+                assert await cohort.call(queue, key, f"{key}{turn}") == f"{key}{turn}".upper()
 
     keys = list(turns)
     chance.shuffle(keys)
@@ -44,15 +43,15 @@ def test_a_cohort_composes_by_key_whatever_the_timing() -> None:
     assert ("a0", "b0", "c0") in first and ("e0", "f0", "g0") in first and ("b2", "e2") in first
 
 
-def ask_cohort(lane: Lane, numbers: Sequence[int]) -> list[Any]:
+def ask_cohort(queue: CallQueue, numbers: Sequence[int]) -> list[Any]:
     """What members of one cohort got who asked once each."""
 
     async def scenario() -> list[Any]:
-        cohort = Cohort(len(numbers))
+        cohort = BatchByKey(len(numbers))
 
         async def member(number: int) -> Any:
             async with cohort.member():
-                return await cohort.call(lane, f"{number:03d}", number)
+                return await cohort.call(queue, f"{number:03d}", number)
 
         return await asyncio.wait_for(
             asyncio.gather(*(member(i) for i in numbers), return_exceptions=True), 5
@@ -71,15 +70,15 @@ def test_exactly_the_bad_calls_of_a_batch_fail_each_with_its_own_error(bad: set[
             raise TeacherError(f"{min(refused)} is too long")
         return [10 * item for item in items]
 
-    lane = Lane("score/t", serve, 8)
-    found = ask_cohort(lane, range(8))
+    queue = CallQueue("score/t", serve, 8)
+    found = ask_cohort(queue, range(8))
     for number in range(8):
         if number in bad:
             assert str(found[number]) == f"{number} is too long"
         else:
             assert found[number] == 10 * number
     first, batches = batches, []
-    ask_cohort(lane, [7, 3, 5, 1, 0, 2, 4, 6])
+    ask_cohort(queue, [7, 3, 5, 1, 0, 2, 4, 6])
     assert batches == first, "batches do not depend on who asked first"
 
 
@@ -94,7 +93,7 @@ def test_what_a_lane_is_known_to_refuse_joins_no_batch() -> None:
         if item == 2:
             raise TeacherError("2 is too long")
 
-    found = ask_cohort(Lane("score/t", serve, 8, check=check), range(4))
+    found = ask_cohort(CallQueue("score/t", serve, 8, check=check), range(4))
     assert found[:2] == [0, 1] and str(found[2]) == "2 is too long" and found[3] == 3
     assert batches == [[0, 1, 3]]
 
@@ -111,7 +110,7 @@ def test_a_failure_that_is_no_calls_own_fails_the_batch_at_once(error: Exception
             raise error
         return list(items)
 
-    found = ask_cohort(Lane("engine", serve, 2), range(4))
+    found = ask_cohort(CallQueue("engine", serve, 2), range(4))
     assert found == [error, error, 2, 3] and asked == [2, 2]
 
 
@@ -120,15 +119,15 @@ def test_a_member_that_fails_between_calls_does_not_hold_the_others() -> None:
         async def serve(items: Sequence[int]) -> list[int]:
             return list(items)
 
-        lane, cohort = Lane("engine", serve, 8), Cohort(3)
+        queue, cohort = CallQueue("engine", serve, 8), BatchByKey(3)
 
         async def member(number: int) -> int:
             async with cohort.member():
-                await cohort.call(lane, str(number), number)
+                await cohort.call(queue, str(number), number)
                 if number == 1:
                     raise RuntimeError("reward raised")
                 await asyncio.sleep(0.001 * number)
-                result: int = await cohort.call(lane, str(number), number)
+                result: int = await cohort.call(queue, str(number), number)
                 return result
 
         return await asyncio.wait_for(
@@ -151,11 +150,11 @@ def test_arrivals_hold_nobody_back() -> None:
                 await first_may_end.wait()
             return list(items)
 
-        lane, gather = Lane("engine", serve, 2), Arrivals()
+        queue, gather = CallQueue("engine", serve, 2), BatchByArrival()
 
         async def member(number: int) -> None:
             async with gather.member():
-                finished.append(await gather.call(lane, str(number), number))
+                finished.append(await gather.call(queue, str(number), number))
                 if len(finished) == 3:
                     first_may_end.set()
 
@@ -182,8 +181,11 @@ def served(
         return [10 * item for item in items]
 
     async def scenario() -> list[Any]:
-        lane, gather = Lane("score/t", serve, 4, Sharing(lambda: servers, weight, 100)), Arrivals()
-        asked = (gather.call(lane, str(number), number) for number in numbers)
+        queue, gather = (
+            CallQueue("score/t", serve, 4, Sharing(lambda: servers, weight, 100)),
+            BatchByArrival(),
+        )
+        asked = (gather.call(queue, str(number), number) for number in numbers)
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
 
     return asyncio.run(scenario())
@@ -231,8 +233,10 @@ def test_a_teacher_nobody_can_reach_is_not_asked_again_one_by_one() -> None:
         raise TeacherUnavailable("gone")
 
     async def scenario() -> list[Any]:
-        lane, gather = Lane("score/t", serve, 4, Sharing(lambda: 1, int, 100)), Arrivals()
-        return await asyncio.gather(*(gather.call(lane, str(n), n) for n in range(3)), return_exceptions=True)
+        queue, gather = CallQueue("score/t", serve, 4, Sharing(lambda: 1, int, 100)), BatchByArrival()
+        return await asyncio.gather(
+            *(gather.call(queue, str(n), n) for n in range(3)), return_exceptions=True
+        )
 
     assert all(isinstance(one, TeacherUnavailable) for one in asyncio.run(scenario())) and asked == [3]
 
@@ -250,12 +254,12 @@ def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last
             told.append(f"{len(items)} answered")
             return list(items)
 
-        lane, gather = Lane("score/t", serve, 8, Sharing(lambda: 1, int, 100)), Arrivals()
-        some = [asyncio.create_task(gather.call(lane, str(n), n)) for n in (1, 2, 3)]
+        queue, gather = CallQueue("score/t", serve, 8, Sharing(lambda: 1, int, 100)), BatchByArrival()
+        some = [asyncio.create_task(gather.call(queue, str(n), n)) for n in (1, 2, 3)]
         await asyncio.sleep(0.01)
         some[0].cancel()
         assert await some[2] == 3
-        others = [asyncio.create_task(gather.call(lane, str(n), n)) for n in (4, 5)]
+        others = [asyncio.create_task(gather.call(queue, str(n), n)) for n in (4, 5)]
         await asyncio.sleep(0.01)
         for task in others:
             task.cancel()
@@ -271,53 +275,12 @@ def test_a_lane_that_loses_results_is_an_error() -> None:
         async def serve(items: Sequence[int]) -> list[int]:
             return []
 
-        cohort = Cohort(1)
+        cohort = BatchByKey(1)
         async with cohort.member():
-            await cohort.call(Lane("engine", serve, 2), "a", 1)
+            await cohort.call(CallQueue("engine", serve, 2), "a", 1)
 
     with pytest.raises(RuntimeError, match="0 results for 1 calls"):
         asyncio.run(scenario())
-
-
-def test_a_batch_whose_tokens_left_is_composed_again_of_the_same_keys() -> None:
-    """One member's worker dies, before its batch or in the middle of it, and asks again: the others wait for it."""
-
-    async def scenario(dies: str) -> list[tuple[str, ...]]:
-        batches: list[tuple[str, ...]] = []
-        gone: dict[int, asyncio.Event] = {}
-
-        async def serve(items: Sequence[tuple[str, int]]) -> list[str]:
-            batches.append(tuple(key for key, _ in items))
-            for _, life in items:
-                if life in gone:
-                    await gone[life].wait()
-                    raise BearerGone("its worker left")
-            return [key.upper() for key, _ in items]
-
-        lane, cohort = Lane("engine", serve, 8), Cohort(3)
-
-        async def ask(key: str, life: int) -> str:
-            result: str = await cohort.call(lane, key, (key, life))
-            return result
-
-        async def member(key: str) -> str:
-            async with cohort.member():
-                if key != dies:
-                    return await ask(key, 0)
-                gone[7] = asyncio.Event()
-                first = asyncio.create_task(ask(key, 7))
-                await asyncio.sleep(0.02)
-                first.cancel()
-                gone[7].set()
-                await asyncio.sleep(0.02)
-                return await ask(key, 8)
-
-        found = await asyncio.wait_for(asyncio.gather(*map(member, "abc")), 5)
-        assert found == ["A", "B", "C"]
-        return batches
-
-    for dies in "abc":
-        assert asyncio.run(scenario(dies)) == [("a", "b", "c"), ("a", "b", "c")]
 
 
 def test_the_others_go_on_without_a_member_that_leaves_for_good() -> None:
@@ -329,14 +292,13 @@ def test_the_others_go_on_without_a_member_that_leaves_for_good() -> None:
             batches.append(tuple(items))
             if "b" in items:
                 await gone.wait()
-                raise BearerGone("its session is over")
             return list(items)
 
-        lane, cohort = Lane("engine", serve, 8), Cohort(3)
+        queue, cohort = CallQueue("engine", serve, 8), BatchByKey(3)
 
         async def member(key: str) -> object:
             async with cohort.member():
-                call = asyncio.create_task(cohort.call(lane, key, key))
+                call = asyncio.create_task(cohort.call(queue, key, key))
                 if key == "b":
                     await asyncio.sleep(0.02)
                     call.cancel()
@@ -347,7 +309,7 @@ def test_the_others_go_on_without_a_member_that_leaves_for_good() -> None:
         assert found[0] == "a" and isinstance(found[1], asyncio.CancelledError) and found[2] == "c"
         return batches
 
-    assert asyncio.run(scenario()) == [("a", "b", "c"), ("a", "c")]
+    assert asyncio.run(scenario()) == [("a", "b", "c")]
 
 
 def test_a_call_withdrawn_before_its_batch_is_not_in_it() -> None:
@@ -358,20 +320,20 @@ def test_a_call_withdrawn_before_its_batch_is_not_in_it() -> None:
             batches.append(tuple(items))
             return list(items)
 
-        lane, cohort = Lane("engine", serve, 8), Cohort(2)
+        queue, cohort = CallQueue("engine", serve, 8), BatchByKey(2)
 
         async def dies_while_waiting() -> str:
             async with cohort.member():
-                first = asyncio.create_task(cohort.call(lane, "a", "a"))
+                first = asyncio.create_task(cohort.call(queue, "a", "a"))
                 await asyncio.sleep(0.01)
                 first.cancel()
-                result: str = await cohort.call(lane, "a", "a again")
+                result: str = await cohort.call(queue, "a", "a again")
                 return result
 
         async def late() -> str:
             await asyncio.sleep(0.03)
             async with cohort.member():
-                result: str = await cohort.call(lane, "b", "b")
+                result: str = await cohort.call(queue, "b", "b")
                 return result
 
         await asyncio.wait_for(asyncio.gather(dies_while_waiting(), late()), 5)

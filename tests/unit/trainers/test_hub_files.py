@@ -1,5 +1,6 @@
 """Hub ids are looked at before anything is loaded: small files only, from a hub that answers or from the local cache."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from understudy.assets import quickstart_model
+from understudy.errors import DataError
+from understudy.planning.models import hub_files
 
 STUDENT = quickstart_model("student")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -100,5 +103,45 @@ def test_a_name_that_is_nothing_is_told_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
     said = ask("nothere", tmp_path, "http://127.0.0.1:9")
     assert "no such folder here" in said and "cannot be asked" in said
-    assert ask("maker/tiny", tmp_path, "http://127.0.0.1:9") == "found None", "left to the loader"
-    assert time.monotonic() - began < 20, "no retries"
+    said = ask("maker/tiny", tmp_path, "http://127.0.0.1:9")
+    assert "no such model in the local hub cache" in said and "(was not reached)" in said
+    assert "(HF_HUB_OFFLINE is set)" in ask("maker/tiny", tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    assert time.monotonic() - began < 30, "no retries"
+
+
+COMMANDS = """
+import sys
+from understudy.cli.main import main
+for command in ("check", "train"):
+    print("==", main([command, "recipe.toml"]), flush=True)
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_hub_that_is_not_reached_is_a_note_of_check_and_the_end_of_train(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "recipe.toml").write_text(
+        '[student]\nmodel = "maker/tiny"\n[teachers.t]\nmodel = "maker/large"\n[data]\ntrain = "rows.jsonl"\n'
+    )
+    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    env.pop("HF_HUB_OFFLINE", None)
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    check, train, _ = done.stdout.split("==")
+    student = "student.model = 'maker/tiny': no such folder here, no such model in the local hub cache"
+    assert f"note       {student}" in check and "note       teachers.t.model = 'maker/large'" in check
+    assert "note       prompts were not measured" in check and "the recipe is sound" in check
+    assert train.startswith(" 0\n") and f"error: {student}" in train
+    assert done.stdout.endswith("== 2\n") and time.monotonic() - began < 60, "no retries"
+
+
+def test_an_evaluation_asks_for_a_hub_model_before_it_loads_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from understudy.run.evaluate_model import evaluate_model  # imports torch, which the tests above need not
+
+    monkeypatch.setattr(hub_files, "hub_answers", lambda endpoint: False)
+    with pytest.raises(DataError, match=r"^model = 'maker/tiny': .* cannot be asked"):
+        asyncio.run(evaluate_model("maker/tiny", "rows.jsonl", "m:f", None, None))

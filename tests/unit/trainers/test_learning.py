@@ -12,17 +12,18 @@ from learning_rig import (
     adamw,
     assert_same_weights,
     batch_of,
+    learner_of,
     model,
     plain_logprobs,
     recipe_of,
-    system_of,
 )
 from torch import nn
 
 from understudy.losses.reduce import token_weights
 from understudy.policy.critic import give_value_head
 from understudy.trainers.learn.minibatches import split_rows
-from understudy.trainers.learn.update import learn, step_metrics, with_advantages
+from understudy.trainers.learn.prepare import with_advantages
+from understudy.trainers.learn.update import learn, step_metrics
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 
@@ -50,7 +51,7 @@ def clipped(ratio: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
 def test_epochs_of_uneven_mini_batches_equal_ppo_by_hand(kind: str) -> None:
     """7 prompts in mini-batches of at most 3, twice: six updates, all clipped against the logprobs before the first."""
     recipe = recipe_of(trainer={"epochs": 2, "mini_batch_size": 3}, loss={"advantage": kind})
-    batch, system, student = batch_of(), system_of(recipe), model()
+    batch, learner, student = batch_of(), learner_of(recipe), model()
     optimizer = adamw(student)
     with torch.no_grad():
         old = [plain_logprobs(student, batch, row) for row in range(len(batch))]
@@ -70,11 +71,11 @@ def test_epochs_of_uneven_mini_batches_equal_ppo_by_hand(kind: str) -> None:
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    result = learn(system, batch)
+    result = learn(learner, batch)
     assert drift > 0.3, "the ratios must have moved, or nothing was tested"
-    assert result.updates == 6 and (system.policy.step, system.policy.updates) == (1, 6)
+    assert result.updates == 6 and (learner.policy.step, learner.policy.updates) == (1, 6)
     assert result.loss == pytest.approx(mean(losses), abs=1e-5)
-    assert_same_weights(system.policy.model, student)
+    assert_same_weights(learner.policy.model, student)
     metrics = step_metrics(result, batch)
     assert metrics["actor/updates"] == 6 and metrics["actor/pg_clipfrac"] > 0
     assert metrics["rollout_corr/abs_diff_mean"] == pytest.approx(
@@ -91,30 +92,30 @@ def test_the_schedule_counts_steps_not_updates() -> None:
     recipe = recipe_of(
         trainer={"epochs": 2, "mini_batch_size": 4, "schedule": "linear", "steps": 4, "learning_rate": 1e-3}
     )
-    system = system_of(recipe)
-    rates = [learn(system, batch_of(seed=seed)).learning_rate for seed in range(3)]
+    learner = learner_of(recipe)
+    rates = [learn(learner, batch_of(seed=seed)).learning_rate for seed in range(3)]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3])
-    assert (system.policy.step, system.policy.updates) == (3, 12)
+    assert (learner.policy.step, learner.policy.updates) == (3, 12)
 
 
 def test_one_update_is_the_policy_s_own() -> None:
     """Nothing is computed beforehand, and the result is that of a bare update, to the bit."""
     recipe = recipe_of()
-    system, other = system_of(recipe), system_of(recipe)
+    learner, other = learner_of(recipe), learner_of(recipe)
     batch = batch_of()
-    result = learn(system, batch)
+    result = learn(learner, batch)
     ready = with_advantages(batch, "grpo")
     weights = Jagged(token_weights(ready.advantages.lengths, "token-mean"), ready.advantages.offsets)
     bare = other.policy.update(ready, other.objective, weights, 8192, teacher_heads={})
     assert (result.loss, result.grad_norm) == (bare.loss, bare.grad_norm)
     assert "old_logprobs" not in result.seconds
-    for mine, theirs in zip(system.policy.model.parameters(), other.policy.model.parameters(), strict=True):
+    for mine, theirs in zip(learner.policy.model.parameters(), other.policy.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_correction_weighs_by_old_over_behaviour() -> None:
     recipe = recipe_of(loss={"correction": {"weigh": "token", "cap": 1.5, "drop": "geometric", "low": 0.3}})
-    batch, system, student = batch_of(), system_of(recipe), model()
+    batch, learner, student = batch_of(), learner_of(recipe), model()
     optimizer = adamw(student)
     advantages = group_advantages(batch, "grpo")
     terms, dropped = [], 0
@@ -132,9 +133,9 @@ def test_correction_weighs_by_old_over_behaviour() -> None:
     loss.backward()
     nn.utils.clip_grad_norm_(student.parameters(), 1.0)
     optimizer.step()
-    result = learn(system, batch)
+    result = learn(learner, batch)
     assert result.loss == pytest.approx(loss.item(), abs=1e-5)
-    assert_same_weights(system.policy.model, student)
+    assert_same_weights(learner.policy.model, student)
     metrics = step_metrics(result, batch)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(dropped / len(batch))
 
@@ -165,7 +166,7 @@ def test_ppo_with_a_critic_equals_ppo_by_hand() -> None:
         loss={"advantage": "gae", "gamma": 0.9, "lam": 0.8},
         critic={"learning_rate": 1e-2, "value_clip": 0.05},
     )
-    batch, system = batch_of(), system_of(recipe)
+    batch, learner = batch_of(), learner_of(recipe)
     student, critic = model(0), give_value_head(model(1))
     optimizers = adamw(student), adamw(critic)
     with torch.no_grad():
@@ -192,9 +193,9 @@ def test_ppo_with_a_critic_equals_ppo_by_hand() -> None:
             clipped((plain_logprobs(student, batch, row) - old[row]).exp(), advantages[row]) for row in rows
         ]
         take_step(torch.cat(terms).mean(), student, optimizers[0])
-    result = learn(system, batch)
-    assert_same_weights(system.critic.policy.model, critic)
-    assert_same_weights(system.policy.model, student)
+    result = learn(learner, batch)
+    assert_same_weights(learner.critic.policy.model, critic)
+    assert_same_weights(learner.policy.model, student)
     metrics = step_metrics(result, batch)
     assert metrics["critic/returns/mean"] == pytest.approx(float(torch.cat(returns).mean()), rel=1e-4)
     assert metrics["critic/vf_clipfrac"] > 0 and metrics["critic/grad_norm"] > 0
@@ -209,16 +210,16 @@ def take_step(loss: torch.Tensor, trained: nn.Module, optimizer: torch.optim.Opt
 
 def test_the_critic_may_go_first() -> None:
     recipe = recipe_of(loss={"advantage": "gae"}, critic={"only_steps": 2, "learning_rate": 1e-2})
-    system = system_of(recipe)
-    before = [parameter.clone() for parameter in system.policy.model.parameters()]
+    learner = learner_of(recipe)
+    before = [parameter.clone() for parameter in learner.policy.model.parameters()]
     errors = []
     for number in range(3):
-        metrics = step_metrics(learn(system, batch_of()), batch_of())
+        metrics = step_metrics(learn(learner, batch_of()), batch_of())
         errors.append(metrics["critic/vf_loss"])
-        same = all(torch.equal(a, b) for a, b in zip(before, system.policy.model.parameters(), strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(before, learner.policy.model.parameters(), strict=True))
         assert same == (number < 2) and ("actor/loss" in metrics) == (number >= 2)
-    assert errors[2] < errors[0] and system.policy.step == system.critic.policy.step == 3
-    assert (system.policy.updates, system.critic.policy.updates) == (1, 3)
+    assert errors[2] < errors[0] and learner.policy.step == learner.critic.policy.step == 3
+    assert (learner.policy.updates, learner.critic.policy.updates) == (1, 3)
 
 
 @pytest.mark.parametrize("where", ["reward", "loss"])
@@ -231,7 +232,7 @@ def test_reference_penalty_by_hand(where: str) -> None:
             "kl_in": where,
         }
     )
-    batch, system, student, reference = batch_of(), system_of(recipe), model(0), model(2)
+    batch, learner, student, reference = batch_of(), learner_of(recipe), model(0), model(2)
     rewards, leashes = list(batch.rewards), []
     with torch.no_grad():
         known = [plain_logprobs(reference, batch, row) for row in range(len(batch))]
@@ -250,16 +251,16 @@ def test_reference_penalty_by_hand(where: str) -> None:
         terms.append(clipped(ratio, torch.full_like(ratio, rewards[row] - sibling)))
     loss = torch.cat(terms).mean() + (torch.cat(leashes).mean() if leashes else 0.0)
     take_step(loss, student, adamw(student))
-    assert learn(system, batch).loss == pytest.approx(loss.item(), abs=1e-5)
-    assert_same_weights(system.policy.model, student)
+    assert learn(learner, batch).loss == pytest.approx(loss.item(), abs=1e-5)
+    assert_same_weights(learner.policy.model, student)
 
 
 def test_overlong_rows_are_dropped_and_the_penalty_is_soft() -> None:
     batch = batch_of()
     cut = [row for row, reason in enumerate(batch.stop_reasons) if reason == "length"]
     assert 0 < len(cut) < len(batch)
-    system = system_of(recipe_of(rollout={"overlong": "drop"}))
-    result = learn(system, batch)
+    learner = learner_of(recipe_of(rollout={"overlong": "drop"}))
+    result = learn(learner, batch)
     assert [result.row_tokens[row] for row in cut] == [0] * len(cut)
     kept = [
         len(batch.loss_mask[row]) and int(batch.loss_mask[row].sum())
@@ -268,7 +269,7 @@ def test_overlong_rows_are_dropped_and_the_penalty_is_soft() -> None:
     ]
     assert result.loss_tokens == sum(kept)
     metrics = step_metrics(
-        learn(system_of(recipe_of(rollout={"overlong_buffer": 4, "overlong_penalty": 2.0})), batch), batch
+        learn(learner_of(recipe_of(rollout={"overlong_buffer": 4, "overlong_penalty": 2.0})), batch), batch
     )
     lengths = [int(mask.sum()) for mask in batch.loss_mask]
     expected = mean(
@@ -288,9 +289,9 @@ def test_a_batch_with_nothing_left_passes_by() -> None:
         batch.rewards,
         ("length",) * len(batch),
     )
-    system = system_of(recipe_of(rollout={"overlong": "drop"}))
-    result = learn(system, all_cut)
-    assert (result.updates, system.policy.step, system.policy.updates) == (0, 1, 0)
+    learner = learner_of(recipe_of(rollout={"overlong": "drop"}))
+    result = learn(learner, all_cut)
+    assert (result.updates, learner.policy.step, learner.policy.updates) == (0, 1, 0)
     assert "actor/loss" not in step_metrics(result, all_cut)
 
 
@@ -302,13 +303,13 @@ def test_rewards_that_give_no_advantage_are_told_once(rewards: tuple[float, floa
     notes: list[str] = []
     flat = [rewards[row // 2 % 2] for row in range(14)]
     batch = replace(batch_of(), rewards=tuple(flat))
-    system = system_of(recipe_of())
-    system.view.note = notes.append
+    learner = learner_of(recipe_of())
+    learner.state.view.note = notes.append
     for _ in range(5):
-        learn(system, batch)
+        learn(learner, batch)
     assert len(notes) == 1 and told in notes[0] and "no advantage in 3 steps" in notes[0]
-    later = system_of(recipe_of())
-    later.view.note = notes.append
+    later = learner_of(recipe_of())
+    later.state.view.note = notes.append
     for made in (batch_of(), batch, batch, batch, batch):
         learn(later, made)
     assert len(notes) == 1, "one step with an advantage is enough"

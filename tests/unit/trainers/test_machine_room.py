@@ -139,13 +139,14 @@ def test_plan_and_train_refuse_and_write_nothing(
 def test_gpus_that_torch_cannot_use_are_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from understudy.assembly.this_machine import seat_here
+    from understudy.assembly.this_machine import gpu_names
+    from understudy.planning.this_machine import seat_here
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(ClusterError, match=r"has no GPU[\s\S]*there are 2 GPUs, and torch .* can use none"):
-        seat_here(recipe(student=student("cuda")))
+        seat_here(recipe(student=student("cuda")), gpu_names())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ClusterError) as caught:
-        seat_here(recipe(student=student("cuda")))
+        seat_here(recipe(student=student("cuda")), gpu_names())
     assert "torch" not in str(caught.value)

@@ -18,12 +18,14 @@ from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.errors import TeacherError
 from understudy.observability.spans import Spans
+from understudy.planning.resolved import resolve
 from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.rollout.timing import BatchTimings
-from understudy.trainers.call_batching import Lane
+from understudy.trainers.call_batching import CallQueue
 from understudy.trainers.produce.produce import produce_step
-from understudy.trainers.row_columns import SCORED
-from understudy.trainers.system import PARTITION, Tally
+from understudy.trainers.produce.rollouts import LocalRollouts
+from understudy.trainers.row_columns import PARTITION, SCORED
+from understudy.trainers.system import Tally
 from understudy.types.prompt import Prompt
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.trajectory import StopReason, Trajectory
@@ -67,35 +69,37 @@ class Rewards:
         return trajectory
 
 
-def system_of(plane: EmbeddedDataPlane, score: Score, deterministic: bool) -> Any:
+NO_LEARNER: Any = SimpleNamespace(settings=resolve(recipe_of(), gpus=0).learn, policy=None, critic=None)
+"""Nothing that could read rows ahead."""
+
+
+def producer_of(plane: EmbeddedDataPlane, score: Score, deterministic: bool) -> Any:
     recipe = recipe_of(
         teachers={"t": {"model": "teacher"}},
         loss={"distill_coef": 1.0, "task_coef": 0.0, "kind": "k1", "signal": "sampled"},
         rollout={"n": 1, "max_batch": 4},
     )
+    sampling, spans, timings = Sampling(max_new_tokens=6), Spans(None), BatchTimings()
     return SimpleNamespace(
-        recipe=recipe,
-        plane=plane,
-        deterministic=deterministic,
+        settings=replace(resolve(recipe, gpus=0).produce, deterministic=deterministic),
         renderer=SimpleNamespace(
             ahead=lambda prompts: None, render=lambda prompt: np.array([1, 3], np.int32), context=32
         ),
-        sampling=Sampling(max_new_tokens=6),
-        engine_lane=Lane("engine", write, 4),
-        teacher_lanes={"t": Lane("t", score, 3)},
-        router=SimpleNamespace(route=lambda value: "t"),
-        loops=Loops(),
-        rewards=Rewards(),
-        spans=Spans(None),
-        timings=BatchTimings(),
-        tally=Tally(),
-        turnstile=None,
-        row_workers=None,
-        far_scoring=None,
-        critic=None,
-        policy=None,
-        run=SimpleNamespace(dead_letters="dead_letters.jsonl"),
-        view=SimpleNamespace(note=lambda text: None),
+        sampling=sampling,
+        engine_queue=CallQueue("engine", write, 4),
+        teachers=SimpleNamespace(
+            queues={"t": CallQueue("t", score, 3)}, router=SimpleNamespace(route=lambda value: "t")
+        ),
+        rollouts=LocalRollouts(Loops(), Rewards(), plane, sampling, spans, timings),  # type: ignore[arg-type]
+        publish_gate=None,
+        state=SimpleNamespace(
+            plane=plane,
+            spans=spans,
+            timings=timings,
+            tally=Tally(),
+            run=SimpleNamespace(dead_letters="dead_letters.jsonl"),
+            view=SimpleNamespace(note=lambda text: None),
+        ),
     )
 
 
@@ -127,7 +131,9 @@ def test_rollouts_are_safe_though_the_teacher_says_nothing(tmp_path: Path, deter
             await speak.wait()
             return [scores_of(item) for item in items]
 
-        step = asyncio.create_task(produce_step(system_of(plane, score, deterministic), PROMPTS, step=1))
+        step = asyncio.create_task(
+            produce_step(producer_of(plane, score, deterministic), NO_LEARNER, PROMPTS, step=1)
+        )
         while not all("tokens" in row for row in await columns(plane)) or len(asked) < len(PROMPTS):
             await asyncio.sleep(0.005)
         assert not step.done() and not any(SCORED in row for row in await columns(plane))
@@ -156,9 +162,9 @@ def test_a_row_that_no_teacher_can_judge_is_set_aside_with_its_rollout_written(t
                 raise TeacherError("what is this?")
             return [scores_of(item) for item in items]
 
-        system = system_of(plane, score, deterministic=False)
-        await produce_step(system, PROMPTS, step=1)
-        assert system.tally.dead_letters == 1
+        producer = producer_of(plane, score, deterministic=False)
+        await produce_step(producer, NO_LEARNER, PROMPTS, step=1)
+        assert producer.state.tally.dead_letters == 1
         held = await plane.list(PARTITION)
         assert len(held) == len(PROMPTS) - 1 and all(SCORED in row.columns for row in held.values())
         assert puts.count("p0_0_0") == 1  # before it was set aside, not after
@@ -190,20 +196,20 @@ def test_a_sample_that_is_given_up_is_no_dead_letter(tmp_path: Path, determinist
         async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
             return [scores_of(item) for item in items]
 
-        system = system_of(plane, score, deterministic)
-        system.loops = CutOff()
-        step = asyncio.create_task(produce_step(system, PROMPTS, step=1))
-        while system.loops.running < len(PROMPTS):
+        producer = producer_of(plane, score, deterministic)
+        producer.rollouts.loops = CutOff()
+        step = asyncio.create_task(produce_step(producer, NO_LEARNER, PROMPTS, step=1))
+        while producer.rollouts.loops.running < len(PROMPTS):
             await asyncio.sleep(0.005)
         step.cancel()
         with pytest.raises(asyncio.CancelledError):
             await step
-        assert system.tally.dead_letters == 0 and len(await plane.list(PARTITION)) == len(PROMPTS)
+        assert producer.state.tally.dead_letters == 0 and len(await plane.list(PARTITION)) == len(PROMPTS)
 
-        rollout = system.recipe.rollout.model_copy(update={"deadline_seconds": 0.05})
-        system.recipe = system.recipe.model_copy(update={"rollout": rollout})
-        await produce_step(system, PROMPTS, step=1)
-        assert system.tally.dead_letters == len(PROMPTS)
+        rollout = producer.settings.rollout.model_copy(update={"deadline_seconds": 0.05})
+        producer.settings = replace(producer.settings, rollout=rollout)
+        await produce_step(producer, NO_LEARNER, PROMPTS, step=1)
+        assert producer.state.tally.dead_letters == len(PROMPTS)
 
     with_plane(tmp_path, work)
 
@@ -233,12 +239,12 @@ def test_outputs_of_a_session_whose_group_was_dropped_leave_nothing_behind(
                 raise TeacherError("what is this?")
             return [scores_of(item) for item in items]
 
-        system = system_of(plane, score, deterministic)
-        rollout = system.recipe.rollout.model_copy(update={"n": 2, "group_failure": "drop_group"})
-        system.recipe = system.recipe.model_copy(update={"rollout": rollout})
-        system.loops = TwoOutputs()
-        await produce_step(system, PROMPTS[:2], step=1)
-        assert await plane.list(PARTITION) == {} and system.tally.dead_letters == 2
+        producer = producer_of(plane, score, deterministic)
+        rollout = producer.settings.rollout.model_copy(update={"n": 2, "group_failure": "drop_group"})
+        producer.settings = replace(producer.settings, rollout=rollout)
+        producer.rollouts.loops = TwoOutputs()
+        await produce_step(producer, NO_LEARNER, PROMPTS[:2], step=1)
+        assert await plane.list(PARTITION) == {} and producer.state.tally.dead_letters == 2
 
     with_plane(tmp_path, work)
 
@@ -256,9 +262,9 @@ def test_a_loop_that_returns_nothing_or_wrong_keys_is_a_dead_letter(tmp_path: Pa
         async def score(items: Sequence[ScoreItem]) -> list[TeacherScores]:
             return [scores_of(item) for item in items]
 
-        system = system_of(plane, score, deterministic=True)
-        system.loops = Wrong()
-        await produce_step(system, PROMPTS[:2], step=1)
+        producer = producer_of(plane, score, deterministic=True)
+        producer.rollouts.loops = Wrong()
+        await produce_step(producer, NO_LEARNER, PROMPTS[:2], step=1)
         assert await plane.list(PARTITION) == {}
         letters = (tmp_path / "dead_letters.jsonl").read_text()
         assert "returned 0 trajectories for session p0_0_0 (none)" in letters

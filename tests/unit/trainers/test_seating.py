@@ -15,7 +15,7 @@ from understudy.cluster.local import Child, LocalProcesses
 from understudy.config import Recipe, load_recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
 from understudy.planning.processes import plan_processes
-from understudy.planning.seating import ROLLOUT, STUDENT, Seats, seat, with_rollout_devices
+from understudy.planning.seating import ROLLOUT, STUDENT, Seats, rollout_devices, seat
 
 
 def recipe(teachers: dict[str, Any] | None = None, **sections: Any) -> Recipe:
@@ -96,10 +96,10 @@ def test_rollout_servers_get_gpus_as_vllm_is_cut() -> None:
     one = recipe({"t": {"model": "org/t"}}, rollout=rollout)
     seating = seat(one, 6)
     names = ["g0", "g1", "g2", "g3", "g4", "g5"]
-    assert with_rollout_devices(one, seating, names).rollout.devices == ["g1,g2", "g3,g4"]
+    assert rollout_devices(one.rollout, seating, names) == ["g1,g2", "g3,g4"]
     assert seating.gpus("teacher-t", 0) == [5] and seating.claims[ROLLOUT].world_size == 2
     by_hand = recipe({"t": {"model": "org/t"}}, rollout={"engine": "vllm", "devices": ["1"]})
-    assert with_rollout_devices(by_hand, seat(by_hand, 3), names) is by_hand
+    assert rollout_devices(by_hand.rollout, seat(by_hand, 3), names) == ["1"]
     assert seat(by_hand, 3).gpus("teacher-t", 0) == [2]
 
 
@@ -125,8 +125,8 @@ def test_the_shipped_scenario_is_one_rollout_two_training_and_one_teacher_gpu() 
     alone = load_recipe(SEED).model_copy(update={"teachers": {"t": one.teachers["add"]}})
     assert seats_of(alone, 4) == ranks | {"rollout-0": "cuda:2", "teacher-t-0": "cuda:3"}
     assert seat(alone, 4).shared() is None
-    assert with_rollout_devices(one, seat(one, 4), ["4", "5", "6", "7"]).rollout.devices == ["6"]
-    assert with_rollout_devices(one, seat(one, 0), []) is one, "on CPUs nothing changes"
+    assert rollout_devices(one.rollout, seat(one, 4), ["4", "5", "6", "7"]) == ["6"]
+    assert not rollout_devices(one.rollout, seat(one, 0), []), "on CPUs no GPU is named"
     on_cpus = one.model_copy(update={"student": one.student.model_copy(update={"device": "cpu"})})
     assert ROLLOUT not in seat(on_cpus, 4).claims
 

@@ -22,8 +22,8 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "PATIENCE_S", 0.2)
 
 
-async def soon(value: int, seconds: float = 0.01) -> int:
-    await asyncio.sleep(seconds)
+async def soon(value: int) -> int:
+    await asyncio.sleep(0)
     return value
 
 
@@ -34,10 +34,15 @@ def test_work_that_ends_gives_its_result_before_and_after_a_signal() -> None:
         with Interrupts(told.append) as stop:
             stop.training = True
             assert await stop.waiting(soon(1)) == 1
-            work = asyncio.create_task(stop.waiting(soon(2, 0.1)))
-            await asyncio.sleep(0)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert await work == 2 and stop.requested
+            asked = asyncio.Event()
+            stop.when_told(asked.set)
+
+            async def until_asked() -> int:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asked.wait()
+                return 2
+
+            assert await stop.waiting(until_asked()) == 2 and stop.requested
             with pytest.raises(ZeroDivisionError):
                 await stop.waiting(broken())
 
@@ -48,121 +53,122 @@ def test_work_that_ends_gives_its_result_before_and_after_a_signal() -> None:
     assert len(told) == 1 and told[0].startswith("SIGTERM: finishing this step")
 
 
-async def stuck(ended: list[str]) -> None:
-    """Waits for what never comes, and says when it is cancelled."""
-    try:
-        await asyncio.Event().wait()
-    finally:
-        ended.append("cleaned up")
+class Stuck:
+    """Work that waits for what never comes. `begun` is set when it waits; `ended` says that it was cancelled, after `turns` of the
+    event loop."""
 
+    def __init__(self, turns: int = 0) -> None:
+        self.begun, self.ended, self._turns = asyncio.Event(), False, turns
 
-def test_work_that_does_not_end_is_cancelled_and_given_up() -> None:
-    ended: list[str] = []
-
-    async def body() -> None:
-        with Interrupts(lambda text: None) as stop:
-            stop.training = True
-            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
-            with pytest.raises(Abandoned):
-                await stop.waiting(stuck(ended))
-            assert ended == ["cleaned up"]
-            assert await asyncio.to_thread(lambda: 5) == 5, "saving has threads of its own"
-
-    asyncio.run(asyncio.wait_for(body(), 10))
-
-
-def test_whoever_is_cancelled_cancels_the_work() -> None:
-    ended: list[str] = []
-
-    async def body() -> None:
-        with Interrupts(lambda text: None) as stop:
-            outer = asyncio.create_task(stop.waiting(stuck(ended)))
-            await asyncio.sleep(0.01)
-            outer.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await outer
-            assert ended == ["cleaned up"]
-
-    asyncio.run(asyncio.wait_for(body(), 10))
-
-
-def test_work_of_whoever_is_cancelled_is_over_when_they_are() -> None:
-    """They go on to close what it uses."""
-    ended: list[str] = []
-
-    async def slow_to_leave() -> None:
+    async def __call__(self) -> None:
+        self.begun.set()
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.2)
-            ended.append("cleaned up")
+            for _ in range(self._turns):
+                await asyncio.sleep(0)
+            self.ended = True
+
+
+async def signalled(begun: asyncio.Event, number: signal.Signals) -> None:
+    """The signal comes once the work waits."""
+    await begun.wait()
+    os.kill(os.getpid(), number)
+
+
+def test_work_that_does_not_end_is_cancelled_and_given_up() -> None:
+    async def body() -> None:
+        work = Stuck()
+        with Interrupts(lambda text: None) as stop:
+            stop.training = True
+            sender = asyncio.create_task(signalled(work.begun, signal.SIGINT))
+            with pytest.raises(Abandoned):
+                await stop.waiting(work())
+            assert work.ended and sender.done()
+            assert await asyncio.to_thread(lambda: 5) == 5, "saving has threads of its own"
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize("turns", [0, 50])
+def test_cancelled_work_is_over_when_its_waiter_is(turns: int) -> None:
+    """The waiter goes on to close what the work uses."""
 
     async def body() -> None:
+        work = Stuck(turns)
         with Interrupts(lambda text: None) as stop:
-            outer = asyncio.create_task(stop.waiting(slow_to_leave()))
-            await asyncio.sleep(0.01)
+            outer = asyncio.create_task(stop.waiting(work()))
+            await work.begun.wait()
             outer.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await outer
-            assert ended == ["cleaned up"]
+            assert work.ended
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 DEAF = """
 import asyncio, os, signal, sys, threading, time
 from understudy.trainers import stopping as interrupts
-interrupts.DEAF_S = 0.5
+interrupts.DEAF_S = float(sys.argv[1])
 
 async def main():
     with interrupts.Interrupts(print, lambda: print("children ended", flush=True)) as stop:
         stop.training = True
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        time.sleep(float(sys.argv[1]))
-        await asyncio.sleep(1.0)
-        print("the loop heard", stop.requested, flush=True)
+        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM)).start()
+        while stop._unheard is None or sys.argv[2] == "for ever":  # blocked: the signal is received, and the loop cannot handle it
+            time.sleep(0.01)
+        while not stop.requested:
+            await asyncio.sleep(0.01)
+        print("the loop heard it", flush=True)
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("blocked", "code", "said"), [(3600, 130, "children ended"), (0.2, 0, "heard True")])
+@pytest.mark.parametrize(
+    ("deaf", "blocked", "code", "said"),
+    [("0.5", "for ever", 130, "children ended"), ("60", "until the signal", 0, "the loop heard it")],
+)
 def test_an_event_loop_that_is_blocked_does_not_hold_the_process(
-    blocked: float, code: int, said: str
+    deaf: str, blocked: str, code: int, said: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DEAF, str(blocked)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", DEAF, deaf, blocked], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == code and said in done.stdout, done
 
 
 def test_a_step_that_waits_in_its_claim_or_its_publish_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its claim: the step is given up. Its publish: the step is kept, and nothing more is waited for."""
-    ended: list[str] = []
+    claim, sending = Stuck(), Stuck()
 
-    async def produced(system: Any, step: int) -> dict[str, float]:
+    async def produced(producer: Any, learner: Any, step: int) -> dict[str, float]:
         return {}
 
-    def unclaimed(system: Any, step: int) -> Coroutine[Any, Any, None]:
-        return stuck(ended)
+    def unclaimed(learner: Any, step: int) -> Coroutine[Any, Any, None]:
+        return claim()
 
     monkeypatch.setattr(sync, "fill_step", produced)
     monkeypatch.setattr(sync, "claim_batch", unclaimed)
-    publisher = SimpleNamespace(publish=lambda step: stuck(ended))
-    system: Any = SimpleNamespace(spans=Spans(None), publisher=publisher)
+    publisher = SimpleNamespace(publish=lambda step: sending())
+    state, learner = SimpleNamespace(spans=Spans(None)), SimpleNamespace(publisher=publisher)
+    system: Any = SimpleNamespace(state=state, learner=learner, producer=None)
 
     async def body() -> None:
         with Interrupts(lambda text: None) as stop:
             stop.training = True
-            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+            sender = asyncio.create_task(signalled(claim.begun, signal.SIGTERM))
             with pytest.raises(Abandoned):
                 await sync.take_step(system, 1, stop)
+            await sender
         with Interrupts(lambda text: None) as stop:
             stop.training = True
-            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
-            await sync.publish(system, 1, stop)
+            sender = asyncio.create_task(signalled(sending.begun, signal.SIGTERM))
+            await sync.publish(system.learner, 1, stop)
             with pytest.raises(Abandoned):
                 await stop.waiting(soon(1))
+            await sender
 
-    asyncio.run(asyncio.wait_for(body(), 5))
-    assert ended == ["cleaned up"] * 2
+    asyncio.run(asyncio.wait_for(body(), 60))
+    assert claim.ended and sending.ended

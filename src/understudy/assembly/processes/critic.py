@@ -12,11 +12,8 @@ then its launcher is gone.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,19 +26,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from understudy.assembly.build import steady_torch
-from understudy.assembly.cpu_threads import products_of_lanes
+from understudy.assembly.cpu_threads import products_of_lanes, steady_torch
 from understudy.assembly.critic import critic_of
-from understudy.config import Recipe, parse_recipe
+from understudy.assembly.this_machine import settings_of_run
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.observability.faults import point
-from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.rundir import RunDir
 from understudy.policy.ranks.rank_thread import RankThread
 from understudy.policy.ranks.wire import batch_from, jagged_columns, jagged_from, pack, unpack
 from understudy.policy.refused import RefusedRows
-from understudy.serving.bind import bind_socket, url_of
-from understudy.serving.child import end_with_launcher, write_ready_file
 from understudy.serving.http import Gate, answering, as_json, read_body
+from understudy.serving.process import Process, process_arguments, process_main
 from understudy.serving.server import serve
 from understudy.trainers.critic.local import Critic
 from understudy.trainers.critic.messages import (
@@ -76,13 +71,13 @@ class CriticCommands:
         self._refused = None
         point("critic.after_command")
         try:
-            answer, found = self._obey(head, tensors)
+            answer, found = self._execute(head, tensors)
         except (UnderstudyError, torch.OutOfMemoryError) as error:
             log.warning("%s: %s", head["do"], error)
             answer, found = self._refusal(error), {}
         return pack({**answer, "step": self._critic.policy.step}, found)
 
-    def _obey(self, head: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Told:
+    def _execute(self, head: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Told:
         critic = self._critic
         match head["do"]:
             case "values":
@@ -140,47 +135,25 @@ def app_of(commands: CriticCommands, token: str | None) -> ASGIApp:
     return Gate(Starlette(routes=routes), token)
 
 
-async def run(args: argparse.Namespace, recipe: Recipe, sock: socket.socket, token: str | None) -> None:
-    critic = critic_of(recipe, None, args.device)
-    if critic is None:
-        raise ConfigError(f"loss.advantage = {recipe.loss.advantage!r} has no critic; it is for 'gae'")
-
-    def ready() -> None:
-        write_ready_file(args.ready_file, url=url_of(sock))
-        log.info("the critic answers at %s (%s)", url_of(sock), args.device)
-
-    # Hurried: a launcher that ends the critic needs no more answers, so a command under way is not waited
-    # for.
-    await serve(app_of(CriticCommands(critic), token), sock, ready, keep_alive=3600, hurried=True)
+async def run(process: Process) -> None:
+    args, sock = process.args, process.bind()
+    settings = settings_of_run(RunDir.open(args.run))
+    if settings.critic is None:
+        raise ConfigError(
+            f"loss.advantage = {settings.learn.loss.advantage!r} has no critic; it is for 'gae'"
+        )
+    steady_torch(settings.compute)
+    with products_of_lanes(settings.compute):
+        critic = critic_of(settings.critic, None, args.device)
+        app = app_of(CriticCommands(critic), process.token)
+        await serve(process, app, sock, what="the critic answers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = _options(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    if args.watch_fd is not None:
-        end_with_launcher(args.watch_fd)
-    try:
-        token = os.environ.get("UNDERSTUDY_TOKEN") or None
-        recipe = parse_recipe(read_json(RunDir.open(args.run).recipe))
-        steady_torch(recipe)
-        with products_of_lanes(recipe), bind_socket(args.bind, token) as sock:
-            asyncio.run(run(args, recipe, sock, token))
-    except UnderstudyError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m understudy.assembly.processes.critic", description=__doc__
-    )
+    parser = process_arguments("understudy.assembly.processes.critic", __doc__)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     parser.add_argument("--device", required=True, help="cpu, cuda, cuda:1, …")
-    parser.add_argument("--bind", default="127.0.0.1:0", help="HOST:PORT, beyond loopback only with a token")
-    parser.add_argument("--ready-file", type=Path, required=True)
-    parser.add_argument("--watch-fd", type=int)
-    return parser.parse_args(arguments)
+    return process_main(run, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from understudy.cli.reading import checked_recipe
 from understudy.config.checks.capacity import capacity_notes
-from understudy.planning.preflight import Findings, describe
+from understudy.planning.objective import describe
+from understudy.planning.preflight import Findings
 
 EXAMPLE = "understudy check recipe.toml"
 
@@ -25,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
     console = Console()
     findings = Findings()
     recipe = checked_recipe(options.recipe, options.overrides, findings=findings)
-    objective = describe(recipe)
+    objective = describe(recipe.loss)
     console.print(f"objective  {objective.name}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"formula    {objective.formula}", highlight=False, markup=False, soft_wrap=True)
     if recipe.trainer.passes is not None and findings.train_rows is not None:

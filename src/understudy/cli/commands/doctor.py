@@ -1,4 +1,4 @@
-"""Report what this machine offers a run; or, given a run directory, what that run is waiting for."""
+"""Report what this machine offers a run; or, given a run directory, its waits and advisories."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from understudy.observability.advisories.gather import advisories_of
 from understudy.observability.rundir import RunDir, read_json
 from understudy.observability.watchdog import read_waits
 from understudy.rollout.tools.sandbox import namespace_problem
@@ -25,7 +26,7 @@ _PACKAGES = (
     "transformers",
     "triton",
     "pydantic",
-    "httpx",
+    "aiohttp",
     "uvicorn",
     "peft",
     "ray",
@@ -36,7 +37,9 @@ EXAMPLE = "understudy doctor runs/RUN"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", type=Path, help="a run directory: say what that run waits for")
+    parser.add_argument(
+        "run", nargs="?", type=Path, help="a run directory: say what that run waits for, and give advice"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -76,6 +79,8 @@ def _waits(run_dir: RunDir) -> None:
         say(f"  under way: {wait}")
     for name, value in entry["facts"].items():
         say(f"  {name:<28} {value}")
+    for advisory in advisories_of(run_dir, live=alive):
+        say(f"  {advisory.level}: {advisory}")
 
 
 def _because(state: dict[str, Any]) -> str:

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from understudy.config import Recipe
 from understudy.config.base import nearest
 from understudy.config.messages.keys import described, fields, kind_of
+from understudy.config.tables import RecipeTables
 from understudy.errors import ConfigError
 
 EXAMPLE = "understudy keys trainer"
@@ -29,12 +29,12 @@ def run(options: argparse.Namespace) -> None:
     wanted = options.section or ""
     found = {
         path: field
-        for path, field in fields(Recipe)
+        for path, field in fields(RecipeTables)
         if not wanted or path == wanted or path.startswith(f"{wanted}.")
     }
     if not found:
-        guess = nearest(wanted, [*Recipe.model_fields, *dict(fields(Recipe))], 0.8)
-        hint = f"did you mean {guess}?" if guess else f"sections are {', '.join(Recipe.model_fields)}"
+        guess = nearest(wanted, [*RecipeTables.model_fields, *dict(fields(RecipeTables))], 0.8)
+        hint = f"did you mean {guess}?" if guess else f"sections are {', '.join(RecipeTables.model_fields)}"
         raise ConfigError(f"no section or key is called {wanted!r}; {hint}")
     for path, field in found.items():
         console.print(f"[bold]{path}[/] = {_default(field)}", highlight=False, soft_wrap=True)

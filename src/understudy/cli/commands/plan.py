@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -13,15 +12,13 @@ from rich.table import Table
 
 from understudy.cli.commands import plan_simulation
 from understudy.cli.reading import checked_recipe
-from understudy.cluster.devices import visible_gpus
-from understudy.config import Recipe
 from understudy.config.toml import as_tables, recipe_as_toml
-from understudy.errors import ClusterError, ConfigError
 from understudy.observability.redact import redact
 from understudy.planning.preflight import Findings
 from understudy.planning.processes import plan_processes
 from understudy.planning.ray_seating import ray_layout
-from understudy.planning.seating import Seating, seat
+from understudy.planning.simulation.phase_times import batching_of, windows_of
+from understudy.planning.this_machine import plan_seats
 
 EXAMPLE = "understudy plan recipe.toml --gpus 4"
 
@@ -59,14 +56,21 @@ def run(options: argparse.Namespace) -> None:
     recipe = recipe.with_steps(findings.train_rows or 1)
     console = Console(markup=False)
     if options.simulate is not None:
-        plan_simulation.show(recipe, options, console)
+        plan_simulation.show(
+            windows_of(recipe),
+            recipe.rollout,
+            batching_of(recipe),
+            options,
+            console,
+            partial=recipe.trainer.partial_rollouts,
+        )
         return
     console.print_json(json.dumps(redact(recipe.model_dump())))
     table = Table(title="processes", title_justify="left")
     for column in ("name", "what it does", "device", "parameters", "memory"):
         right = column in ("parameters", "memory")
         table.add_column(column, justify="right" if right else "left", no_wrap=column == "name")
-    seating = _seating(recipe, options.gpus)
+    seating = plan_seats(recipe, options.gpus)
     for process in plan_processes(recipe, seating):
         parameters = "unknown" if process.parameters is None else f"{process.parameters / 1e6:,.1f} M"
         memory = "unknown" if process.bytes is None else f"{process.bytes / 2**30:,.2f} GiB"
@@ -92,25 +96,3 @@ def run(options: argparse.Namespace) -> None:
         f"a checkpoint every {recipe.trainer.checkpoint_every} steps",
         highlight=False,
     )
-
-
-def _seating(recipe: Recipe, gpus: int | None) -> Seating:
-    """The seats on this machine or on the one described by flags; a Ray cluster's machines are only known to
-    Ray."""
-    if recipe.cluster.backend != "local":
-        if gpus is not None:
-            raise ConfigError(
-                "--gpus describes one machine (cluster.backend = 'local'); on Ray pools say what there is"
-            )
-        return seat(recipe, None)
-    if gpus is not None:
-        if gpus < 0:
-            raise ConfigError(f"--gpus {gpus}: expected 0 or more")
-        return seat(recipe, gpus)
-    gpus_here = visible_gpus()
-    try:
-        return seat(recipe, len(gpus_here), os.cpu_count(), gpus_here)
-    except ClusterError as error:
-        raise ClusterError(
-            f"{error}\n(for another machine, say what it has: understudy plan … --gpus N)"
-        ) from None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from understudy.config import Recipe
+from understudy.config import RolloutConfig
 from understudy.errors import ConfigError
 from understudy.observability.rundir import RunDir
 from understudy.planning.simulation.inputs import (
@@ -21,7 +21,7 @@ from understudy.planning.simulation.inputs import (
     Work,
     quantile_lengths,
 )
-from understudy.planning.simulation.phase_times import MeasuredRun, batching_of, combined, measure, windows_of
+from understudy.planning.simulation.phase_times import MeasuredRun, combined, measure
 from understudy.planning.simulation.recommend import Devices, recommend
 from understudy.planning.simulation.simulate import simulate
 from understudy.planning.windows import Windows
@@ -106,10 +106,19 @@ def _measured(run: str) -> MeasuredRun:
     return measure(found.path)
 
 
-def show(recipe: Recipe, options: argparse.Namespace, console: Console) -> None:
+def show(
+    windows: Windows,
+    rollout: RolloutConfig,
+    batching: Batching,
+    options: argparse.Namespace,
+    console: Console,
+    *,
+    partial: bool,
+) -> None:
+    """Prints what the recipe's schedule and rollouts would take. `partial`: generations continue under new
+    weights."""
     runs = [_measured(run) for run in (options.simulate, *options.also) if run]
-    costs, work = _costs(options, runs), _work(options, recipe, runs)
-    windows, partial = windows_of(recipe), recipe.trainer.partial_rollouts
+    costs, work = _costs(options, runs), _work(options, rollout, batching, runs)
     for run in runs:
         own, name = run.predicted(), run.recipe.run.dir
         console.print(
@@ -184,13 +193,11 @@ def _costs(options: argparse.Namespace, runs: list[MeasuredRun]) -> Costs:
     return Costs(**given)
 
 
-def _work(options: argparse.Namespace, recipe: Recipe, runs: list[MeasuredRun]) -> Work:
-    if runs:
-        work = runs[0].work
-    else:
-        lengths = (recipe.rollout.max_new_tokens,)
-        work = Work(lengths, batching=batching_of(recipe))
-    work = replace(work, n=recipe.rollout.n, max_batch=recipe.rollout.max_batch)
+def _work(
+    options: argparse.Namespace, rollout: RolloutConfig, batching: Batching, runs: list[MeasuredRun]
+) -> Work:
+    work = runs[0].work if runs else Work((rollout.max_new_tokens,), batching=batching)
+    work = replace(work, n=rollout.n, max_batch=rollout.max_batch)
     if options.lengths is not None:
         work = replace(work, lengths=quantile_lengths(_quantiles(options.lengths)))
     if options.batching is not None:

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     path = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
     recipe = checked_recipe(path, options.overrides)
     next_command = f"understudy train {path} {_NEXT}"
-    with begun_early(recipe):
+    with begun_early(recipe.cluster, recipe.teachers):
         from understudy.run.launch import launch
 
         code = finish(run_to_its_end(launch(recipe, progress=not options.quiet, next_command=next_command)))

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"changed {change}", highlight=False, markup=False, soft_wrap=True)
     if options.overrides and not changes:
         console.print("nothing changes: the run has these values already", highlight=False)
-    with begun_early(recipe):
+    with begun_early(recipe.cluster, recipe.teachers):
         from understudy.run.launch import resume
 
         return finish(run_to_its_end(resume(options.run, options.overrides, progress=not options.quiet)))

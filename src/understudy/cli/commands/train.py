@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
 from understudy.cli.outcome import finish
 from understudy.cli.reading import checked_recipe
+from understudy.observability.rundir import RunDir
 from understudy.run.entry import begun_early, run_to_its_end
 
 EXAMPLE = "understudy train recipe.toml trainer.steps=20"
@@ -18,11 +20,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", default=[], metavar="key=value", help="for example trainer.steps=10"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress display")
+    parser.add_argument("--view", action="store_true", help="a page on the run while it trains")
 
 
 def run(options: argparse.Namespace) -> int:
     recipe = checked_recipe(options.recipe, options.overrides, progress=not options.quiet)
-    with begun_early(recipe):
+    if options.view and recipe.run.dir is None:
+        folder = RunDir.fresh_path(recipe.run.name)
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(folder)})})
+    with begun_early(recipe.cluster, recipe.teachers), ExitStack() as beside:
         from understudy.run.launch import launch
 
+        if options.view:
+            from understudy.viewer.serve import served_beside
+
+            beside.enter_context(served_beside(Path(str(recipe.run.dir))))
         return finish(run_to_its_end(launch(recipe, progress=not options.quiet)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from understudy.config.models import StudentConfig, TeacherConfig
+from understudy.config.models import TeacherConfig
 from understudy.config.rollout import RolloutConfig
 from understudy.config.trainer import ClusterConfig, RunConfig, TrainerConfig
 
-_ASYNC_KEYS = ("max_staleness", "sync_every", "partial_rollouts", "adapt_admission", "lend_after")
+_ASYNC_KEYS = ("max_staleness", "sync_every", "partial_rollouts", "adapt_admission")
 
 
 def repeats_to_the_bit(trainer: TrainerConfig) -> bool:
@@ -20,7 +20,6 @@ def async_problems(
     trainer: TrainerConfig,
     rollout: RolloutConfig,
     run: RunConfig,
-    student: StudentConfig,
     teachers: Mapping[str, TeacherConfig],
     cluster: ClusterConfig,
 ) -> list[str]:
@@ -43,8 +42,6 @@ def async_problems(
             "begin before it is: how many rows each would get is then not known; set trainer.sync_every = 1, or leave "
             "rollout.filter_groups off"
         )
-    if trainer.lend_after is not None:
-        problems += _lending(trainer, rollout, run, student)
     shared = {pool: role for role, pool in cluster.roles.items()}
     problems += [
         f"teachers.{name}.pool = {teacher.pool!r} is the pool of cluster.roles.{shared[teacher.pool]} too: a fully async run keeps "
@@ -53,20 +50,3 @@ def async_problems(
         if teacher.placement == "pool" and teacher.pool in shared
     ]
     return problems
-
-
-def _lending(
-    trainer: TrainerConfig, rollout: RolloutConfig, run: RunConfig, student: StudentConfig
-) -> list[str]:
-    reasons = (
-        (
-            rollout.engine == "hf" and not rollout.processes,
-            "the engine sits in the trainer's process already",
-        ),
-        (trainer.ranks > 1, "with several ranks no process holds the whole student (trainer.ranks = 1)"),
-        (student.lora is not None, "an engine cannot share adapters that are being trained (student.lora)"),
-        (bool(rollout.stop), "a text in rollout.stop could lie across the cut between two engines"),
-        (not rollout.live_weights, "the servers write with weights of their own (rollout.live_weights)"),
-        (run.determinism == "full", "who writes a row depends on timing (run.determinism = 'fast')"),
-    )
-    return [f"trainer.lend_after: {reason}; leave it out" for found, reason in reasons if found]

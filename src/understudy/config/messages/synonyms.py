@@ -31,6 +31,10 @@ _EVAL_FIRST = (
 _PROJECT = "wandb reads the environment variables WANDB_PROJECT and WANDB_ENTITY; `run.name` names the run"
 _CLIP = "`loss.clip_low` and `loss.clip_high` bound the ratio on either side"
 _GPUS = "`trainer.ranks` are the processes (GPUs) that train the student; pools of GPUs are `cluster.pools.NAME.gpus_per_node`"
+_NOT_LENT = (
+    "it was removed: a trainer that waits for rows no longer generates some itself, which was never measured to help; add engines "
+    "(`rollout.processes`, `rollout.replicas`) or raise `rollout.max_batch`"
+)
 _OVERLONG = "`data.overlong` = 'drop' leaves out prompts longer than `data.max_prompt_tokens` or the context, 'truncate_left' cuts them"
 
 _CALLED: dict[str, str] = {
@@ -158,6 +162,7 @@ _CALLED: dict[str, str] = {
     "trainer.max_staleness": "max_async_level staleness_threshold",
     "trainer.sync_every": "trigger_parameter_sync_step",
     "trainer.partial_rollouts": "partial_rollout",
+    _NOT_LENT: "lend_after",
     # Data and rewards.
     "data.train": (
         "train_files train_file data.path data.files dataset dataset_name dataset_path train_dataset "

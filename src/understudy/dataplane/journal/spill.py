@@ -38,7 +38,7 @@ class SpillFiles:
         self._segment = 1 + max((number for number, _ in self._on_disk()), default=0)
         self._highest = self._segment
         self._offset = 0
-        self._lent: dict[int, int | None] = {}
+        self._writer_segments: dict[int, int | None] = {}
         """Segments assigned to remote writers. None: in use. After the return: the plane's own segment at
         that time; a commit sealed at or after that segment follows everything the writer announced."""
 
@@ -70,14 +70,14 @@ class SpillFiles:
         """A segment for a remote writer. Its file is created now, so that a restarted plane cannot reuse the
         number."""
         self._highest += 1
-        self._lent[self._highest] = None
+        self._writer_segments[self._highest] = None
         os.close(os.open(self._path(self._highest), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         return self._highest
 
     def give_back(self, segment: int) -> None:
         """End a remote writer's use: nothing more is written, and all it announced is in a journal batch."""
         self._next_segment()
-        self._lent[segment] = self._segment
+        self._writer_segments[segment] = self._segment
 
     def _file(self, segment: int) -> int:
         if segment not in self._files:
@@ -132,9 +132,9 @@ class SpillFiles:
         """Delete the unreferenced segments before `below`; later ones may hold frames not yet committed."""
         keep = set(segments)
         for number, path in self._on_disk():
-            until = self._lent.get(number, number + 1)
+            until = self._writer_segments.get(number, number + 1)
             if number not in keep and until is not None and until <= below:
-                self._lent.pop(number, None)
+                self._writer_segments.pop(number, None)
                 path.unlink(missing_ok=True)
                 file = self._files.pop(number, None)
                 if file is not None:

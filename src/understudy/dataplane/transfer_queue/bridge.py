@@ -27,7 +27,7 @@ Functions may be sync or async. Sync functions run on a thread, so they do not b
 the event loop, they return an awaitable. Called with a meta on a thread without an event loop, they block
 until done.
 
-`call_elsewhere` runs a bridged function in another process, where `FarBridge` executes it:
+`call_elsewhere` runs a bridged function in another process, where `RemoteBridge` executes it:
 
     plane's process                                     remote process
     call_elsewhere ── Errand: meta, segment ─────────>  FarBridge.run: reads columns from the queue,
@@ -230,7 +230,7 @@ async def call_elsewhere(
     plane. With a `Lease` the write is fenced by it."""
     meta, lease = (batch.meta, batch) if isinstance(batch, Lease) else (batch, None)
     handed = await plane.hand_over(meta, fields)
-    ticket = plane.lent.take(site)  # keeps the segment until the columns written there are adopted
+    ticket = plane.writer_segments.take(site)  # keeps the segment until the columns written there are adopted
     answer = await ask(Errand(handed, ticket.number))
     for written in answer.written:
         await plane.adopt(meta.partition, written, lease=lease)
@@ -240,21 +240,21 @@ async def call_elsewhere(
     return meta.but(fields=meta.fields + new)
 
 
-class FarBridge:
+class RemoteBridge:
     """Executes errands in the remote process. Many may run concurrently."""
 
     def __init__(self, writer: RowWriter) -> None:
         self._writer = writer
 
     async def run(self, function: Callable[..., Any], errand: Errand, *args: Any, **kwargs: Any) -> Answer:
-        desk = _Desk(self._writer, errand.segment)
+        desk = _RecordedColumns(self._writer, errand.segment)
         with serving(desk):
             result = await function(errand.meta, *args, **kwargs)
         return Answer(result, tuple(desk.written))
 
 
 @dataclass(slots=True)
-class _Desk:
+class _RecordedColumns:
     """The `ColumnPlace` of one errand: reads from the queue, writes through the `RowWriter`."""
 
     writer: RowWriter

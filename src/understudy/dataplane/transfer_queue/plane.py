@@ -35,9 +35,9 @@ from understudy.dataplane.frame import SpillRef, decode
 from understudy.dataplane.journal.folder_lock import FolderLock
 from understudy.dataplane.memory.store import Store
 from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
-from understudy.dataplane.transfer_queue.segments import LentSegments, Written
+from understudy.dataplane.transfer_queue.segments import WriterSegments, Written
 from understudy.dataplane.transfer_queue.store import INLINE_BYTES, QueueIntake, QueueStore
-from understudy.dataplane.transfer_queue.uploads import PATIENCE, Shelf
+from understudy.dataplane.transfer_queue.uploads import PATIENCE, QueueUploads
 from understudy.dataplane.transfer_queue.write_ids import row_of
 from understudy.errors import DataPlaneError
 from understudy.types.batch import BatchMeta
@@ -82,13 +82,13 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         )
         plane._store.inline_bytes = inline_bytes
         plane._store.disk_bytes = math.inf if spill_bytes is None else spill_bytes
-        plane._store.shelf = Shelf(link, patience)
+        plane._store.uploads = QueueUploads(link, patience)
         return plane
 
     @property
-    def shelf(self) -> Shelf:
-        assert self._store.shelf is not None
-        return self._store.shelf
+    def uploads(self) -> QueueUploads:
+        assert self._store.uploads is not None
+        return self._store.uploads
 
     async def get(
         self, meta: BatchMeta, fields: Sequence[str] | None = None
@@ -99,7 +99,7 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
             name for name in names if rows and all(store.is_best_read_there(row, name) for row in rows)
         ]
         marks = store.marks(rows, in_queue)
-        found = await self.shelf.get(meta.partition, meta.keys, in_queue, marks) if in_queue else None
+        found = await self.uploads.get(meta.partition, meta.keys, in_queue, marks) if in_queue else None
         if not found:
             return await super().get(meta, names)
         rest = [name for name in names if name not in found]
@@ -120,12 +120,12 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         if frames:
             store.uploading(home, frames)
             try:
-                arrived = await self.shelf.put(meta.partition, frames)
+                arrived = await self.uploads.put(meta.partition, frames)
             finally:
                 store.uploaded(home, frames)
             if not arrived:
                 raise DataPlaneError(
-                    f"TransferQueue is lost ({self.shelf.lost}); read rows from the plane itself"
+                    f"TransferQueue is lost ({self.uploads.lost}); read rows from the plane itself"
                 )
             for key, columns in frames.items():
                 if key in home.rows:
@@ -137,9 +137,9 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
     # ---- rows whose columns other processes write
 
     @property
-    def lent(self) -> LentSegments:
+    def writer_segments(self) -> WriterSegments:
         """The spill segment that each remote writer appends to."""
-        return self._store.lent
+        return self._store.writer_segments
 
     async def adopt(
         self,
@@ -168,34 +168,34 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         """Remove from the queue what dead or late writers left there; returns how many copies of rows."""
         found = 0
         for name, home in list(self._store.partitions.items()):
-            known = await self.shelf.keys(name)
+            known = await self.uploads.keys(name)
             gone = self._store.orphans(home, known)
-            self.shelf.clear(name, gone)
+            self.uploads.clear(name, gone)
             found += len(gone)
         return found
 
     async def settle(self, step: int) -> None:
-        self._store.lent.roll()
+        self._store.writer_segments.roll()
         await super().settle(step)
         await self.clear_orphans()
 
     # ---- TransferQueue's own names for rows (meta.py)
 
     def partition_of(self, partition_id: str) -> str:
-        return self.shelf.link.partition_of(partition_id)
+        return self.uploads.link.partition_of(partition_id)
 
     async def keys_of(self, global_indexes: Sequence[int], partition_id: str) -> tuple[str, ...]:
-        return tuple(row_of(name) for name in await self.shelf.link.keys_of(global_indexes, partition_id))
+        return tuple(row_of(name) for name in await self.uploads.link.keys_of(global_indexes, partition_id))
 
     async def columnar(self, meta: BatchMeta) -> transfer_queue.BatchMeta:
-        return await self.shelf.link.columnar(meta.partition, self._queue_keys(meta))
+        return await self.uploads.link.columnar(meta.partition, self._queue_keys(meta))
 
     def keyed(self, meta: BatchMeta) -> transfer_queue.KVBatchMeta:
         """These rows for code that uses TransferQueue: `tq.kv_batch_get_by_meta(plane.keyed(lease.meta))`."""
         return transfer_queue.KVBatchMeta(
             keys=self._queue_keys(meta),
             tags=[dict(tags) for tags in meta.tags] or [{} for _ in meta.keys],
-            partition_id=self.shelf.link.partition_id(meta.partition),
+            partition_id=self.uploads.link.partition_id(meta.partition),
             fields=list(meta.fields),
             extra_info=dict(meta.extra),
         )
@@ -212,8 +212,8 @@ class TransferQueueDataPlane(EmbeddedDataPlane):
         try:
             self._store.forget_all()
             for name in list(self._store.partitions):
-                self.shelf.clear(name, await self.shelf.keys(name))
-            await self.shelf.drain()
+                self.uploads.clear(name, await self.uploads.keys(name))
+            await self.uploads.drain()
         finally:
             await super().close()
 

@@ -3,7 +3,7 @@
     worker: SegmentWriter.append ──frames──> spill/00000007.seg (in the run directory, which all machines see)
             └──Written: small cells, references──> plane.adopt(…): ledger and journal, as if the plane had written them
 
-The plane names the segment with every piece of work (`LentSegments.take`). A writer that died, or was
+The plane names the segment with every piece of work (`WriterSegments.take`). A writer that died, or was
 declared dead, leaves unreferenced bytes in a segment that no other process writes.
 """
 
@@ -44,7 +44,7 @@ class Ticket:
         self.number = number
 
 
-class LentSegments:
+class WriterSegments:
     """The plane's side: the current segment of each writer. A writer gets a new one when its segment is full.
     Used on the plane's event loop."""
 

@@ -21,8 +21,8 @@ from understudy.dataplane.memory.loading import Loaded
 from understudy.dataplane.memory.partition import Partition
 from understudy.dataplane.memory.rows import Row
 from understudy.dataplane.memory.store import Store
-from understudy.dataplane.transfer_queue.segments import LentSegments, Written
-from understudy.dataplane.transfer_queue.uploads import Shelf
+from understudy.dataplane.transfer_queue.segments import WriterSegments, Written
+from understudy.dataplane.transfer_queue.uploads import QueueUploads
 from understudy.dataplane.transfer_queue.write_ids import queue_key, row_of
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta
@@ -34,11 +34,11 @@ Held = dict[str, dict[str, int]]
 
 
 class QueueStore(Store):
-    """A `Store` that tracks what is in the queue (`shelf`); without a queue it behaves like `Store`."""
+    """A `Store` that tracks what is in the queue (`uploads`); without a queue it behaves like `Store`."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
-        self.shelf: Shelf | None = None
+        self.uploads: QueueUploads | None = None
         self.inline_bytes = INLINE_BYTES
         self.disk_bytes: float = math.inf
         """Columns of this size or more are on disk only."""
@@ -51,7 +51,7 @@ class QueueStore(Store):
         succeeded."""
         self._on_the_way: Counter[tuple[str, str, str]] = Counter()
         """By partition, key and column: uploads in progress."""
-        self.lent = LentSegments(self.spill)
+        self.writer_segments = WriterSegments(self.spill)
         """The segments of remote writers."""
 
     def is_shelved(self, row: Row, name: str) -> bool:
@@ -106,12 +106,12 @@ class QueueStore(Store):
     def shelve(self, home: Partition, row: Row, sizes: Mapping[str, int]) -> None:
         """Record columns that arrived and whose bytes are counted, except where another upload is replacing
         them."""
-        shelf = self._shelved.setdefault(row.id, {})
+        uploads = self._shelved.setdefault(row.id, {})
         for name, size in sizes.items():
             if (home.name, row.key, name) in self._on_the_way:
                 self.admission.leave(0, size)
             else:
-                shelf[name] = size
+                uploads[name] = size
                 row.resident += size
 
     def _known(self, partition: str, key: str) -> set[str]:
@@ -151,13 +151,13 @@ class QueueStore(Store):
                 self.admission.resident += len(cell)
         row.columns.update(written.cells)
         changes.packs += (pack_id, pack(written.cells))
-        self.lent.noted(written)
+        self.writer_segments.noted(written)
         self._shelve_adopted(home, row, written)
 
     def _shelve_adopted(self, home: Partition, row: Row, written: Written) -> None:
         """Count the adopted columns that are in the queue; if they exceed `max_bytes`, clear them from the
         queue."""
-        if self.shelf is None or self.shelf.lost is not None or not written.queued:
+        if self.uploads is None or self.uploads.lost is not None or not written.queued:
             return
         cells = written.cells
         sizes = {
@@ -174,8 +174,8 @@ class QueueStore(Store):
 
     def disown(self, partition: str, rows: Mapping[str, Written]) -> None:
         """Clear copies in the queue that will not be read."""
-        if self.shelf is not None:
-            self.shelf.clear(
+        if self.uploads is not None:
+            self.uploads.clear(
                 partition, [queue_key(key, written.mark) for key, written in rows.items() if written.queued]
             )
 
@@ -193,8 +193,8 @@ class QueueStore(Store):
         """Clear these rows from the queue."""
         known = self._uploaded.get(partition, {})
         gone = [name for key in keys for name in known.pop(key, ())]
-        if self.shelf is not None:
-            self.shelf.clear(partition, gone)
+        if self.uploads is not None:
+            self.uploads.clear(partition, gone)
 
     def forget_all(self) -> None:
         for partition, keys in self._uploaded.items():
@@ -291,8 +291,8 @@ class QueueIntake(Intake):
 
         Small cells stay in the ledger and are uploaded too, for readers that see only the queue.
         """
-        shelf, admission = self._queue.shelf, self._queue.admission
-        if shelf is None or shelf.lost is not None:
+        uploads, admission = self._queue.uploads, self._queue.admission
+        if uploads is None or uploads.lost is not None:
             return {}
         held: Held = {key: {} for key in frames}
         for key, columns in frames.items():
@@ -304,12 +304,12 @@ class QueueIntake(Intake):
         return held
 
     async def _upload(self, home: Partition, frames: Frames, held: Held) -> bool:
-        shelf = self._queue.shelf
-        if shelf is None or not any(held.values()):
+        uploads = self._queue.uploads
+        if uploads is None or not any(held.values()):
             return False
         self._queue.uploading(home, held)
         try:
-            return await shelf.put(
+            return await uploads.put(
                 home.name,
                 {key: {name: frames[key][name] for name in names} for key, names in held.items() if names},
             )

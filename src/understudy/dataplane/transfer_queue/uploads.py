@@ -5,7 +5,7 @@
 
 A single put costs four messages; puts that arrive while one is in progress share the next batch. Everything
 the queue holds is also in the run directory. If the queue is lost (a node with a storage unit died), the
-shelf logs a warning, stops using it, and rows are read from the run directory from then on.
+`QueueUploads` logs a warning, stops using the queue, and rows are read from the run directory from then on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Clear:
     keys: list[str] = field(default_factory=list)
 
 
-class Shelf:
+class QueueUploads:
     """The queue of uploads and clears, and the task that sends them. Used on one event loop by the plane, or
     by a `RowWriter` in a remote process."""
 

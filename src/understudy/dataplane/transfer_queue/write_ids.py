@@ -21,7 +21,7 @@ Marks = Mapping[str, tuple[str, ...]]
 _MARKED = re.compile(r"(?P<key>.*)~[0-9a-f]{6}\.[0-9]+", re.DOTALL)
 
 
-class Marking:
+class WriteIds:
     """Generates the marks of one process; a restarted process generates different ones."""
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ from understudy.dataplane.frame import FIRST_ARRAY, SpillRef, decode
 from understudy.dataplane.memory.intake import framed
 from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
 from understudy.dataplane.transfer_queue.segments import SegmentWriter, Written
-from understudy.dataplane.transfer_queue.uploads import PATIENCE, Shelf
-from understudy.dataplane.transfer_queue.write_ids import Marking, Marks, queue_key
+from understudy.dataplane.transfer_queue.uploads import PATIENCE, QueueUploads
+from understudy.dataplane.transfer_queue.write_ids import Marks, WriteIds, queue_key
 from understudy.errors import RowsUnreachable
 from understudy.types.jagged import Jagged
 
@@ -46,13 +46,13 @@ class RowWriter:
         queue."""
         self._segments = SegmentWriter(folder / "spill")
         self._link = QueueLink.connect(address, prefix=prefix)
-        self._shelf = Shelf(self._link, patience)
+        self._uploads = QueueUploads(self._link, patience)
         self._disk_bytes = disk_bytes
-        self._marking = Marking()
+        self._marking = WriteIds()
 
     @property
     def bytes_put(self) -> int:
-        return self._shelf.bytes_put
+        return self._uploads.bytes_put
 
     async def write(
         self, partition: str, rows: Mapping[str, Columns], segment: int, *, queue: bool = True
@@ -73,9 +73,9 @@ class RowWriter:
         }
         names = {queue_key(key, mark): cells for key, cells in uploads.items() if cells}
         try:
-            arrived = bool(names) and await self._shelf.put(partition, names)
+            arrived = bool(names) and await self._uploads.put(partition, names)
         except asyncio.CancelledError:
-            self._shelf.clear(partition, list(names))
+            self._uploads.clear(partition, list(names))
             raise
         cells: dict[str, dict[str, Any]] = {key: dict(columns) for key, columns in frames.items()}
         for (key, name), ref in zip(places, refs, strict=True):
@@ -86,10 +86,10 @@ class RowWriter:
         self, partition: str, keys: Sequence[str], names: Sequence[str], marks: Marks | None = None
     ) -> dict[str, Jagged | list[Any]]:
         """Columns of rows from the queue; raises `RowsUnreachable` if any is missing."""
-        found = await self._shelf.get(partition, keys, names, marks)
+        found = await self._uploads.get(partition, keys, names, marks)
         if found is None:
             raise RowsUnreachable(
-                f"the queue lacks {', '.join(names)} of rows {keys[0]} … ({self._shelf.lost or 'not all were uploaded'})"
+                f"the queue lacks {', '.join(names)} of rows {keys[0]} … ({self._uploads.lost or 'not all were uploaded'})"
             )
         return found
 

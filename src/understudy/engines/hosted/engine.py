@@ -22,26 +22,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
 from understudy.engines.hosted.client import HostChannel, HostLost
 from understudy.engines.hosted.messages import AbortOrder, decode_answer, encode_call
-from understudy.engines.hosted.remote_calls import composed_call
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.remote_tokens import FarRequest, NotBrought
-from understudy.engines.replicas import Endpoint, Replica, Replicas, Restarts, Traffic
+from understudy.engines.replicas import Replica, Replicas, Restarts
 from understudy.errors import EngineError, UnderstudyError
-from understudy.types.trajectory import StopReason
+from understudy.serving.endpoint import Endpoint, Traffic
 
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 5.0
 _TRIES = 5
 """Attempts per batch. A batch that loses its host this often probably crashes it, so the batch fails."""
-_NOT_BROUGHT_PAUSE_S = 0.5
 
 
 class HostKeeper(Protocol):
@@ -122,7 +118,6 @@ class HostedEngine:
     # --- generation -------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Generates. For remote requests (`FarRequest`) the generations hold lengths only."""
         if not requests:
             return []
         if self._batching is Batching.COMPOSED:
@@ -163,36 +158,20 @@ class HostedEngine:
                 pass
             host = await self._host(lambda: choose(size), aborts)
             if host is None:
-                return [_nothing_written() for _ in requests]
+                return [Generation.aborted() for _ in requests]
             channel = self._channels[host.name]
             self._calls += 1
             try:
-                return await self._call(channel, host.endpoint, self._calls, requests)
+                answer = await channel.send("/v1/generate", encode_call(self._calls, requests))
+                return decode_answer(answer, len(requests))[1]
             except HostLost as error:
                 problem = str(error)
                 self._lost(host, channel, problem)
-            except NotBrought as error:
-                problem = f"{host.name} lives, and a worker could not reach it: {error}"
-                logger.warning("the batch of %s … is asked again: %s", requests[0].key, problem)
-                await asyncio.sleep(_NOT_BROUGHT_PAUSE_S)
             finally:
                 self._replicas.withdrawn(host, size)
         raise EngineError(
-            f"the batch of {requests[0].key} … lost its engine process, or the way to it, {_TRIES} times; the last time: {problem}"
+            f"the batch of {requests[0].key} … lost its engine process {_TRIES} times; the last time: {problem}"
         )
-
-    async def _call(
-        self, channel: HostChannel, door: Endpoint, call: int, requests: Sequence[GenerateRequest]
-    ) -> list[Generation]:
-        far = [request for request in requests if isinstance(request, FarRequest)]
-        if len(far) == len(requests):
-            return await composed_call(channel, door, call, far)
-        if far:
-            raise EngineError(
-                f"{len(far)} of {len(requests)} requests of a batch are held elsewhere; expected all or none"
-            )
-        answer = await channel.ask("/v1/generate", encode_call(call, requests))
-        return decode_answer(answer, len(requests))[1]
 
     async def _host(self, choose: Callable[[], Replica | None], aborts: int) -> Replica | None:
         """Waits for a host that serves; None if the batch was aborted first."""
@@ -332,7 +311,7 @@ class HostedEngine:
                 return
             if not self._keeper.alive(host.name):
                 self._lost(host, channel, f"the process of {host.name} is gone")
-            elif not await channel.alive(self._silence_s):
+            elif not await channel.answers(self._silence_s):
                 self._lost(host, channel, f"{host.name} does not answer /health")
 
         while True:
@@ -353,8 +332,3 @@ class HostedEngine:
         await asyncio.gather(*(self._keeper.stop(host.name) for host in self._replicas.all))
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
         self._delivery.close()
-
-
-def _nothing_written() -> Generation:
-    ids, logprobs = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-    return Generation(ids, logprobs, ids, StopReason.ABORTED)

@@ -27,8 +27,6 @@ PREFIX = struct.Struct("<4sI")
 CONTENT_TYPE = "application/x-understudy-engine-frame"
 BROKEN_TRANSFER = 409
 """Status of a weights order whose tensors did not all arrive: the engine keeps its current weights."""
-GIVEN_UP = 410
-"""Status of a deposit whose call was given up."""
 MAX_HEADER_BYTES = 64 << 20
 _TYPES = {"<i4": np.int32, "<f4": np.float32, "<u2": np.uint16, "|b1": np.bool_}
 _STREAMS = tuple(field.name for field in fields(Generation) if field.name != "stop_reason")
@@ -98,23 +96,6 @@ class AbortOrder(msgspec.Struct, forbid_unknown_fields=True):
 
     through: int
     """Applies to every call up to this one."""
-
-
-class ComposeOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /v1/compose`: a batch by its keys. Workers send the requests, each by `POST /v1/deposit`."""
-
-    call: int
-    keys: list[str]
-    """In batch order."""
-    patience_s: float | None = None
-    """How long to wait for deposits; None: without limit."""
-
-
-class Composed(msgspec.Struct, forbid_unknown_fields=True):
-    """The answer to a `ComposeOrder`, once the call is over."""
-
-    missing: list[str]
-    """Keys that did not arrive in time; if there are any, nothing was generated."""
 
 
 _calls = msgspec.msgpack.Decoder(CallHeader)

@@ -10,10 +10,6 @@ is left to stop it. What a trainer that is gone too left in the weights folder i
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
-import os
-import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -29,30 +25,21 @@ from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.rows import Detokenize
 from understudy.engines.local.scheduler import Batching
-from understudy.errors import EngineError, UnderstudyError
+from understudy.errors import EngineError
 from understudy.nn.determinism import keep_to_repeatable
 from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
 from understudy.observability.owned_folder import remove_if_abandoned
-from understudy.serving.bind import bind_socket, url_of
-from understudy.serving.child import end_with_launcher, write_ready_file
+from understudy.serving.process import Process, process_arguments, process_main
 from understudy.serving.server import serve
 from understudy.weights.adapters import AdaptedModel
 from understudy.weights.broadcast import gpu_id
-
-log = logging.getLogger("understudy.engines.hosted.process")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m understudy.engines.hosted.process", description=__doc__)
+    parser = process_arguments("understudy.engines.hosted.process", __doc__)
     parser.add_argument("--model", required=True, help="folder or hub id; weights published later replace it")
-    parser.add_argument(
-        "--bind",
-        default="127.0.0.1:0",
-        help="HOST:PORT, beyond loopback only with a token; port 0 takes a free one",
-    )
-    parser.add_argument("--token-env", default="UNDERSTUDY_TOKEN", help="environment variable with the token")
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
@@ -70,8 +57,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="run the code that comes with the model; a hub id needs --revision",
     )
     parser.add_argument("--attention", default=AUTO, help="auto, or one of transformers' implementations")
-    parser.add_argument("--ready-file", type=Path, help='written when able to write: {"url": …, "pid": …}')
-    parser.add_argument("--watch-fd", type=int, help="exit when this inherited pipe closes")
     return parser.parse_args(argv)
 
 
@@ -112,42 +97,30 @@ def _detokenize(model: str, options: dict[str, Any]) -> Detokenize | None:
     return lambda ids: str(tokenizer.decode(ids))
 
 
-async def run(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
+async def run(process: Process) -> None:
+    args, sock = process.args, process.bind()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    keep_to_repeatable(args.deterministic, args.device)
     engine, adapted = load_engine(args)
-    address = sock.getsockname()[0]
     app = HostApp(
-        engine, token=token, weights=args.weights, address=address, device=args.device, adapted=adapted
+        engine,
+        token=process.token,
+        weights=args.weights,
+        address=sock.getsockname()[0],
+        device=args.device,
+        adapted=adapted,
     )
-
-    def ready() -> None:
-        if args.ready_file is not None:
-            write_ready_file(args.ready_file, url=url_of(sock), gpu=gpu_id(args.device))
-        log.info("the engine writes at %s (%s, %s, %s)", url_of(sock), args.model, args.dtype, args.device)
-
-    # On shutdown do not wait for requests in flight: the launcher needs no more answers.
-    await serve(app.asgi, sock, ready, keep_alive=3600, hurried=True)
+    await serve(process, app.asgi, sock, what="the engine writes", gpu=gpu_id(args.device))
     await engine.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    if args.watch_fd is not None:
-        tidy = None if args.weights is None else partial(remove_if_abandoned, args.weights)
-        end_with_launcher(args.watch_fd, before=tidy)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    keep_to_repeatable(args.deterministic, args.device)
-    try:
-        token = os.environ.get(args.token_env) or None
-        with bind_socket(args.bind, token) as sock:
-            asyncio.run(run(args, sock, token))
-    except UnderstudyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    tidy = None if args.weights is None else partial(remove_if_abandoned, args.weights)
+    return process_main(run, args, before_orphaned_exit=tidy)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class WeightDelivery:
         self._packed: PackedWeights | None = None
         self._spare: list[Tensor] = []
         """Buffers of earlier buckets that no thread sends from any more."""
-        self._lent = False
+        self._sending = False
         """Whether a sending thread may still read the newest buckets."""
         self._device = torch.device("cpu")
         """The device of the published weights."""
@@ -103,18 +103,18 @@ class WeightDelivery:
         named = list(tensors)
         if not named:
             return await self._tell(hosts, WeightsOrder(version))
-        near = [host for host in hosts if host.shares_memory]
-        far = [host for host in hosts if not host.shares_memory]
+        local = [host for host in hosts if host.endpoint.shares_memory]
+        remote = [host for host in hosts if not host.endpoint.shares_memory]
         # Replace the newest weights only once the file is complete: a restarted host gets the newest.
-        file = await asyncio.to_thread(self._snapshots.write, version, named) if near or not far else None
+        file = await asyncio.to_thread(self._snapshots.write, version, named) if local or not remote else None
         if self._packed is not None:
-            self._spare, self._lent = [] if self._lent else self._packed.flats, False
+            self._spare, self._sending = [] if self._sending else self._packed.flats, False
         self._file, before = file, self._file
         self._device = named[0][1].device
-        self._packed = PackedWeights(named, self._bucket_bytes, self._spare) if far else None
+        self._packed = PackedWeights(named, self._bucket_bytes, self._spare) if remote else None
         at_once = await asyncio.gather(
-            self._tell(near, WeightsOrder(version, self._file)),
-            self._broadcast(version, far),
+            self._tell(local, WeightsOrder(version, self._file)),
+            self._broadcast(version, remote),
             return_exceptions=True,
         )
         if self._packed is not None:
@@ -132,7 +132,7 @@ class WeightDelivery:
         """Sends the newest weights to one host as version `version`; raises unless the host confirms."""
         if self._file is None and self._packed is None:
             await host.order("/v1/weights", WeightsOrder(version))
-        elif host.shares_memory:
+        elif host.endpoint.shares_memory:
             if self._file is None and self._packed is not None:
                 self._file = await asyncio.to_thread(self._snapshots.write, version, self._packed.tensors())
             await host.order("/v1/weights", WeightsOrder(version, self._file))
@@ -146,19 +146,19 @@ class WeightDelivery:
 
     # --- hosts on other machines ------------------------------------------------------------------------------
 
-    async def _broadcast(self, version: int, far: Sequence[HostChannel]) -> dict[HostChannel, HostLost]:
+    async def _broadcast(self, version: int, remote: Sequence[HostChannel]) -> dict[HostChannel, HostLost]:
         """Sends to all remote hosts at once; then to each host alone that missed it because another died."""
-        if not far:
+        if not remote:
             return {}
-        if self._group is None or self._group.members != tuple(far):
-            self._group = _Group(tuple(far), self._next_name(), self._backend_for(far))
+        if self._group is None or self._group.members != tuple(remote):
+            self._group = _Group(tuple(remote), self._next_name(), self._backend_for(remote))
         began, backend = time.monotonic(), self._group.backend
         missed = await self._stream(version, self._group)
         logger.info(
-            "weights of version %d: %d of %d engine processes elsewhere have them, after %.3f s (%s)",
+            "weights of version %d: %d of %d remote engine processes have them, after %.3f s (%s)",
             version,
-            len(far) - len(missed),
-            len(far),
+            len(remote) - len(missed),
+            len(remote),
             time.monotonic() - began,
             backend.value,
         )
@@ -178,11 +178,11 @@ class WeightDelivery:
         outcomes = await asyncio.gather(*(self._alone(version, host) for host in again))
         return lost | {host: one for host, one in zip(again, outcomes, strict=True) if one is not None}
 
-    def _backend_for(self, far: Sequence[HostChannel]) -> GroupBackend:
+    def _backend_for(self, remote: Sequence[HostChannel]) -> GroupBackend:
         """Chooses by what every member reports of itself. Logs once why a choice is not the expected one."""
         members = [
             Member("the trainer", gpu_id(self._device)),
-            *(Member(host.name, host.gpu) for host in far),
+            *(Member(host.name, host.endpoint.gpu) for host in remote),
         ]
         choice = choose_backend(members)
         if choice.note is not None:
@@ -227,7 +227,7 @@ class WeightDelivery:
             return {host: problem for host, answer in answers if (problem := _problem(answer)) is not None}
         finally:
             if not sending.done():  # the thread ends at its deadline and reads the buckets until then
-                self._lent = True
+                self._sending = True
             sending.add_done_callback(lambda done: done.cancelled() or done.exception())
             for answer in telling:
                 answer.cancel()

@@ -33,7 +33,7 @@ from understudy.engines.local.kernels.fused import fuse_decoding
 from understudy.engines.local.kernels.rms_norm import fuse_norms
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.padded import PaddedBatch
-from understudy.engines.local.rows import Detokenize, Row, RowBatch, Writing
+from understudy.engines.local.rows import DecodingRows, Detokenize, Row, RowBatch
 from understudy.engines.local.scheduler import Batching, Call, Scheduler
 from understudy.engines.local.slots import SlotBatch, SlotPool, pool_bytes, pool_fits
 from understudy.errors import EngineError
@@ -214,7 +214,7 @@ class HFEngine:
             )
 
     def _build(self, rows: Sequence[Row]) -> RowBatch:
-        writing = Writing(
+        writing = DecodingRows(
             rows, version=self._version, vocab=self._outputs, device=self._device, detokenize=self._detokenize
         )
         if self._pool is not None:

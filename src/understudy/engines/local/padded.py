@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from understudy.engines.local import kv_padded as kv
-from understudy.engines.local.rows import Row, RowBatch, Writing
+from understudy.engines.local.rows import DecodingRows, Row, RowBatch
 from understudy.nn.cpu_forward import lean_forward
 from understudy.nn.prefix_tree import prefix_tree
 
@@ -25,7 +25,7 @@ from understudy.nn.prefix_tree import prefix_tree
 class PaddedBatch:
     """A `RowBatch` over one block of keys and values."""
 
-    def __init__(self, model: Any, writing: Writing, *, pad_id: int, device: torch.device) -> None:
+    def __init__(self, model: Any, writing: DecodingRows, *, pad_id: int, device: torch.device) -> None:
         self._model, self._device, self.writing = model, device, writing
         self._lay_out()
         most = self._mask_BT.shape[1]

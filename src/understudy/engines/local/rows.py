@@ -79,7 +79,7 @@ class RowBatch(Protocol):
     until enough have ended (`dropping_pays`) or `release` is called.
     """
 
-    writing: Writing
+    writing: DecodingRows
 
     def draw(self) -> list[Row]: ...
 
@@ -90,7 +90,7 @@ class RowBatch(Protocol):
     def join(self, other: RowBatch) -> None: ...
 
 
-class Writing:
+class DecodingRows:
     """The rows of one batch, their sampling state and their drawn tokens. Used on the scheduler's thread."""
 
     def __init__(
@@ -243,10 +243,10 @@ class Writing:
             self._unusable_BV = self._unusable_BV[keep_B]
         return keep
 
-    def joined(self, other: Writing) -> Writing:
+    def joined(self, other: DecodingRows) -> DecodingRows:
         """A new record of the rows of both batches that have not ended."""
         rows = [*self.end(), *other.end()]
-        return Writing(
+        return DecodingRows(
             rows, version=self.version, vocab=self._vocab, device=self._device, detokenize=self._detokenize
         )
 

@@ -4,7 +4,7 @@ Legend: B rows, V vocabulary, N new tokens, S stop ids.
 
 For a request with seed s, temperature τ > 0 and no filters, the t-th new token (t from 0) is
 
-    u      = numpy.random.default_rng(s).random(max_new_tokens)[t]          float64 in [0, 1) (`uniforms_of`)
+    u      = numpy.random.default_rng(s).random(max_new_tokens)[t]          float64 in [0, 1)
     probs  = softmax(logits.float() / τ)                                    float32
     cdf    = cumsum(probs.double())                                         float64, in order of token id
     token  = searchsorted(cdf, u · cdf[-1], right=True)                     the first id whose cdf is above
@@ -26,73 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from understudy.engines.base import Sampling
-
-_WORD = (1 << 32) - 1
-_STATE = (1 << 128) - 1
-_POOL = 4
-"""Words of the pool that a seed is mixed into."""
-_MULTIPLIER = 0x2360ED051FC65DA44385DF649FCCF645
-"""The multiplier of PCG64."""
-_LEFT, _RIGHT = np.uint32(0xCA01F9DD), np.uint32(0x4973F715)
-_SHIFT = np.uint32(16)
-
-
-def _constants(first: int, factor: int, count: int) -> list[tuple[np.uint32, np.uint32]]:
-    """For each hash in turn: the constants of its xor and of its multiplication."""
-    words = [first]
-    for _ in range(count):
-        words.append(words[-1] * factor & _WORD)
-    return [(np.uint32(a), np.uint32(b)) for a, b in pairwise(words)]
-
-
-_MIXING = _constants(0x43B0D7E5, 0x931E8875, _POOL * _POOL)
-_GIVING = _constants(0x8B51F9DD, 0x58F38DED, 2 * _POOL)
-
-
-def _hashed(words_B: np.ndarray, constants: tuple[np.uint32, np.uint32]) -> np.ndarray:
-    crossed_B = (words_B ^ constants[0]) * constants[1]
-    return crossed_B ^ (crossed_B >> _SHIFT)
-
-
-def _states(seeds: Sequence[int]) -> np.ndarray:
-    """uint64 [B, 4]: `SeedSequence(seed).generate_state(4, numpy.uint64)` of each seed, vectorised."""
-    seeds_B = np.array(seeds, dtype=np.uint64)
-    low_B, high_B = seeds_B.astype(np.uint32), (seeds_B >> np.uint64(32)).astype(np.uint32)
-    constants = iter(_MIXING)
-    nothing_B = np.zeros_like(low_B)
-    pool = [_hashed(words_B, next(constants)) for words_B in (low_B, high_B, nothing_B, nothing_B)]
-    for source in range(_POOL):
-        for target in range(_POOL):
-            if source != target:
-                mixed_B: np.ndarray = _LEFT * pool[target] - _RIGHT * _hashed(pool[source], next(constants))
-                pool[target] = mixed_B ^ (mixed_B >> _SHIFT)
-    given = [_hashed(pool[i % _POOL], constants) for i, constants in enumerate(_GIVING)]
-    return np.stack(given, axis=1).astype("<u4").view("<u8")
-
-
-def uniforms_of(seeds: Sequence[int], counts: Sequence[int]) -> list[np.ndarray]:
-    """The uniform numbers of each request, float64 [count]; a seed has 64 bits at most."""
-    if not seeds:
-        return []
-    source = np.random.PCG64(0)
-    generator, state = np.random.Generator(source), source.state
-    drawn = []
-    for (start_high, start_low, stream_high, stream_low), count in zip(
-        _states(seeds).tolist(), counts, strict=True
-    ):
-        step = ((stream_high << 64 | stream_low) << 1 | 1) & _STATE
-        start = (step + (start_high << 64 | start_low)) & _STATE
-        state["state"] = {"state": (start * _MULTIPLIER + step) & _STATE, "inc": step}
-        source.state = state
-        drawn.append(generator.random(count))
-    return drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +68,11 @@ class SamplingBatch:
         stops = np.full(
             (len(settings), max(1, *(len(setting.stop_ids) for setting in settings))), -1, dtype=np.int64
         )
-        drawing = [i for i, setting in enumerate(settings) if setting.temperature > 0]
-        drawn = uniforms_of([seeds[i] for i in drawing], [settings[i].max_new_tokens for i in drawing])
-        for i, uniforms_N in zip(drawing, drawn, strict=True):
-            randomness_NB[: len(uniforms_N) - written[i], i] = uniforms_N[written[i] :]
         for i, setting in enumerate(settings):
             stops[i, : len(setting.stop_ids)] = setting.stop_ids
+            if setting.temperature > 0:
+                uniforms_N = np.random.default_rng(seeds[i]).random(setting.max_new_tokens)
+                randomness_NB[: len(uniforms_N) - written[i], i] = uniforms_N[written[i] :]
 
         def column(values: list[float], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             if all(value == neutral for value in values):

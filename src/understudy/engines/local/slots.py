@@ -26,7 +26,7 @@ from understudy.engines.local.kernels import attention as decode_attention
 from understudy.engines.local.kernels import decode_step as decode_loop
 from understudy.engines.local.kv_pool import KeptAs, KeyValues, Places, SlotLayer, bytes_per_token
 from understudy.engines.local.padded import PaddedBatch
-from understudy.engines.local.rows import Row, RowBatch, Writing
+from understudy.engines.local.rows import DecodingRows, Row, RowBatch
 
 ATTENTION = "understudy_slots"
 AttentionInterface.register(ATTENTION, decode_attention.attend)
@@ -268,7 +268,7 @@ class SlotBatch:
     """A `RowBatch` whose keys and values are in slots of a pool."""
 
     def __init__(
-        self, pool: SlotPool, model: Any, writing: Writing, *, pad_id: int, device: torch.device
+        self, pool: SlotPool, model: Any, writing: DecodingRows, *, pad_id: int, device: torch.device
     ) -> None:
         self._pool, self._device, self.writing = pool, device, writing
         self._slots = pool.take(len(writing.rows))

@@ -10,10 +10,11 @@ Pure functions and values only. `continuation.py` sends; `engine.py` retries and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from understudy.engines.base import GenerateRequest, Sampling
@@ -30,13 +31,20 @@ MOST_BIASED = 1024
 class Piece:
     """The result of one HTTP request: a whole generation, or the part before an interruption."""
 
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: np.ndarray
+    """int32 [N]."""
+    logprobs: np.ndarray
+    """float32 [N]."""
     stop_reason: StopReason
     labels: frozenset[str] = frozenset()
     """The server's names for the weights that drew these tokens; empty if it does not report them."""
     candidates: tuple[list[int], ...] = ()
     """The model's own best ids at each token, if they were asked for."""
+
+    @staticmethod
+    def nothing() -> Piece:
+        """No token, aborted: the rest has to be asked for."""
+        return Piece(np.empty(0, np.int32), np.empty(0, np.float32), StopReason.ABORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +69,7 @@ class Dialect:
     name: str
     generate: str
     body: Callable[[Ask], Json]
-    read: Callable[[Json, Ask], Piece]
-    health: str = "/health"
+    read: Callable[[bytes, Ask], Piece]
     pause: tuple[str, Json] | None = None
     """Path and body. In-flight requests must return the tokens they have."""
     resume: tuple[str, Json] | None = None
@@ -82,21 +89,27 @@ class Dialect:
 def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -> Piece:
     """Refuses answers that would corrupt a row: wrong lengths, invalid ids, invalid log-probabilities."""
     key = ask.request.key
-    if not isinstance(tokens, list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
+    ids = np.array(tokens) if isinstance(tokens, list) else None
+    if ids is None or (len(ids) and (ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= 1 << 31)):
         raise EngineError(
             f"{key}: the server returned no token ids; a server that can is needed (return_token_ids)"
         )
-    if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
+    if not isinstance(logprobs, list) or len(logprobs) != len(ids):
         got = len(logprobs) if isinstance(logprobs, list) else "no"
-        raise EngineError(f"{key}: the server returned {got} logprobs for {len(tokens)} tokens")
-    if len(tokens) > ask.max_new_tokens:
+        raise EngineError(f"{key}: the server returned {got} logprobs for {len(ids)} tokens")
+    if len(ids) > ask.max_new_tokens:
         raise EngineError(
-            f"{key}: the server returned {len(tokens)} tokens, {ask.max_new_tokens} were asked for"
+            f"{key}: the server returned {len(ids)} tokens, {ask.max_new_tokens} were asked for"
         )
-    for place, value in enumerate(logprobs):
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value > 1e-3 or value <= -9000:
-            raise EngineError(f"{key}: logprob {value!r} at new token {place} is not a log-probability")
-    return Piece(tokens, [min(float(value), 0.0) for value in logprobs], stop_reason)
+    try:
+        values = np.array(logprobs, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise EngineError(f"{key}: the server returned logprobs that are not numbers") from None
+    wrong = ~((values <= 1e-3) & (values > -9000))  # also true of NaN
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise EngineError(f"{key}: logprob {logprobs[place]!r} at new token {place} is not a log-probability")
+    return Piece(ids.astype(np.int32), np.minimum(values, 0.0).astype(np.float32), stop_reason)
 
 
 def best_ids(entries: Iterable[tuple[Any, Any]], ask: Ask) -> list[int]:
@@ -109,12 +122,6 @@ def best_ids(entries: Iterable[tuple[Any, Any]], ask: Ask) -> list[int]:
             "for vLLM the limit is --max-logprobs"
         )
     return sorted(found, key=lambda i: (-found[i], i))[:wanted]
-
-
-def _id_of(entry: Mapping[str, Any]) -> int:
-    """The id of one entry: newer versions of vLLM send `token_id`, older ones the text "token_id:…"."""
-    found = entry.get("token_id")
-    return int(str(entry.get("token")).removeprefix("token_id:")) if found is None else int(found)
 
 
 def _no_filters(sampling: Sampling) -> Json:
@@ -154,20 +161,73 @@ def _vllm_body(ask: Ask) -> Json:
     }
 
 
-def _vllm_read(reply: Json, ask: Ask) -> Piece:
-    choice = _first(reply, "choices", ask)
-    content = (choice.get("logprobs") or {}).get("content") or []
-    stop = _stop_reason(choice.get("finish_reason"), choice.get("stop_reason"), ask)
-    piece = check_piece(choice.get("token_ids") or [], [entry.get("logprob") for entry in content], ask, stop)
-    spans = choice.get("weight_versions") or []
-    labels = frozenset(str(span.get("version")) for span in spans)
+class _Candidate(msgspec.Struct, gc=False):
+    token: str | None = None
+    token_id: int | None = None
+    logprob: float | None = None
+
+    @property
+    def id(self) -> int:
+        """Newer versions of vLLM send `token_id`, older ones the text "token_id:…"."""
+        return int(str(self.token).removeprefix("token_id:")) if self.token_id is None else self.token_id
+
+
+class _Token(msgspec.Struct, gc=False):
+    logprob: float | None = None
+
+
+class _TokenWithCandidates(msgspec.Struct, gc=False):
+    logprob: float | None = None
+    top_logprobs: list[_Candidate] | None = None
+
+
+Token = TypeVar("Token", bound=_Token | _TokenWithCandidates)
+
+
+class _Logprobs(msgspec.Struct, Generic[Token]):
+    content: list[Token] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str | int | None = None
+
+
+class _Choice(msgspec.Struct, Generic[Token]):
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs[Token] | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _VLLMReply(msgspec.Struct, Generic[Token]):
+    """The part of vLLM's answer that we read.
+
+    Decoding a reply of 16k tokens to it takes a third of the time of decoding it to dicts (3 ms, not 11).
+    """
+
+    choices: list[_Choice[Token]] = []
+
+
+_vllm_reply = msgspec.json.Decoder(_VLLMReply[_Token])
+_vllm_reply_with_candidates = msgspec.json.Decoder(_VLLMReply[_TokenWithCandidates])
+
+
+def _vllm_read(body: bytes, ask: Ask) -> Piece:
+    wanted = ask.request.sampling.candidates
+    decoder: Any = _vllm_reply_with_candidates if wanted else _vllm_reply
+    choices = _decoded(body, ask, decoder).choices
+    if not choices:
+        raise _without(ask, "choices", body)
+    choice = choices[0]
+    content = (choice.logprobs and choice.logprobs.content) or []
+    stop = _stop_reason(choice.finish_reason, choice.stop_reason, ask)
+    piece = check_piece(choice.token_ids or [], [entry.logprob for entry in content], ask, stop)
+    labels = frozenset(str(span.version) for span in choice.weight_versions or ())
     candidates: tuple[list[int], ...] = ()
-    if ask.request.sampling.candidates:
+    if wanted:
         try:
-            named = [
-                [(_id_of(one), one.get("logprob")) for one in entry.get("top_logprobs") or ()]
-                for entry in content
-            ]
+            named = [[(one.id, one.logprob) for one in entry.top_logprobs or ()] for entry in content]
         except ValueError:
             raise EngineError(f"{ask.request.key}: the server names candidates by text, not by id") from None
         candidates = tuple(best_ids(entries, ask) for entries in named)
@@ -190,8 +250,12 @@ def _openai_body(ask: Ask) -> Json:
     }
 
 
-def _openai_read(reply: Json, ask: Ask) -> Piece:
-    choice = _first(reply, "choices", ask)
+def _openai_read(body: bytes, ask: Ask) -> Piece:
+    reply = _decoded(body, ask, _json_object)
+    choices = reply.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise _without(ask, "choices", body)
+    choice = choices[0]
     logprobs = choice.get("logprobs") or {}
     tokens = choice.get("token_ids")
     if tokens is None:  # some servers send ids in place of the texts
@@ -224,8 +288,8 @@ def _sglang_body(ask: Ask) -> Json:
     }
 
 
-def _sglang_read(reply: Json, ask: Ask) -> Piece:
-    meta = reply.get("meta_info") or {}
+def _sglang_read(body: bytes, ask: Ask) -> Piece:
+    meta = _decoded(body, ask, _json_object).get("meta_info") or {}
     entries = meta.get("output_token_logprobs") or []
     finish = meta.get("finish_reason") or {}
     reason = _stop_reason(finish.get("type"), finish.get("matched"), ask)
@@ -240,11 +304,21 @@ def _sglang_read(reply: Json, ask: Ask) -> Piece:
     return replace(piece, candidates=tuple(best_ids(one, ask) for one in named))
 
 
-def _first(reply: Json, name: str, ask: Ask) -> Mapping[str, Any]:
-    entries = reply.get(name)
-    if not isinstance(entries, list) or not entries or not isinstance(entries[0], Mapping):
-        raise EngineError(f"{ask.request.key}: the server's answer has no {name}: {str(reply)[:200]}")
-    return entries[0]
+_json_object = msgspec.json.Decoder(Json)
+
+
+def _decoded(body: bytes, ask: Ask, decoder: Any) -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise EngineError(
+            f"{ask.request.key}: the server's answer cannot be read ({error}): {body[:100]!r}"
+        ) from error
+
+
+def _without(ask: Ask, name: str, body: bytes) -> EngineError:
+    text = body[:200].decode(errors="replace")
+    return EngineError(f"{ask.request.key}: the server's answer has no {name}: {text}")
 
 
 def _stop_reason(finish: Any, matched: Any, ask: Ask) -> StopReason:

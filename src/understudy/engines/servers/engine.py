@@ -8,48 +8,38 @@ caller sees a difference in the weight versions only:
      ▲         └──abort, because weights changed──> keep the tokens, wait for the gate ─┐
      └──────────────────────────────────────────────────────────────────────────────────┘
 
-A retry is always safe: the result of a request depends on (weights, tokens, sampling, seed) alone. The
-process that holds the tokens asks: this one, or a rollout worker that is told which server to ask
-(`servers/remote_calls.py`).
+A retry is always safe: the result of a request depends on (weights, tokens, sampling, seed) alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
-from understudy.engines.remote_tokens import BearerGone, FarRequest
-from understudy.engines.replicas import Endpoint, Replica, Replicas, Traffic
+from understudy.engines.replicas import Replica, Replicas
 from understudy.engines.servers.continuation import (
-    Pieces,
+    Continuation,
+    GenerationClient,
     RefusedError,
     ServerOrder,
     UnreachableError,
     check_candidates,
-    client_of,
-    fetch,
-    post,
-    reply_of,
 )
-from understudy.engines.servers.dialects import Dialect, Json
+from understudy.engines.servers.dialects import Ask, Dialect, Json, Piece
 from understudy.engines.servers.gpu_handover import GpuHandover
-from understudy.engines.servers.remote_calls import CallVoid, FarCalls, FarWriting, WayCut
 from understudy.engines.servers.weights import WeightDelivery
 from understudy.errors import EngineError
+from understudy.serving.endpoint import Endpoint, Traffic
 from understudy.types.trajectory import StopReason
 
-logger = logging.getLogger(__name__)
-
-_SIGN_OF_LIFE_S = 5.0
-_WAY_CUT_PAUSE_S = 0.5
+QUIET_S = 1.0
+"""A paused server returns its requests one by one; this long after its last answer we expect no more."""
 
 
 class RemoteEngine:
@@ -84,9 +74,9 @@ class RemoteEngine:
         address: str = "127.0.0.1",
     ) -> None:
         self._dialect, self._model, self._max_length = dialect, model, max_length
-        self._replicas = Replicas(endpoints)
+        self._replicas, self._connections, self.traffic = Replicas(endpoints), connections, Traffic()
         self._clients = {
-            replica.name: client_of(replica.endpoint, connections) for replica in self._replicas.all
+            replica.name: self._client(replica.name, replica.endpoint) for replica in self._replicas.all
         }
         self._deadline_s, self._deadline_per_token_s, self._patience_s = (
             deadline_s,
@@ -99,22 +89,25 @@ class RemoteEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
+        self._fetching: set[asyncio.Future[Piece]] = set()
+        self._answered_at = 0.0
         self._aborts = 0
         self._abort_signal = asyncio.Event()
         self._closed = False
-        self._connections = connections
-        self.traffic = Traffic()
-        self._far = FarCalls(self._answers)
+        self._closing: set[asyncio.Future[None]] = set()
+        """Connections to servers that are gone."""
         self._delivery = WeightDelivery(dialect, self._post, self._give_up, snapshots, handover, address)
 
     @property
     def version(self) -> int:
         return self._version
 
+    def _client(self, name: str, endpoint: Endpoint) -> GenerationClient:
+        return GenerationClient(name, self._dialect, endpoint, most=self._connections, traffic=self.traffic)
+
     # --- generation -------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Generates. For remote requests (`FarRequest`) the generations hold lengths only."""
         for request in requests:
             length, new = len(request.tokens), request.sampling.max_new_tokens
             if length == 0 or length + new > self._max_length:
@@ -131,12 +124,7 @@ class RemoteEngine:
                 task.cancel()
 
     async def _generate(self, request: GenerateRequest) -> Generation:
-        writing: _Near | FarWriting
-        if isinstance(request, FarRequest):
-            writing = FarWriting(request, self._far)
-        else:
-            writing = _Near(request, self._clients, self.traffic)
-        aborts = self._aborts
+        writing, aborts = Continuation(request), self._aborts
         while await self._gate_opens(aborts):
             await self._piece_unless_aborted(writing)
             if writing.stop_reason is not StopReason.ABORTED:
@@ -158,7 +146,7 @@ class RemoteEngine:
             raise EngineError("the engine is closed; it takes no more requests")
         return False
 
-    async def _piece_unless_aborted(self, writing: _Near | FarWriting) -> None:
+    async def _piece_unless_aborted(self, writing: Continuation) -> None:
         """Fetches one piece. If the server has no abort route, an abort here just discards its answer."""
         if self._dialect.abort is not None:
             await self._piece(writing)
@@ -175,39 +163,30 @@ class RemoteEngine:
             piece.cancel()
             aborted.cancel()
 
-    async def _piece(self, writing: _Near | FarWriting) -> None:
+    async def _piece(self, writing: Continuation) -> None:
         """Retries until a server gives a valid answer or weights change; counts failures per server."""
         request, version = writing.request, self._version
         left = request.sampling.max_new_tokens - writing.written
         size = len(request.tokens) + writing.written + left
         deadline = time.monotonic() + self._patience_s
         problem = "all of them are resting after failures"
-        out_of_reach: set[str] = set()
         # Weights may change between two attempts: then return, and `_generate` asks under the new ones.
         while time.monotonic() < deadline:
             if not self._open.is_set() or self._version != version or self._closed:
                 return
-            replica = self._replicas.pick(request.session, size, out_of_reach)
+            replica = self._replicas.pick(request.session, size)
             if replica is None:
                 self._check_hope()
                 await asyncio.sleep(min(self._replicas.next_awake() + 0.01, 1.0))
                 continue
             try:
+                order = self._order(replica, left)
                 with self._counted():
-                    await writing.fetch(replica, self._order(replica, left))
-            except (RefusedError, BearerGone):
+                    piece = await self._fetch(replica, order, writing.ask(order))
+                writing.add(piece, order.version)
+            except RefusedError:
                 self._replicas.withdrawn(replica, size)
                 raise
-            except CallVoid:
-                self._replicas.withdrawn(replica, size)
-                continue
-            except WayCut as error:
-                problem = str(error)
-                self._replicas.withdrawn(replica, size)
-                out_of_reach.add(replica.name)
-                logger.warning("%s is asked for again: %s", request.key, problem)
-                await asyncio.sleep(_WAY_CUT_PAUSE_S)
-                continue
             except EngineError as error:
                 problem = str(error)
                 self._replicas.failed(replica, size, problem)
@@ -222,9 +201,24 @@ class RemoteEngine:
             f"no server generated {request.key} within {self._patience_s:g} s; the last problem: {problem}"
         )
 
+    async def _fetch(self, replica: Replica, order: ServerOrder, ask: Ask) -> Piece:
+        """Asks for one piece; an empty one, aborted, if `_return_all` cancels the request."""
+        fetching = asyncio.ensure_future(self._clients[replica.name].fetch(order, ask))
+        self._fetching.add(fetching)
+        try:
+            return await fetching
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if fetching in self._fetching or (task is not None and task.cancelling()):
+                raise
+            return Piece.nothing()
+        finally:
+            self._fetching.discard(fetching)
+            self._answered_at = time.monotonic()
+
     def _order(self, replica: Replica, left: int) -> ServerOrder:
         return ServerOrder(
-            self._dialect.name,
+            self._dialect,
             replica.name,
             self._model,
             self._version,
@@ -247,13 +241,7 @@ class RemoteEngine:
 
     async def _post(self, replica: Replica, path: str, body: Json) -> Json:
         with self._counted():
-            client = self._clients[replica.name]
-            response = await post(client, replica.name, self._dialect, path, body, self._deadline_s)
-        if response is None:
-            raise EngineError(f"{replica.name} answers {path} only when weights have changed")
-        if not response.headers.get("content-type", "application/json").startswith("application/json"):
-            return {"answer": response.text[:300]}  # some servers confirm in plain text
-        return reply_of(response, replica.name, path)
+            return await self._clients[replica.name].post(path, body, self._deadline_s)
 
     # --- control ----------------------------------------------------------------------------------------------
 
@@ -272,9 +260,9 @@ class RemoteEngine:
     async def replace(self, name: str, endpoint: Endpoint) -> None:
         """After a restart of a server: gives it the newest weights before it gets any request."""
         replica = self._replica(name)
-        old, self._clients[name] = self._clients[name], client_of(endpoint, self._connections)
+        old, self._clients[name] = self._clients[name], self._client(name, endpoint)
         replica.endpoint = endpoint
-        await old.aclose()
+        await old.close()
         async with self._changing:
             await self._delivery.catch_up(replica)
             self._replicas.back(replica)
@@ -284,9 +272,16 @@ class RemoteEngine:
         return replica
 
     def withdraw(self, name: str) -> None:
-        """Marks a server as gone: it gets no requests until `replace`."""
-        self._replicas.gone(self._replica(name))
-        self._far.void(CallVoid(f"{name} is gone"), name)
+        """Marks a server as gone: its requests fail now, and it gets none until `replace`."""
+        if self.is_withdrawn(name):
+            return
+        replica = self._replica(name)
+        self._replicas.gone(replica)
+        # A machine that lost power does not close its connections.
+        old, self._clients[name] = self._clients[name], self._client(name, replica.endpoint)
+        closing = asyncio.ensure_future(old.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     def is_withdrawn(self, name: str) -> bool:
         return all(replica.name != name for replica in self._replicas.present)
@@ -305,7 +300,6 @@ class RemoteEngine:
         self._abort_signal = asyncio.Event()
         if self._dialect.abort is not None:
             await self._tell_all(self._dialect.abort)
-            await self._far.cut()
 
     async def _stop_all(self, tell: bool = True) -> None:
         """Closes the gate and waits until every request has returned, finished or not.
@@ -315,8 +309,21 @@ class RemoteEngine:
         self._open.clear()
         if self._dialect.pause is not None and tell:
             await self._tell_all(self._dialect.pause)
-            await self._far.come_home()
+            await self._return_all()
         await self._idle.wait()
+
+    async def _return_all(self) -> None:
+        """After a pause: waits for the answers. Requests that reached a server after it paused get none, or
+        one by the new weights; they are cancelled, and asked again under the new weights."""
+        told_at = time.monotonic()
+        while self._fetching:
+            left = max(told_at, self._answered_at) + QUIET_S - time.monotonic()
+            if left <= 0:
+                late, self._fetching = self._fetching, set()
+                for request in late:
+                    request.cancel()
+                return
+            await asyncio.wait(self._fetching, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     async def _go_on(self, tell: bool = True) -> None:
         if self._dialect.resume is not None and tell:
@@ -330,18 +337,10 @@ class RemoteEngine:
     async def _control(self, replica: Replica, path: str, body: Json) -> None:
         """Like `_post`, but not counted as in flight: control waits for the requests in flight."""
         try:
-            await post(self._clients[replica.name], replica.name, self._dialect, path, body, self._deadline_s)
+            await self._clients[replica.name].post(path, body, self._deadline_s)
         except UnreachableError:
             if not self._give_up(replica):
                 raise
-
-    async def _answers(self, replica: Replica) -> bool:
-        """Whether the server answers this process's health check now."""
-        try:
-            client = self._clients[replica.name]
-            return (await client.get(self._dialect.health, timeout=_SIGN_OF_LIFE_S)).status_code < 500
-        except (httpx.HTTPError, RuntimeError):  # RuntimeError: closed meanwhile
-            return False
 
     def _give_up(self, replica: Replica) -> bool:
         """Whether an unreachable server will be restarted: only subclasses that own their servers do that."""
@@ -356,33 +355,7 @@ class RemoteEngine:
         self._closed = True
         self._abort_signal.set()
         self._open.set()
-        self._far.void(CallVoid("the engine is closed"))
         for client in self._clients.values():
-            await client.aclose()
+            await client.close()
+        await asyncio.gather(*self._closing)
         await self._delivery.close()
-
-
-class _Near:
-    """The progress of one request whose tokens are in this process."""
-
-    def __init__(
-        self, request: GenerateRequest, clients: Mapping[str, httpx.AsyncClient], traffic: Traffic
-    ) -> None:
-        self.request = request
-        self._pieces, self._clients, self._traffic = Pieces(request), clients, traffic
-
-    @property
-    def written(self) -> int:
-        return self._pieces.written
-
-    @property
-    def stop_reason(self) -> StopReason:
-        return self._pieces.stop_reason
-
-    async def fetch(self, replica: Replica, order: ServerOrder) -> None:
-        ask = self._pieces.ask(order)
-        piece = await fetch(self._clients[replica.name], order, ask, self._traffic)
-        self._pieces.add(piece, order.version)
-
-    def generation(self) -> Generation:
-        return self._pieces.generation()

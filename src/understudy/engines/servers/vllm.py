@@ -1,8 +1,7 @@
 """vLLM servers as child processes: started by an injected launcher, monitored, restarted.
 
 A remote server is reached over the network, through a proxy that asks for the run's token
-(`vllm_proxy.py`). So is a server on this machine that remote workers use (`VLLMSettings.address`). All
-other servers listen on a Unix socket.
+(`vllm_proxy.py`). A server on this machine listens on a Unix socket.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from understudy.engines.replicas import Endpoint, Replica, Restarts
+from understudy.engines.replicas import Replica, Restarts
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import EngineError, UnderstudyError
+from understudy.serving.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class HostLauncher(ChildLauncher, Protocol):
     @property
     def address(self) -> str: ...
 
-    def is_elsewhere(self, name: str) -> bool: ...
+    def is_remote(self, name: str) -> bool: ...
 
     def shares_memory(self, name: str) -> bool: ...
 
@@ -78,8 +78,6 @@ class VLLMSettings:
     """Further arguments for vLLM's command line, passed unchanged."""
     env: tuple[Mapping[str, str], ...] = field(default=({},))
     """The environment of each replica (CUDA_VISIBLE_DEVICES); one replica per entry."""
-    address: str | None = None
-    """Address that servers on this machine listen on for remote workers; None: on a Unix socket only."""
 
     def arguments(self) -> list[str]:
         words = ["--python", self.python, "--model", self.model, "--max-length", str(self.max_length)]
@@ -190,10 +188,9 @@ class _Servers:
 
     async def start(self, name: str) -> Child:
         arguments, env = self.settings.arguments(), dict(self.settings.env[int(name.rpartition("-")[2])])
-        elsewhere = self.launcher.is_elsewhere(process_name(name))
-        if elsewhere or self.settings.address is not None:
+        if self.launcher.is_remote(process_name(name)):
             # On a remote machine 127.0.0.1 stands for that machine's own address.
-            arguments += ["--bind", "127.0.0.1:0" if elsewhere else f"{self.settings.address}:0"]
+            arguments += ["--bind", "127.0.0.1:0"]
             # Through the environment: command lines are readable by every user of the machine.
             env["UNDERSTUDY_TOKEN"] = self._token
         child = await self.launcher.start(process_name(name), HOST_MODULE, arguments, env)
@@ -221,7 +218,7 @@ class _Servers:
         if "socket" in child.ready:
             return Endpoint(child.ready["url"], socket=child.ready["socket"])
         shares = self.launcher.shares_memory(process_name(name))
-        return Endpoint(child.ready["url"], key=self._token, shares_memory=shares)
+        return Endpoint(child.ready["url"], token=self._token, shares_memory=shares)
 
 
 async def start_vllm(

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import ctypes
-import json
 import os
 import select
 import shutil
@@ -26,17 +24,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import httpx
+from socket import socket as Socket
 
 from understudy.errors import UnderstudyError
-from understudy.serving.bind import bind_socket, url_of
-from understudy.serving.child import write_ready_file
+from understudy.serving.client import ServerClient
+from understudy.serving.endpoint import Endpoint
+from understudy.serving.process import Process, process_arguments, process_main
 from understudy.serving.server import serve
 
 _SIDE = Path(__file__).parent / "vllm_side"
 _WORKER = "understudy_vllm_worker.UnderstudyWorker"
 _POLL_S = 0.25
+_HEALTH_S = 5.0
 _GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -72,8 +71,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, **own, "PYTHONPATH": path}
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Runs a vLLM server for understudy.")
+def main(words: Sequence[str] | None = None) -> int:
+    parser = process_arguments("understudy.engines.servers.vllm_process", __doc__)
+    parser.set_defaults(bind=None)  # then a Unix socket alone
     parser.add_argument("--python", required=True, help="the interpreter of an environment that has vLLM")
     parser.add_argument("--model", required=True)
     parser.add_argument("--name", default="student")
@@ -81,27 +81,21 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-length", type=int, required=True)
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--option", action="append", default=[], help="one more word for vLLM's command line")
-    parser.add_argument(
-        "--bind", help="HOST:PORT of a door to the network; a Unix socket alone when not given"
-    )
-    parser.add_argument("--token-env", default="UNDERSTUDY_TOKEN", help="environment variable with its token")
-    parser.add_argument("--ready-file", type=Path, required=True)
-    parser.add_argument("--watch-fd", type=int, required=True)
-    arguments = parser.parse_args(words)
+    return process_main(_host, parser.parse_args(words), watches_launcher=True)
 
+
+def _host(process: Process) -> None:
     folder = tempfile.mkdtemp(prefix="understudy-vllm-")
     socket = f"{folder}/socket"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = subprocess.Popen(
-        command(arguments, socket), env=environment(), stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent
+        command(process.args, socket),
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_end_with_parent,
     )
     try:
-        if arguments.bind is None:
-            _run(server, socket, arguments.ready_file, arguments.watch_fd)
-        else:
-            asyncio.run(_keep_door(server, socket, arguments))
-    except UnderstudyError as error:
-        raise SystemExit(f"error: {error}") from None
+        asyncio.run(_monitor(process, server, socket))
     finally:
         _end(server)
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,74 +107,47 @@ def _end_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-async def _keep_door(server: subprocess.Popen[bytes], socket: str, arguments: argparse.Namespace) -> None:
-    """Starts the proxy once vLLM answers, and stops it when vLLM or our launcher is gone."""
-    from understudy.engines.servers.vllm_proxy import VLLMDoor  # noqa: PLC0415 - imports torch, which most servers need not
-
-    token = os.environ.get(arguments.token_env) or None
-    with bind_socket(arguments.bind, token) as listening:
-        door = VLLMDoor(socket, token=token, address=listening.getsockname()[0])
-        ending = asyncio.ensure_future(_until_the_end(server, arguments.watch_fd))
-        try:
-            transport = httpx.AsyncHTTPTransport(uds=socket)
-            async with httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=5) as client:
-                while not ending.done() and not await _answers_now(client):
-                    await asyncio.sleep(_POLL_S)
-            if not ending.done():
-
-                def ready() -> None:
-                    write_ready_file(arguments.ready_file, url=url_of(listening), server=server.pid)
-
-                serving = asyncio.ensure_future(
-                    serve(door.asgi, listening, ready, keep_alive=3600, hurried=True)
-                )
-                await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
-                serving.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await serving
-            if ending.done():
-                ending.result()
-        finally:
-            ending.cancel()
-            await door.close()
+async def _monitor(process: Process, server: subprocess.Popen[bytes], socket: str) -> None:
+    """Reports that vLLM is ready once it answers, and serves the proxy if asked to, until vLLM or our launcher
+    is gone."""
+    listening = None if process.args.bind is None else process.bind()
+    ending = asyncio.ensure_future(_until_the_end(server, process.args.watch_fd))
+    vllm = ServerClient("vLLM", Endpoint("http://vllm", socket=socket))
+    try:
+        while not ending.done() and not await vllm.answers(_HEALTH_S):
+            await asyncio.sleep(_POLL_S)
+        if listening is None and not ending.done():
+            process.ready(url="http://vllm", socket=socket, server=server.pid)
+        elif listening is not None and not ending.done():
+            serving = asyncio.ensure_future(_serve_proxy(process, socket, listening, server.pid))
+            done, _ = await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            for task in done:
+                task.result()
+            return
+        await ending
+    finally:
+        ending.cancel()
+        await vllm.close()
 
 
-async def _until_the_end(server: subprocess.Popen[bytes], watch_fd: int) -> None:
+async def _serve_proxy(process: Process, socket: str, listening: Socket, server: int) -> None:
+    from understudy.engines.servers.vllm_proxy import VLLMProxy  # noqa: PLC0415 - imports torch, which most servers need not
+
+    proxy = VLLMProxy(socket, token=process.token, address=listening.getsockname()[0])
+    try:
+        await serve(process, proxy.asgi, listening, what="the proxy of vLLM answers", server=server)
+    finally:
+        await proxy.close()
+
+
+async def _until_the_end(server: subprocess.Popen[bytes], watch_fd: int | None) -> None:
     """Raises when vLLM has ended; returns when our launcher is gone."""
-    while not select.select([watch_fd], [], [], 0)[0]:
+    while watch_fd is None or not select.select([watch_fd], [], [], 0)[0]:
         if server.poll() is not None:
             raise UnderstudyError(f"vLLM ended with code {server.returncode}")
         await asyncio.sleep(_POLL_S)
-
-
-async def _answers_now(client: httpx.AsyncClient) -> bool:
-    try:
-        return (await client.get("/health")).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def _run(server: subprocess.Popen[bytes], socket: str, ready_file: Path, watch_fd: int) -> None:
-    ready = False
-    with httpx.Client(transport=httpx.HTTPTransport(uds=socket), base_url="http://vllm", timeout=5) as client:
-        while True:
-            if server.poll() is not None:
-                raise SystemExit(f"vLLM ended with code {server.returncode}")
-            if not ready and _answers(client):
-                ready = True
-                temporary = ready_file.with_suffix(".tmp")
-                temporary.write_text(json.dumps({"url": "http://vllm", "socket": socket, "pid": server.pid}))
-                temporary.replace(ready_file)
-            # Readable means closed: our launcher is gone.
-            if select.select([watch_fd], [], [], _POLL_S)[0]:
-                return
-
-
-def _answers(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
@@ -212,4 +179,4 @@ def _group_members() -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

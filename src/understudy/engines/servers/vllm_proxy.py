@@ -1,6 +1,6 @@
 """The authenticating HTTP proxy of a vLLM server; it also receives broadcasts of new weights for it.
 
-    trainer, workers ──HTTP, with the run's token──> proxy ──Unix socket──> vLLM
+    trainer ──HTTP, with the run's token──> proxy ──Unix socket──> vLLM
     trainer ══buckets (weights/broadcast.py)══> proxy: snapshot in local memory ──> vLLM loads it in place
 
 vLLM itself listens on a socket that only this user can open, because its control routes have no
@@ -15,7 +15,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
+import msgspec
 from safetensors.torch import save_file
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -30,7 +30,8 @@ from understudy.engines.servers.continuation import BAD_GATEWAY, PAUSED
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.errors import EngineError
 from understudy.observability.owned_folder import OwnedFolder
-from understudy.serving.connections import Connections
+from understudy.serving.client import ServerClient, ServerError
+from understudy.serving.endpoint import Endpoint
 from understudy.serving.http import Gate, answering, as_json, read_body, unless_gone
 from understudy.weights.broadcast import Receiver, TransferBroken
 
@@ -42,7 +43,7 @@ _METHODS = ["GET", "POST", "PUT", "DELETE"]
 _GENERATE, _PAUSE, _RESUME = "/inference/v1/generate", "/pause", "/resume"
 
 
-class VLLMDoor:
+class VLLMProxy:
     """The proxy's pause state, its connections to vLLM and its receiver; handlers run on one event loop.
 
     `address` is this process's address in a broadcast group. Snapshots are in `memory` only while vLLM
@@ -50,11 +51,8 @@ class VLLMDoor:
     """
 
     def __init__(self, socket: str, *, token: str | None, address: str, memory: Path | None = None) -> None:
-        self._client = httpx.AsyncClient(
-            transport=Connections(uds=socket),
-            base_url="http://vllm",
-            timeout=None,  # clients have their own deadlines and disconnect
-        )
+        # No deadline: clients have their own, and disconnect.
+        self._client = ServerClient("vLLM", Endpoint("http://vllm", socket=socket))
         self._paused = False
         self._receiver, self._receiving = Receiver(address), asyncio.Lock()
         self._memory = memory or (_MEMORY if _MEMORY.is_dir() else None)
@@ -72,25 +70,17 @@ class VLLMDoor:
         if path == _GENERATE and self._paused:
             return as_json({"error": "weights change; ask again when they have"}, PAUSED)
         self._paused |= path == _PAUSE
+        target = f"{path}?{http.url.query}" if http.url.query else path
         kind = http.headers.get("content-type")
-        asked = self._client.request(
-            http.method,
-            httpx.URL(path=path, query=http.url.query.encode()),
-            content=body,
-            headers={} if kind is None else {"Content-Type": kind},
-        )
+        asked = self._client.request(target, body or None, kind, method=http.method)
         try:
             # vLLM stops generating when its client disconnects, so we pass a disconnect on.
             answer = await unless_gone(http, asyncio.ensure_future(asked))
-        except httpx.HTTPError as error:
+        except ServerError as error:
             return _server_gone(error)
         finally:
             self._paused &= path != _RESUME
-        return Response(
-            answer.content,
-            answer.status_code,
-            media_type=answer.headers.get("content-type", "application/json"),
-        )
+        return Response(answer.body, answer.status, media_type=answer.kind)
 
     async def load_weights(self, http: Request) -> Response:
         order = await read_order(http, WeightsOrder, _LARGEST_ORDER)
@@ -103,7 +93,7 @@ class VLLMDoor:
                 tensors = await asyncio.to_thread(self._receiver.receive, order.stream)
                 try:
                     await self._load(order.version, tensors)
-                except httpx.HTTPError as error:
+                except ServerError as error:
                     return _server_gone(error)
         return as_json({"version": order.version})
 
@@ -116,11 +106,11 @@ class VLLMDoor:
             file = folder.path / f"v{version}.safetensors"
             await asyncio.to_thread(save_file, dict(tensors), file, {"format": "pt"})
             path, body = dialect.load(str(file), version)
-            answer = await self._client.post(path, json=body)
-            told: Any = answer.json() if answer.status_code == 200 else {}
+            answer = await self._client.request(path, msgspec.json.encode(body))
+            told: Any = msgspec.json.decode(answer.body) if answer.status == 200 else {}
             if not dialect.loaded(told, version):
                 raise EngineError(
-                    f"vLLM did not load weights version {version} ({answer.status_code}): {answer.text[:300]}"
+                    f"vLLM did not load weights version {version} ({answer.status}): {answer.text[:300]}"
                 )
         except (OSError, ValueError) as error:
             raise EngineError(f"weights of version {version} did not reach vLLM: {error}") from error
@@ -128,9 +118,9 @@ class VLLMDoor:
             await asyncio.to_thread(folder.close)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
 
-def _server_gone(error: httpx.HTTPError) -> Response:
+def _server_gone(error: ServerError) -> Response:
     """A response outside our error format: clients then treat the server as gone, not as refusing."""
-    return as_json({"error": f"vLLM does not answer: {type(error).__name__} {error}"}, BAD_GATEWAY)
+    return as_json({"error": f"vLLM does not answer: {error}"}, BAD_GATEWAY)

@@ -68,10 +68,10 @@ class WeightDelivery:
         """Sends new weights to these servers, to each the fastest way it supports. No tensors: a no-op."""
         if not tensors:
             return
-        far = [one for one in replicas if not one.endpoint.shares_memory]
+        remote = [one for one in replicas if not one.endpoint.shares_memory]
         replicas = [one for one in replicas if one.endpoint.shares_memory]
-        if far:
-            await self._send(far, version, tensors)
+        if remote:
+            await self._send(remote, version, tensors)
         if replicas and self._handover is not None:
             taken = await asyncio.gather(*(self._hand_over(one, version, tensors) for one in replicas))
             replicas = [one for one, done in zip(replicas, taken, strict=True) if not done]

@@ -23,6 +23,10 @@ from understudy.teacher.vocabulary import Vocabulary
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
+class HubNotReached(DataError):
+    """A hub id whose files are not in the local hub cache, while the hub cannot be asked."""
+
+
 def is_hub_id(model: str) -> bool:
     """Whether a name that is not a local folder can be a hub id (`Qwen/Qwen3-0.6B`) rather than a mistyped
     path."""

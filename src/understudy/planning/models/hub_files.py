@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 )
 
 from understudy.errors import DataError
-from understudy.planning.models.folder import ModelFolder
+from understudy.planning.models.folder import HubNotReached, ModelFolder
 
 _NEEDED = ("config.json", "tokenizer.json")
 _FURTHER = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja", "added_tokens.json")
@@ -32,8 +32,8 @@ _PATIENCE_S = 4.0
 def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolder | None:
     """The model's folder in the local hub cache, with its small files; None if they cannot be fetched.
 
-    Also None if the model has no tokenizer.json. Raises `DataError` if the hub has no such model, or if a
-    name without an organisation is neither a folder nor in the cache and the hub is unreachable.
+    Also None if the model has no tokenizer.json. Raises `DataError` if the hub has no such model, and
+    `HubNotReached` if the model is not in the cache and the hub cannot be asked.
     """
     answers = not constants.HF_HUB_OFFLINE and hub_answers(constants.ENDPOINT)
 
@@ -46,6 +46,7 @@ def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolde
             return None
         return Path(found)
 
+    needed: list[Path | None] = []
     try:
         needed = [fetched(name) for name in _NEEDED]
         if needed[0] is not None and needed[1] is not None:
@@ -65,10 +66,12 @@ def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolde
         ) from None
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError):
         return None  # loading the model will raise the full error
-    if "/" not in model and not answers:
-        raise DataError(
-            f"{role} = {model!r}: no such folder here, no such model in the local hub cache, and the hub ({constants.ENDPOINT}) cannot be "
-            "asked; give a folder with config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
+    if not answers and needed[0] is None:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "was not reached"
+        # A name without an organisation is more likely a mistyped folder.
+        raise (HubNotReached if "/" in model else DataError)(
+            f"{role} = {model!r}: no such folder here, no such model in the local hub cache ({constants.HF_HUB_CACHE}), and the hub "
+            f"({constants.ENDPOINT}) cannot be asked ({why}); give a folder with config.json, or download the model first"
         )
     return None
 

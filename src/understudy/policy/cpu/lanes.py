@@ -23,7 +23,7 @@ _TRIES = 8
 """How many numbers of micro-batches are tried; rows of very different lengths may fit none of them."""
 
 
-class Lanes:
+class CpuLanes:
     """Threads that run micro-batches in parallel; called on the update's or the head start's thread."""
 
     def __init__(self, count: int = 1) -> None:

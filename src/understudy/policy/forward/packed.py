@@ -6,8 +6,6 @@ On a CPU two things are skipped, which changes results by rounding only:
   again.
 - The last layer's feed-forward part runs only at the positions that predict a loss-bearing token.
 
-Small models also take a faster path through their layers there (`lean_body.py`).
-
 On a GPU whose attention is fastest over rows of one length (`nn/grouped_attention.py`), rows are padded to
 equal lengths with a few unused tokens, where that costs little.
 
@@ -27,7 +25,6 @@ from torch import nn
 
 from understudy.nn.grouped_attention import NO_GROUPS, in_groups, takes_groups
 from understudy.nn.prefix_tree import prefix_tree
-from understudy.policy.cpu.lean_body import lean_states
 
 WORTH_SHARING = 0.1
 """The share of tokens that shared prefixes must save before they are used."""
@@ -131,8 +128,6 @@ def packed_states_at(
     )
     line = lay_out(ids_1T, lengths, share=on_cpu, group=group)
     read_N = read_N if line.nodes_T is None else line.nodes_T[read_N]
-    if on_cpu and (lean_NH := _lean(body, line, read_N)) is not None:
-        return lean_NH
     if not on_cpu or not _can_stop_early(body):
         return _through(body, line)[0].index_select(0, read_N)
     states_1UH = body.embed_tokens(line.ids_1U)
@@ -152,20 +147,6 @@ def packed_states_at(
     states_NH = states_NH + last.mlp(last.post_attention_layernorm(states_NH))
     states: torch.Tensor = body.norm(states_NH)
     return states
-
-
-def _lean(body: Any, line: Line, read_N: torch.Tensor) -> torch.Tensor | None:
-    options = line.options
-    return lean_states(
-        body,
-        line.ids_1U[0],
-        line.position_ids_1U,
-        options["cu_seq_lens_q"],
-        options["max_length_q"],
-        read_N,
-        options.get("nodes_T"),
-        options.get("places_U"),
-    )
 
 
 def _can_stop_early(body: Any) -> bool:

@@ -19,11 +19,12 @@ An error that follows from the batch (it does not fit, its loss is not finite) i
 leader raises it to the trainer; followers report it and wait for the next command. A follower ends at
 `stop`, or when the leader is gone.
 
-For a `FarBatch` (remote rows) only names and lengths are sent, and each rank fetches its own rows. If any
-rank cannot, all ranks refuse the command, and the leader sends the rows themselves, from the run directory.
+If a batch has names (`BatchRef.meta`), only names and lengths are sent, and each rank fetches its own rows.
+If any rank cannot, all ranks refuse the command, and the leader sends the rows themselves, from the run
+directory.
 
 A process group cannot tell why it is stuck: if one rank fails alone, the rest wait in a collective. So while
-the leader waits for its own call it polls a `Lookout`, which observes the other ranks from outside the
+the leader waits for its own call it polls a `RankMonitor`, which observes the other ranks from outside the
 group.
 """
 
@@ -46,9 +47,9 @@ from understudy.policy.forward.forward import Objective
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.rank_thread import RankThread
 from understudy.policy.ranks.shard import Group, is_about_a_connection
-from understudy.policy.ranks.wire import batch_columns, far_columns, jagged_columns, pack, told_of, unpack
+from understudy.policy.ranks.wire import batch_columns, jagged_columns, name_columns, pack, told_of, unpack
 from understudy.policy.step import PolicySettings, StepResult
-from understudy.types.far_batch import AnyBatch, FarBatch, RowSource
+from understudy.types.batch_ref import BatchRef, RowSource
 from understudy.types.jagged import Jagged
 from understudy.types.loss import TeacherHead
 
@@ -64,7 +65,7 @@ several times."""
 Result = TypeVar("Result")
 
 
-class Lookout(Protocol):
+class RankMonitor(Protocol):
     """Observes ranks 1 … n−1 from outside the process group."""
 
     def lost(self) -> Exception | None:
@@ -75,11 +76,11 @@ class Lookout(Protocol):
         """The ranks that could not carry out command `number`, and why."""
         ...
 
-    def send_home(self) -> None:
+    def expect_exit(self) -> None:
         """From now on a rank that ends is not reported as lost."""
         ...
 
-    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+    def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
         """The user asked to stop: from now on a rank that makes no progress for `patience_s` counts as lost,
         and `on_giving_up` is called."""
         ...
@@ -93,12 +94,16 @@ class LeadingPolicy:
     """
 
     def __init__(
-        self, policy: Policy, group: Group, thread: RankThread | None = None, lookout: Lookout | None = None
+        self,
+        policy: Policy,
+        group: Group,
+        thread: RankThread | None = None,
+        monitor: RankMonitor | None = None,
     ) -> None:
         self.policy = policy
         self._group = group
         self._thread = thread or RankThread()
-        self._lookout = lookout
+        self._monitor = monitor
         self._heads: dict[str, TeacherHead] = {}
         self._number = 0
         self.bytes_sent = 0
@@ -135,7 +140,7 @@ class LeadingPolicy:
 
     def update(
         self,
-        batch: AnyBatch,
+        batch: BatchRef,
         objective: Objective,
         weights: Jagged | Sequence[torch.Tensor],
         max_tokens_per_microbatch: int = 8192,
@@ -149,7 +154,7 @@ class LeadingPolicy:
             if self._heads.get(name) is not head:
                 self._send_head(name, head)
 
-        def call(batch: AnyBatch) -> StepResult:
+        def call(batch: BatchRef) -> StepResult:
             return self.policy.update(
                 batch,
                 objective,
@@ -167,7 +172,7 @@ class LeadingPolicy:
         self._together({"do": "skip_step"}, self.policy.skip_step)
 
     def logprobs(
-        self, batch: AnyBatch, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
+        self, batch: BatchRef, max_tokens_per_microbatch: int = 8192, temperature: float = 1.0
     ) -> Jagged:
         command = {"do": "logprobs", "max_tokens": max_tokens_per_microbatch, "temperature": temperature}
         return self._on_batch(
@@ -175,7 +180,7 @@ class LeadingPolicy:
         )
 
     def open_rows(self, address: str) -> None:
-        """Tells the followers where the rows of every later `FarBatch` are."""
+        """Tells the followers where the rows of every later batch with names are."""
         self._together({"do": "open_rows", "address": address}, lambda: None)
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
@@ -211,14 +216,14 @@ class LeadingPolicy:
 
     def expect_the_end(self) -> None:
         """The run is ending: from now on a rank that ends is not an error."""
-        if self._lookout is not None:
-            self._lookout.send_home()
+        if self._monitor is not None:
+            self._monitor.expect_exit()
 
-    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+    def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
         """The user asked to stop; `on_giving_up` is called if a rank then makes no progress for
         `patience_s`."""
-        if self._lookout is not None:
-            self._lookout.hurry(patience_s, on_giving_up)
+        if self._monitor is not None:
+            self._monitor.stop_soon(patience_s, on_giving_up)
 
     def close(self) -> None:
         """Tells the followers to stop. Does nothing if the group is broken, and gives up after a few seconds
@@ -238,23 +243,23 @@ class LeadingPolicy:
     def _on_batch(
         self,
         command: Mapping[str, Any],
-        batch: AnyBatch,
-        call: Callable[[AnyBatch], Result],
+        batch: BatchRef,
+        call: Callable[[BatchRef], Result],
         **others: Jagged | None,
     ) -> Result:
         """A command about rows: by name if the ranks can fetch them, else with all their columns."""
-        if isinstance(batch, FarBatch):
-            told, tensors = far_columns(batch, **others)
-            far = batch
+        reason = ""
+        if batch.meta is not None:
+            told, tensors = name_columns(batch, batch.meta, **others)
             try:
-                return self._together({**command, "far": told}, lambda: call(far), tensors)
+                return self._together({**command, "names": told}, lambda: call(batch), tensors)
             except RowsUnreachable as error:
-                batch = far.bring(str(error))
-        near = batch
-        plain, tensors = batch_columns(near)
+                reason = str(error)
+        here = batch.from_disk(reason)
+        plain, tensors = batch_columns(here)
         for name, column in others.items():
             tensors |= jagged_columns(name, column)
-        return self._together({**command, "batch": plain}, lambda: call(near), tensors)
+        return self._together({**command, "batch": plain}, lambda: call(here), tensors)
 
     def _together(
         self,
@@ -292,10 +297,10 @@ class LeadingPolicy:
         # known to be gone.
         broke = is_about_a_connection(error)
         cause = self._patiently(
-            lambda: self._lookout.lost() if self._lookout else None,
+            lambda: self._monitor.lost() if self._monitor else None,
             _NOTICE_SECONDS if broke else _GRACE_SECONDS,
         )
-        if cause is None and broke and self._lookout is not None:
+        if cause is None and broke and self._monitor is not None:
             cause = RankLost(
                 f"the connection to another rank broke, and no rank is known to be gone: {error}"
             )
@@ -305,10 +310,10 @@ class LeadingPolicy:
     def _out_of_step(self, number: int) -> Exception | None:
         """After rank 0 refused a command: None once every follower refused it too, because then all ranks
         are in step."""
-        lookout = self._lookout
-        if lookout is None:
+        monitor = self._monitor
+        if monitor is None:
             return None
-        alike = self._patiently(lambda: len(lookout.refused(number)) == self._group.size - 1 or None)
+        alike = self._patiently(lambda: len(monitor.refused(number)) == self._group.size - 1 or None)
         return (
             None
             if alike
@@ -317,17 +322,17 @@ class LeadingPolicy:
 
     def _patiently(self, look: Callable[[], Result | None], seconds: float = _GRACE_SECONDS) -> Result | None:
         deadline = time.monotonic() + seconds
-        while (found := look()) is None and time.monotonic() < deadline and self._lookout is not None:
+        while (found := look()) is None and time.monotonic() < deadline and self._monitor is not None:
             time.sleep(_GLANCE_SECONDS / 4)
         return found
 
     def _trouble(self, number: int) -> Exception | None:
-        if self._lookout is None:
+        if self._monitor is None:
             return None
-        gone = self._lookout.lost()
+        gone = self._monitor.lost()
         if gone is not None:
             return gone
-        for rank, reason in self._lookout.refused(number).items():
+        for rank, reason in self._monitor.refused(number).items():
             return PolicyError(f"{reason} (on rank {rank} of {self._group.size})")
         return None
 
@@ -342,7 +347,7 @@ def follow(
     """Makes the leader's calls on this rank until `stop`. If the leader is lost, the wait ends with a
     RuntimeError.
 
-    `refuse(number, reason)` reports to the leader's lookout that a command failed here; `open_rows(address)`
+    `refuse(number, reason)` reports to the leader's monitor that a command failed here; `open_rows(address)`
     connects to the rows that commands name.
     """
     heads: dict[str, TeacherHead] = {}
@@ -357,14 +362,14 @@ def follow(
                 assert open_rows is not None
                 source = open_rows(head["address"])
             else:
-                _obey(policy, objective, heads, head, tensors, source)
+                _execute(policy, objective, heads, head, tensors, source)
         except UnderstudyError as error:
             logger.warning("rank %d: %s", group.rank, error)
             if refuse is not None:
                 refuse(head["number"], str(error))
 
 
-def _obey(
+def _execute(
     policy: Policy,
     objective: Objective,
     heads: dict[str, TeacherHead],

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 
 from understudy.policy.checkpoints.state import storable
 from understudy.types.batch import Batch, BatchMeta
-from understudy.types.far_batch import AnyBatch, FarBatch, RowSource
+from understudy.types.batch_ref import BatchRef, RemoteBatch, RowSource
 from understudy.types.jagged import Jagged
 
 _HEADER = struct.Struct("<Q")
@@ -63,15 +63,17 @@ def jagged_from(name: str, tensors: Mapping[str, torch.Tensor]) -> Jagged | None
     return Jagged(tensors[f"{name}.values"], tensors[f"{name}.offsets"])
 
 
-def far_columns(batch: FarBatch, **others: Jagged | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The names of rows, and the per-token columns that the trainer computed: `others`, and those in the
-    batch."""
+def name_columns(
+    batch: BatchRef, meta: BatchMeta, **others: Jagged | None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The names of a batch's rows (`meta`), and the per-token columns that the trainer computed: `others`, and
+    those in the batch."""
     head = {
-        "partition": batch.meta.partition,
+        "partition": meta.partition,
         "keys": list(batch.keys),
-        "fields": list(batch.meta.fields),
-        "extra": dict(batch.meta.extra),
-        "marks": _grouped(batch.meta.marks),
+        "fields": list(meta.fields),
+        "extra": dict(meta.extra),
+        "marks": _grouped(meta.marks),
         "token_lengths": list(batch.token_lengths),
         "loss_lengths": list(batch.loss_lengths),
         "teachers": list(batch.teachers),
@@ -83,9 +85,9 @@ def far_columns(batch: FarBatch, **others: Jagged | None) -> tuple[dict[str, Any
     return head, tensors
 
 
-def far_from(
+def batch_by_names(
     head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], source: RowSource
-) -> tuple[FarBatch, dict[str, Jagged]]:
+) -> tuple[RemoteBatch, dict[str, Jagged]]:
     """The batch of remote rows, and separately the columns that the trainer computed, by name."""
     lengths = torch.tensor(head["loss_lengths"], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -96,7 +98,7 @@ def far_from(
     marks = {name: tuple(own) for names, own in head["marks"] for name in names}
     keys, columns_wanted = tuple(head["keys"]), tuple(head["fields"])
     meta = BatchMeta(head["partition"], keys, columns_wanted, extra=head["extra"], marks=marks)
-    batch = FarBatch(
+    batch = RemoteBatch(
         meta,
         tuple(head["token_lengths"]),
         tuple(head["loss_lengths"]),
@@ -108,14 +110,14 @@ def far_from(
 
 def told_of(
     head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], source: RowSource | None
-) -> tuple[AnyBatch, dict[str, Jagged]]:
+) -> tuple[BatchRef, dict[str, Jagged]]:
     """The batch of a command, and the columns sent with it."""
-    if "far" not in head:
+    if "names" not in head:
         given = {name: jagged_from(name, tensors) for name in _OTHERS}
         others = {name: column for name, column in given.items() if column is not None}
         return batch_from(head["batch"], tensors), others
     assert source is not None
-    batch, columns = far_from(head["far"], tensors, source)
+    batch, columns = batch_by_names(head["names"], tensors, source)
     others = {name: columns.pop(name) for name in _OTHERS if name in columns}
     return batch.with_columns(**columns), others
 

@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 
 from understudy.engines.base import Generation, Sampling
-from understudy.engines.remote_tokens import Bearer
 from understudy.errors import DataError
 from understudy.rollout.render import Renderer
 from understudy.types.prompt import Prompt, row_key
@@ -18,9 +17,6 @@ from understudy.types.trajectory import Trajectory
 Generate = Callable[[np.ndarray, Sampling, int], Awaitable[Generation]]
 """(tokens, sampling, turn) → what the student wrote. `turn` is part of the seed: number the generations of a
 session from 0, each with its own."""
-
-FarGenerate = Callable[[int, int, int, Bearer], Awaitable[Generation]]
-"""(number of tokens, max new tokens, turn, holder of the tokens) → the generation; the holder keeps its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +34,6 @@ class LoopContext:
     """The maximum length of a rollout in tokens."""
     max_generated: int | None = None
     """Tokens the student may write in all turns of one trajectory; None: limited by the context only."""
-    generate_far: FarGenerate | None = None
-    """`generate` for loops in a worker that sends tokens to the engine itself. Called by
-    `workers/sessions.py`, not by loops."""
     judging: Callable[[int], None] | None = None
     """Called with the number of outputs when a worker starts to compute their rewards itself. Not called by
     loops."""

@@ -21,6 +21,8 @@ from understudy.rollout.rewards.trial import ground_truth
 ANSWER_COLUMN = "answer"
 
 _AFTER_MARKER = re.compile(r"####\s*([-+$.,0-9]+)")
+_BOX = "\\boxed{"
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def exact_match(row: Mapping[str, Any], text: str) -> float:
@@ -34,16 +36,31 @@ def gsm8k(row: Mapping[str, Any], text: str) -> float:
     The column may hold the number alone or GSM8K's worked solution, which ends in `#### number`. Numbers are
     compared as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are equal.
     """
+    return float(_marked_number(text) == _expected_number(row, "gsm8k"))
+
+
+def boxed_number(row: Mapping[str, Any], text: str) -> float:
+    """1.0 if the number in the last `\\boxed{…}` of the text, or else its last number, is that of `answer`.
+
+    For chat models, which end with a boxed result or a sentence rather than with `#### number`. The column
+    and the comparison are those of `gsm8k`.
+    """
+    expected = _expected_number(row, "boxed_number")
+    boxed = _last_number(_boxed(text))
+    return float((boxed if boxed is not None else _last_number(text)) == expected)
+
+
+def _expected_number(row: Mapping[str, Any], reward: str) -> Decimal:
     expected_text = answer_of(row)
     expected = _marked_number(expected_text)
     if expected is None:
         expected = _read_number(expected_text.strip())
     if expected is None:
         raise DataError(
-            f"column {ANSWER_COLUMN!r} holds {_shortened(expected_text)}; the gsm8k reward expects a number "
+            f"column {ANSWER_COLUMN!r} holds {_shortened(expected_text)}; the {reward} reward expects a number "
             "or a worked solution that ends in '#### number'"
         )
-    return float(_marked_number(text) == expected)
+    return expected
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
@@ -66,6 +83,22 @@ def _marked_number(text: str) -> Decimal | None:
         if number is not None:
             return number
     return None
+
+
+def _boxed(text: str) -> str:
+    """What the last `\\boxed{…}` holds, braces inside included; empty if there is none."""
+    _, box, rest = text.rpartition(_BOX)
+    depth = 1 if box else 0
+    for end, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:end] if box else ""
+    return rest if box else ""
+
+
+def _last_number(text: str) -> Decimal | None:
+    found = _NUMBER.findall(text)
+    return _read_number(found[-1]) if found else None
 
 
 def _read_number(text: str) -> Decimal | None:

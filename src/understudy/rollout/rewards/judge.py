@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import httpx
+import msgspec
+from yarl import URL
 
 from understudy.errors import DataError, EngineError
 from understudy.rollout.rewards.trial import ground_truth
+from understudy.serving.client import ServerClient, ServerError
+from understudy.serving.endpoint import Endpoint
 
 INSTRUCTIONS = """\
 You grade answers. Compare the answer with the reference and reply with one line: `SCORE: n`, where n is a number from
@@ -63,7 +66,7 @@ class Judge:
         self._instructions, self._question = instructions.format(scale=scale), question
         self._key_variable, self._deadline_s, self._attempts = key_variable, deadline_s, attempts
         self._concurrency, self._max_tokens = concurrency, max_tokens
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, ServerClient] = WeakKeyDictionary()
 
     async def __call__(self, row: Mapping[str, Any], text: str) -> dict[str, float]:
         messages = [
@@ -99,35 +102,35 @@ class Judge:
         problem = ""
         for wait in (0.5, 1.0, 2.0, 4.0, 8.0):
             try:
-                response = await self._client().post(f"{self._url}/chat/completions", json=body)
-                if response.status_code < 400:
-                    return str(response.json()["choices"][0]["message"]["content"] or "")
-                problem = f"status {response.status_code}: {response.text[:200]}"
-                if response.status_code < 500 and response.status_code not in (408, 429):
+                reply = await self._client().request("/chat/completions", msgspec.json.encode(body))
+                if reply.status < 400:
+                    return str(msgspec.json.decode(reply.body)["choices"][0]["message"]["content"] or "")
+                problem = f"status {reply.status}: {reply.text[:200]}"
+                if reply.status < 500 and reply.status not in (408, 429):
                     break
-            except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError) as error:
+            except (ServerError, msgspec.MsgspecError, KeyError, IndexError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
             await asyncio.sleep(wait)
-        raise EngineError(
-            f"the judge at {httpx.URL(self._url).copy_with(userinfo=b'')} cannot be asked: {problem}"
-        )
+        raise EngineError(f"the judge at {URL(self._url).with_user(None)} cannot be asked: {problem}")
 
-    def _client(self) -> httpx.AsyncClient:
+    def _client(self) -> ServerClient:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            headers = {}
-            if self._key_variable:
-                if not (key := os.environ.get(self._key_variable)):
-                    raise EngineError(
-                        f"the judge needs a key in the environment variable {self._key_variable}, which is not set"
-                    )
-                headers["Authorization"] = f"Bearer {key}"
-            limits = httpx.Limits(max_connections=self._concurrency)
-            timeout = httpx.Timeout(self._deadline_s, pool=None)
-            self._clients[loop] = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout)
+            key = os.environ.get(self._key_variable) if self._key_variable else None
+            if self._key_variable and not key:
+                raise EngineError(
+                    f"the judge needs a key in the environment variable {self._key_variable}, which is not set"
+                )
+            self._clients[loop] = ServerClient(
+                "the judge",
+                Endpoint(self._url, key),
+                most=self._concurrency,
+                timeout_s=self._deadline_s,
+                by_proxy=True,
+            )
         return self._clients[loop]
 
     async def close(self) -> None:
         client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
-            await client.aclose()
+            await client.close()

@@ -80,6 +80,10 @@ class Rewards:
         self._rewards, self._renderer = tuple(rewards), renderer
         self._threads = DaemonThreads()
 
+    @property
+    def names(self) -> str:
+        return ", ".join(reward.name for reward in self._rewards)
+
     async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its reward (the weighted sum) and each function's numbers as metrics."""
         if not self._rewards:

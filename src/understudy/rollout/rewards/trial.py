@@ -112,15 +112,18 @@ def _load(name: str) -> tuple[Any, str | None]:
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        return None, f"{error}; modules are looked up beside the recipe and on the Python path (PYTHONPATH)"
+        return (
+            None,
+            f"cannot be imported: {error}; modules are looked up beside the recipe and on the Python path (PYTHONPATH)",
+        )
     except BaseException as error:
-        return None, f"importing {module_name} raised {type(error).__name__}: {error}"
+        return None, f"cannot be imported: {module_name} raised {type(error).__name__}: {error}"
     place = getattr(found, "__file__", None) or "built in"
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = get_close_matches(part, dir(found), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            return None, f"{module_name} ({place}) has no function {attribute}{hint}"
+            return None, f"does not exist: {module_name} ({place}) has no function {attribute}{hint}"
         found = getattr(found, part)
     return (found, None) if callable(found) else (None, f"is a {type(found).__name__}; expected a function")
 

@@ -46,7 +46,7 @@ OpenLine = Callable[[int], Awaitable[Line]]
 """Starts the worker with this number and returns the connection to it."""
 
 
-class PipeLine:
+class PipeWorker:
     """A worker on this machine, by its stdin and stdout."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -56,9 +56,9 @@ class PipeLine:
         self._process = process
 
     @staticmethod
-    async def open(index: int) -> PipeLine:
+    async def open(index: int) -> PipeWorker:
         pipe = asyncio.subprocess.PIPE
-        return PipeLine(
+        return PipeWorker(
             await asyncio.create_subprocess_exec(
                 sys.executable, "-m", WORKER_MODULE, stdin=pipe, stdout=pipe, limit=_LIMIT
             )
@@ -85,7 +85,7 @@ Lives = Callable[[int], bool]
 """Whether worker `number` is alive: a machine that loses power does not close its connections."""
 
 
-class SwitchBoard:
+class WorkerListener:
     """Accepts connections of workers on other machines; closes those without the token. Runs on the run's
     event loop."""
 
@@ -99,7 +99,7 @@ class SwitchBoard:
         self._server = await asyncio.start_server(self._called, host, 0, limit=_LIMIT)
         self._address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
-    async def open(self, index: int) -> CalledLine:
+    async def open(self, index: int) -> TcpWorker:
         call: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
         self._expected[index] = call = asyncio.get_running_loop().create_future()
         try:
@@ -114,7 +114,7 @@ class SwitchBoard:
             ) from None
         finally:
             del self._expected[index]
-        return CalledLine(reader, writer, pid, lambda: self._dismiss(index), lambda: self._lives(index))
+        return TcpWorker(reader, writer, pid, lambda: self._dismiss(index), lambda: self._lives(index))
 
     async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -134,7 +134,7 @@ class SwitchBoard:
             self._server.close()
 
 
-class CalledLine:
+class TcpWorker:
     """A worker on another machine, by TCP."""
 
     def __init__(

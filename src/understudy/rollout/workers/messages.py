@@ -5,21 +5,15 @@
 | `Hello` | worker | first message of a worker on another machine: token and number |
 | `Setup`, `Ready` | run, worker | what the worker needs to make loops; it has made them |
 | `Begin` | run | start a session |
-| `Done`, `Kept`, `Failed` | worker | end of a session: its trajectories; or the keeper's answer; or an error |
-| `Judging` | worker | the loop has returned, the keeper computes rewards |
-| `Errand`, `ErrandDone` | run, worker | other work by the keeper, and its answer |
-| `Drop` | run | cancel a session or an errand |
-| `Generate`, `Generated` | worker, run | a generation whose tokens pass through the run |
-| `Want` | worker | a generation whose tokens the worker sends to the engine itself (`generations.py`) |
-| `Grant` | run | the engine to send them to |
-| `Have`, `NotBrought` | worker | how many tokens were written; or why none arrived |
-| `Cut` | run | the granted server has stopped; pending output will not arrive |
-| `Take` | run | the call whose result counts; the loop continues |
-| `Withdraw` | worker | the loop no longer waits for this generation |
+| `Done`, `Stored`, `Failed` | worker | end of a session: its trajectories; or the `RowHandler`'s answer; or an error |
+| `Judging` | worker | the loop has returned, the `RowHandler` computes rewards |
+| `WorkRequest`, `WorkDone` | run, worker | other work of the `RowHandler`, and its answer |
+| `CancelSession` | run | cancel a session or a work request |
+| `Generate`, `Generated` | worker, run | a generation: its context, and what was written |
+| `CancelGeneration` | worker | the loop no longer waits for this generation |
 
-A message names its session by `session_id`, which the run assigns; an errand is a session without a loop. The
-bodies of errands and of `Kept` are bytes here; the worker's `Keeper` and its counterpart in the run define
-them.
+A message names its session by `session_id`, which the run assigns; a work request has one too. The bodies of work
+requests and of `Stored` are bytes here; the worker's `RowHandler` and its counterpart in the run define them.
 """
 
 from __future__ import annotations
@@ -31,7 +25,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from understudy.engines import remote_tokens as far
 from understudy.engines.base import Generation, Sampling
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
@@ -63,7 +56,7 @@ class Setup(msgspec.Struct, tag=True):
     max_prompt: int | None = None
     truncate: bool = False
     extra: bytes = b""
-    """Configuration of the worker's `Keeper`."""
+    """Configuration of the worker's `RowHandler`."""
 
 
 class Begin(msgspec.Struct, tag=True):
@@ -75,11 +68,9 @@ class Begin(msgspec.Struct, tag=True):
     max_generated: int | None = None
     ticket: int | None = None
     """Set if the worker keeps the trajectories itself: the segment it writes them to."""
-    far: bool = False
-    """Whether the worker sends tokens to the engine itself."""
 
 
-class Errand(msgspec.Struct, tag=True):
+class WorkRequest(msgspec.Struct, tag=True):
     session_id: int
     name: str
     body: bytes
@@ -88,7 +79,7 @@ class Errand(msgspec.Struct, tag=True):
 
 class Generated(msgspec.Struct, tag=True):
     session_id: int
-    question: int
+    generation_id: int
     tokens: bytes
     logprobs: bytes
     weight_versions: bytes
@@ -97,26 +88,7 @@ class Generated(msgspec.Struct, tag=True):
     """K, and the bytes of int32 [N, K]."""
 
 
-class Grant(msgspec.Struct, tag=True):
-    session_id: int
-    question: int
-    grant: far.Grant
-
-
-class Cut(msgspec.Struct, tag=True):
-    session_id: int
-    question: int
-    call: int
-
-
-class Take(msgspec.Struct, tag=True):
-    session_id: int
-    question: int
-    call: int | None
-    """The call whose result counts; None: nothing was written."""
-
-
-class Drop(msgspec.Struct, tag=True):
+class CancelSession(msgspec.Struct, tag=True):
     session_id: int
 
 
@@ -126,41 +98,17 @@ class Ready(msgspec.Struct, tag=True):
 
 class Generate(msgspec.Struct, tag=True):
     session_id: int
-    question: int
+    generation_id: int
     tokens: bytes
     sampling: dict[str, Any]
     turn: int
 
 
-class Want(msgspec.Struct, tag=True):
-    session_id: int
-    question: int
-    tokens: int
-    """The number of tokens."""
-    max_new_tokens: int
-    turn: int
-
-
-class Have(msgspec.Struct, tag=True):
-    session_id: int
-    question: int
-    call: int
-    brought: far.Brought
-
-
-class NotBrought(msgspec.Struct, tag=True):
-    session_id: int
-    question: int
-    call: int
-    problem: str
-    trouble: far.Trouble = far.Trouble.WAY
-
-
-class Withdraw(msgspec.Struct, tag=True):
+class CancelGeneration(msgspec.Struct, tag=True):
     """The loop no longer waits for this generation."""
 
     session_id: int
-    question: int
+    generation_id: int
 
 
 class Done(msgspec.Struct, tag=True):
@@ -169,20 +117,20 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Judging(msgspec.Struct, tag=True):
-    """The loop returned this many trajectories; the worker's keeper now computes their rewards."""
+    """The loop returned this many trajectories; the worker's `RowHandler` now computes their rewards."""
 
     session_id: int
     outputs: int
 
 
-class Kept(msgspec.Struct, tag=True):
-    """The session is over and the keeper has stored its trajectories."""
+class Stored(msgspec.Struct, tag=True):
+    """The session is over and the `RowHandler` has stored its trajectories."""
 
     session_id: int
     body: bytes
 
 
-class ErrandDone(msgspec.Struct, tag=True):
+class WorkDone(msgspec.Struct, tag=True):
     session_id: int
     body: bytes
 
@@ -195,9 +143,9 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-ToWorker = Setup | Begin | Errand | Generated | Grant | Cut | Take | Drop
-ToRun = Ready | Generate | Want | Have | NotBrought | Withdraw | Done | Judging | Kept | ErrandDone | Failed
-OF_GENERATION = (Generate, Generated, Want, Grant, Cut, Have, NotBrought, Withdraw, Take)
+ToWorker = Setup | Begin | WorkRequest | Generated | CancelSession
+ToRun = Ready | Generate | CancelGeneration | Done | Judging | Stored | WorkDone | Failed
+OF_GENERATION = (Generate, Generated, CancelGeneration)
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
 _from_run = msgspec.msgpack.Decoder(ToWorker)
@@ -271,10 +219,10 @@ def unpack_sampling(fields: dict[str, Any]) -> Sampling:
     return Sampling(**{**fields, **tuples, "usable": usable})
 
 
-def pack_generation(session_id: int, question: int, generation: Generation) -> Generated:
+def pack_generation(session_id: int, generation_id: int, generation: Generation) -> Generated:
     return Generated(
         session_id,
-        question,
+        generation_id,
         generation.tokens.astype("<i4").tobytes(),
         generation.logprobs.astype("<f4").tobytes(),
         generation.weight_versions.astype("<i4").tobytes(),
@@ -291,13 +239,6 @@ def unpack_generation(message: Generated) -> Generation:
         StopReason(message.stop_reason),
         _unpacked_ids(message.candidates),
     )
-
-
-def brought_of(generation: Generation) -> far.Brought:
-    """The summary, for the run, of a generation whose tokens stay with the worker."""
-    versions, count = generation.weight_versions, len(generation.tokens)
-    oldest, newest = (int(versions.min()), int(versions.max())) if count else (-1, -1)
-    return far.Brought(count, generation.stop_reason, oldest, newest)
 
 
 def _packed_ids(ids: np.ndarray | None) -> tuple[int, bytes] | None:

@@ -3,14 +3,13 @@
     loop.run(prompt, context) ──Begin──> worker ──Generate──> context.generate ──Generated──> worker ──Done──> rows
 
 The pool has the interface of a `LoopChoice`. Generation, seeds and batches stay with the run, so the results
-are the same as without workers. A worker that dies is restarted and its sessions run again from the start;
-with the same seeds they draw the same tokens. A worker that keeps dying without finishing a session is given
-up.
+are the same as without workers. A worker that dies is restarted and its sessions run again from the start; they
+get the generations again that they had got before. A worker that keeps dying without finishing a session is
+given up.
 
-Workers with a `Keeper` (`process.py`) keep trajectories themselves (`run_kept`) and run errands. Each such piece
+Workers with a `RowHandler` (`process.py`) store trajectories themselves (`run_and_store`) and do other work on rows (`request_work`). Each such piece
 of work carries a ticket that is valid for one life of a worker, that is, one process. So late writes of a dead
-process are not mistaken for those of its successor. Such a worker may also send its tokens to the engine itself
-(`LoopContext.generate_far`); then they do not pass through the run.
+process are not mistaken for those of its successor.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -28,8 +28,8 @@ from typing import Any, Protocol, TypeVar
 from understudy.errors import ClusterError, ConfigError, DataError, UnderstudyError
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.workers import messages as wire
-from understudy.rollout.workers.connections import OpenLine, PipeLine
-from understudy.rollout.workers.sessions import Channel, Traffic, WorkerDied
+from understudy.rollout.workers.connections import OpenLine, PipeWorker
+from understudy.rollout.workers.sessions import Channel, Session, Traffic, WorkerDied
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
 
@@ -45,7 +45,7 @@ class _LeftOutError(Exception):
 
 
 class WorkersLost(DataError):
-    """Every attempt at a session or an errand ended with the death of its worker."""
+    """Every attempt at a session or a work request ended with the death of its worker."""
 
 
 class Ticket(Protocol):
@@ -54,7 +54,7 @@ class Ticket(Protocol):
 
 
 class Tickets(Protocol):
-    """Names the segment that a worker writes its rows to (`LentSegments` of the data plane)."""
+    """Names the segment that a worker writes its rows to (`WriterSegments` of the data plane)."""
 
     def take(self, writer: int) -> Ticket:
         """A ticket for one piece of work of this worker life; valid as long as the ticket is referenced."""
@@ -95,14 +95,14 @@ class LoopWorkers:
         template_options: Mapping[str, Any] | None = None,
         max_prompt: int | None = None,
         truncate: bool = False,
-        open_line: OpenLine = PipeLine.open,
+        open_line: OpenLine = PipeWorker.open,
         tickets: Tickets | None = None,
         extra: bytes = b"",
         restarts: int = 10,
         notify: Callable[[str], None] | None = None,
     ) -> None:
         """`open_line` starts a worker, by default on this machine. `tickets` and `extra` are for workers with
-        a keeper.
+        a `RowHandler`.
 
         A worker that was restarted `restarts` times in a row without finishing a session is given up;
         `notify` gets a message for each restart.
@@ -140,32 +140,35 @@ class LoopWorkers:
         return self
 
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
-        return await self._tried(
-            row_key(prompt.key, context.session), lambda channel: channel.run(prompt, context)
-        )
+        with closing(Session(prompt, context)) as session:
+            return await self._tried(
+                row_key(prompt.key, context.session), lambda channel: channel.run(session)
+            )
 
-    async def run_kept(self, prompt: Prompt, context: LoopContext) -> Answer:
-        """Runs a session whose trajectories stay with the worker's keeper; returns the keeper's answer."""
+    async def run_and_store(self, prompt: Prompt, context: LoopContext) -> Answer:
+        """Runs a session whose trajectories the worker's `RowHandler` stores; returns its answer."""
 
-        async def attempt(channel: Channel) -> Answer:
-            ticket = self._ticket(channel)
-            return Answer(await channel.run_kept(prompt, context, ticket.number), ticket, channel.life)
+        with closing(Session(prompt, context)) as session:
 
-        return await self._tried(row_key(prompt.key, context.session), attempt)
+            async def attempt(channel: Channel) -> Answer:
+                ticket = self._ticket(channel)
+                return Answer(await channel.run_and_store(session, ticket.number), ticket, channel.life)
 
-    async def errand(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
-        """Runs an errand, on the worker whose life is `prefer` if it is alive; repeated if the worker
+            return await self._tried(row_key(prompt.key, context.session), attempt)
+
+    async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
+        """Has a `RowHandler` do work, on the worker whose life is `prefer` if it is alive; repeated if the worker
         dies."""
 
         async def attempt(channel: Channel) -> Answer:
             ticket = self._ticket(channel)
-            return Answer(await channel.errand(name, body, ticket.number), ticket, channel.life)
+            return Answer(await channel.request_work(name, body, ticket.number), ticket, channel.life)
 
-        return await self._tried(f"errand {name}", attempt, prefer)
+        return await self._tried(f"work request {name}", attempt, prefer)
 
     def _ticket(self, channel: Channel) -> Ticket:
         if self._tickets is None:
-            raise ConfigError("these workers were started without a keeper")
+            raise ConfigError("these workers were started without a RowHandler")
         return self._tickets.take(channel.life)
 
     async def _tried(

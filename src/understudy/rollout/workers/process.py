@@ -5,69 +5,62 @@ Started by `workers.py` as `python -m understudy.rollout.workers.process`; talks
 like: their output goes to stderr. On another machine it is started with `--call HOST:PORT`, where the run
 listens, and ends with that connection.
 
-Another module may start it with a `Keeper` of its own, which takes finished trajectories instead of the run,
-brings tokens to engines, and runs errands.
+Another module may start it with a `RowHandler` of its own, which takes finished trajectories instead of the run
+and does other work on rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from transformers import AutoTokenizer
 
 from understudy.engines.base import Generation, Sampling
-from understudy.engines.remote_tokens import Grant
-from understudy.engines.servers.worker_client import Leg
 from understudy.errors import DataError, UnderstudyError
+from understudy.observability.faults import point
 from understudy.observability.forks import only_here
-from understudy.rollout.agents.agent import LoopContext, check_ids, checked_outputs
+from understudy.rollout.agents.agent import LoopContext, checked_outputs
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.render import Renderer
 from understudy.rollout.workers import messages as wire
-from understudy.rollout.workers.generations import Questions
-from understudy.serving.child import end_with_launcher
+from understudy.serving.process import Process, process_arguments, process_main
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
 _LIMIT = 1 << 24
 
 
-class Keeper(Protocol):
-    """What a worker can do besides running loops: store trajectories, send tokens to engines, run errands.
-    Tickets and bodies are opaque to the worker."""
+class RowHandler(Protocol):
+    """What a worker does besides running loops: rewards and storage of trajectories, and work requests. Tickets and bodies are
+    opaque to the worker."""
 
     @property
-    def errands(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]: ...
+    def work(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]: ...
 
-    async def keep(self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int) -> bytes:
-        """Store a session's trajectories; returns the body of `Kept`."""
-        ...
-
-    async def bring(self, grant: Grant, tokens: np.ndarray, sampling: Sampling, leg: Leg) -> Generation:
-        """Send tokens to the granted engine process or server; returns what was written, after what earlier
-        calls wrote."""
+    async def store(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int, sampling: Sampling
+    ) -> bytes:
+        """Store a session's trajectories; returns the body of `Stored`."""
         ...
 
     async def close(self) -> None: ...
 
 
-MakeKeeper = Callable[[wire.Setup, Renderer], Keeper]
+MakeRowHandler = Callable[[wire.Setup, Renderer], RowHandler]
 
 
 class Worker:
     """The sessions of one worker process. Runs on the process's event loop."""
 
     def __init__(
-        self, setup: wire.Setup, send: Callable[[bytes], None], make_keeper: MakeKeeper | None = None
+        self, setup: wire.Setup, send: Callable[[bytes], None], make_handler: MakeRowHandler | None = None
     ) -> None:
         tokenizer = AutoTokenizer.from_pretrained(setup.tokenizer)
         self._renderer = Renderer(
@@ -79,10 +72,12 @@ class Worker:
             truncate=setup.truncate,
         )
         self._loops = LoopChoice(setup.agent, setup.options)
-        self._keeper = make_keeper(setup, self._renderer) if make_keeper is not None else None
+        self._handler = make_handler(setup, self._renderer) if make_handler is not None else None
         self._send = send
         self._sessions: dict[int, asyncio.Task[None]] = {}
-        self._questions = Questions(self.say, self._keeper.bring if self._keeper is not None else None)
+        self._generations: dict[int, asyncio.Future[Generation]] = {}
+        """By generation id."""
+        self._asked = 0
 
     def say(self, message: wire.ToRun) -> None:
         self._send(wire.frame(message))
@@ -92,11 +87,13 @@ class Worker:
         while (message := await wire.read_from_run(reader)) is not None:
             if isinstance(message, wire.Begin):
                 self._begin(message.session_id, self._session(message))
-            elif isinstance(message, wire.Errand):
-                self._begin(message.session_id, self._errand(message))
-            elif isinstance(message, wire.Generated | wire.Grant | wire.Cut | wire.Take):
-                self._questions.told(message)
-            elif isinstance(message, wire.Drop):
+            elif isinstance(message, wire.WorkRequest):
+                self._begin(message.session_id, self._work(message))
+            elif isinstance(message, wire.Generated):
+                answer = self._generations.get(message.generation_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(wire.unpack_generation(message))
+            elif isinstance(message, wire.CancelSession):
                 task = self._sessions.pop(message.session_id, None)
                 if task is not None:
                     task.cancel()
@@ -104,8 +101,8 @@ class Worker:
             task.cancel()
         await asyncio.gather(*self._sessions.values(), return_exceptions=True)
         await self._loops.close()
-        if self._keeper is not None:
-            await self._keeper.close()
+        if self._handler is not None:
+            await self._handler.close()
 
     def _begin(self, session_id: int, work: Coroutine[Any, Any, wire.ToRun]) -> None:
         self._sessions[session_id] = asyncio.create_task(self._guarded(session_id, work))
@@ -121,11 +118,30 @@ class Worker:
         finally:
             self._sessions.pop(session_id, None)
 
-    async def _errand(self, errand: wire.Errand) -> wire.ToRun:
-        run = self._keeper.errands.get(errand.name) if self._keeper is not None else None
+    async def _work(self, request: wire.WorkRequest) -> wire.ToRun:
+        run = self._handler.work.get(request.name) if self._handler is not None else None
         if run is None:
-            raise DataError(f"this worker knows no errand {errand.name!r}")
-        return wire.ErrandDone(errand.session_id, await run(errand.body, errand.ticket))
+            raise DataError(f"this worker knows no work request {request.name!r}")
+        return wire.WorkDone(request.session_id, await run(request.body, request.ticket))
+
+    async def _generate(
+        self, session_id: int, tokens: np.ndarray, sampling: Sampling, turn: int
+    ) -> Generation:
+        self._asked += 1
+        generation_id, body = self._asked, np.asarray(tokens).astype("<i4").tobytes()
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._generations[generation_id] = answer
+        self.say(wire.Generate(session_id, generation_id, body, wire.pack_sampling(sampling), turn))
+        point("worker.asked")
+        try:
+            generation = await answer
+        except asyncio.CancelledError:
+            self.say(wire.CancelGeneration(session_id, generation_id))
+            raise
+        finally:
+            del self._generations[generation_id]
+        point("worker.answered")
+        return generation
 
     async def _session(self, begin: wire.Begin) -> wire.ToRun:
         session_id = begin.session_id
@@ -133,18 +149,18 @@ class Worker:
         sampling = wire.unpack_sampling(begin.sampling)
 
         async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-            return await self._questions.ask(session_id, tokens, sampling, turn, far=begin.far)
+            return await self._generate(session_id, tokens, sampling, turn)
 
         context = LoopContext(
             generate, self._renderer, sampling, prompt.key, begin.session, begin.context, begin.max_generated
         )
         trajectories = checked_outputs(await self._loops.of(prompt).run(prompt, context), context)
-        if begin.ticket is None or self._keeper is None:
+        if begin.ticket is None or self._handler is None:
             return wire.Done(session_id, [wire.pack_trajectory(one) for one in trajectories])
-        for one in trajectories:
-            check_ids(one, sampling)
         self.say(wire.Judging(session_id, len(trajectories)))
-        return wire.Kept(session_id, await self._keeper.keep(prompt, trajectories, begin.ticket))
+        return wire.Stored(
+            session_id, await self._handler.store(prompt, trajectories, begin.ticket, sampling)
+        )
 
 
 Channel = tuple[asyncio.StreamReader, Callable[[bytes], None]]
@@ -169,39 +185,37 @@ async def _pipes() -> Channel:
     return reader, send
 
 
-async def _call(address: str, number: int) -> Channel:
+async def _call(address: str, number: int, token: str) -> Channel:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=_LIMIT)
-    writer.write(wire.frame(wire.Hello(os.environ.get("UNDERSTUDY_TOKEN", ""), number)))
+    writer.write(wire.frame(wire.Hello(token, number)))
     return reader, writer.write
 
 
-async def _main(args: argparse.Namespace, make_keeper: MakeKeeper | None) -> None:
-    reader, send = await (_pipes() if args.call is None else _call(args.call, args.number))
-    if args.ready_file is not None:
-        temporary = args.ready_file.with_name(f".{args.ready_file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"pid": os.getpid()}))
-        temporary.replace(args.ready_file)
+async def _run(process: Process, make_handler: MakeRowHandler | None) -> None:
+    args = process.args
+    reader, send = await (
+        _pipes() if args.call is None else _call(args.call, args.number, process.token or "")
+    )
+    process.ready()
     setup = await wire.read_from_run(reader)
     if not isinstance(setup, wire.Setup):
         return
     sys.path += [path for path in setup.import_paths if path not in sys.path]
-    await Worker(setup, send, make_keeper).serve(reader)
+    await Worker(setup, send, make_handler).serve(reader)
 
 
-def main(make_keeper: MakeKeeper | None = None) -> Any:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(make_handler: MakeRowHandler | None = None) -> int:
+    parser = process_arguments("understudy.rollout.workers.process", __doc__, serves=False)
     parser.add_argument(
         "--call", metavar="HOST:PORT", help="where the run listens; stdin and stdout when not given"
     )
     parser.add_argument("--number", type=int, default=0, help="which worker this is")
-    parser.add_argument("--ready-file", type=Path, help="written once the run was reached")
-    parser.add_argument("--watch-fd", type=int, help="exit when this inherited pipe closes")
-    args = parser.parse_args()
-    if args.watch_fd is not None:
-        end_with_launcher(args.watch_fd)
-    asyncio.run(_main(args, make_keeper))
+    # A local worker writes to the run's terminal: only warnings.
+    return process_main(
+        lambda process: _run(process, make_handler), parser.parse_args(), log_level=logging.WARNING
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

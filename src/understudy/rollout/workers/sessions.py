@@ -1,19 +1,24 @@
-"""The run's side of one worker process: its sessions, errands and generations."""
+"""The run's side of one worker process: its sessions, work requests and generations.
+
+A session that begins again, because its worker died, gets the generations that its earlier attempt asked for.
+So the death of a worker changes no batch of the engine, and no token is generated twice.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
+from understudy.engines.base import Generation, Sampling
 from understudy.errors import ConfigError, DataError
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.workers import messages as wire
 from understudy.rollout.workers.connections import Line
-from understudy.rollout.workers.remote_tokens import WorkerHand
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
@@ -34,8 +39,37 @@ class Traffic:
     """The part of both that is about generations, including tokens that pass through the run."""
 
 
+class Session:
+    """One session of a prompt, over all its attempts. Used on the run's event loop; call `close` last."""
+
+    def __init__(self, prompt: Prompt, context: LoopContext) -> None:
+        self.prompt, self.context = prompt, context
+        self._generations: dict[tuple[int, Sampling, bytes], asyncio.Task[Generation]] = {}
+        """By turn, sampling and digest of the tokens."""
+
+    def generation(self, tokens: np.ndarray, sampling: Sampling, turn: int) -> asyncio.Task[Generation]:
+        """The generation of this turn, requested unless an earlier attempt has requested the same."""
+        asked = (turn, sampling, blake2b(tokens.tobytes(), digest_size=16).digest())
+        if asked not in self._generations:
+            self._generations[asked] = asyncio.create_task(self._generate(tokens, sampling, turn))
+        return self._generations[asked]
+
+    async def _generate(self, tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        return await self.context.generate(tokens, sampling, turn)
+
+    def forget(self, generation: asyncio.Task[Generation]) -> None:
+        """Cancels a generation if it is not done, and does not keep it."""
+        generation.cancel()
+        self._generations = {key: one for key, one in self._generations.items() if one is not generation}
+
+    def close(self) -> None:
+        for one in self._generations.values():
+            if not one.cancel() and not one.cancelled():
+                one.exception()  # an error that no attempt waited for
+
+
 class Channel:
-    """The connection to one worker process, with its open sessions and errands. Used on the run's event loop;
+    """The connection to one worker process, with its open sessions and work requests. Used on the run's event loop;
     a task reads the worker's messages."""
 
     def __init__(
@@ -45,10 +79,9 @@ class Channel:
         self._traffic, self._on_end = traffic, on_end
         self._next = 0
         self._results: dict[int, asyncio.Future[Any]] = {}
-        self._contexts: dict[int, LoopContext] = {}
-        self._generating: dict[int, dict[int, asyncio.Task[None]]] = {}
-        """By session and question."""
-        self._hands: dict[tuple[int, int], WorkerHand] = {}
+        self._sessions: dict[int, Session] = {}
+        self._generating: dict[int, dict[int, tuple[asyncio.Task[Generation], asyncio.Task[None]]]] = {}
+        """By session and generation id: the generation, and the task that sends it to the worker."""
         self._listener: asyncio.Task[None] | None = None
 
     async def begin(self, setup: wire.Setup) -> None:
@@ -80,45 +113,43 @@ class Channel:
     def sessions(self) -> int:
         return len(self._results)
 
-    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
-        trajectories: list[Trajectory] = await self._session(prompt, context, None)
+    async def run(self, session: Session) -> list[Trajectory]:
+        trajectories: list[Trajectory] = await self._session(session, None)
         return trajectories
 
-    async def run_kept(self, prompt: Prompt, context: LoopContext, ticket: int) -> bytes:
-        body: bytes = await self._session(prompt, context, ticket)
+    async def run_and_store(self, session: Session, ticket: int) -> bytes:
+        body: bytes = await self._session(session, ticket)
         return body
 
-    async def errand(self, name: str, body: bytes, ticket: int) -> bytes:
+    async def request_work(self, name: str, body: bytes, ticket: int) -> bytes:
         session_id = self._number()
-        answer: bytes = await self._answer(session_id, wire.Errand(session_id, name, body, ticket))
+        answer: bytes = await self._answer(session_id, wire.WorkRequest(session_id, name, body, ticket))
         return answer
 
-    async def _session(self, prompt: Prompt, context: LoopContext, ticket: int | None) -> Any:
-        session_id = self._number()
-        self._contexts[session_id] = context
+    async def _session(self, session: Session, ticket: int | None) -> Any:
+        session_id, context = self._number(), session.context
+        self._sessions[session_id] = session
         begin = wire.Begin(
             session_id,
-            wire.pack_prompt(prompt),
+            wire.pack_prompt(session.prompt),
             context.session,
             wire.pack_sampling(context.sampling),
             context.context,
             context.max_generated,
             ticket,
-            far=ticket is not None and context.generate_far is not None,
         )
         try:
             return await self._answer(session_id, begin)
         finally:
-            del self._contexts[session_id]
-            for question in list(self._generating.get(session_id, ())):
-                self._withdraw(session_id, question)
-            self._generating.pop(session_id, None)
+            del self._sessions[session_id]
+            for _, answering in self._generating.pop(session_id, {}).values():
+                answering.cancel()
 
     def _number(self) -> int:
         self._next += 1
         return self._next
 
-    async def _answer(self, session_id: int, message: wire.Begin | wire.Errand) -> Any:
+    async def _answer(self, session_id: int, message: wire.Begin | wire.WorkRequest) -> Any:
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._results[session_id] = result
         try:
@@ -127,7 +158,7 @@ class Channel:
         finally:
             del self._results[session_id]
             if not result.done() or result.cancelled() or result.exception() is not None:
-                self._say(wire.Drop(session_id))
+                self._say(wire.CancelSession(session_id))
 
     def _say(self, message: wire.ToWorker) -> None:
         if not self._line.writer.is_closing():
@@ -143,26 +174,20 @@ class Channel:
             self._traffic.received += size
             if isinstance(message, wire.OF_GENERATION):
                 self._traffic.generation += size
-            if isinstance(message, wire.Generate | wire.Want):
-                if message.session_id in self._contexts:
-                    self._generating.setdefault(message.session_id, {})[message.question] = (
-                        asyncio.create_task(self._generate(message))
-                    )
-            elif isinstance(message, wire.Withdraw):
-                self._withdraw(message.session_id, message.question)
-            elif isinstance(message, wire.Have | wire.NotBrought):
-                hand = self._hands.get((message.session_id, message.question))
-                if hand is not None:
-                    hand.told(message)
+            if isinstance(message, wire.Generate):
+                if message.session_id in self._sessions:
+                    self._generate(message)
+            elif isinstance(message, wire.CancelGeneration):
+                self._cancel_generation(message)
             elif isinstance(message, wire.Done):
                 self._settle(
                     message.session_id, [wire.unpack_trajectory(one) for one in message.trajectories]
                 )
             elif isinstance(message, wire.Judging):
-                context = self._contexts.get(message.session_id)
-                if context is not None and context.judging is not None:
-                    context.judging(message.outputs)
-            elif isinstance(message, wire.Kept | wire.ErrandDone):
+                session = self._sessions.get(message.session_id)
+                if session is not None and session.context.judging is not None:
+                    session.context.judging(message.outputs)
+            elif isinstance(message, wire.Stored | wire.WorkDone):
                 self._settle(message.session_id, message.body)
             elif isinstance(message, wire.Failed):
                 text = message.message if message.data_error else f"the agent loop raised:\n{message.message}"
@@ -172,48 +197,35 @@ class Channel:
         for session_id in list(self._results):
             self._settle(session_id, WorkerDied(f"{self._name} (pid {self.pid}) {how}"))
 
-    async def _generate(self, message: wire.Generate | wire.Want) -> None:
+    def _generate(self, message: wire.Generate) -> None:
+        tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
+        sampling = wire.unpack_sampling(message.sampling)
+        session = self._sessions[message.session_id]
+        generation = session.generation(tokens, sampling, message.turn)
+        answering = asyncio.create_task(self._answer_with(session, message, generation))
+        self._generating.setdefault(message.session_id, {})[message.generation_id] = (generation, answering)
+
+    async def _answer_with(
+        self, session: Session, message: wire.Generate, generation: asyncio.Task[Generation]
+    ) -> None:
         try:
-            if isinstance(message, wire.Want):
-                await self._generate_far(message)
-            else:
-                context = self._contexts[message.session_id]
-                tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
-                sampling = wire.unpack_sampling(message.sampling)
-                generation = await context.generate(tokens, sampling, message.turn)
-                self._say(wire.pack_generation(message.session_id, message.question, generation))
+            written = await asyncio.shield(generation)
+            self._say(wire.pack_generation(message.session_id, message.generation_id, written))
+            if written.candidate_ids is not None:  # large: 256 bytes a token for 64 candidates
+                session.forget(generation)
         except Exception as error:  # an engine's error goes to the session's caller, not to the loop
             self._settle(message.session_id, error)
         finally:
-            self._generating.get(message.session_id, {}).pop(message.question, None)
+            self._generating.get(message.session_id, {}).pop(message.generation_id, None)
 
-    async def _generate_far(self, want: wire.Want) -> None:
-        """Generate with tokens that the worker holds; it keeps the result and uses it after `Take`."""
-        ask = self._contexts[want.session_id].generate_far
-        if ask is None:
-            raise DataError(f"{self._name} wants to bring tokens to an engine, and was not asked to")
-        late = DataError(
-            f"{self._name} did not bring its tokens to the engine, or did not get what was written, in time "
-            "(rollout.deadline_seconds)"
-        )
-        hand = WorkerHand(want, self._say, lambda: self._settle(want.session_id, late))
-        place = (want.session_id, want.question)
-        self._hands[place] = hand
-        try:
-            written = await ask(want.tokens, want.max_new_tokens, want.turn, hand)
-        finally:
-            self._hands.pop(place, None)
-        hand.take(nothing=not len(written.tokens))
-
-    def _withdraw(self, session_id: int, question: int) -> None:
-        """Cancel a generation that the loop no longer waits for. The task is cancelled before the engine
-        learns that the tokens are gone."""
-        task = self._generating.get(session_id, {}).pop(question, None)
-        hand = self._hands.pop((session_id, question), None)
-        if task is not None:
-            task.cancel()
-        if hand is not None:
-            hand.left()
+    def _cancel_generation(self, message: wire.CancelGeneration) -> None:
+        """Cancel a generation that the loop no longer waits for."""
+        found = self._generating.get(message.session_id, {}).pop(message.generation_id, None)
+        if found is not None:
+            generation, answering = found
+            answering.cancel()
+            if all(one is not generation for one, _ in self._generating[message.session_id].values()):
+                self._sessions[message.session_id].forget(generation)
 
     def _settle(self, session_id: int, outcome: list[Trajectory] | bytes | Exception) -> None:
         result = self._results.get(session_id)

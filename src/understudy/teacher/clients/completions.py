@@ -28,6 +28,7 @@ from understudy.teacher.clients.validate import Origin, check_candidates_usable,
 from understudy.teacher.manifest import Batching, Limits, Manifest
 from understudy.teacher.pool.together import together
 from understudy.teacher.protocol import ScoreReply, request_of
+from understudy.types.references import ScoreRef, fetched
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -133,14 +134,14 @@ class CompletionsClient:
 
     async def _served(self) -> _Served:
         try:
-            models = msgspec.json.decode(await self._channel.ask("GET", "/v1/models"), type=_Models).data
+            models = msgspec.json.decode(await self._channel.get("/v1/models"), type=_Models).data
         except msgspec.DecodeError as error:
-            raise TeacherReplyError(f"{self._channel.who}: unreadable /v1/models: {error}") from error
+            raise TeacherReplyError(f"{self._channel.name}: unreadable /v1/models: {error}") from error
         named = [served for served in models if self._model is None or served.answers_to(self._model)]
         if not named:
             offered = ", ".join(served.id for served in models) or "none"
             raise TeacherError(
-                f"{self._channel.who}: serves no model {self._model!r}; it serves {offered}. Set `model` to one of these"
+                f"{self._channel.name}: serves no model {self._model!r}; it serves {offered}. Set `model` to one of these"
             )
         self._model = named[0].id
         return named[0]
@@ -157,7 +158,7 @@ class CompletionsClient:
         if self._capabilities.route is None:
             told = "; ".join(f"{name}: {why}" for name, why in self._capabilities.missing.items())
             raise TeacherError(
-                f"{self._channel.who}: this server gives no prompt logprobs for token ids, so it cannot be a teacher ({told})"
+                f"{self._channel.name}: this server gives no prompt logprobs for token ids, so it cannot be a teacher ({told})"
             )
         return self._capabilities
 
@@ -184,20 +185,21 @@ class CompletionsClient:
                     return k
         return 0
 
-    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+    async def score(self, items: Sequence[ScoreRef], timeout: float | None = None) -> list[TeacherScores]:
         """Sends one request per sequence, concurrently: these servers batch what arrives together."""
         if not items:
             return []
+        items = await fetched(items)
         found = await self.capabilities()
         for item in items:
             if item.signal not in found.signals or item.k > found.max_k:
                 raise RequestRefused(
-                    f"{self._channel.who}, row {item.key!r}: cannot give {item.signal.value} with k = {item.k}; this server "
+                    f"{self._channel.name}, row {item.key!r}: cannot give {item.signal.value} with k = {item.k}; this server "
                     f"gives {', '.join(found.signals)} with k ≤ {found.max_k} through {found.route}"
                 )
         assert found.route is not None
         if self._usable is not None:
-            check_usable(items, self._usable, self._channel.who)
+            check_usable(items, self._usable, self._channel.name)
         request = request_of(items)
         answers = await together(self._one(found.route, item, timeout) for item in items)
         reply = ScoreReply(
@@ -217,7 +219,7 @@ class CompletionsClient:
         check_reply(request, reply, Origin(self._channel.teacher, self._channel.replica, vocab))
         scores = reply.split()
         if self._usable is not None:
-            check_candidates_usable(scores, self._usable, self._channel.who)
+            check_candidates_usable(scores, self._usable, self._channel.name)
         return scores
 
     async def _one(self, route: Route, item: ScoreItem, timeout: float | None) -> Candidates:
@@ -230,7 +232,7 @@ class CompletionsClient:
         try:
             return from_echo(body, item) if route is Route.ECHO else from_prompt_logprobs(body, item)
         except ValueError as error:
-            raise TeacherReplyError(f"{self._channel.who}, row {item.key!r}: {error}") from error
+            raise TeacherReplyError(f"{self._channel.name}, row {item.key!r}: {error}") from error
 
     def _question(self, route: Route, tokens: list[int], k: int) -> dict[str, Any]:
         if route is Route.GENERATE:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
 from understudy.teacher.clients.http import NoSuchRoute
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
 from understudy.teacher.manifest import Manifest
-from understudy.teacher.pool.keeper import Connect
-from understudy.teacher.pool.launch import Endpoint
-from understudy.types.scores import ScoreItem, TeacherScores
+from understudy.teacher.pool.supervisor import Connect
+from understudy.types.references import ScoreRef, ScoresRef
 from understudy.types.usable_ids import UsableIds
 
 
@@ -46,7 +46,7 @@ class DiscoveringClient:
                 self._chosen = self._native
         return self._chosen
 
-    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+    async def score(self, items: Sequence[ScoreRef], timeout: float | None = None) -> Sequence[ScoresRef]:
         return await (await self._client()).score(items, timeout)
 
     async def manifest(self) -> Manifest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -23,20 +24,20 @@ from understudy.teacher.protocol import (
     request_of,
 )
 from understudy.teacher.vocabulary import Vocabulary
-from understudy.types.scores import ScoreItem, TeacherScores
+from understudy.types.references import ScoreRef, ScoresRef, fetched
+from understudy.types.scores import TeacherScores
 from understudy.types.usable_ids import UsableIds
 
 
 class ScoringClient(Protocol):
     """The interface a pool uses for a replica of any kind: native, vLLM or an OpenAI-compatible server.
 
+    Items are references. A client fetches what is not in this process before it sends the request.
     `score` raises TeacherReplyError (a wrong reply), TeacherUnavailable (no reply; ReplicaTimeout: not in time),
     RequestRefused (4xx) or ServerFailed (5xx).
     """
 
-    async def score(
-        self, items: Sequence[ScoreItem], timeout: float | None = None
-    ) -> list[TeacherScores]: ...
+    async def score(self, items: Sequence[ScoreRef], timeout: float | None = None) -> Sequence[ScoresRef]: ...
 
     async def manifest(self) -> Manifest: ...
 
@@ -57,7 +58,8 @@ class ReplicaClient:
         replica: str = "",
         usable: UsableIds | None = None,
     ) -> None:
-        """`usable`: the ids that its softmax may run over; None: all ids with a token in its vocabulary."""
+        """`teacher`: its name in the recipe, which scores and manifest carry instead of the server's own.
+        `usable`: the ids that its softmax may run over; None: all ids with a token in its vocabulary."""
         self._channel = Channel(url, token, teacher, replica)
         self._usable = usable
         self._manifest: Manifest | None = None
@@ -73,10 +75,11 @@ class ReplicaClient:
     async def close(self) -> None:
         await self._channel.close()
 
-    async def score(self, items: Sequence[ScoreItem], timeout: float | None = None) -> list[TeacherScores]:
+    async def score(self, items: Sequence[ScoreRef], timeout: float | None = None) -> list[TeacherScores]:
         """Sends all items in one request; returns their scores in the same order."""
         if not items:
             return []
+        items = await fetched(items)
         if self._manifest is None:
             await self.manifest()
         manifest = self._manifest
@@ -84,41 +87,45 @@ class ReplicaClient:
         usable = self._usable.within(manifest.vocab_size) if self._usable is not None else None
         request = request_of(items, usable if manifest.leaves_out_ids else None)
         if usable is not None:
-            check_usable(items, usable, self._channel.who)
-        body = await self._channel.ask("POST", "/v1/score", encode_request(request), CONTENT_TYPE, timeout)
+            check_usable(items, usable, self._channel.name)
+        answer = await self._channel.ask(
+            "/v1/score", encode_request(request), CONTENT_TYPE, timeout_s=timeout
+        )
         try:
-            reply = decode_reply(body)
+            reply = decode_reply(answer.body)
         except ProtocolError as error:
-            raise TeacherReplyError(f"{self._channel.who}, row {items[0].key!r} …: {error}") from error
+            raise TeacherReplyError(f"{self._channel.name}, row {items[0].key!r} …: {error}") from error
         vocab = manifest.vocab_size if request.usable is None else request.usable.limit
-        origin = Origin(self._channel.teacher or reply.teacher, self._channel.replica, vocab)
+        reply = replace(reply, teacher=self._channel.teacher or reply.teacher)
+        origin = Origin(reply.teacher, self._channel.replica, vocab)
         check_reply(request, reply, origin)
         scores = reply.split()
         if usable is not None and not manifest.leaves_out_ids:
-            check_candidates_usable(scores, usable, self._channel.who)
+            check_candidates_usable(scores, usable, self._channel.name)
         return scores
 
     async def manifest(self) -> Manifest:
-        body = await self._channel.ask("GET", "/manifest")
+        body = await self._channel.get("/manifest")
         try:
-            self._manifest = msgspec.json.decode(body, type=Manifest)
+            given = msgspec.json.decode(body, type=Manifest)
         except msgspec.DecodeError as error:
-            raise TeacherReplyError(f"{self._channel.who}: unreadable manifest: {error}") from error
+            raise TeacherReplyError(f"{self._channel.name}: unreadable manifest: {error}") from error
+        self._manifest = msgspec.structs.replace(given, teacher=self._channel.teacher or given.teacher)
         return self._manifest.cut_to(self._usable)
 
     async def vocabulary(self) -> Vocabulary:
         try:
-            answer = json.loads(await self._channel.ask("GET", "/v1/vocabulary"))
+            answer = json.loads(await self._channel.get("/v1/vocabulary"))
             return Vocabulary(answer["ids"], answer["special"])
         except (ValueError, KeyError, TypeError) as error:
-            raise TeacherReplyError(f"{self._channel.who}: unreadable vocabulary: {error}") from error
+            raise TeacherReplyError(f"{self._channel.name}: unreadable vocabulary: {error}") from error
 
     async def head(self) -> WireHead:
         """The output projection, needed for `hidden` scores; fetch it once per teacher."""
-        return decode_head(await self._channel.ask("GET", "/v1/head"))
+        return decode_head(await self._channel.get("/v1/head"))
 
     async def metrics(self) -> str:
-        return (await self._channel.ask("GET", "/metrics")).decode()
+        return (await self._channel.get("/metrics")).decode()
 
     async def health(self) -> bool:
         return await self._channel.healthy()

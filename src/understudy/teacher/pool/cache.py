@@ -11,24 +11,11 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from understudy.teacher.manifest import Batching, Manifest
 from understudy.types.scores import ScoreItem, TeacherScores
-
-
-class PoolCache(Protocol):
-    """The cache a pool looks in before it asks a replica."""
-
-    hits: int
-
-    def parts(self, manifest: Manifest, items: Sequence[ScoreItem]) -> list[tuple[bytes, list[int]]]: ...
-
-    async def find(self, key: bytes, items: Sequence[ScoreItem]) -> list[TeacherScores] | None: ...
-
-    def put(self, key: bytes, scores: Sequence[TeacherScores]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -56,33 +43,21 @@ class ScoreCache:
         self.hits += len(items)
         return [replace(scores, key=item.key) for scores, item in zip(found, items, strict=True)]
 
-    async def find(self, key: bytes, items: Sequence[ScoreItem]) -> list[TeacherScores] | None:
-        return self.get(key, items)
-
     def put(self, key: bytes, scores: Sequence[TeacherScores]) -> None:
         if key in self._entries:
             return
         # Replies are views of one buffer; without a copy an entry would keep the whole buffer alive.
         kept = [_copied(one) for one in scores]
         self._entries[key] = kept
-        self.held_bytes += size_of(kept)
+        self.held_bytes += _size(kept)
         while self.held_bytes > self.max_bytes and self._entries:
             _, gone = self._entries.popitem(last=False)
-            self.held_bytes -= size_of(gone)
+            self.held_bytes -= _size(gone)
 
 
 def item_digest(manifest: Manifest, item: ScoreItem) -> bytes:
-    return question_digest(manifest, item, content_digest(item.tokens, item.positions, item.ids))
-
-
-def question_digest(manifest: Manifest, item: ScoreItem, content: bytes) -> bytes:
-    """The cache key of an item; `content` is the digest of its arrays, which may be remote."""
-    return hashlib.sha256(repr((manifest.identity, item.signal.value, item.k)).encode() + content).digest()
-
-
-def content_digest(*arrays: np.ndarray | None) -> bytes:
-    total = hashlib.sha256()
-    for array in arrays:
+    total = hashlib.sha256(repr((manifest.identity, item.signal.value, item.k)).encode())
+    for array in (item.tokens, item.positions, item.ids):
         if array is not None:
             total.update(repr(array.shape).encode())
             total.update(np.ascontiguousarray(array, dtype="<i4").data)
@@ -113,6 +88,5 @@ def _copied(scores: TeacherScores) -> TeacherScores:
     )
 
 
-def size_of(entry: Sequence[TeacherScores]) -> int:
-    """Bytes of memory that scores take."""
+def _size(entry: Sequence[TeacherScores]) -> int:
     return 256 + sum(array.nbytes for scores in entry for array in _arrays(scores).values())

@@ -15,7 +15,8 @@ import numpy as np
 from understudy.errors import TeacherReplyError
 from understudy.teacher.pool.integrity import Identity
 from understudy.teacher.scoring.probe import probe_items
-from understudy.types.scores import ScoreItem, Signal, TeacherScores
+from understudy.types.references import ScoreRef, ScoresRef
+from understudy.types.scores import Signal
 
 KEY = "fixed tokens"
 APART = {"float32": 1e-3}
@@ -38,23 +39,23 @@ class Canary:
         self._allowed = APART.get(manifest.dtype, APART_HALF)
         self._most_tokens = manifest.limits.max_request_tokens
 
-    def with_items(self, items: Sequence[ScoreItem]) -> list[ScoreItem]:
+    def with_items(self, items: Sequence[ScoreRef]) -> list[ScoreRef]:
         """The items and the fixed tokens, with the signal and K of the last item so that they share its
         batch."""
-        if sum(len(item.tokens) for item in items) + len(self._item.tokens) > self._most_tokens:
+        if sum(item.length for item in items) + len(self._item.tokens) > self._most_tokens:
             return list(items)
         last = items[-1]
         positions = self._item.positions
         own = replace(self._item, signal=last.signal, k=last.k)
-        if last.signal is Signal.AT_IDS and last.ids is not None:
-            own = replace(own, ids=np.full((len(positions), last.ids.shape[1]), self._named, np.int32))
+        if last.signal is Signal.AT_IDS and last.ids_each:
+            own = replace(own, ids=np.full((len(positions), last.ids_each), self._named, np.int32))
         return [*items, own]
 
-    def taken_off(self, scores: Sequence[TeacherScores], teacher: str, replica: str) -> list[TeacherScores]:
+    async def taken_off(self, scores: Sequence[ScoresRef], teacher: str, replica: str) -> list[ScoresRef]:
         """Checks the canary's scores and returns the scores without them."""
         if not scores or scores[-1].key != KEY:
             return list(scores)
-        apart_P = np.abs(scores[-1].sampled_logprobs - self._expected_P)
+        apart_P = np.abs((await scores[-1].fetch()).sampled_logprobs - self._expected_P)
         wrong_P = ~(apart_P <= self._allowed)
         if wrong_P.any():
             at = int(wrong_P.argmax())

@@ -57,7 +57,7 @@ class HealthRules:
 class ReplicaLife:
     """One replica's state. Every method is an event at time `now` (seconds of the injected clock).
 
-    `Keeper` and `Replica` call it on the pool's event loop.
+    `ReplicaSupervisor` and `Replica` call it on the pool's event loop.
     """
 
     rules: HealthRules

@@ -13,7 +13,8 @@ from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.scoring.probe import is_uniform, probe_items
 from understudy.teacher.vocabulary import Vocabulary, differences, told
-from understudy.types.scores import ScoreItem, Signal
+from understudy.types.references import ScoreRef
+from understudy.types.scores import Signal
 
 TOLERANCE = {"float32": 1e-4}
 """Nats between replicas on the fixed tokens. Half precision varies with kernels and is allowed more."""
@@ -35,7 +36,7 @@ async def identify(client: ScoringClient, timeout: float | None = None) -> Ident
     scores = await client.score(
         probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids), timeout
     )
-    logprobs = scores[0].sampled_logprobs
+    logprobs = (await scores[0].fetch()).sampled_logprobs
     if is_uniform(logprobs, manifest.vocab_size):
         raise TeacherError(
             f"teacher {manifest.teacher}: every token gets the same probability (−ln V); its weights look lost"
@@ -80,14 +81,17 @@ def check_signals(manifest: Manifest, signals: Sequence[Signal], k: int, length:
         raise TeacherError(f"teacher {manifest.teacher}: " + "; and ".join(problems))
 
 
-def check_row(manifest: Manifest, item: ScoreItem) -> None:
+def check_row(manifest: Manifest, row: ScoreRef) -> None:
     """Raise for a row that every replica of this teacher would refuse, so that the rest of its request is not
-    lost."""
-    what = f"teacher {manifest.teacher}: row {item.key!r}"
-    if len(item.tokens) > manifest.limits.max_length:
+    lost. Of a remote row only the length is known; its replica checks the ids."""
+    what = f"teacher {manifest.teacher}: row {row.key!r}"
+    if row.length > manifest.limits.max_length:
         raise RequestRefused(
-            f"{what} has {len(item.tokens)} tokens; a sequence may have {manifest.limits.max_length}"
+            f"{what} has {row.length} tokens; a sequence may have {manifest.limits.max_length}"
         )
+    item = row.here
+    if item is None:
+        return
     outside = (item.tokens < 0) | (item.tokens >= manifest.vocab_size)
     if outside.any():
         at = int(outside.argmax())

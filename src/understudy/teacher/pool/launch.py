@@ -5,20 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a replica answers."""
-
-    url: str
-    token: str | None = None
-
-    def __repr__(self) -> str:  # tokens do not belong in logs
-        return f"Endpoint({self.url!r})"
+from understudy.serving.endpoint import Endpoint
 
 
 class Launcher(Protocol):
-    """Starts and stops the processes of a pool's replicas; called by `Keeper` on the pool's event loop."""
+    """Starts and stops the processes of a pool's replicas; called by `ReplicaSupervisor` on the pool's event loop."""
 
     async def start(self, replica: str) -> Endpoint:
         """Start the replica's process; returns its endpoint once it can score."""

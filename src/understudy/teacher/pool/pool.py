@@ -19,16 +19,16 @@ from understudy.errors import ClusterError, TeacherError, TeacherReplyError, Tea
 from understudy.teacher.clients.http import ReplicaTimeout, ServerFailed
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.balance import least_loaded
-from understudy.teacher.pool.cache import PoolCache, ScoreCache
+from understudy.teacher.pool.cache import ScoreCache
 from understudy.teacher.pool.canary import Canary
 from understudy.teacher.pool.clock import Clock, MonotonicClock
 from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
 from understudy.teacher.pool.health import Failure
-from understudy.teacher.pool.keeper import Connect, Keeper, KeeperOptions, connect_native
 from understudy.teacher.pool.launch import Launcher, ReplicaSpec
 from understudy.teacher.pool.metrics import PoolMetrics, PoolTotals, snapshot
 from understudy.teacher.pool.replica_record import Replica
-from understudy.types.scores import ScoreItem, TeacherScores
+from understudy.teacher.pool.supervisor import Connect, ReplicaSupervisor, SupervisorOptions, connect_native
+from understudy.types.references import ScoreRef, ScoresRef, fetched
 
 HEDGE_AFTER_SEEN = 20
 """Answers needed before the pool can tell that one is late."""
@@ -60,7 +60,7 @@ class PoolOptions:
     """Bytes of scores to cache for repeated requests; 0: no cache."""
     drain: float = 30.0
     """For the requests in flight of a replica that is removed."""
-    keeper: KeeperOptions = field(default_factory=KeeperOptions)
+    keeper: SupervisorOptions = field(default_factory=SupervisorOptions)
 
 
 @dataclass(slots=True)
@@ -81,12 +81,12 @@ class _Outcome:
     """The result of sending a request to one replica: scores, or the error that counts against it."""
 
     replica: Replica
-    scores: list[TeacherScores] | None
+    scores: list[ScoresRef] | None
     error: TeacherError | None = None
 
 
 class TeacherPool:
-    """The replicas of one teacher behind one `score`. Holds the supervisor (`Keeper`), the cache, the canary
+    """The replicas of one teacher behind one `score`. Holds the supervisor (`ReplicaSupervisor`), the cache, the canary
     and counters.
 
     The trainer and `TeacherRouter` call it; everything runs on one event loop.
@@ -103,9 +103,7 @@ class TeacherPool:
         *,
         connect: Connect = connect_native,
         on_event: Callable[[PoolEvent], None] = log_event,
-        cache: PoolCache | None = None,
     ) -> None:
-        """`cache` replaces the in-process cache of `options.cache_bytes`."""
         if not replicas:
             raise TeacherError(f"teacher {name} needs at least one replica")
         self.name = name
@@ -113,11 +111,11 @@ class TeacherPool:
         self._specs = list(replicas)
         self._clock = clock or MonotonicClock()
         self._rng = rng or random.Random(name)
-        self._keeper = Keeper(name, launcher, connect, self._clock, self.options.keeper, on_event)
+        self._supervisor = ReplicaSupervisor(
+            name, launcher, connect, self._clock, self.options.keeper, on_event
+        )
         self._totals = PoolTotals()
-        self._cache = cache
-        if cache is None and self.options.cache_bytes:
-            self._cache = ScoreCache(self.options.cache_bytes)
+        self._cache = ScoreCache(self.options.cache_bytes) if self.options.cache_bytes else None
         self._canary: Canary | None = None
         self._waiting = 0
         self._answers = 0
@@ -125,48 +123,48 @@ class TeacherPool:
 
     async def start(self) -> None:
         """Start every replica; raises if one cannot start, is empty, or differs from the first."""
-        await self._keeper.start(self._specs)
-        if self.options.canary and self._keeper.identity is not None:
-            self._canary = Canary(self._keeper.identity)
+        await self._supervisor.start(self._specs)
+        if self.options.canary and self._supervisor.identity is not None:
+            self._canary = Canary(self._supervisor.identity)
 
     async def close(self) -> None:
-        await self._keeper.close()
+        await self._supervisor.close()
 
     @property
     def manifest(self) -> Manifest:
-        if self._keeper.identity is None:
+        if self._supervisor.identity is None:
             raise TeacherError(f"teacher {self.name} has not been started")
-        return self._keeper.identity.manifest
+        return self._supervisor.identity.manifest
 
     @property
     def fixed_scores(self) -> list[float]:
         """Its scores of the fixed tokens at admission: the only identity of a server that hides its
         weights."""
-        return [] if self._keeper.identity is None else self._keeper.identity.probe_logprobs.tolist()
+        return [] if self._supervisor.identity is None else self._supervisor.identity.probe_logprobs.tolist()
 
     @property
     def replicas(self) -> list[str]:
-        return list(self._keeper.replicas)
+        return list(self._supervisor.replicas)
 
     @property
     def width(self) -> int:
         """The number of replicas that can answer now."""
-        return len(self._keeper.usable())
+        return len(self._supervisor.usable())
 
     async def add(self, spec: ReplicaSpec) -> None:
         """Add a replica while running."""
-        await self._keeper.add(spec)
+        await self._supervisor.add(spec)
 
     async def remove(self, replica: str) -> None:
         """Remove a replica while running; its requests in flight are finished or retried on another
         replica."""
-        await self._keeper.remove(replica, self.options.drain)
+        await self._supervisor.remove(replica, self.options.drain)
 
     def metrics(self) -> PoolMetrics:
         paused = self._paused_at is not None
-        return snapshot(self.name, paused, self._waiting, self._totals, self._keeper.replicas.values())
+        return snapshot(self.name, paused, self._waiting, self._totals, self._supervisor.replicas.values())
 
-    async def score(self, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+    async def score(self, items: Sequence[ScoreRef]) -> list[ScoresRef]:
         """Scores the items in one request. Returns checked scores; raises if the request itself cannot be
         served.
 
@@ -179,12 +177,13 @@ class TeacherPool:
             return await self._ask(items)
         return await self._ask_cached(self._cache, items)
 
-    async def _ask_cached(self, cache: PoolCache, items: Sequence[ScoreItem]) -> list[TeacherScores]:
+    async def _ask_cached(self, cache: ScoreCache, items: Sequence[ScoreRef]) -> list[ScoresRef]:
+        items = await fetched(items)  # the key of a request is a digest of its arrays
         parts = cache.parts(self.manifest, items)
-        scores: list[TeacherScores | None] = [None] * len(items)
+        scores: list[ScoresRef | None] = [None] * len(items)
         missing: list[tuple[bytes, list[int]]] = []
         for key, members in parts:
-            found = await cache.find(key, [items[i] for i in members])
+            found = cache.get(key, [items[i] for i in members])
             if found is None:
                 missing.append((key, members))
             for i, one in zip(members, found or [], strict=False):
@@ -195,11 +194,11 @@ class TeacherPool:
             zip(wanted, await self._ask([items[i] for i in wanted]) if wanted else [], strict=True)
         )
         for key, members in missing:
-            cache.put(key, [answers[i] for i in members])
+            cache.put(key, [await answers[i].fetch() for i in members])
         return [answers[i] if one is None else one for i, one in enumerate(scores)]
 
-    async def _ask(self, items: Sequence[ScoreItem]) -> list[TeacherScores]:
-        tokens = sum(len(item.tokens) for item in items)
+    async def _ask(self, items: Sequence[ScoreRef]) -> list[ScoresRef]:
+        tokens = sum(item.length for item in items)
         attempts = _Attempts()
         self._totals.requests += 1
         self._waiting += 1
@@ -223,11 +222,11 @@ class TeacherPool:
             self._waiting -= 1
 
     def _pick(self, attempts: _Attempts) -> Replica | None:
-        loads = [(r, r.load) for r in self._keeper.usable() if r.name not in attempts.tried]
+        loads = [(r, r.load) for r in self._supervisor.usable() if r.name not in attempts.tried]
         return least_loaded(loads, self._clock.now())
 
     async def _attempt(
-        self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
+        self, replica: Replica, items: Sequence[ScoreRef], tokens: int, attempts: _Attempts
     ) -> list[_Outcome]:
         """Send to one replica, and to a second if the first is late.
 
@@ -259,7 +258,7 @@ class TeacherPool:
                 task.cancel()
 
     async def _done_within(self, tasks: set[asyncio.Task[_Outcome]], seconds: float) -> bool:
-        timer = asyncio.create_task(self._keeper.wait(seconds))
+        timer = asyncio.create_task(self._supervisor.wait(seconds))
         try:
             await asyncio.wait([*tasks, timer], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -273,13 +272,13 @@ class TeacherPool:
             return self.options.hedge_after
         if self.options.hedge_factor is None:
             return None
-        latencies = sorted(second for r in self._keeper.replicas.values() for second in r.latencies)
+        latencies = sorted(second for r in self._supervisor.replicas.values() for second in r.latencies)
         if len(latencies) < HEDGE_AFTER_SEEN:
             return None
         return self.options.hedge_factor * latencies[int(0.95 * len(latencies))]
 
     async def _send(
-        self, replica: Replica, items: Sequence[ScoreItem], tokens: int, attempts: _Attempts
+        self, replica: Replica, items: Sequence[ScoreRef], tokens: int, attempts: _Attempts
     ) -> _Outcome:
         """Ask one replica. Its load already counts this request, and is released here in every case."""
         try:
@@ -293,15 +292,13 @@ class TeacherPool:
         replica.succeeded(tokens, self._clock.now() - started, self._clock.now())
         return _Outcome(replica, scores)
 
-    async def _checked(
-        self, replica: Replica, items: Sequence[ScoreItem], deadline: float
-    ) -> list[TeacherScores]:
+    async def _checked(self, replica: Replica, items: Sequence[ScoreRef], deadline: float) -> list[ScoresRef]:
         """Ask with the fixed tokens added, so that every reply shows that this is still the same teacher."""
         assert replica.client is not None
         if self._canary is None:
-            return await replica.client.score(items, deadline)
+            return list(await replica.client.score(items, deadline))
         scores = await replica.client.score(self._canary.with_items(items), deadline)
-        return self._canary.taken_off(scores, self.name, replica.name)
+        return await self._canary.taken_off(scores, self.name, replica.name)
 
     def _deadline(self, replica: Replica, attempts: _Attempts) -> float:
         """Seconds for this request: a base, plus time for its tokens and those outstanding at the replica."""
@@ -314,11 +311,11 @@ class TeacherPool:
         attempts.tried.add(replica.name)
         attempts.timeouts += failure is Failure.TIMEOUT
         attempts.bad += failure in (Failure.BAD_REPLY, Failure.SERVER)
-        self._keeper.request_failed(replica, failure, tokens, str(error))
+        self._supervisor.request_failed(replica, failure, tokens, str(error))
         if attempts.bad >= self.options.max_bad_attempts:
             raise error
         self._totals.retries += 1
-        self._keeper.tell(EventKind.RETRIED, replica.name, str(error))
+        self._supervisor.tell(EventKind.RETRIED, replica.name, str(error))
 
     async def _wait(self, attempts: _Attempts) -> None:
         """Called when every usable replica has been tried or there is none: wait for the backoff, or for a
@@ -326,26 +323,26 @@ class TeacherPool:
 
         Raises `ClusterError` if every replica was given up: then no row is at fault.
         """
-        if self._keeper.hopeless is not None:
+        if self._supervisor.hopeless is not None:
             raise ClusterError(
-                f"{self._keeper.hopeless}\nno replica of teacher {self.name} is left; no row is lost"
+                f"{self._supervisor.hopeless}\nno replica of teacher {self.name} is left; no row is lost"
             )
         if attempts.answers_seen != self._answers:
             attempts.answers_seen, attempts.rounds = self._answers, 0
-        if not self._keeper.usable() or attempts.rounds >= 2:
+        if not self._supervisor.usable() or attempts.rounds >= 2:
             self._pause()
         pause = min(self.options.retry_most, self.options.retry_first * 2**attempts.rounds)
         attempts.rounds = min(attempts.rounds + 1, 16)
-        await self._keeper.wait_for_change(pause * self._rng.uniform(0.5, 1.5))
+        await self._supervisor.wait_for_change(pause * self._rng.uniform(0.5, 1.5))
         attempts.tried.clear()
 
     def _pause(self) -> None:
         if self._paused_at is None:
             self._paused_at = self._clock.now()
             self._totals.pauses += 1
-            replicas = self._keeper.replicas.values()
+            replicas = self._supervisor.replicas.values()
             states = "; ".join(f"{r.name} {r.life.state.value} ({r.life.last_reason})" for r in replicas)
-            self._keeper.tell(
+            self._supervisor.tell(
                 EventKind.PAUSED, None, f"no replica answers, scoring waits and nothing is dropped: {states}"
             )
 
@@ -354,7 +351,7 @@ class TeacherPool:
             seconds = self._clock.now() - self._paused_at
             self._paused_at = None
             self._totals.paused_seconds += seconds
-            self._keeper.tell(EventKind.RESUMED, None, f"scoring goes on after {seconds:.1f} s")
+            self._supervisor.tell(EventKind.RESUMED, None, f"scoring goes on after {seconds:.1f} s")
 
 
 def _kind_of(error: TeacherError) -> Failure:

@@ -16,7 +16,7 @@ LATENCIES_KEPT = 512
 
 @dataclass(slots=True)
 class Replica:
-    """Held by `Keeper`; the pool updates it on its event loop."""
+    """Held by `ReplicaSupervisor`; the pool updates it on its event loop."""
 
     spec: ReplicaSpec
     life: ReplicaLife

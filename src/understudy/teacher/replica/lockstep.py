@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from understudy.errors import LOST_PEER
 from understudy.teacher.protocol import ScoreRequest, WireHead, decode_request, encode_request
 from understudy.teacher.replica.tensor_parallel import Place, shard_head, shard_layers
 from understudy.teacher.scoring.body import Layout
@@ -71,7 +72,7 @@ class LockstepScorer(Scorer):
             log.exception(
                 "process %d of %d failed in the middle of a forward", self.place.rank, self.place.world
             )
-            os._exit(4)
+            os._exit(LOST_PEER)
 
     def follow(self) -> None:
         """Score every request the leader broadcasts, until an empty message ends it."""

@@ -13,10 +13,9 @@ import tempfile
 import threading
 from collections.abc import Sequence
 
-from understudy.errors import TeacherError
+from understudy.errors import LOST_PEER, TeacherError
 from understudy.teacher.replica import server
 
-LOST_A_RANK = 4
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -74,4 +73,4 @@ def _watch(rank: int, process: subprocess.Popen[bytes], done: threading.Event) -
             f"error: rank {rank} of this replica ended with code {code}; the replica ends too",
             file=sys.stderr,
         )
-        os._exit(LOST_A_RANK)
+        os._exit(LOST_PEER)

@@ -10,21 +10,17 @@ can score. The process ends on SIGTERM after the requests in flight, and at once
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
-import os
 import socket
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from understudy.errors import UnderstudyError
 from understudy.nn.pretrained import AUTO
-from understudy.serving.bind import StartError, bind_socket, url_of
-from understudy.serving.child import end_with_launcher, write_ready_file
+from understudy.serving.bind import StartError
+from understudy.serving.process import Process, process_arguments, process_main
 from understudy.serving.server import serve
 from understudy.teacher.manifest import Batching, Limits
 from understudy.teacher.replica.app import build_app
@@ -33,17 +29,11 @@ from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.model import DTYPES
 from understudy.teacher.scoring.scorer import ScorerOptions
 
-log = logging.getLogger("understudy.teacher.replica.server")
-
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m understudy.teacher.replica.server", description=__doc__)
+    parser = process_arguments("understudy.teacher.replica.server", __doc__)
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--name", required=True, help="the teacher's name, as in the recipe")
-    parser.add_argument("--bind", default="127.0.0.1:0", help="HOST:PORT; port 0 takes a free one")
-    parser.add_argument(
-        "--token-env", default="UNDERSTUDY_TOKEN", help="environment variable with the bearer token"
-    )
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
@@ -70,8 +60,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-k", type=int, default=Limits().max_k)
     parser.add_argument("--max-request-tokens", type=int, default=Limits().max_request_tokens)
     parser.add_argument("--max-request-bytes", type=int, default=Limits().max_request_bytes)
-    parser.add_argument("--ready-file", type=Path, help='written when able to score: {"url": …, "pid": …}')
-    parser.add_argument("--watch-fd", type=int, help="exit when this inherited pipe closes")
     return parser.parse_args(argv)
 
 
@@ -86,52 +74,33 @@ def check_place(args: argparse.Namespace) -> None:
         )
 
 
-async def run(args: argparse.Namespace, sock: socket.socket, token: str | None) -> None:
-    worker, manifest, vocabulary = build_worker(args)
+def run(process: Process) -> Coroutine[Any, Any, None] | None:
+    args = process.args
+    check_place(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.rank > 0:
+        # This rank runs and will join its peers; rank 0's ready file says that all can score.
+        process.ready(url="")
+        follow(args)
+        return None
+    return score(process, process.bind())
+
+
+async def score(process: Process, sock: socket.socket) -> None:
+    worker, manifest, vocabulary = build_worker(process.args)
     worker.start()
-
-    def ready() -> None:
-        if args.ready_file is not None:
-            write_ready_file(args.ready_file, url=url_of(sock))
-        log.info(
-            "teacher %s scores at %s (%s, %s, %s)",
-            args.name,
-            url_of(sock),
-            args.model,
-            args.dtype,
-            args.device,
-        )
-
-    await serve(build_app(worker, manifest, vocabulary, token), sock, ready, keep_alive=75, hurried=False)
+    app = build_app(worker, manifest, vocabulary, process.token)
+    what = f"teacher {process.args.name} scores"
+    await serve(process, app, sock, what=what, keep_alive=75, hurried=False)
     worker.stop()
     worker.scorer.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    if args.watch_fd is not None:
-        end_with_launcher(args.watch_fd)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    token = os.environ.get(args.token_env) or None
-    try:
-        check_place(args)
-        if args.rank > 0:
-            if args.ready_file is not None:
-                # This rank runs and will join its peers; rank 0's ready file says that all can score.
-                write_ready_file(args.ready_file, url="")
-            follow(args)
-            return 0
-        with bind_socket(args.bind, token) as sock:
-            asyncio.run(run(args, sock, token))
-    except UnderstudyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return process_main(run, parse_args(argv))
 
 
 if __name__ == "__main__":

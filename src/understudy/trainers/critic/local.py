@@ -2,7 +2,7 @@
 
 ValueModel     the protocol a step uses
 ├── Critic     in the trainer's process, which is rank 0's where there are several ranks
-└── FarCritic  a client of a `Critic` in its own process, on this or another machine (`remote.py`)
+└── RemoteCritic  a client of a `Critic` in its own process, on this or another machine (`remote.py`)
 """
 
 from __future__ import annotations

@@ -14,19 +14,21 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from understudy.cluster.local import Child, obituary
+from understudy.cluster.local import Child
+from understudy.cluster.monitor import BEAT_S, SILENCE_S, Monitor
 from understudy.config import CriticConfig
 from understudy.engines.hosted.client import HostChannel, HostLost
-from understudy.engines.replicas import Traffic
-from understudy.errors import CriticLost, EngineError, GivenUp, PolicyError
+from understudy.errors import CriticLost, EngineError, PolicyError, RankLost
 from understudy.policy.checkpoints.state import PolicyState
 from understudy.policy.ranks.wire import batch_columns, jagged_columns, jagged_from, pack, unpack
 from understudy.policy.refused import RefusedRows
 from understudy.policy.step import BadRows, StepResult
+from understudy.serving.endpoint import Traffic
 from understudy.trainers.critic.messages import (
     PATH,
     for_critic,
@@ -40,101 +42,53 @@ from understudy.trainers.critic.messages import (
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 
-_LOOK_SECONDS = 0.5
-_HURRIED_BEAT_S = 0.5
 _NOTICE_SECONDS = 60.0
 """How long it may take until a lost process is reported as lost: a cluster waits for several missed
 heartbeats of a machine."""
 Told = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
-class CriticWatch:
-    """Monitors the critic's process: whether it lives and answers /health. Runs on the trainer's event
-    loop."""
+class CriticWatch(Monitor):
+    """Monitors the critic's process: whether it lives and answers /health. A critic that computes answers too."""
 
     def __init__(
         self,
         child: Child,
         said_before: int = 0,
         *,
-        elsewhere: bool = False,
-        beat_s: float = 5.0,
-        silence_s: float = 60.0,
+        remote: bool = False,
+        beat_s: float = BEAT_S,
+        silence_s: float = SILENCE_S,
     ) -> None:
-        """`beat_s`: the interval of /health requests. `silence_s`: how long they may fail before the critic
-        counts as lost."""
-        self._child, self._said_before, self._elsewhere = child, said_before, elsewhere
-        self._beat_s, self._silence_s = beat_s, silence_s
-        self._silent: CriticLost | GivenUp | None = None
-        self._sent_home = False
+        super().__init__(CriticLost, beat_s=beat_s, silence_s=silence_s)
+        self._answered = 0
         self._hurried = asyncio.Event()
-        self._patience_s = silence_s
-        self._on_giving_up: Callable[[], None] = lambda: None
+        self.add(0, "the critic", child, said_before, remote=remote, mark=lambda: self._answered)
 
-    @property
-    def sent_home(self) -> bool:
-        return self._sent_home
-
-    def send_home(self) -> None:
-        """From now on the end of the critic's process is expected."""
-        self._sent_home = True
-
-    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
-        """Called on a stop request. A critic that does not answer counts as lost after `patience_s` from now
-        on.
-
-        A critic that computes still answers /health and is waited for as before."""
-        self._patience_s, self._on_giving_up = patience_s, on_giving_up
+    def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+        super().stop_soon(patience_s, on_giving_up)
         self._hurried.set()
 
-    def lost(self) -> CriticLost | GivenUp | None:
-        if self._sent_home:
-            return None
-        if not self._child.alive:
-            told = obituary("the critic", self._child, self._said_before, elsewhere=self._elsewhere)
-            return CriticLost(told)
-        return self._silent
-
-    async def watch(self, channel: HostChannel) -> None:
-        """Never returns. Raises once the process is lost, even while no command is under way."""
-        while (gone := self.lost()) is None:
-            await asyncio.sleep(_LOOK_SECONDS)
-        channel.give_up(str(gone))
-        raise gone
+    async def watch_channel(self, channel: HostChannel) -> None:
+        """As `watch`; also fails the requests that wait for an answer."""
+        try:
+            await self.watch()
+        except RankLost as gone:
+            channel.give_up(str(gone))
+            raise
 
     async def feel_pulse(self, channel: HostChannel) -> None:
         """Detects a stopped process, and a machine that is gone without closing its connections."""
-        heard = time.monotonic()
-        unhurried = asyncio.create_task(self._feel(channel, heard, self._beat_s, self._silence_s))
-        hurried = asyncio.create_task(self._hurried.wait())
-        try:
-            await asyncio.wait({unhurried, hurried}, return_when=asyncio.FIRST_COMPLETED)
-            if unhurried.done():
-                self._silent = CriticLost(
-                    f"the critic's process lives and does not answer (for {self._silence_s:.0f} s); log: {self._child.log}"
-                )
-                return
-        finally:
-            unhurried.cancel()
-            hurried.cancel()
-        await self._feel(channel, time.monotonic(), _HURRIED_BEAT_S, self._patience_s)
-        if not self._sent_home:
-            self._on_giving_up()
-            self._silent = GivenUp(
-                f"the critic's process does not answer ({self._patience_s:.0f} s after the stop was asked for); log: {self._child.log}"
-            )
-
-    async def _feel(self, channel: HostChannel, heard: float, beat_s: float, silence_s: float) -> None:
-        """Returns once the process has been alive but silent for `silence_s`."""
         while True:
-            await asyncio.sleep(beat_s)
-            if await channel.alive(silence_s):
-                heard = time.monotonic()
-            elif time.monotonic() - heard > silence_s and self._child.alive:
-                return
+            self._answered += await channel.answers(SILENCE_S)
+            if self._hurried.is_set():
+                await asyncio.sleep(self.beat_s)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurried.wait(), self.beat_s)
 
 
-class FarCritic:
+class RemoteCritic:
     """A `ValueModel` that sends commands to the critic's process. Calls block, so the update's thread makes
     them."""
 
@@ -164,12 +118,12 @@ class FarCritic:
 
     def expect_the_end(self) -> None:
         """The run ends: from now on the end of the critic's process is expected."""
-        self._watch.send_home()
+        self._watch.expect_exit()
 
-    def hurry(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
+    def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
         """Called on a stop request. `on_giving_up` is called if the critic then does not answer for
         `patience_s`."""
-        self._watch.hurry(patience_s, on_giving_up)
+        self._watch.stop_soon(patience_s, on_giving_up)
 
     def waiting(self, now: float) -> str | None:
         """The command under way and its age, for the report on a run that stands still."""
@@ -227,7 +181,7 @@ class FarCritic:
     ) -> Future[bytes]:
         self._asked = (what, time.monotonic())
         message = pack(head, tensors)
-        return asyncio.run_coroutine_threadsafe(self._channel.ask(PATH, message), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._channel.send(PATH, message), self._loop)
 
     def _outcome(self, asking: Future[bytes], learnt: tuple[Batch, Jagged] | None = None) -> Told:
         """The answer to a command. `learnt`: the rows of an update, which are saved if they break it."""
@@ -247,13 +201,13 @@ class FarCritic:
             raise refusal_from(answer["refused"])
         return answer, found
 
-    def _lost(self, error: HostLost) -> CriticLost | GivenUp:
+    def _lost(self, error: HostLost) -> RankLost:
         """The error for a broken connection. It waits for the monitor to find out why the process is gone."""
         deadline = time.monotonic() + _NOTICE_SECONDS
-        while time.monotonic() < deadline and not self._watch.sent_home:
+        while time.monotonic() < deadline and not self._watch.exit_expected:
             if (gone := self._watch.lost()) is not None:
                 return gone
-            time.sleep(_LOOK_SECONDS / 10)
+            time.sleep(0.05)
         return CriticLost(
             f"the connection to the critic broke, and its process is not known to be gone: {error}"
         )

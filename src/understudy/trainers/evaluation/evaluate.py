@@ -14,56 +14,52 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from understudy.errors import RankLost
 from understudy.rollout.dataset import Dataset
 from understudy.trainers.checkpoints import finish_saving, save_checkpoint
 from understudy.trainers.evaluation.accuracy import mean_by_source, sampled_measures
-from understudy.trainers.evaluation.examiner import Examiner, Failure
+from understudy.trainers.evaluation.examiner import Failure
 from understudy.trainers.models import load_model
 from understudy.trainers.produce.produce import routing_value
 from understudy.trainers.stopping import Abandoned, Interrupts
-from understudy.trainers.system import System
+from understudy.trainers.system import Producer, System
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-_KEPT_SAMPLES = 8
-"""Rollouts per data source that go to samples.jsonl at each evaluation."""
 _MAX_BATCH = 64
 _SHOWN = 3
 _EVAL = "eval"
 """The partition of the ledger that holds failed answers."""
 
 
-async def evaluate(system: System, step: int, teachers: bool = False) -> dict[str, float]:
+async def evaluate(producer: Producer, step: int, teachers: bool = False) -> dict[str, float]:
     """The student's accuracy now, per data source. With `teachers`, also that of each teacher on the rows it
     scores."""
-    if not system.eval_prompts or not system.recipe.data.reward:
+    prompts, settings = producer.eval_prompts, producer.settings.evaluation
+    if not prompts:
         return {}
-    trainer, prompts = system.recipe.trainer, system.eval_prompts
-    examiner = Examiner(
-        system.engine, system.loops, system.rewards, system.renderer, system.sampling,
-        system.renderer.context, system.recipe.rollout.max_batch, system.recipe.run.seed,
-    )  # fmt: skip
+    examiner = replace(producer.examiner, failures=[])
     text = f"evaluating on {len(prompts)} held-out problems"
     with (
-        system.spans.span("evaluate", step=step),
-        system.view.work(text, total=len(prompts) * (1 + trainer.eval_k)) as advance,
+        producer.state.spans.span("evaluate", step=step),
+        producer.state.view.work(text, total=len(prompts) * (1 + settings.k)) as advance,
     ):
         answers = await examiner.greedy(prompts, advance)
-        judged = await examiner.sampled(prompts, trainer.eval_k, advance) if trainer.eval_k else []
-    _keep(system, step, answers)
-    await _bury(system, step, examiner.failures, "")
+        judged = await examiner.sampled(prompts, settings.k, advance) if settings.k else []
+    _keep(producer, step, prompts, answers, "student")
+    await _bury(producer, step, examiner.failures, "")
     metrics = {
-        f"val/{name}": value for name, value in measures(prompts, answers, judged, trainer.solved_at).items()
+        f"val/{name}": value for name, value in measures(prompts, answers, judged, settings.solved_at).items()
     }
-    if teachers and trainer.eval_teachers:
-        metrics |= await _teacher_accuracy(system)
+    if teachers:
+        metrics |= await _teacher_accuracy(producer)
     return metrics
 
 
@@ -106,28 +102,27 @@ def _reward(trajectory: Trajectory, failed: float = 0.0) -> float:
     return failed if trajectory.reward is None else float(trajectory.reward)
 
 
-async def _bury(system: System, step: int, failures: Sequence[Failure], who: str) -> None:
+async def _bury(producer: Producer, step: int, failures: Sequence[Failure], who: str) -> None:
     """Issues and dead-letters each failed answer, so that it is in the dead-letter file and an audit still
     balances."""
     for failure in failures:
         name = f"{failure.prompt.key}-step{step:06d}-{who}{failure.asked}"
         key = row_key(name, failure.session)
         # Not issued: an earlier launch has dead-lettered it already.
-        if await system.plane.issue(_EVAL, [key], step=step, reserved=True):
-            await system.plane.dead_letter(_EVAL, key, failure.reason, {"trace": failure.trace})
+        if await producer.state.plane.issue(_EVAL, [key], step=step, reserved=True):
+            await producer.state.plane.dead_letter(_EVAL, key, failure.reason, {"trace": failure.trace})
     if failures:
         text = f"{len(failures)} held-out answers failed and count as unsolved, first {failures[0].reason}"
         logger.warning("step %d: %s", step, text)
-        system.view.note(f"step {step}: {text}; see {system.run.dead_letters}")
+        producer.state.view.note(f"step {step}: {text}; see {producer.state.run.dead_letters}")
 
 
-async def _teacher_accuracy(system: System) -> dict[str, float]:
+async def _teacher_accuracy(producer: Producer) -> dict[str, float]:
     """The accuracy of each teacher on the problems it scores, as a baseline for the student."""
-    assert system.router is not None
     metrics: dict[str, float] = {}
-    for name, teacher in system.recipe.teachers.items():
-        mine = [prompt for prompt in system.eval_prompts if _sole_teacher(system, prompt) == name]
-        if not mine or teacher.placement == "external":
+    for name, teacher in producer.settings.evaluation.teachers.items():
+        mine = [prompt for prompt in producer.eval_prompts if _sole_teacher(producer, prompt) == name]
+        if not mine:
             continue
         loaded = await asyncio.to_thread(
             load_model,
@@ -138,47 +133,47 @@ async def _teacher_accuracy(system: System) -> dict[str, float]:
             revision=teacher.revision,
             attention=teacher.attention,
         )
-        engine = loaded.engine(system.recipe.rollout.max_batch)
-        examiner = Examiner(
-            engine, system.loops, system.rewards, system.renderer, system.sampling, loaded.steady_context,
-            system.recipe.rollout.max_batch,
-        )  # fmt: skip
+        engine = loaded.engine(producer.examiner.max_batch)
+        examiner = replace(
+            producer.examiner, engine=engine, context=loaded.steady_context, seed=0, failures=[]
+        )
         text = f"evaluating teacher {name} on {len(mine)} held-out problems"
         try:
-            with system.view.work(text, total=len(mine)) as advance:
+            with producer.state.view.work(text, total=len(mine)) as advance:
                 answers = await examiner.greedy(mine, advance)
         finally:
             await engine.close()
-        await _bury(system, 0, examiner.failures, f"teacher-{name}-")
+        _keep(producer, 0, mine, answers, f"teacher {name}")
+        await _bury(producer, 0, examiner.failures, f"teacher-{name}-")
         metrics |= {
             f"val/teacher_accuracy{key}": value for key, value in _accuracy(mine, answers).items() if key
         }
     return metrics
 
 
-def _sole_teacher(system: System, prompt: Prompt) -> str | None:
+def _sole_teacher(producer: Producer, prompt: Prompt) -> str | None:
     """The teacher that scores this row; None for a row that a mixture scores."""
-    assert system.router is not None
-    if prompt.columns.get(system.recipe.data.mixture_key) is not None:
+    assert producer.teachers.router is not None
+    if prompt.columns.get(producer.settings.mixture_key) is not None:
         return None
-    return system.router.route(routing_value(system, prompt))
+    return producer.teachers.router.route(routing_value(producer, prompt))
 
 
-def _keep(system: System, step: int, answers: Sequence[Trajectory]) -> None:
-    """Appends a few answers to samples.jsonl, always for the same problems. The report shows them."""
-    kept: dict[str, int] = defaultdict(int)
-    with system.run.samples.open("a") as handle:
-        for prompt, trajectory in zip(system.eval_prompts, answers, strict=True):
-            if kept[prompt.data_source] >= _KEPT_SAMPLES:
+def _keep(
+    producer: Producer, step: int, prompts: Sequence[Prompt], answers: Sequence[Trajectory], model: str
+) -> None:
+    """Appends every answer to samples.jsonl. `model`: "student", or "teacher NAME"."""
+    with producer.state.run.samples.open("a") as handle:
+        for prompt, trajectory in zip(prompts, answers, strict=True):
+            if not trajectory.loss_mask.any():  # its agent loop failed: a dead letter says why
                 continue
-            kept[prompt.data_source] += 1
-            written = trajectory.tokens[trajectory.loss_mask]
             line = {
                 "step": step,
+                "model": model,
                 "key": prompt.key,
                 "source": prompt.data_source,
                 "prompt": prompt.text if prompt.text is not None else prompt.messages[-1]["content"],
-                "text": system.renderer.decode(written),
+                "text": producer.renderer.decode(trajectory.tokens[trajectory.loss_mask]),
                 "answer": prompt.columns.get("answer"),
                 "reward": trajectory.reward,
                 "stop_reason": str(trajectory.stop_reason),
@@ -189,9 +184,9 @@ def _keep(system: System, step: int, answers: Sequence[Trajectory]) -> None:
 async def evaluate_first(system: System, stop: Interrupts) -> None:
     """Evaluates student and teachers before the first step. There is nothing to save yet."""
     with suppress(Abandoned):
-        line = await stop.waiting(evaluate(system, step=0, teachers=True))
+        line = await stop.waiting(evaluate(system.producer, step=0, teachers=True))
         if line:
-            system.view.step(system.metrics.write(0, line))
+            system.state.view.step(system.state.metrics.write(0, line))
 
 
 async def evaluated(system: System, step: int, line: dict[str, Any], stop: Interrupts) -> dict[str, Any]:
@@ -200,18 +195,20 @@ async def evaluated(system: System, step: int, line: dict[str, Any], stop: Inter
 
     If the evaluation fails, the step is saved before the error is raised."""
     try:
-        return line | await stop.waiting(evaluate(system, step))
+        return line | await stop.waiting(evaluate(system.producer, step))
     except Abandoned:
         return line
     except RankLost:
         raise
     except Exception as error:
-        system.view.step(system.metrics.write(step, line))
+        system.state.view.step(system.state.metrics.write(step, line))
         try:
             await save_checkpoint(system, step)
-            await finish_saving(system)
+            await finish_saving(system.state)
         except Exception:
             logger.exception("step %d could not be saved after its evaluation failed", step)
         else:
-            system.view.note(f"the evaluation after step {step} failed ({error}); the step itself is saved")
+            system.state.view.note(
+                f"the evaluation after step {step} failed ({error}); the step itself is saved"
+            )
         raise

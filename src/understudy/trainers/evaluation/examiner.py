@@ -1,7 +1,7 @@
 """Lets a model answer a set of problems, and runs the reward on each answer.
 
-If the agent loop or the reward of an answer raises, or the reward is not finite, the answer counts as
-unsolved and the reason is kept. An infrastructure error, which is not the problem's fault, still ends the
+If the agent loop or the reward of an answer raises or takes longer than `rollout.deadline_seconds`, or the
+reward is not finite, the answer counts as unsolved and the reason is kept. An infrastructure error, which is not the problem's fault, still ends the
 evaluation.
 """
 
@@ -21,8 +21,8 @@ from understudy.rollout.agents.registry import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.seeds import derive_seed
-from understudy.trainers.call_batching import Cohort, Lane
-from understudy.trainers.produce.failures import INFRASTRUCTURE
+from understudy.trainers.call_batching import BatchByKey, CallQueue
+from understudy.trainers.produce.failures import INFRASTRUCTURE, ClockStopped, reason_of, timed
 from understudy.trainers.row_columns import finite
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import StopReason, Trajectory
@@ -49,7 +49,7 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        return f"{type(self.error).__name__}: {self.error}"
+        return reason_of(self.error)
 
     @property
     def trace(self) -> list[str]:
@@ -67,6 +67,8 @@ class Examiner:
     sampling: Sampling
     context: int
     max_batch: int
+    deadline_seconds: float
+    """For an agent loop without its waits for the engine, and again for the reward."""
     seed: int = 0
     failures: list[Failure] = field(default_factory=list)
     """The failures of all answers so far, in order of problem and session. Their trajectories have no
@@ -91,18 +93,19 @@ class Examiner:
     ) -> list[Trajectory]:
         """Answers with rewards, in the order of `pairs`. Batches are composed by key, so answers repeat to
         the bit."""
-        lane = Lane("generate", self.engine.generate, self.max_batch)
+        queue = CallQueue("generate", self.engine.generate, self.max_batch)
         broken: list[Exception] = []
         """Engine errors that no problem caused, such as a lack of memory."""
 
-        async def one(prompt: Prompt, session: int, cohort: Cohort) -> Trajectory | Failure:
+        async def one(prompt: Prompt, session: int, cohort: BatchByKey) -> Trajectory | Failure:
             async def generate(tokens: np.ndarray, wanted: Sampling, turn: int) -> Generation:
                 key = f"{prompt.key}/{session}/{turn}"
                 seed = derive_seed(self.seed, prompt.epoch, prompt.key, session, turn)
                 try:
-                    result: Generation = await cohort.call(
-                        lane, key, GenerateRequest(key, tokens, wanted, seed)
-                    )
+                    with ClockStopped(clock):
+                        result: Generation = await cohort.call(
+                            queue, key, GenerateRequest(key, tokens, wanted, seed)
+                        )
                 except Exception as error:
                     if not isinstance(error, UnderstudyError):
                         broken.append(error)
@@ -110,24 +113,30 @@ class Examiner:
                 return result
 
             async with cohort.member():
-                written = None
+                written, limit = None, self.deadline_seconds
+                clock, what = asyncio.timeout(limit), "agent loop"
                 try:
                     context = LoopContext(
                         generate, self.renderer, sampling, prompt.key, session, self.context
                     )
-                    written = checked_outputs(await self.loops.of(prompt).run(prompt, context), context)[-1]
-                    return finite(await self.rewards.judge(prompt, written))
+                    async with clock:
+                        outputs = await self.loops.of(prompt).run(prompt, context)
+                    written = checked_outputs(outputs, context)[-1]
+                    clock, what = asyncio.timeout(limit), f"reward {self.rewards.names}"
+                    async with clock:
+                        return finite(await self.rewards.judge(prompt, written))
                 except INFRASTRUCTURE:
                     raise
                 except Exception as error:
                     if any(error is one for one in broken):
                         raise
-                    return Failure(prompt, asked, session, error, written)
+                    late = timed(error, clock, f"{what} timed out: {prompt.key}", limit)
+                    return Failure(prompt, asked, session, late, written)
 
         answers: list[Trajectory] = []
         for start in range(0, len(pairs), self.max_batch):
             chunk = pairs[start : start + self.max_batch]
-            cohort = Cohort(len(chunk))
+            cohort = BatchByKey(len(chunk))
             found = await asyncio.gather(*(one(prompt, session, cohort) for prompt, session in chunk))
             self.failures.extend(entry for entry in found if isinstance(entry, Failure))
             answers += [unjudged(entry) if isinstance(entry, Failure) else entry for entry in found]

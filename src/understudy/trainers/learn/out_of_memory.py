@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from understudy.policy.policy import Policy, untouched
-from understudy.types.far_batch import AnyBatch, FarBatch
+from understudy.types.batch_ref import BatchRef
 
 if TYPE_CHECKING:
-    from understudy.trainers.system import System
+    from understudy.trainers.system import Learner
 
 
 MOST_HALVINGS = 3
@@ -29,16 +29,16 @@ recipe."""
 Result = TypeVar("Result")
 
 
-def within_memory(system: System, learner: object, batch: AnyBatch, work: Callable[[int], Result]) -> Result:
-    """`work(tokens)`, a call of `learner` (a policy or a critic) with `batch`. Retried with half the tokens
+def within_memory(learner: Learner, model: object, batch: BatchRef, work: Callable[[int], Result]) -> Result:
+    """`work(tokens)`, a call of `model` (a policy or a critic) with `batch`. Retried with half the tokens
     if memory ran out."""
-    asked = tokens = system.micro_batches.tokens(system.recipe)
+    asked = tokens = learner.micro_batches.tokens
     for halvings in range(MOST_HALVINGS + 1):
         try:
             result = work(tokens)
         except torch.OutOfMemoryError:
             smaller = max(tokens // 2, _longest_row(batch))
-            if halvings == MOST_HALVINGS or smaller >= tokens or not _may_try_again(system, learner):
+            if halvings == MOST_HALVINGS or smaller >= tokens or not _may_try_again(learner, model):
                 raise
             tokens = smaller
         else:
@@ -47,23 +47,22 @@ def within_memory(system: System, learner: object, batch: AnyBatch, work: Callab
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if tokens < asked:
-        system.micro_batches.most_tokens = tokens
-        system.view.note(
+        learner.micro_batches.most_tokens = tokens
+        learner.state.view.note(
             f"the GPU's memory was full with micro-batches of {asked} tokens: going on with {tokens}; "
             f"trainer.micro_batch_tokens = {tokens} starts there"
         )
     return result
 
 
-def _longest_row(batch: AnyBatch) -> int:
+def _longest_row(batch: BatchRef) -> int:
     """The length of the longest row in tokens. No micro-batch can be smaller."""
-    lengths = batch.token_lengths if isinstance(batch, FarBatch) else batch.tokens.lengths.tolist()
-    return max(lengths, default=0)
+    return max(batch.token_lengths, default=0)
 
 
-def _may_try_again(system: System, learner: object) -> bool:
+def _may_try_again(learner: Learner, model: object) -> bool:
     """Whether there is one rank, no full determinism, and no weight was changed yet."""
-    if system.deterministic:
+    if learner.settings.deterministic:
         return False
     # A critic has its own property, because it may be in another process.
-    return untouched(learner) if isinstance(learner, Policy) else bool(getattr(learner, "untouched", False))
+    return untouched(model) if isinstance(model, Policy) else bool(getattr(model, "untouched", False))

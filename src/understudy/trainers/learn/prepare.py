@@ -12,12 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 
-from understudy.config import LossConfig, Recipe
+from understudy.config import LossConfig
 from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import overlong_penalty
 from understudy.errors import LossInputError
@@ -35,10 +34,11 @@ from understudy.losses.correction import (
     mismatch_metrics,
 )
 from understudy.losses.estimators import estimate
+from understudy.planning.resolved import LearnSettings
 from understudy.trainers.learn.minibatches import split_rows
 from understudy.trainers.learn.out_of_memory import within_memory
-from understudy.trainers.system import System
-from understudy.types.far_batch import AnyBatch
+from understudy.trainers.system import Learner
+from understudy.types.batch_ref import BatchRef
 from understudy.types.jagged import Jagged
 from understudy.types.trajectory import StopReason
 
@@ -61,7 +61,7 @@ def needs_old_logprobs(loss: LossConfig, updates: int) -> bool:
     return updates > 1 and (loss.task_coef > 0 or (loss.policy_gradient and loss.distill_coef > 0))
 
 
-def corrected(batch: AnyBatch, old: Jagged, loss: LossConfig) -> tuple[AnyBatch, dict[str, float]]:
+def corrected(batch: BatchRef, old: Jagged, loss: LossConfig) -> tuple[BatchRef, dict[str, float]]:
     """The batch with importance weights, if the recipe has a correction, and metrics of the mismatch."""
     lengths = old.lengths.tolist()
     behaviour_N = behaviour_of(batch)
@@ -74,7 +74,7 @@ def corrected(batch: AnyBatch, old: Jagged, loss: LossConfig) -> tuple[AnyBatch,
     return batch.with_columns(importance=Jagged(weights_N, old.offsets)), metrics
 
 
-def behaviour_of(batch: AnyBatch) -> torch.Tensor:
+def behaviour_of(batch: BatchRef) -> torch.Tensor:
     """[N]: the engine's logprobs of the loss-bearing tokens, rows concatenated."""
     here = batch.streams()
     return here.behaviour_logprobs.values[here.loss_mask.values]
@@ -88,7 +88,7 @@ TOLD_AFTER = 3
 class Prepared:
     """A batch ready to be split into updates."""
 
-    batch: AnyBatch
+    batch: BatchRef
     old_logprobs: Jagged | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -100,75 +100,74 @@ class Prepared:
         self.seconds[name] = time.perf_counter() - started
 
 
-def prepare(system: System, batch: AnyBatch, updates: int) -> Prepared:
-    recipe = system.recipe
-    loss = recipe.loss
+def prepare(learner: Learner, batch: BatchRef, updates: int) -> Prepared:
+    loss, rollout = learner.settings.loss, learner.settings.rollout
     ready = Prepared(batch)
     values = None
-    if loss.task_coef > 0 and system.critic is not None:
-        values = system.critic.begin_values(batch.streams, partial(system.micro_batches.tokens, recipe))
+    if loss.task_coef > 0 and learner.critic is not None:
+        values = learner.critic.begin_values(batch.streams, lambda: learner.micro_batches.tokens)
     if needs_old_logprobs(loss, updates):
         with ready.timed("old_logprobs"):
             ready.old_logprobs = within_memory(
-                system,
-                system.policy,
+                learner,
+                learner.policy,
                 batch,
-                lambda tokens: system.policy.logprobs(batch, tokens, loss.student_temperature),
+                lambda tokens: learner.policy.logprobs(batch, tokens, loss.student_temperature),
             )
         ready.batch, ready.metrics = corrected(ready.batch, ready.old_logprobs, loss)
-    max_tokens = system.micro_batches.tokens(recipe)
-    if system.reference is not None:
+    max_tokens = learner.micro_batches.tokens
+    if learner.reference is not None:
         with ready.timed("reference"):
-            known = system.reference.logprobs(batch.streams(), max_tokens, loss.student_temperature)
+            known = learner.reference.logprobs(batch.streams(), max_tokens, loss.student_temperature)
         ready.batch = ready.batch.with_columns(reference_logprobs=known)
     if loss.task_coef > 0:
         if values is not None:
             with ready.timed("values"):
                 ready.batch = ready.batch.with_columns(values=values())
-        rewards = penalised(ready.batch, recipe.rollout.max_new_tokens, recipe.rollout.overlong_buffer,
-                            recipe.rollout.overlong_penalty)  # fmt: skip
-        ready.batch = replace(ready.batch, rewards=rewards)
+        rewards = penalised(ready.batch, rollout.max_new_tokens, rollout.overlong_buffer,
+                            rollout.overlong_penalty)  # fmt: skip
+        ready.batch = ready.batch.with_rewards(rewards)
         penalty = _reference_penalty(ready, loss.kl_coef, loss.kl_kind) if loss.kl_in == "reward" else None
         ready.batch = with_advantages(
             ready.batch, loss.advantage, penalty_N=penalty, gamma=loss.gamma, lam=loss.lam
         )
         _reward_metrics(ready, penalty)
-        _tell_of_no_advantage(system, ready)
+        _tell_of_no_advantage(learner, ready)
     return ready
 
 
-def _tell_of_no_advantage(system: System, ready: Prepared) -> None:
+def _tell_of_no_advantage(learner: Learner, ready: Prepared) -> None:
     """Notes once that the first steps of a launch had no advantage, so that the task term changes no
     weight."""
-    so_far, advantages = system.tally.steps_without_advantage, ready.batch.advantages
+    so_far, advantages = learner.state.tally.steps_without_advantage, ready.batch.advantages
     if so_far is None or advantages is None:
         return
     if bool(advantages.values.any()):
-        system.tally.steps_without_advantage = None
+        learner.state.tally.steps_without_advantage = None
         return
-    system.tally.steps_without_advantage = so_far + 1
+    learner.state.tally.steps_without_advantage = so_far + 1
     if so_far + 1 == TOLD_AFTER:
-        system.tally.steps_without_advantage = None
+        learner.state.tally.steps_without_advantage = None
         rewards = sorted(set(ready.batch.rewards))
         found = (
             f"all are {rewards[0]:g}"
             if len(rewards) == 1
             else "all sessions of each prompt have the same one"
         )
-        system.view.note(
+        learner.state.view.note(
             f"rewards gave no advantage in {TOLD_AFTER} steps ({found}): loss.task_coef changes nothing so far; is data.reward right "
             "for these rows?"
         )
 
 
 def with_advantages(
-    batch: AnyBatch,
+    batch: BatchRef,
     kind: str,
     *,
     penalty_N: torch.Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
-) -> AnyBatch:
+) -> BatchRef:
     """Task rewards as one advantage per loss-bearing token. Group-based kinds are normalised within each
     prompt's group.
 
@@ -198,7 +197,7 @@ def with_advantages(
     return batch.with_columns(advantages=Jagged(advantages_N, offsets), returns=Jagged(returns_N, offsets))
 
 
-def penalised(batch: AnyBatch, max_length: int, buffer: int | None, penalty: float) -> tuple[float, ...]:
+def penalised(batch: BatchRef, max_length: int, buffer: int | None, penalty: float) -> tuple[float, ...]:
     """The rewards after the soft over-long penalty."""
     if buffer is None:
         return batch.rewards
@@ -208,17 +207,17 @@ def penalised(batch: AnyBatch, max_length: int, buffer: int | None, penalty: flo
     )
 
 
-def rows_to_train(batch: AnyBatch, overlong: str) -> list[int]:
+def rows_to_train(batch: BatchRef, overlong: str) -> list[int]:
     """Rows with loss-bearing tokens, without those cut at the length limit if the recipe drops them."""
     cut = [overlong == "drop" and reason == StopReason.LENGTH for reason in batch.stop_reasons]
     cut = cut or [False] * len(batch)
     return [row for row, length in enumerate(batch.loss_lengths) if not cut[row] and length]
 
 
-def rows_of_updates(recipe: Recipe, batch: AnyBatch, step: int) -> list[list[int]]:
+def rows_of_updates(settings: LearnSettings, batch: BatchRef, step: int) -> list[list[int]]:
     """The rows of each optimizer step of this batch, in order."""
-    rows, trainer = rows_to_train(batch, recipe.rollout.overlong), recipe.trainer
-    return split_rows(batch.keys, rows, trainer.mini_batch_size, trainer.epochs, recipe.run.seed, step)
+    rows, trainer = rows_to_train(batch, settings.rollout.overlong), settings.trainer
+    return split_rows(batch.keys, rows, trainer.mini_batch_size, trainer.epochs, settings.seed, step)
 
 
 def _reference_penalty(ready: Prepared, coef: float, kind: str) -> torch.Tensor | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 
-from understudy.config import Recipe
 from understudy.observability.rundir import RunDir
 from understudy.policy.refused import RefusedRows
 from understudy.trainers.checkpoints import finish_saving, save_checkpoint
@@ -43,16 +42,10 @@ async def keep_weights(system: System, step: int, saved: int) -> None:
     Only if a step has one update: with more, an earlier update of the refused step may have changed the
     weights.
     """
-    if step == saved or not _one_update_a_step(system.recipe):
+    if step == saved or not system.learner.settings.one_update_per_step:
         return
     try:
         await save_checkpoint(system, step)
-        await finish_saving(system)
+        await finish_saving(system.state)
     except Exception:
         logger.exception("the weights of step %d could not be saved for a replay", step)
-
-
-def _one_update_a_step(recipe: Recipe) -> bool:
-    trainer = recipe.trainer
-    whole = trainer.mini_batch_size is None or trainer.mini_batch_size >= trainer.batch_size
-    return whole and trainer.epochs == 1 and recipe.loss.advantage != "gae"

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -27,99 +26,48 @@ from understudy.policy.step import StepResult
 from understudy.trainers.critic.local import ValueModel, critic_metrics
 from understudy.trainers.learn.minibatches import combine
 from understudy.trainers.learn.out_of_memory import within_memory
-from understudy.trainers.learn.prepare import Prepared, prepare, rows_of_updates, with_advantages
-from understudy.trainers.remote_rows.batches import _HIDDEN_DTYPE
-from understudy.trainers.row_columns import (
-    SCORED,
-    SIZES,
-    assemble,
-    fact_columns,
-    rewards_of,
-    rollout_metrics,
-    token_columns,
-)
-from understudy.trainers.system import PARTITION, System
+from understudy.trainers.learn.prepare import Prepared, prepare, rows_of_updates
+from understudy.trainers.row_columns import PARTITION, training_columns
+from understudy.trainers.system import Learner
 from understudy.types.batch import Batch
-from understudy.types.far_batch import AnyBatch, FarBatch
+from understudy.types.batch_ref import BatchRef
 from understudy.types.jagged import Jagged
 from understudy.types.loss_metrics import Metric, MetricTotal, metric_results
 
-
-async def far_batch_of(system: System, lease: Lease) -> tuple[FarBatch, dict[str, float]] | None:
-    """The rows of a lease by key. Columns missing in the queue are uploaded first. None: no queue, or it is
-    lost."""
-    rows, loss, judged = system.far_rows, system.recipe.loss, system.router is not None
-    if rows is None or rows.lost:
-        return None
-    facts: dict[str, Any] = dict(await system.plane.get(lease.meta, fact_columns(judged)))
-    plane: Any = system.plane
-    try:
-        meta = await plane.hand_over(lease.meta, token_columns(loss, judged))
-    except DataPlaneError:
-        if rows.lost:
-            return None
-        raise
-    extra = {}
-    if system.teacher_heads:
-        head = next(iter(system.teacher_heads.values()))
-        extra[_HIDDEN_DTYPE] = str(head.weight_VH.dtype).removeprefix("torch.")
-    sizes = facts[SIZES]
-    batch = FarBatch(
-        meta.but(tags=(), extra=extra),
-        tuple(row["tokens"] for row in sizes),
-        tuple(row["loss"] for row in sizes),
-        rows,
-        rewards=rewards_of(facts),
-        stop_reasons=tuple(facts["stop_reason"]),
-        teachers=tuple(facts.get(SCORED, ())),
-    )
-    return batch, rollout_metrics(facts)
-
-
 _SHOWN = 5
-__all__ = ["assemble", "claim_batch", "learn", "step_metrics", "update", "with_advantages"]
 
 
-async def claim_batch(system: System, step: int) -> tuple[Lease, AnyBatch, dict[str, float]]:
+async def claim_batch(learner: Learner, step: int) -> tuple[Lease, BatchRef, dict[str, float]]:
     """Lease every row made for this step, in order of key, and lay its columns out for training.
 
     Called after the step's producers have ended: a row that is incomplete then raises an error.
     """
-    fields, mine = training_fields(system), {"step": step}
-    depth = await system.plane.depth(PARTITION, fields=fields, where=mine, step=step)
+    fields, mine = training_columns(learner.settings.loss, learner.settings.judged), {"step": step}
+    depth = await learner.state.plane.depth(PARTITION, fields=fields, where=mine, step=step)
     if depth.ready < depth.rows:
-        raise await _never_complete(system, step, fields)
+        raise await _never_complete(learner, step, fields)
     if depth.ready == 0:
-        raise DataError(f"every row of step {step} failed; the reasons are in {system.run.dead_letters}")
-    lease = await system.plane.claim(
+        raise DataError(
+            f"every row of step {step} failed; the reasons are in {learner.state.run.dead_letters}"
+        )
+    lease = await learner.state.plane.claim(
         PARTITION, depth.ready, fields=fields, where=mine, order=Order.KEY, lease_seconds=None
     )
-    batch, metrics = await batch_of(system, lease)
+    batch, metrics = await learner.batches.of(lease)
     return lease, batch, metrics
 
 
-async def _never_complete(system: System, step: int, fields: Sequence[str]) -> DataPlaneError:
-    rows = {key: row for key, row in (await system.plane.list(PARTITION)).items() if row.step == step}
+async def _never_complete(learner: Learner, step: int, fields: Sequence[str]) -> DataPlaneError:
+    rows = {key: row for key, row in (await learner.state.plane.list(PARTITION)).items() if row.step == step}
     lacking = {key: [name for name in fields if name not in row.columns] for key, row in rows.items()}
     stuck = [f"{key} ({row.status.value}, lacks {', '.join(lacking[key]) or 'nothing'})" for key, row in rows.items()
              if lacking[key] or row.leased]  # fmt: skip
     more = f" and {len(stuck) - _SHOWN} more" if len(stuck) > _SHOWN else ""
     return DataPlaneError(
         f"step {step} cannot be trained: {len(stuck)} of its {len(rows)} rows are in flight and no producer works on them: "
-        f"{'; '.join(stuck[:_SHOWN])}{more}. `understudy audit {system.run.path}` counts every row; please report this with the "
+        f"{'; '.join(stuck[:_SHOWN])}{more}. `understudy audit {learner.state.run.path}` counts every row; please report this with the "
         "run directory"
     )
-
-
-async def batch_of(system: System, lease: Lease) -> tuple[AnyBatch, dict[str, float]]:
-    """Leased rows as a batch: by key if every rank fetches its own rows, otherwise with their columns."""
-    far = await far_batch_of(system, lease)
-    if far is not None:
-        return far
-    columns = await system.plane.get(lease.meta, training_fields(system))
-    heads = system.teacher_heads
-    dtype = next(iter(heads.values())).weight_VH.dtype if heads else torch.bfloat16
-    return assemble(lease.meta.keys, columns, dtype), rollout_metrics(columns)
 
 
 _LEARNER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="understudy-update")
@@ -127,63 +75,64 @@ _LEARNER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="understudy-upda
 per shape)."""
 
 
-async def update(system: System, batch: AnyBatch) -> StepResult:
+async def update(learner: Learner, batch: BatchRef) -> StepResult:
     """One trainer step on the update thread, so that health checks and the display continue on the event
     loop."""
-    job = partial(contextvars.copy_context().run, learn, system, batch)
+    job = partial(contextvars.copy_context().run, learn, learner, batch)
     return await asyncio.get_running_loop().run_in_executor(_LEARNER, job)
 
 
-def learn(system: System, batch: AnyBatch) -> StepResult:
+def learn(learner: Learner, batch: BatchRef) -> StepResult:
     """All optimizer steps of one batch: `trainer.epochs` times its mini-batches, first the critic's, then the
     student's."""
-    recipe, policy, critic = system.recipe, system.policy, system.critic
-    parts = rows_of_updates(recipe, batch, policy.step)
+    settings, policy, critic = learner.settings, learner.policy, learner.critic
+    parts = rows_of_updates(settings, batch, policy.step)
     if not parts:
         if critic is not None:
             critic.skip_step()
-        return _nothing_to_learn(system, batch)
-    ready = prepare(system, batch, len(parts))
+        return _nothing_to_learn(learner, batch)
+    ready = prepare(learner, batch, len(parts))
     extra: dict[str, Metric] = {name: MetricTotal(value) for name, value in ready.metrics.items()}
     alone = critic is not None and critic.alone
     if critic is not None:
         with ready.timed("critic"):
             here = ready.batch.streams()
-            extra |= critic_metrics(here, _teach_critic(system, critic, here, parts))
-    result = _nothing_to_learn(system, batch) if alone else _teach_student(system, ready, parts)
+            extra |= critic_metrics(here, _teach_critic(learner, critic, here, parts))
+    result = _nothing_to_learn(learner, batch) if alone else _teach_student(learner, ready, parts)
     return replace(result, metrics={**result.metrics, **extra}, seconds={**result.seconds, **ready.seconds})
 
 
-def _teach_critic(system: System, critic: ValueModel, batch: Batch, parts: Sequence[list[int]]) -> StepResult:
+def _teach_critic(
+    learner: Learner, critic: ValueModel, batch: Batch, parts: Sequence[list[int]]
+) -> StepResult:
     results = []
     for number, rows in enumerate(parts, start=1):
-        part, weights = _cut(batch, rows, system.recipe.loss.reduction)
-        assert isinstance(part, Batch)
-        learn_part = partial(critic.update, part, weights, ends_step=number == len(parts))
-        results.append(within_memory(system, critic, part, learn_part))
+        part, weights = _cut(batch, rows, learner.settings.loss.reduction)
+        learn_part = partial(critic.update, part.fetch_all(), weights, ends_step=number == len(parts))
+        results.append(within_memory(learner, critic, part, learn_part))
     return combine(list(zip(parts, results, strict=True)), len(batch))
 
 
-def _teach_student(system: System, ready: Prepared, parts: Sequence[list[int]]) -> StepResult:
-    recipe, every = system.recipe, len(ready.batch)
+def _teach_student(learner: Learner, ready: Prepared, parts: Sequence[list[int]]) -> StepResult:
+    settings, every = learner.settings, len(ready.batch)
     results = []
     for number, rows in enumerate(parts, start=1):
-        part, weights = _cut(ready.batch, rows, recipe.loss.reduction)
+        part, weights = _cut(ready.batch, rows, settings.loss.reduction)
         old = ready.old_logprobs
         learn_part = partial(
-            system.policy.update,
+            learner.policy.update,
             part,
-            system.objective,
+            learner.objective,
             weights,
             old_logprobs=old if old is None or len(rows) == every else old.select(rows),
-            teacher_heads=system.teacher_heads,
+            teacher_heads=learner.teacher_heads,
             ends_step=number == len(parts),
         )
-        results.append(within_memory(system, system.policy, part, learn_part))
+        results.append(within_memory(learner, learner.policy, part, learn_part))
     return combine(list(zip(parts, results, strict=True)), every)
 
 
-def _cut(batch: AnyBatch, rows: list[int], reduction: Reduction) -> tuple[AnyBatch, Jagged]:
+def _cut(batch: BatchRef, rows: list[int], reduction: Reduction) -> tuple[BatchRef, Jagged]:
     """Some rows of a batch with their reduction weights, whose denominators cover exactly these rows."""
     part = batch if len(rows) == len(batch) else batch.select(rows)
     lengths: tuple[int, ...] = part.loss_lengths
@@ -191,11 +140,11 @@ def _cut(batch: AnyBatch, rows: list[int], reduction: Reduction) -> tuple[AnyBat
     return part, Jagged(token_weights(lengths, reduction), offsets)
 
 
-def _nothing_to_learn(system: System, batch: AnyBatch) -> StepResult:
+def _nothing_to_learn(learner: Learner, batch: BatchRef) -> StepResult:
     """A step without an update of the student."""
-    system.policy.skip_step()
+    learner.policy.skip_step()
     return StepResult(
-        step=system.policy.step - 1,
+        step=learner.policy.step - 1,
         loss=0.0,
         grad_norm=0.0,
         learning_rate=0.0,
@@ -210,7 +159,7 @@ def _nothing_to_learn(system: System, batch: AnyBatch) -> StepResult:
     )
 
 
-def step_metrics(result: StepResult, batch: AnyBatch) -> dict[str, float]:
+def step_metrics(result: StepResult, batch: BatchRef) -> dict[str, float]:
     metrics = metric_results(dict(result.metrics))
     if result.updates:
         metrics |= {
@@ -227,9 +176,3 @@ def step_metrics(result: StepResult, batch: AnyBatch) -> dict[str, float]:
         metrics[f"teacher/{teacher}/share"] = len(rows) / len(batch)
         metrics[f"teacher/{teacher}/kl"] = sum(result.row_losses[i] for i in rows) / max(tokens, 1)
     return metrics
-
-
-def training_fields(system: System) -> tuple[str, ...]:
-    """The columns that a row must have to be trained on."""
-    judged = system.router is not None
-    return (*token_columns(system.recipe.loss, judged), *fact_columns(judged))

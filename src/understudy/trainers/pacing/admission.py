@@ -23,7 +23,7 @@ _TWICE = 2
 
 @dataclass(slots=True)
 class AdmissionController:
-    """Decides the ceiling of `Slots` from one observation per publish. Called by the trainer's task."""
+    """Decides the ceiling of `StalenessBudget` from one observation per publish. Called by the trainer's task."""
 
     windows: Windows
     ceiling: int = field(init=False)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from understudy.trainers.call_batching import Lane
+from understudy.trainers.call_batching import CallQueue
 
 
 @dataclass(slots=True)
@@ -44,14 +44,14 @@ class BusyMeter:
         return 1.0 - min(1.0, busy / elapsed) if elapsed > 0 else 0.0
 
 
-def metered(lane: Lane, meter: BusyMeter) -> Lane:
+def metered(queue: CallQueue, meter: BusyMeter) -> CallQueue:
     """The same lane, with its calls counted by `meter`."""
 
     async def run(items: Sequence[Any]) -> Sequence[Any]:
         meter.enter()
         try:
-            return await lane.run(items)
+            return await queue.run(items)
         finally:
             meter.leave()
 
-    return replace(lane, run=run)
+    return replace(queue, run=run)

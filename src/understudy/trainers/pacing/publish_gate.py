@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turnstile:
+class PublishGate:
     """With `partial_rollouts = false`, a publish waits for the rollouts under way, and new rollouts wait for
     the publish.
 

@@ -17,35 +17,35 @@ from collections.abc import Sequence
 from understudy.dataplane.base import split_key
 from understudy.dataplane.groups import GroupFilter, no_signal
 from understudy.errors import DataError
-from understudy.trainers.learn.update import training_fields
 from understudy.trainers.produce.produce import produce_step
-from understudy.trainers.system import PARTITION, System
+from understudy.trainers.row_columns import PARTITION, training_columns
+from understudy.trainers.system import Learner, Producer
 from understudy.types.prompt import Prompt
 
 
-def install_filters(system: System) -> None:
+def install_filters(producer: Producer) -> None:
     """Install the group filter in the plane, which keeps it until the process ends."""
-    if system.recipe.rollout.filter_groups:
-        system.plane.filter_groups(PARTITION, GroupFilter(no_signal))
+    if producer.settings.rollout.filter_groups:
+        producer.state.plane.filter_groups(PARTITION, GroupFilter(no_signal))
 
 
-async def fill_step(system: System, step: int) -> dict[str, float]:
+async def fill_step(producer: Producer, learner: Learner, step: int) -> dict[str, float]:
     """Produce `batch_size` prompts for this step, with refills if groups are filtered. Returns the refill
     metrics."""
-    wanted, rollout = system.recipe.trainer.batch_size, system.recipe.rollout
-    await produce_step(system, system.cursor.take(wanted), step)
+    wanted, rollout = producer.settings.batch_size, producer.settings.rollout
+    await produce_step(producer, learner, producer.cursor.take(wanted), step)
     if not rollout.filter_groups:
         return {}
     taken, refills = wanted, 0
-    while (missing := wanted - await prompts_held(system, step)) and refills < rollout.max_refills:
-        system.view.phase(f"step {step}: {missing} prompts had no signal, taking others")
-        await produce_step(system, system.cursor.take(missing), step)
+    while (missing := wanted - await prompts_held(producer, step)) and refills < rollout.max_refills:
+        producer.state.view.phase(f"step {step}: {missing} prompts had no signal, taking others")
+        await produce_step(producer, learner, producer.cursor.take(missing), step)
         taken += missing
         refills += 1
     if missing == wanted:
         raise nothing_to_learn(step, taken)
     if refills:
-        system.view.phase("")
+        producer.state.view.phase("")
     return refill_metrics(taken - (wanted - missing), refills)
 
 
@@ -53,12 +53,12 @@ def refill_metrics(filtered: int, refills: int) -> dict[str, float]:
     return {"rollout/filtered_prompts": float(filtered), "rollout/refills": float(refills)}
 
 
-def removal_metrics(system: System) -> dict[str, float]:
+def removal_metrics(producer: Producer) -> dict[str, float]:
     """Rows removed since the last step, by reason: evicted (a group without signal, or one that lost a
     member) or dead-lettered."""
     metrics = {"rows/evicted": 0.0, "rows/dead_letters": 0.0}
     names = {"evicted": "rows/evicted", "dead": "rows/dead_letters"}
-    for (kind, reason), count in sorted(system.plane.take_removed(PARTITION).items()):
+    for (kind, reason), count in sorted(producer.state.plane.take_removed(PARTITION).items()):
         metrics[names[kind]] += count
         metrics[f"{names[kind]}/{reason}"] = float(count)
     return metrics
@@ -71,17 +71,18 @@ def nothing_to_learn(step: int, taken: int) -> DataError:
     )
 
 
-async def without_rows(system: System, prompts: Sequence[Prompt]) -> int:
+async def without_rows(producer: Producer, prompts: Sequence[Prompt]) -> int:
     """How many of these prompts have no row in flight: filtered, or failed in every session."""
-    held = {split_key(key)[0] for key in await system.plane.list(PARTITION)}
+    held = {split_key(key)[0] for key in await producer.state.plane.list(PARTITION)}
     return sum(prompt.key not in held for prompt in prompts)
 
 
-async def prompts_held(system: System, step: int) -> int:
+async def prompts_held(producer: Producer, step: int) -> int:
     """How many prompts of this step have a complete row.
 
     Replacements that an earlier launch took may have incomplete rows in flight. They are taken from the
     cursor again."""
-    rows, fields = await system.plane.list(PARTITION), set(training_fields(system))
+    rows, settings = await producer.state.plane.list(PARTITION), producer.settings
+    fields = set(training_columns(settings.loss, settings.judged))
     complete = {key for key, row in rows.items() if row.tags.get("step") == step and fields <= {*row.columns}}
     return len({split_key(key)[0] for key in complete})

@@ -1,4 +1,4 @@
-"""Sorts failures: one sample's own fault becomes a dead letter; an infrastructure error ends the run."""
+"""Sorts failures of samples (a dead letter, or the end of the run); stops a session's clock while it waits."""
 
 from __future__ import annotations
 
@@ -38,3 +38,24 @@ def timed(error: Exception, clock: asyncio.Timeout, what: str, limit: float) -> 
     if not clock.expired() or isinstance(error, INFRASTRUCTURE):
         return error
     return SampleFailed(f"{what} took longer than rollout.deadline_seconds = {limit:g}")
+
+
+class ClockStopped:
+    """Stops a session's clock while it waits for the engine, and in a cohort for the other members.
+
+    A class, because a step has hundreds of them and a generator costs several times as much."""
+
+    __slots__ = ("_clock", "_left")
+
+    def __init__(self, clock: asyncio.Timeout) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        due = self._clock.when()
+        self._left = None if due is None else due - asyncio.get_running_loop().time()
+        if due is not None:  # else stopped already, by another branch of the same loop
+            self._clock.reschedule(None)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._left is not None:
+            self._clock.reschedule(asyncio.get_running_loop().time() + self._left)

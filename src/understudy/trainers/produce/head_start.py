@@ -18,68 +18,58 @@ import torch
 
 from understudy.policy.policy import Policy
 from understudy.trainers.learn.prepare import rows_of_updates
-from understudy.trainers.produce.row_journal import TURNS, after_turns
-from understudy.trainers.produce.session import Failed, Output
-from understudy.trainers.system import System
+from understudy.trainers.produce.rollouts import Failed, Output
+from understudy.trainers.system import Learner
 from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.trajectory import Trajectory
 
 
-class Ahead:
+class HeadStartTrigger:
     """Collects a step's rollouts on the event loop, and starts the student's forward pass after the last
     one."""
 
-    def __init__(self, system: System, policy: Policy, samples: int) -> None:
-        """`samples`: how many must be seen before the pass starts. If one fails, it never starts."""
-        self._system, self._policy, self._missing = system, policy, samples
+    def __init__(self, learner: Learner, policy: Policy, samples: int) -> None:
+        """`samples`: how many must be seen before the pass starts. If one failed or is remote, it never
+        starts."""
+        self._learner, self._policy, self._missing = learner, policy, samples
         self._rows: list[Trajectory] = []
-        self._over = False
 
     def saw(self, rows: Sequence[Output]) -> None:
         """Called with all outputs of one sample."""
-        if any(isinstance(row, Failed) for row in rows):
+        here = [None if isinstance(row, Failed) else row.here for row in rows]
+        found = [row for row in here if row is not None]
+        if len(found) < len(rows):
             return
-        self._rows += [row for row in rows if isinstance(row, Trajectory)]
+        self._rows += found
         self._missing -= 1
         if not self._missing and self._rows:
-            after_turns(TURNS, self._begin)
-
-    def over(self) -> None:
-        """Called when every row has its scores: a pass that has not started is not worth starting."""
-        self._over = True
-
-    def _begin(self) -> None:
-        """Starts the pass after the requests to teachers were sent. Teachers take longest, and the student's
-        thread competes with the requests for the interpreter."""
-        if not self._over:
-            self._policy.get_ahead(self._first_rows, self._system.micro_batches.tokens(self._system.recipe))
+            self._policy.get_ahead(self._first_rows, self._learner.micro_batches.tokens)
 
     def _first_rows(self) -> Batch | None:
         """The rows of the step's first update, as far as they are known."""
-        recipe, batch = self._system.recipe, _streams(self._rows)
-        parts = rows_of_updates(recipe, batch, self._policy.step)
+        batch = _streams(self._rows)
+        parts = rows_of_updates(self._learner.settings, batch, self._policy.step)
         if not parts:
             return None
         return batch if len(parts[0]) == len(batch) else batch.select(parts[0])
 
 
-def ahead_of(system: System, samples: int) -> Ahead | None:
+def head_start_of(learner: Learner, samples: int) -> HeadStartTrigger | None:
     """None if a head start cannot help, or if the rows of the update are not known before they are scored.
 
     It does not help on a GPU, which works through its queue anyway, nor on a single core."""
-    recipe, policy = system.recipe, system.policy
+    settings, policy = learner.settings, learner.policy
     useful = (
-        system.router is not None
-        and system.critic is None  # its update needs memory while the states are kept
-        and system.row_workers is None
-        and recipe.loss.signal != "hidden"  # micro-batches are grouped by teacher then
-        and not recipe.rollout.filter_groups
+        settings.judged
+        and learner.critic is None  # its update needs memory while the states are kept
+        and settings.loss.signal != "hidden"  # micro-batches are grouped by teacher then
+        and not settings.rollout.filter_groups
         and _cores() > 1
     )
     if not useful or not isinstance(policy, Policy) or not policy.can_get_ahead:
         return None
-    return Ahead(system, policy, samples)
+    return HeadStartTrigger(learner, policy, samples)
 
 
 def _cores() -> int:

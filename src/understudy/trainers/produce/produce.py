@@ -11,8 +11,8 @@ A session is one attempt at a prompt. Its agent loop returns one or several outp
 under the key of its output 0. An output whose reward or score fails becomes a dead letter alone. All outputs
 of a session are journalled in one write, so a resume finds either none or all of them.
 
-If workers on other machines write rows themselves (`remote_rows/rollouts.py`), the same steps are taken for
-rows known by key.
+Rows and scores are held by reference (`types/references.py`): workers on other machines may have written
+them (`rollouts.py`).
 """
 
 from __future__ import annotations
@@ -21,28 +21,23 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from understudy.dataplane.base import GroupPolicy, RowInfo, split_key
 from understudy.errors import ClusterError, DataError, LeaseLost
 from understudy.teacher.route import score_mixture
-from understudy.trainers.call_batching import Arrivals, Cohort, Gather
+from understudy.trainers.call_batching import BatchByArrival, BatchByKey, Gather
 from understudy.trainers.produce.failures import SampleFailed, own_fault, reason_of
-from understudy.trainers.produce.head_start import Ahead, ahead_of
-from understudy.trainers.produce.row_journal import TURNS, RowJournal, Written
-from understudy.trainers.produce.session import Failed, Output, roll_out, roll_out_far
-from understudy.trainers.remote_rows.mixture import score_far_mixture
-from understudy.trainers.remote_rows.rollouts import FarRow
-from understudy.trainers.remote_rows.scoring import FarScoreItem, FarScores
-from understudy.trainers.row_columns import CANDIDATES, SCORED, rollout_columns, score_columns
-from understudy.trainers.system import PARTITION, System
-from understudy.types.batch import BatchMeta
+from understudy.trainers.produce.head_start import HeadStartTrigger, head_start_of
+from understudy.trainers.produce.rollouts import Failed, Output, RolledOut
+from understudy.trainers.produce.row_journal import RowJournal, Written
+from understudy.trainers.produce.session import roll_out
+from understudy.trainers.row_columns import PARTITION, SCORED, score_columns
+from understudy.trainers.system import Learner, Producer
 from understudy.types.prompt import Prompt, row_key
-from understudy.types.scores import ScoreItem, Signal, TeacherScores
-from understudy.types.trajectory import StopReason, Trajectory
+from understudy.types.references import RowRef, ScoreRef, ScoresRef
+from understudy.types.scores import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -51,50 +46,52 @@ FAILED = "failed"
 
 
 async def produce_step(
-    system: System, prompts: Sequence[Prompt], step: int, gather: Gather | None = None
+    producer: Producer,
+    learner: Learner,
+    prompts: Sequence[Prompt],
+    step: int,
+    gather: Gather | None = None,
 ) -> None:
     """Produce every session of these prompts. Rows that the journal already holds are reused.
 
     `gather` joins their calls with those of other producers. Without it, calls are joined among these prompts
-    only, and the student's first forward pass may start before the rows are scored (`produce/head_start.py`).
+    only, and the learner's first forward pass may start before the rows are scored (`produce/head_start.py`).
     """
-    samples = [(prompt, session) for prompt in prompts for session in range(system.recipe.rollout.n)]
+    samples = [(prompt, session) for prompt in prompts for session in range(producer.settings.rollout.n)]
     keys = [row_key(prompt.key, session) for prompt, session in samples]
     tags = {key: _tags(prompt, step) for key, (prompt, _) in zip(keys, samples, strict=True)}
     # `reserved`: the plane has room for the rows of a step or window (`config/checks/capacity.py`). They must
     # not wait, least of all behind rows that are trained after them.
-    with system.spans.span("issue rows", step=step):
+    with producer.state.spans.span("issue rows", step=step):
         issued = set(
-            await system.plane.issue(
-                PARTITION, keys, step=step, group=_group_policy(system), tags=tags, reserved=True
+            await producer.state.plane.issue(
+                PARTITION, keys, step=step, group=_group_policy(producer), tags=tags, reserved=True
             )
         )
-    system.tally.issued += len(issued)
-    if issued and not system.recipe.rollout.workers:
-        system.renderer.ahead(prompts)
-    held = {} if len(issued) == len(keys) else _by_session(await system.plane.list(PARTITION))
+    producer.state.tally.issued += len(issued)
+    if issued and not producer.settings.rollout.workers:
+        producer.renderer.ahead(prompts)
+    held = {} if len(issued) == len(keys) else _by_session(await producer.state.plane.list(PARTITION))
     waiting = [
         (prompt, session, held.get((prompt.key, session), {}))
         for (prompt, session), key in zip(samples, keys, strict=True)
         if key in issued or (prompt.key, session) in held
     ]
-    ahead = ahead_of(system, len(samples)) if gather is None else None
-    journal = RowJournal(system.plane)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for members in _cohorts(system, waiting):
-                own: Gather = gather or (Cohort(len(members)) if system.deterministic else Arrivals())
-                for prompt, session, rows in members:
-                    tasks.create_task(_produce(system, prompt, session, step, rows, own, journal, ahead))
-    finally:
-        if ahead is not None:
-            ahead.over()
+    ahead = head_start_of(learner, len(samples)) if gather is None else None
+    journal = RowJournal(producer.state.plane)
+    async with asyncio.TaskGroup() as tasks:
+        for members in _batches_by_key(producer, waiting):
+            own: Gather = gather or (
+                BatchByKey(len(members)) if producer.settings.deterministic else BatchByArrival()
+            )
+            for prompt, session, rows in members:
+                tasks.create_task(_produce(producer, prompt, session, step, rows, own, journal, ahead))
 
 
-def _group_policy(system: System) -> GroupPolicy:
+def _group_policy(producer: Producer) -> GroupPolicy:
     """Rows of one prompt, all sessions and their outputs, are claimed together. With one session per prompt,
     a failed output drops no other row."""
-    rollout = system.recipe.rollout
+    rollout = producer.settings.rollout
     return GroupPolicy(rollout.group_failure) if rollout.n > 1 else GroupPolicy.TRAIN_REST
 
 
@@ -107,63 +104,50 @@ def _by_session(rows: Mapping[str, RowInfo]) -> dict[tuple[str, int], dict[str, 
     return found
 
 
-def _cohorts(system: System, samples: list[Any]) -> list[list[Any]]:
+def _batches_by_key(producer: Producer, samples: list[Any]) -> list[list[Any]]:
     """Samples in groups of `rollout.max_batch` by key under full determinism, otherwise in one group.
 
     Each group's calls are batched together."""
-    size = system.recipe.rollout.max_batch if system.deterministic else max(len(samples), 1)
+    size = producer.settings.rollout.max_batch if producer.settings.deterministic else max(len(samples), 1)
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 async def _produce(
-    system: System,
+    producer: Producer,
     prompt: Prompt,
     session: int,
     step: int,
     held: Mapping[str, RowInfo],
     gather: Gather,
     journal: RowJournal,
-    ahead: Ahead | None,
+    ahead: HeadStartTrigger | None,
 ) -> None:
     """Produces one session. `held`: its rows in flight. The session's own faults become dead letters and are
     not raised."""
     async with gather.member():
-        outputs: Sequence[Output]
-        safe: Awaitable[None] | None = None
         try:
             if held and all(_is_rolled_out(row) for row in held.values()):
-                outputs = await _held_outputs(system, held)
+                session_outputs = RolledOut(await _held_outputs(producer, held))
             else:
-                outputs = await _roll_out(system, prompt, session, step, gather)
-                safe = _journal(system, journal, prompt, outputs, step)
+                tags_of = partial(_row_tags, producer, prompt, step)
+                session_outputs = await roll_out(producer, prompt, session, gather, tags_of, journal)
+            outputs, safe = session_outputs.outputs, session_outputs.safe
             if ahead is not None and outputs:
                 ahead.saw(outputs)
             try:
                 # One after another: a member of a cohort may have one call at a time.
                 for one in outputs:
-                    await _complete(system, prompt, one, gather, journal, safe)
+                    await _complete(producer, prompt, one, gather, journal, safe)
             finally:
                 if safe is not None:
                     await safe
         except Exception as error:
             # None of the session's outputs is in the journal, so the key of its first output stands for it.
-            await _bury(system, row_key(prompt.key, session), own_fault(error))
-
-
-async def _roll_out(
-    system: System, prompt: Prompt, session: int, step: int, gather: Gather
-) -> Sequence[Output]:
-    if system.row_workers is None:
-        return await roll_out(system, prompt, session, gather)
-
-    def tags_of(key: str, reward: float | None, failed: str) -> Mapping[str, Any]:
-        return _row_tags(system, prompt, step, reward, failed)
-
-    return await roll_out_far(system, system.row_workers, prompt, session, gather, tags_of)
+            await _bury(producer, row_key(prompt.key, session), own_fault(error))
 
 
 async def _complete(
-    system: System,
+    producer: Producer,
     prompt: Prompt,
     output: Output,
     gather: Gather,
@@ -177,164 +161,91 @@ async def _complete(
     waited for.
     """
     scores, failure = None, output.error if isinstance(output, Failed) else None
-    if system.router is not None and not isinstance(output, Failed):
+    if producer.teachers.router is not None and not isinstance(output, Failed):
         try:
-            scores = await _score(system, prompt, output, gather)
+            scores = await _score(producer, prompt, output, gather)
         except Exception as error:
             failure = own_fault(error)
     if safe is not None:
         await safe
     if failure is not None:
-        await _bury(system, output.key, failure)
-    elif isinstance(scores, FarScores):
-        assert system.row_workers is not None
-        with suppress(LeaseLost):  # its group was removed meanwhile
-            await system.row_workers.plane.adopt(PARTITION, {output.key: scores.written})
+        await _bury(producer, output.key, failure)
     elif scores is not None:
-        await journal.put(lambda: Written({output.key: score_columns(scores)}))
+        await scores.record(lambda arrays: journal.put(lambda: Written({output.key: score_columns(arrays)})))
 
 
-def _journal(
-    system: System, journal: RowJournal, prompt: Prompt, outputs: Sequence[Output], step: int
-) -> Awaitable[None] | None:
-    """Makes all outputs of a session durable in one write, so that a resume finds all of them or none.
-
-    The write comes a few turns later, because requests to teachers go first. None if a worker has written the
-    rows. A failed output has no columns and a tag with the reason, so a resume dead-letters it too. If its
-    group was removed meanwhile (a sibling failed, or there was no signal), the session's rows are dropped. It
-    is scored all the same: its speed relative to its siblings must not decide what else is in its teacher's
-    batch.
-    """
-    if system.row_workers is not None:
-        return None
-
-    def write() -> Written:
-        rows, tags = {}, {}
-        for one in outputs:
-            if isinstance(one, Trajectory):
-                rows[one.key] = rollout_columns(one)
-                tags[one.key] = _row_tags(system, prompt, step, one.reward)
-            elif isinstance(one, Failed):
-                rows[one.key] = {}
-                tags[one.key] = _row_tags(system, prompt, step, None, reason_of(one.error))
-        return Written(rows, tags)
-
-    return journal.put(write, turns=TURNS if system.router is not None else 1)
-
-
-async def _score(
-    system: System, prompt: Prompt, trajectory: Trajectory | FarRow, gather: Gather
-) -> TeacherScores:
+async def _score(producer: Producer, prompt: Prompt, row: RowRef, gather: Gather) -> ScoresRef:
     """Scores from the row's teacher, or from its mixture of teachers."""
-    assert system.router is not None
-    weights = prompt.columns.get(system.recipe.data.mixture_key)
-    teacher = system.router.route(routing_value(system, prompt)) if weights is None else None
-    item = _score_item(system, trajectory)
+    assert producer.teachers.router is not None
+    weights = prompt.columns.get(producer.settings.mixture_key)
+    teacher = producer.teachers.router.route(routing_value(producer, prompt)) if weights is None else None
+    item = _score_item(producer, row)
 
-    async def ask(teacher: str, wanted: ScoreItem) -> TeacherScores:
-        with system.spans.span("score", key=item.key, teacher=teacher):
-            scores: TeacherScores = await gather.call(system.teacher_lanes[teacher], item.key, wanted)
+    async def ask(teacher: str, wanted: ScoreRef) -> ScoresRef:
+        with producer.state.spans.span("score", key=item.key, teacher=teacher):
+            scores: ScoresRef = await gather.call(producer.teachers.queues[teacher], item.key, wanted)
         return scores
 
-    with system.timings.during(item.key, "score"):
+    with producer.state.timings.during(item.key, "score"):
         if teacher is not None:
             return await ask(teacher, item)
-        if isinstance(item, FarScoreItem):
-            assert system.far_scoring is not None
-            shares = system.router.mixture(weights or {})
-            return await score_far_mixture(system.far_scoring, item, shares, ask)
-        return await score_mixture(system.router, item, weights or {}, ask)
+        return await score_mixture(producer.teachers.router, item, weights or {}, ask)
 
 
-def _score_item(system: System, trajectory: Trajectory | FarRow) -> ScoreItem:
+def _score_item(producer: Producer, row: RowRef) -> ScoreRef:
     """The request to the teacher for this rollout."""
-    loss = system.recipe.loss
-    lacks = trajectory.candidates == 0 if isinstance(trajectory, FarRow) else trajectory.candidate_ids is None
-    if loss.signal == "at_ids" and lacks:
+    loss = producer.settings.loss
+    if loss.signal == "at_ids" and not row.candidates:
         raise DataError(
-            f"row {trajectory.key} came without candidate_ids, which loss.signal = 'at_ids' needs; build trajectories with "
+            f"row {row.key} came without candidate_ids, which loss.signal = 'at_ids' needs; build trajectories with "
             "understudy.rollout.agents.transcript.Transcript, or use loss.signal = 'topk'"
         )
-    k = loss.topk if loss.signal == "topk" else 0
-    if isinstance(trajectory, FarRow):
-        return FarScoreItem.of(trajectory, Signal(loss.signal), k)
-    return ScoreItem(
-        trajectory.key,
-        trajectory.tokens,
-        trajectory.positions,
-        Signal(loss.signal),
-        k=k,
-        ids=trajectory.candidate_ids,
-    )
+    return row.to_score(Signal(loss.signal), loss.topk if loss.signal == "topk" else 0)
 
 
-def routing_value(system: System, prompt: Prompt) -> Any:
-    column = system.recipe.data.teacher_key
+def routing_value(producer: Producer, prompt: Prompt) -> Any:
+    column = producer.settings.teacher_key
     return prompt.data_source if column == "data_source" else prompt.columns.get(column)
 
 
-async def _bury(system: System, key: str, error: Exception) -> None:
+async def _bury(producer: Producer, key: str, error: Exception) -> None:
     """Dead-letters a row. The run ends when there are more than `trainer.max_dead_letters` allows."""
     reason = reason_of(error)
     logger.warning("dead letter %s: %s", key, reason)
     try:
-        await system.plane.dead_letter(
+        await producer.state.plane.dead_letter(
             PARTITION, key, reason, {"trace": traceback.format_exception(error)[-6:]}
         )
     except LeaseLost:
         return  # its group was removed already, and this row with it
-    system.tally.dead_letters += 1
-    allowed = max(
-        system.recipe.trainer.max_dead_letters
-        * system.recipe.trainer.steps
-        * system.recipe.trainer.batch_size
-        * system.recipe.rollout.n,
-        1,
-    )
-    if system.tally.dead_letters > allowed:
+    producer.state.tally.dead_letters += 1
+    allowed = producer.settings.dead_letters_allowed
+    if producer.state.tally.dead_letters > allowed:
         raise ClusterError(
-            f"{system.tally.dead_letters} rows failed, more than trainer.max_dead_letters = {system.recipe.trainer.max_dead_letters} allows; "
-            f"the last: {reason}. See {system.run.dead_letters}"
+            f"{producer.state.tally.dead_letters} rows failed, more than trainer.max_dead_letters = {producer.settings.max_dead_letters} allows; "
+            f"the last: {reason}. See {producer.state.run.dead_letters}"
         )
-    if system.tally.dead_letters == 1:
-        system.view.note(f"row {key} failed and was set aside ({reason}); see {system.run.dead_letters}")
+    if producer.state.tally.dead_letters == 1:
+        producer.state.view.note(
+            f"row {key} failed and was set aside ({reason}); see {producer.state.run.dead_letters}"
+        )
 
 
 def _is_rolled_out(row: RowInfo) -> bool:
     return "tokens" in row.columns or FAILED in row.tags
 
 
-async def _held_outputs(system: System, held: Mapping[str, RowInfo]) -> list[Output]:
+async def _held_outputs(producer: Producer, held: Mapping[str, RowInfo]) -> list[Output]:
     """The outputs of a session that an earlier launch journalled and did not complete."""
     outputs: list[Output] = []
     for key, row in held.items():
         if FAILED in row.tags:
             outputs.append(Failed(key, SampleFailed(str(row.tags[FAILED]))))
-        elif system.router is None or SCORED in row.columns:
+        elif producer.teachers.router is None or SCORED in row.columns:
             continue
-        elif system.row_workers is not None:
-            candidates = system.sampling.candidates > 0
-            outputs.append(await system.row_workers.stored(key, with_candidates=candidates))
         else:
-            outputs.append(await _stored(system, key))
+            outputs.append(await producer.rollouts.stored(key))
     return outputs
-
-
-async def _stored(system: System, key: str) -> Trajectory:
-    """A rollout read from the data plane."""
-    streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
-    own = (CANDIDATES,) if system.sampling.candidates else ()
-    columns = await system.plane.get(BatchMeta(PARTITION, (key,)), (*streams, *own, "stop_reason"))
-    tokens, mask, logprobs, versions = (np.asarray(columns[name][0]) for name in streams)
-    return Trajectory(
-        key,
-        tokens,
-        mask,
-        logprobs,
-        versions,
-        StopReason(str(columns["stop_reason"][0])),
-        candidate_ids=np.asarray(columns[CANDIDATES][0]) if own else None,
-    )
 
 
 def _tags(prompt: Prompt, step: int) -> dict[str, Any]:
@@ -343,12 +254,12 @@ def _tags(prompt: Prompt, step: int) -> dict[str, Any]:
 
 
 def _row_tags(
-    system: System, prompt: Prompt, step: int, reward: float | None, failed: str = ""
+    producer: Producer, prompt: Prompt, step: int, reward: float | None, failed: str = ""
 ) -> dict[str, Any]:
     """`_tags` of a finished row, with its reward if groups are filtered, or the reason if it failed."""
     tags = _tags(prompt, step)
     if failed:
         tags[FAILED] = failed
-    elif system.recipe.rollout.filter_groups and reward is not None:
+    elif producer.settings.rollout.filter_groups and reward is not None:
         tags["reward"] = reward
     return tags

@@ -1,12 +1,10 @@
 """Writes rows to the data plane, with one `put` for rows that are ready at the same moment.
 
-    sample A ──put──┐                     ┌─ one put of all of them ──> journal
-    sample B ──put──┼── a few turns later ┤
-    sample C ──put──┘                     └─ done: each sample's future is set
+    sample A ──put──┐                               ┌─ one put of all of them ──> journal
+    sample B ──put──┼── next turn of the event loop ┤
+    sample C ──put──┘                               └─ done: each sample's future is set
 
-Writing a row and sending it to a teacher both need the interpreter. The request to the teacher goes first,
-and the row is written while the teacher works. It is written even if the request fails, so a teacher outage
-loses no finished rollout.
+A row is written whether or not its teacher answers, so a teacher outage loses no finished rollout.
 """
 
 from __future__ import annotations
@@ -20,22 +18,9 @@ from typing import Any
 from understudy.dataplane.base import Columns, DataPlane
 from understudy.errors import LeaseLost
 from understudy.observability.faults import point
-from understudy.trainers.system import PARTITION
-
-TURNS = 16
-"""Turns of the event loop before rows are written, so that requests to teachers are encoded and sent first:
-httpx needs four turns for one request, and three for each further one."""
+from understudy.trainers.row_columns import PARTITION
 
 Tags = Mapping[str, Mapping[str, Any]]
-
-
-def after_turns(turns: int, work: Callable[[], None]) -> None:
-    """Calls `work` after this many turns of the event loop. Tasks that are ready now, and those they wake,
-    run first."""
-    if turns == 0:
-        work()
-    else:
-        asyncio.get_running_loop().call_soon(after_turns, turns - 1, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +48,15 @@ class RowJournal:
         self._open: list[_Sample] = []
         self._writing: set[asyncio.Task[None]] = set()
 
-    def put(self, write: Callable[[], Written], *, turns: int = 1) -> asyncio.Future[None]:
-        """Writes all rows of a sample, or further columns of them. `write` is called after `turns` turns to
-        lay them out.
+    def put(self, write: Callable[[], Written]) -> asyncio.Future[None]:
+        """Writes all rows of a sample, or further columns of them. `write` is called in the next turn to lay
+        them out.
 
         The future is done when the rows would survive kill -9."""
         sample = _Sample(write, asyncio.get_running_loop().create_future())
         self._open.append(sample)
         if len(self._open) == 1:
-            after_turns(turns, self._begin)
+            asyncio.get_running_loop().call_soon(self._begin)
         return sample.safe
 
     def _begin(self) -> None:

@@ -7,38 +7,22 @@ They travel as opaque bytes inside the messages of `rollout/workers/messages.py`
 | RowSettings | trainer -> worker | sent once: where the run directory and the queue are, and the reward |
 | KeptRow     | worker -> trainer | a trajectory that was written: sizes, reward, location of its columns |
 | ScoreOrder  | trainer -> worker | rows, by key, for one replica to score; fixed tokens are sent inline |
-| RecallOrder | trainer -> worker | rows whose scores the worker has cached from rows with the same tokens |
-| MixOrder    | trainer -> worker | partial scores of several teachers, to be mixed into final scores |
 | ScoreAnswer | worker -> trainer | the location of the scores, or an error that the pool can handle |
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 import numpy as np
 
-from understudy.dataplane.frame import SpillRef
 from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
-SCORE, RECALL, MIX = "score", "recall", "mix"
-"""The kinds of errand that a worker carries out for the trainer."""
-
-
-class Use(StrEnum):
-    """What a teacher's scores are used for."""
-
-    VERDICT = "verdict"
-    """Final scores: the row is trained on them."""
-    OPINION = "opinion"
-    """Partial scores: one teacher's part of a mixture."""
-    REST = "rest"
-    """Cross scores: the same teacher's logprobs at the candidates of the other teachers in the mixture."""
+SCORE = "score"
+"""The work that the trainer requests of a worker."""
 
 
 class RowSettings(msgspec.Struct):
@@ -54,9 +38,6 @@ class RowSettings(msgspec.Struct):
     reward: str | None
     deadline_seconds: float
     """The time limit of one reward call."""
-    digests: bool = False
-    """Whether rows need a content digest: some teacher caches its scores, and rows with the same tokens must
-    be recognised."""
 
 
 class KeptRow(msgspec.Struct):
@@ -71,8 +52,6 @@ class KeptRow(msgspec.Struct):
     reward: float | None
     seconds: dict[str, float]
     written: Written
-    digest: bytes = b""
-    """The digest of what is sent to a teacher; empty unless `RowSettings.digests` is set."""
     failed: str = ""
     """Why the row cannot be trained on. If set, none of its columns were written."""
 
@@ -118,10 +97,6 @@ class OrderItem(msgspec.Struct, omit_defaults=True):
     mark: str = ""
     """The id of the write that is meant, if a row was written more than once
     (`dataplane/transfer_queue/write_ids.py`)."""
-    use: Use = Use.VERDICT
-    ids_at: list[SpillRef] = []
-    """Where the ids to score are stored: the top-K ids of the mixture's other teachers, one column block
-    each."""
 
 
 class ScoreOrder(msgspec.Struct):
@@ -130,45 +105,9 @@ class ScoreOrder(msgspec.Struct):
     door: Door
     items: list[OrderItem]
     seconds: float | None
-    remember_bytes: int = 0
-    """How many bytes of this teacher's scores the worker caches in memory."""
 
 
-class RecallItem(msgspec.Struct):
-    """One row, and the cache entry (`memory`) with its scores."""
-
-    key: str
-    memory: str
-    use: Use
-
-
-class RecallOrder(msgspec.Struct):
-    """Cached scores of one teacher, to be stored for other rows."""
-
-    teacher: str
-    items: list[RecallItem]
-
-
-class OpinionAt(msgspec.Struct):
-    """One teacher's partial scores of a row, by location."""
-
-    teacher: str
-    weight: float
-    best: Written
-    rest: Written | None
-    """Its cross scores: logprobs at the other teachers' candidates. None where the signal needs none."""
-
-
-class MixOrder(msgspec.Struct):
-    """The partial scores of one row, to be mixed into its final scores."""
-
-    key: str
-    signal: str
-    k: int
-    opinions: list[OpinionAt]
-
-
-class Verdict(msgspec.Struct, omit_defaults=True):
+class ItemScores(msgspec.Struct, omit_defaults=True):
     """The answer for one item: where its scores are stored, or the scores themselves if it was inline."""
 
     key: str
@@ -176,25 +115,19 @@ class Verdict(msgspec.Struct, omit_defaults=True):
     written: Written | None = None
     logprobs: bytes = b""
     """float32 logprobs of an inline item, which are returned and not stored."""
-    memory: str = ""
-    """The name of the worker's cache entry; empty if the scores were not cached."""
-    size: int = 0
-    """The cache entry's size in bytes."""
-    ids_digest: bytes = b""
-    """The digest of partial scores' candidate ids; empty unless `RowSettings.digests` is set."""
 
 
 class ScoreAnswer(msgspec.Struct):
-    """The answer to any errand: one `Verdict` per item, or the kind of error and its message."""
+    """The answer to a `ScoreOrder`: one `ItemScores` per item, or the kind of error and its message."""
 
-    verdicts: list[Verdict]
+    scores: list[ItemScores]
     trouble: str | None = None
     """A name in `TROUBLES`, or `ROWS`."""
     message: str = ""
 
 
 ROWS = "rows"
-"""The worker could not read the rows or the cache entry; it sent no request to a teacher."""
+"""The worker could not read the rows; it sent no request to a teacher."""
 TROUBLES: dict[str, type[TeacherError]] = {
     "reply": TeacherReplyError,
     "timeout": ReplicaTimeout,
@@ -209,8 +142,6 @@ encode = msgspec.msgpack.Encoder().encode
 decode_settings = msgspec.msgpack.Decoder(RowSettings).decode
 decode_kept = msgspec.msgpack.Decoder(list[KeptRow]).decode
 decode_order = msgspec.msgpack.Decoder(ScoreOrder).decode
-decode_recall = msgspec.msgpack.Decoder(RecallOrder).decode
-decode_mix = msgspec.msgpack.Decoder(MixOrder).decode
 decode_answer = msgspec.msgpack.Decoder(ScoreAnswer).decode
 
 
@@ -230,17 +161,13 @@ def from_inline(item: OrderItem, told: Inline) -> ScoreItem:
     return ScoreItem(item.key, _ints(told.tokens), _ints(told.positions), Signal(item.signal), item.k, ids)
 
 
-def inline_scores(verdict: Verdict, signal: Signal) -> TeacherScores:
-    return TeacherScores(
-        verdict.key,
-        verdict.teacher,
-        signal,
-        np.frombuffer(verdict.logprobs, "<f4").astype(np.float32),
-    )
+def inline_scores(told: ItemScores, signal: Signal) -> TeacherScores:
+    logprobs = np.frombuffer(told.logprobs, "<f4").astype(np.float32)
+    return TeacherScores(told.key, told.teacher, signal, logprobs)
 
 
-def inline_verdict(scores: TeacherScores) -> Verdict:
-    return Verdict(scores.key, scores.teacher, logprobs=scores.sampled_logprobs.astype("<f4").tobytes())
+def inline_answer(scores: TeacherScores) -> ItemScores:
+    return ItemScores(scores.key, scores.teacher, logprobs=scores.sampled_logprobs.astype("<f4").tobytes())
 
 
 def _bytes(ids: np.ndarray) -> bytes:

@@ -2,9 +2,8 @@
 
     trainer ──Begin──> worker: loop, reward, columns into run directory and queue ──KeptRow──> trainer: ledger
 
-The trainer's process gets a row's key, sizes and reward. If engines are separate processes or servers,
-generations do not pass through it either: it tells a worker which engine to send its tokens to and which
-batch they belong to (docs/decisions/0016-tokens-past-the-trainer.md, 0017-tokens-to-servers.md).
+The trainer's process gets a row's key, sizes and reward. Generations pass through it, as those of any
+worker do (docs/decisions/0021-tokens-through-the-trainer.md); rewards, columns and teachers' scores do not.
 
 Each row is recorded exactly once: it counts from the moment `adopt` takes it. If a worker dies before that,
 another worker makes the row again. What the dead worker wrote, or writes late, has its own write id in the
@@ -14,157 +13,124 @@ directory, to which nothing refers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from dataclasses import dataclass, replace
+from typing import Any
 
-from understudy.config import Recipe
+from understudy.config import DataPlaneConfig
 from understudy.dataplane.transfer_queue.segments import Written
-from understudy.engines.base import Engine
-from understudy.engines.hosted.engine import HostedEngine
-from understudy.engines.servers.engine import RemoteEngine
-from understudy.engines.servers.vllm import HostLauncher
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.observability.rundir import RunDir
-from understudy.rollout.agents.agent import LoopContext
-from understudy.serving.bind import is_loopback
+from understudy.observability.spans import Spans
+from understudy.rollout.timing import BatchTimings
+from understudy.rollout.workers.pool import LoopWorkers
+from understudy.trainers.produce.failures import SampleFailed, timed
+from understudy.trainers.produce.rollouts import Failed, RolledOut, Session
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.batches import address_of
+from understudy.trainers.remote_rows.references import RemotePlane, RemoteRow
 from understudy.trainers.row_columns import CANDIDATES, SIZES
 from understudy.types.batch import BatchMeta
-from understudy.types.prompt import Prompt
+from understudy.types.references import Place
 
-if TYPE_CHECKING:
-    from understudy.rollout.workers.pool import LoopWorkers
-
-TagsOf = Callable[[str, float | None, str], Mapping[str, Any]]
-"""(key, reward, why it failed or "") → the tags of an output."""
-FIRST_WORKER = "rollout-worker-0"
 MODULE = "understudy.trainers.remote_rows.worker"
 
 
-def writes_rows(recipe: Recipe, processes: HostLauncher) -> bool:
-    """Whether this run's workers write rows themselves: they run on other machines and rows go through
-    TransferQueue."""
-    return (
-        recipe.dataplane.backend == "transfer_queue"
-        and recipe.rollout.workers > 0
-        and processes.is_elsewhere(FIRST_WORKER)
-    )
-
-
-def brings_tokens(recipe: Recipe, engine: Engine) -> bool:
-    """Whether such workers send tokens to the engine themselves.
-
-    Not with `trainer.lend_after`, because then the trainer may generate any row. Not for a server on this
-    machine's loopback either, because workers on other machines cannot reach it."""
-    if recipe.trainer.lend_after is not None:
-        return False
-    near = any(is_loopback(urlsplit(url).hostname or "") for url in recipe.rollout.urls)
-    return isinstance(engine, HostedEngine) or (isinstance(engine, RemoteEngine) and not near)
-
-
-def brings_tokens_to_servers(recipe: Recipe, processes: HostLauncher) -> bool:
-    """Whether servers that the run starts must be reachable from remote workers."""
-    return writes_rows(recipe, processes) and recipe.trainer.lend_after is None
-
-
-def settings_of(recipe: Recipe, run: RunDir, plane: Any, partition: str) -> bytes:
+def settings_of(
+    dataplane: DataPlaneConfig, reward: str | None, deadline: float, run: RunDir, plane: Any, partition: str
+) -> bytes:
     """The encoded `RowSettings` that every such worker gets."""
     return wire.encode(
         wire.RowSettings(
             str(run.dataplane.absolute()),
             address_of(plane),
             partition,
-            recipe.dataplane.queue_timeout_seconds,
-            recipe.dataplane.spill_bytes,
-            recipe.data.reward,
-            recipe.rollout.deadline_seconds,
-            any(teacher.cache_bytes for teacher in recipe.teachers.values()),
+            dataplane.queue_timeout_seconds,
+            dataplane.spill_bytes,
+            reward,
+            deadline,
         )
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FarRow:
-    """A row of the ledger, as the worker that made it reported it."""
+@dataclass(slots=True)
+class RemoteRollouts:
+    """`Rollouts` by workers that run the rewards, write the rows and report where they lie."""
 
-    key: str
-    tokens: int
-    loss: int
-    """Loss-bearing tokens."""
-    candidates: int
-    maker: int | None = None
-    """The life (one process start) of the worker that holds its tokens in memory; None if none does."""
-    mark: str = ""
-    """The id of the write that the ledger took."""
-    digest: bytes = b""
-    """The digest of what is sent to a teacher; empty if unknown or not needed."""
+    workers: LoopWorkers
+    rows: RemotePlane
+    spans: Spans
+    timings: BatchTimings
+    with_candidates: bool = False
+    """Whether rows have the student's candidate ids."""
 
+    async def run(self, session: Session) -> RolledOut:
+        """The worker gives each reward `rollout.deadline_seconds`. The clock here is for a worker that does
+        not answer."""
+        clock, limit, what = session.clock, session.limit, "agent loop"
 
-class RowWorkers:
-    """The workers of a run and the data plane their rows go to. Used on the trainer's event loop."""
+        def judging(outputs: int) -> None:
+            nonlocal what
+            what = "reward"
+            clock.reschedule(asyncio.get_running_loop().time() + limit * (outputs + 1))
 
-    def __init__(
-        self, workers: LoopWorkers, plane: Any, partition: str, *, bring_tokens: bool = False
-    ) -> None:
-        self.bring_tokens = bring_tokens
-        self.workers = workers
-        self.plane = plane
-        self.partition = partition
+        try:
+            async with clock:
+                with self.spans.span("rollout", key=session.key):
+                    context = replace(session.context, judging=judging)
+                    answer = await self.workers.run_and_store(session.prompt, context)
+                    kept = wire.decode_kept(answer.body)
+                    await self._adopt(kept, session)
+        except Exception as error:
+            raise timed(error, clock, f"{what} timed out: {session.key}", limit) from error
+        return RolledOut([self._output(row, answer.life) for row in kept])
 
-    async def roll_out(
-        self,
-        prompt: Prompt,
-        context: LoopContext,
-        tags_of: TagsOf,
-        add_seconds: Callable[[str, Mapping[str, float]], None],
-    ) -> list[FarRow | wire.KeptRow]:
-        """Runs one session and puts its rows into the ledger, unless their group was filtered out meanwhile.
+    def _output(self, row: wire.KeptRow, maker: int) -> RemoteRow | Failed:
+        self.timings.add(row.key, row.seconds)
+        if row.failed:
+            return Failed(row.key, SampleFailed(row.failed))
+        self.timings.lengths(row.key, row.tokens, row.loss)
+        place = Place(maker, row.written.mark)
+        return RemoteRow(row.key, row.tokens, row.loss, row.candidates, place, self.rows, row.written)
 
-        Failed outputs are returned as `KeptRow`."""
-        answer = await self.workers.run_kept(prompt, context)
-        rows = wire.decode_kept(answer.body)
-        for row in rows:
-            add_seconds(row.key, row.seconds)
-        tags = {row.key: dict(tags_of(row.key, row.reward, row.failed)) for row in rows}
-        await self._adopt({row.key: row.written for row in rows}, tags)
-        return [
-            row
-            if row.failed
-            else FarRow(
-                row.key, row.tokens, row.loss, row.candidates, answer.life, row.written.mark, row.digest
-            )
-            for row in rows
-        ]
-
-    async def _adopt(self, rows: Mapping[str, Written], tags: Mapping[str, Mapping[str, Any]]) -> None:
+    async def _adopt(self, kept: list[wire.KeptRow], session: Session) -> None:
         """Puts all outputs of a session into the ledger at once.
 
-        If some are settled already, only those still in flight are taken. They are taken without their copies
-        in the queue, which the refused attempt cleared."""
+        If some are settled already (their group was filtered out meanwhile), only those still in flight are
+        taken. They are taken without their copies in the queue, which the refused attempt cleared."""
+        rows = {row.key: row.written for row in kept}
+        tags = {row.key: dict(session.tags_of(row.reward, row.failed)) for row in kept}
+        plane, partition = self.rows.plane, self.rows.partition
         try:
-            await self.plane.adopt(self.partition, rows, tags)
+            await plane.adopt(partition, rows, tags)
         except LeaseLost:
-            held = await self.plane.list(self.partition)
+            held = await plane.list(partition)
             left = {key: Written(one.cells) for key, one in rows.items() if key in held}
             with suppress(LeaseLost):
                 if left:
-                    await self.plane.adopt(self.partition, left, {key: tags[key] for key in left})
+                    await plane.adopt(partition, left, {key: tags[key] for key in left})
 
-    async def stored(self, key: str, with_candidates: bool) -> FarRow:
-        """A row that an earlier launch wrote without scores. The columns that scoring needs are put into the
-        queue."""
-        meta = BatchMeta(self.partition, (key,))
-        sizes = (await self.plane.get(meta, (SIZES,)))[SIZES][0]
-        own = (CANDIDATES,) if with_candidates else ()
-        width = 0
-        if with_candidates:
-            width = (await self.plane.get(meta, own))[CANDIDATES].values.shape[1]
+    async def stored(self, key: str) -> RemoteRow:
+        """The columns that scoring needs are put into the queue."""
+        plane, meta = self.rows.plane, BatchMeta(self.rows.partition, (key,))
+        sizes = (await plane.get(meta, (SIZES,)))[SIZES][0]
+        own, width = ((CANDIDATES,) if self.with_candidates else ()), 0
+        if own:
+            width = (await plane.get(meta, own))[CANDIDATES].values.shape[1]
         mark = ""
         with suppress(DataPlaneError):  # the queue is lost: the row is scored from the run directory
-            there = await self.plane.hand_over(meta, ("tokens", "loss_mask", *own))
+            there = await plane.hand_over(meta, ("tokens", "loss_mask", *own))
             mark = there.marks.get("tokens", ("",))[0]
-        return FarRow(key, sizes["tokens"], sizes["loss"], width, mark=mark)
+        return RemoteRow(key, sizes["tokens"], sizes["loss"], width, Place(mark=mark), self.rows)
+
+    def metrics(self) -> dict[str, float]:
+        traffic, uploads = self.workers.traffic, self.rows.plane.uploads
+        return {
+            "perf/workers/bytes_sent": float(traffic.sent),
+            "perf/workers/bytes_received": float(traffic.received),
+            "perf/workers/bytes_of_generation": float(traffic.generation),
+            "perf/workers/rows_judged_here": float(self.rows.rows_fetched),
+            "perf/queue/bytes_put": float(uploads.bytes_put),
+            "perf/queue/bytes_got": float(uploads.bytes_got),
+        }

@@ -8,7 +8,7 @@ import pytest
 
 from understudy.dataplane.frame import SpillRef
 from understudy.dataplane.journal.spill import SpillFiles
-from understudy.dataplane.transfer_queue.segments import LentSegments, SegmentWriter, Written
+from understudy.dataplane.transfer_queue.segments import SegmentWriter, WriterSegments, Written
 
 
 def on_disk(folder: Path) -> list[int]:
@@ -48,11 +48,11 @@ def test_what_a_writer_appends_is_read_by_the_plane_and_flushed_together(
 
 def test_a_segment_stays_until_every_ticket_is_back_and_its_rows_are_committed(tmp_path: Path) -> None:
     spill = SpillFiles(tmp_path)
-    lent = LentSegments(spill)
-    first, second = lent.take(1), lent.take(1)
-    assert first.number == second.number and lent.take(2).number != first.number
+    writer_segments = WriterSegments(spill)
+    first, second = writer_segments.take(1), writer_segments.take(1)
+    assert first.number == second.number and writer_segments.take(2).number != first.number
     before = spill.segment
-    lent.end(1)
+    writer_segments.end(1)
     spill.keep_only((), before + 100)
     assert first.number in on_disk(tmp_path), "somebody may still announce what lies there"
     number = first.number
@@ -71,20 +71,20 @@ def test_a_segment_stays_until_every_ticket_is_back_and_its_rows_are_committed(t
 
 def test_full_segments_and_checkpoints_begin_new_ones(tmp_path: Path) -> None:
     spill = SpillFiles(tmp_path)
-    lent = LentSegments(spill, most_bytes=100)
-    number = lent.take(1).number
-    assert lent.take(1).number == number
-    lent.noted(Written({"x": SpillRef(number, 90, 10, 0), "reward": b"small"}))
-    after = lent.take(1).number
+    writer_segments = WriterSegments(spill, most_bytes=100)
+    number = writer_segments.take(1).number
+    assert writer_segments.take(1).number == number
+    writer_segments.noted(Written({"x": SpillRef(number, 90, 10, 0), "reward": b"small"}))
+    after = writer_segments.take(1).number
     assert after > number
-    lent.roll()
-    assert lent.take(1).number == after, "nothing was written there yet"
-    lent.noted(Written({"x": SpillRef(after, 0, 10, 0)}))
-    lent.roll()
-    assert lent.take(1).number > after
+    writer_segments.roll()
+    assert writer_segments.take(1).number == after, "nothing was written there yet"
+    writer_segments.noted(Written({"x": SpillRef(after, 0, 10, 0)}))
+    writer_segments.roll()
+    assert writer_segments.take(1).number > after
     assert spill.reserve(b"own").segment not in on_disk(tmp_path), "the plane's own frames go elsewhere"
 
 
 def test_a_later_life_never_takes_a_number_that_was_lent(tmp_path: Path) -> None:
-    lent = SpillFiles(tmp_path).lend()
-    assert SpillFiles(tmp_path).segment > lent
+    writer_segments = SpillFiles(tmp_path).lend()
+    assert SpillFiles(tmp_path).segment > writer_segments

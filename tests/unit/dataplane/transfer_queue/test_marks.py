@@ -3,7 +3,7 @@
 import doctest
 
 from understudy.dataplane.transfer_queue import write_ids as marks
-from understudy.dataplane.transfer_queue.write_ids import Marking, by_name, queue_key, row_of
+from understudy.dataplane.transfer_queue.write_ids import WriteIds, by_name, queue_key, row_of
 
 
 def test_examples() -> None:
@@ -11,7 +11,7 @@ def test_examples() -> None:
 
 
 def test_every_write_has_a_name_of_its_own_and_tells_its_row() -> None:
-    lives = [Marking() for _ in range(50)]
+    lives = [WriteIds() for _ in range(50)]
     names = {queue_key(key, life.new()) for life in lives for key in ("p_0_0", "q~3_0_0") for _ in range(20)}
     assert len(names) == 50 * 2 * 20
     assert {row_of(name) for name in names} == {"p_0_0", "q~3_0_0"}

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 from understudy.assembly.engines import open_engine, publisher_of
 from understudy.assets import quickstart_model
 from understudy.config import Recipe, parse_recipe
-from understudy.engines.base import Sampling
 from understudy.engines.local import engine as hf
 from understudy.engines.local.engine import HFEngine, sharing_copy
 from understudy.engines.local.kernels import attention as decode_attention
@@ -20,14 +19,13 @@ from understudy.engines.local.kernels.fused import fuse_decoding
 from understudy.engines.local.kernels.rms_norm import fuse_norms
 from understudy.engines.local.slots import SlotPool
 from understudy.errors import EngineError
+from understudy.planning.resolved import EngineSettings, resolve
 from understudy.policy.forward.attention import VARLEN
 from understudy.policy.forward.forward import attention_for
 from understudy.policy.microbatch import Layout
 from understudy.policy.policy import Policy
 from understudy.policy.step import PolicySettings
-from understudy.trainers.call_batching import Lane
 from understudy.trainers.models import LoadedModel, load_model
-from understudy.trainers.pacing.lending import lender_of
 from understudy.weights.publish import CopiedWeights, SharedWeights
 
 
@@ -60,9 +58,13 @@ RECIPE: Recipe = parse_recipe(
 )
 
 
+def settings_of(shared: bool) -> EngineSettings:
+    return replace(resolve(RECIPE, gpus=0).engine, shares_tensors=shared)
+
+
 def opened(student: LoadedModel, *, shared: bool) -> HFEngine:
     engine = asyncio.run(
-        open_engine(RECIPE, student, None, Silent(), shared=shared, deterministic=True)  # type: ignore[arg-type]
+        open_engine(settings_of(shared), student, None, Silent())  # type: ignore[arg-type]
     )
     assert isinstance(engine, HFEngine)
     return engine
@@ -79,7 +81,7 @@ def test_an_engine_shares_tensors_with_the_trained_model_and_never_modules(
 ) -> None:
     engine = opened(student, shared=shared)
     policy = Policy(student.model, PolicySettings())
-    publisher = publisher_of(RECIPE, policy, engine, shared=shared)
+    publisher = publisher_of(settings_of(shared), policy, engine)
     assert isinstance(publisher, SharedWeights if shared else CopiedWeights)
     assert own_code(engine._model) and not own_code(policy.model), "the kernels belong to the engine"
     theirs = {id(module) for module in policy.model.modules()}
@@ -90,22 +92,6 @@ def test_an_engine_shares_tensors_with_the_trained_model_and_never_modules(
     assert all((trained[name].data_ptr() == used[name].data_ptr()) is shared for name in trained)
     assert all(module.training for module in policy.model.modules())
     assert not any(module.training for module in engine._model.modules())
-
-
-def test_the_engine_a_trainer_lends_has_modules_of_its_own(student: LoadedModel) -> None:
-    policy = Policy(student.model, PolicySettings())
-    lending = RECIPE.model_copy(update={"trainer": RECIPE.trainer.model_copy(update={"lend_after": 1.0})})
-    system: Any = SimpleNamespace(
-        recipe=lending,
-        policy=policy,
-        sampling=Sampling(4, student.stop_ids),
-        renderer=SimpleNamespace(context=student.context),
-        engine_lane=Lane("generate", None, 4),  # type: ignore[arg-type]
-    )
-    lender = lender_of(system)
-    assert lender is not None and isinstance(lender.here, HFEngine)
-    assert own_code(lender.here._model) and not own_code(policy.model)
-    assert lender.here._shares(policy.model)
 
 
 def test_whoever_trains_an_engines_modules_is_stopped_at_the_first_step(student: LoadedModel) -> None:

@@ -119,7 +119,7 @@ def test_one_that_dies_at_once_is_given_up_with_its_own_words(
 ) -> None:
     async def body(engine: VLLMEngine, told: list[str]) -> None:
         assert (await engine.generate([asked("a")]))[0].tokens.tolist() == [5, 5]
-        os.kill(engine.children["replica-0"].ready["pid"], signal.SIGKILL)
+        os.kill(engine.children["replica-0"].ready["server"], signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(EngineError, match="no vLLM server is left") as caught:
             await engine.generate([asked("b")])

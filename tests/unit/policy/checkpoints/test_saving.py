@@ -52,20 +52,24 @@ def test_whoever_ends_a_run_waits_for_what_is_being_written(tmp_path: Path, besi
     async def run() -> None:
         try:
             async with asyncio.TaskGroup() as background:
+                trainer = SimpleNamespace(async_save=beside, keep_best=False)
                 system = SimpleNamespace(
-                    plane=Plane(),
-                    metrics=MetricsWriter(tmp_path / "metrics.jsonl"),
-                    spans=Spans(None),
-                    cursor=SimpleNamespace(state=lambda: 7),
-                    manifests={},
-                    tally=Tally(),
-                    policy=SimpleNamespace(state=lambda: state),
-                    critic=None,
-                    recipe=SimpleNamespace(trainer=SimpleNamespace(async_save=beside, keep_best=False)),
-                    saver=saver,
-                    checkpoints=store,
-                    saving=set(),
-                    background=background,
+                    producer=SimpleNamespace(
+                        cursor=SimpleNamespace(state=lambda: 7), teachers=SimpleNamespace(manifests={})
+                    ),
+                    learner=SimpleNamespace(
+                        settings=SimpleNamespace(trainer=trainer),
+                        policy=SimpleNamespace(state=lambda: state),
+                        critic=None,
+                    ),
+                    state=SimpleNamespace(
+                        plane=Plane(),
+                        metrics=MetricsWriter(tmp_path / "metrics.jsonl"),
+                        spans=Spans(None),
+                        tally=Tally(),
+                        saves=SimpleNamespace(store=store, saver=saver, under_way=set()),
+                        background=background,
+                    ),
                 )
                 await lost_meanwhile(system)
         finally:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from understudy.errors import DataError
-from understudy.rollout.rewards.builtin import exact_match, gsm8k
+from understudy.rollout.rewards.builtin import boxed_number, exact_match, gsm8k
 from understudy.rollout.rewards.rewards import load_reward
 
 WORKED = "He sold 48/2 = <<48/2=24>>24 clips.\nSo #### 24 is half, and altogether 24+48.\n#### 1,072"
@@ -79,3 +79,24 @@ def test_no_writing_makes_a_reward_raise(text: str) -> None:
 def test_recipes_find_them_by_name() -> None:
     assert load_reward("understudy.rollout.rewards.builtin:gsm8k").function is gsm8k
     assert not load_reward("understudy.rollout.rewards.builtin:exact_match").wants_trajectory
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        (r"so \boxed{1,234}", 1.0),
+        (r"\boxed{\$1234.00} dollars for 7 days", 1.0),
+        ("In all she has 1234 apples.", 1.0),
+        (r"\boxed{7} and 1234", 0.0),
+        (r"\boxed{} 1234", 1.0),
+        (r"\boxed{-1234}", 0.0),
+        ("no number at all", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_boxed_number_counts_or_else_the_last_one(text: str, reward: float) -> None:
+    assert boxed_number({"answer": "6*200+34=1234\n#### 1,234"}, text) == reward
+
+
+def test_a_boxed_zero_is_an_answer() -> None:
+    assert boxed_number({"answer": "0"}, r"\boxed{0} of 5") == 1.0

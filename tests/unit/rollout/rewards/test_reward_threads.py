@@ -39,6 +39,26 @@ def test_errors_and_context_come_through() -> None:
     pool.shutdown()
 
 
+def test_jobs_past_their_deadline_leave_the_others_their_threads() -> None:
+    """Three rounds in which every thread hangs; a job of a later round runs, and threads that come back end."""
+
+    async def body() -> None:
+        loop, pool, free = asyncio.get_running_loop(), DaemonThreads(most=2, name="late"), threading.Event()
+        for _ in range(3):
+            hanging = [asyncio.wait_for(loop.run_in_executor(pool, free.wait), 0.05) for _ in range(2)]
+            waiting = loop.run_in_executor(pool, lambda: "judged")
+            late = await asyncio.gather(*hanging, return_exceptions=True)
+            assert [type(one) for one in late] == [TimeoutError, TimeoutError]
+            assert await asyncio.wait_for(waiting, 10) == "judged"
+        free.set()
+        while len(alive := [one for one in threading.enumerate() if one.name.startswith("late-")]) > 2:
+            alive[0].join(10)
+        assert await loop.run_in_executor(pool, lambda: 3) == 3
+        pool.shutdown()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
 def test_a_job_that_hangs_holds_up_neither_others_nor_the_end_of_the_process() -> None:
     program = (
         "import time\n"

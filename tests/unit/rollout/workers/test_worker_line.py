@@ -3,7 +3,7 @@
 import asyncio
 
 from understudy.rollout.workers import messages as wire
-from understudy.rollout.workers.connections import SwitchBoard
+from understudy.rollout.workers.connections import WorkerListener
 
 
 def test_a_worker_that_is_known_to_be_gone_is_hung_up_on() -> None:
@@ -23,7 +23,7 @@ def test_a_worker_that_is_known_to_be_gone_is_hung_up_on() -> None:
         async def dismiss(number: int) -> None:
             dismissed.append(number)
 
-        board = SwitchBoard(launch, dismiss, lambda number: alive, "secret")
+        board = WorkerListener(launch, dismiss, lambda number: alive, "secret")
         await board.listen("127.0.0.1")
         line = await board.open(3)
         coming = asyncio.ensure_future(wire.read_from_worker(line.reader))

@@ -14,8 +14,8 @@ import pytest
 from understudy.dataplane.base import GroupPolicy, Retain
 from understudy.dataplane.embedded import EmbeddedDataPlane
 from understudy.errors import DataPlaneError
-from understudy.trainers.produce.row_journal import RowJournal, Written, after_turns
-from understudy.trainers.system import PARTITION
+from understudy.trainers.produce.row_journal import RowJournal, Written
+from understudy.trainers.row_columns import PARTITION
 
 
 def run_with_plane(folder: Path, work: Callable[[EmbeddedDataPlane], Awaitable[None]]) -> None:
@@ -55,7 +55,7 @@ def test_one_put_for_all_and_everything_is_there(tmp_path: Path, monkeypatch: py
         await plane.issue(PARTITION, keys, step=1)
         puts = counted(plane, monkeypatch)
         journal = RowJournal(plane)
-        await asyncio.gather(*(journal.put(written(key, i), turns=4) for i, key in enumerate(keys)))
+        await asyncio.gather(*(journal.put(written(key, i)) for i, key in enumerate(keys)))
         assert puts == [keys]
         await journal.put(lambda: Written({keys[0]: {"teacher": "t"}}))
         assert puts[1:] == [keys[:1]]
@@ -71,7 +71,7 @@ def test_told_only_when_it_survives_a_kill(tmp_path: Path) -> None:
 
     async def work(plane: EmbeddedDataPlane) -> None:
         await plane.issue(PARTITION, ["p_0_0"], step=1)
-        await RowJournal(plane).put(written("p_0_0", 3), turns=8)
+        await RowJournal(plane).put(written("p_0_0", 3))
         shutil.copytree(tmp_path / "a", tmp_path / "b")
 
     run_with_plane(tmp_path / "a", work)
@@ -133,7 +133,7 @@ def test_a_cancelled_sample_is_written_all_the_same(tmp_path: Path) -> None:
         journal = RowJournal(plane)
 
         async def sample(key: str, number: int) -> None:
-            await journal.put(written(key, number), turns=4)
+            await journal.put(written(key, number))
 
         given_up, other = asyncio.create_task(sample("p_0_0", 1)), asyncio.create_task(sample("q_0_0", 2))
         await asyncio.sleep(0)
@@ -144,21 +144,3 @@ def test_a_cancelled_sample_is_written_all_the_same(tmp_path: Path) -> None:
         assert all("tokens" in held[key].columns for key in ("p_0_0", "q_0_0"))
 
     run_with_plane(tmp_path, work)
-
-
-def test_turns_let_others_go_first() -> None:
-    order: list[str] = []
-
-    async def chain() -> None:
-        for _ in range(3):
-            await asyncio.sleep(0)
-        order.append("request")
-
-    async def main() -> None:
-        after_turns(6, lambda: order.append("journal"))
-        await chain()
-        for _ in range(6):
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
-    assert order == ["request", "journal"]

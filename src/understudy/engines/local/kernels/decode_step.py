@@ -26,7 +26,7 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 from understudy.engines.local.kernels import attention as decode_attention
 from understudy.engines.local.kernels import fused as fused_decode
 from understudy.engines.local.kernels import rms_norm as fused_norm
-from understudy.engines.local.kernels.merged_linear import Together, lay_side_by_side
+from understudy.engines.local.kernels.merged_linear import MergedLinear, lay_side_by_side
 
 if TYPE_CHECKING:
     from understudy.engines.local.kv_pool import Places, SlotLayer
@@ -64,8 +64,8 @@ class _Layer:
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self.head_weights = None if norms is None else (norms[0].weight, norms[1].weight)
         self.head_epsilon = 0.0 if norms is None else float(norms[0].variance_epsilon)
-        self.heads = Together(_heads(attention))
-        self.gates = Together(_gates(mlp))
+        self.heads = MergedLinear(_heads(attention))
+        self.gates = MergedLinear(_gates(mlp))
         self.mixed, self.down = attention.o_proj, mlp.down_proj
 
     def mix(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
-class Together:
+class MergedLinear:
     """Several linear layers as one product. It views the parameters' memory: updates in place take effect."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:

@@ -4,7 +4,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from understudy.engines.local.kernels.merged_linear import Together, as_one, lay_side_by_side
+from understudy.engines.local.kernels.merged_linear import MergedLinear, as_one, lay_side_by_side
 
 
 def three(bias: bool) -> list[nn.Linear]:
@@ -19,9 +19,9 @@ def test_one_product_does_for_all(tmp_path) -> None:
         parameters = [one.weight for one in linears]
         states = torch.randn(5, 6)
         expected = [one(states) for one in linears]
-        assert Together(linears)._apart is not None, "each for itself until they lie side by side"
+        assert MergedLinear(linears)._apart is not None, "each for itself until they lie side by side"
         lay_side_by_side(linears)
-        together = Together(linears)
+        together = MergedLinear(linears)
         assert together._apart is None
         for found, wanted in zip(together(states), expected, strict=True):
             torch.testing.assert_close(found, wanted)

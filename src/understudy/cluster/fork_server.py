@@ -1,0 +1,234 @@
+"""The fork server, launcher's side: forks children that have torch and transformers imported.
+
+    prepared(…) ──> fork server imports while the trainer starts ──> start(…) ──> fork runs `python -m module`
+
+Importing takes seconds of CPU time in each process, and a run has several. The four teachers of the
+quickstart spent more time importing than on anything else before the first step. A forked child has its own
+session, a log and a pipe to its launcher, as any child does (`local.py`). It does not need the fork server
+once it runs.
+
+Used only on Linux without a GPU: whether a fork may use a GPU depends on what libraries did at import. A
+child is started as a plain subprocess if its environment differs in variables that libraries read when they
+load (`_READ_AT_LOAD`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from understudy.cluster.fork_server_process import LARGEST, MODULES
+from understudy.observability.forks import only_here
+
+_READ_AT_LOAD = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ACL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_",
+    "CUDA", "NVIDIA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TRITON", "TMPDIR", "HOME", "XDG_", "PATH", "VIRTUAL_ENV",
+)  # fmt: skip
+"""Prefixes of variables that libraries read when they load."""
+_PROGRAM = "from understudy.cluster.fork_server_process import main; main({}, {})"
+_ANSWER_SECONDS = 10.0
+"""How long `start` waits for a fork. It takes some hundredths of a second and blocks the launcher's event
+loop."""
+_POLL_SECONDS = 0.01
+_LAST_WORD_SECONDS = 3.0
+"""How long after a child's death the fork server may take to report its exit code; a stopped server never
+does."""
+
+
+class Process(Protocol):
+    """The part of `subprocess.Popen` that a `Child` uses."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class ForkServer:
+    """The launcher's handle on the fork server: its process, the socket to it and exit codes not yet read.
+
+    `LocalProcesses` starts children with it; several threads may poll one. A lock guards the socket.
+    """
+
+    def __init__(self, env: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
+        environment = {**os.environ, **env}
+        self._environment = _read_at_load(environment)
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM.format(theirs.fileno(), list(modules))],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._lock = threading.Lock()
+        self._ready = False
+        self._ended = False
+        self._codes: dict[int, int] = {}
+        self._dead_since: dict[int, float] = {}
+        """Dead children whose exit code has not been reported, with the time their death was seen."""
+        only_here(self, ForkServer._let_go)
+
+    @property
+    def over(self) -> bool:
+        return self._ended
+
+    def ready(self) -> bool:
+        """Whether it accepts jobs: False while it imports, and after it has ended."""
+        with self._lock:
+            self._hear()
+            return self._ready and not self._ended
+
+    def takes(self, environment: Mapping[str, str]) -> bool:
+        return _read_at_load(environment) == self._environment
+
+    def start(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int, pipe: int
+    ) -> Process:
+        """Fork a child; `OSError` if the fork server has ended or does not answer."""
+        job = {
+            "module": module,
+            "arguments": [*arguments],
+            "env": dict(environment),
+            "folder": str(Path.cwd()),
+        }
+        message = json.dumps(job).encode()
+        if len(message) > LARGEST:
+            raise OSError("an environment this large does not fit into a message")
+        with self._lock:
+            socket.send_fds(self._line, [message], [log, pipe])
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            while (pid := self._hear()) is None:
+                if self._ended or time.monotonic() > deadline:
+                    self._let_go()
+                    self._process.kill()  # a late fork would be a child that we do not know of
+                    raise OSError("the fork server does not answer")
+                time.sleep(_POLL_SECONDS)
+        return _Forked(pid, self)
+
+    def code_of(self, pid: int) -> int | None:
+        """A child's exit code; None while it lives."""
+        with self._lock:
+            self._hear()
+            code = self._codes.pop(pid, None)
+            if code is not None:
+                self._say({"bury": pid})
+            elif not _lives(pid):
+                waited = time.monotonic() - self._dead_since.setdefault(pid, time.monotonic())
+                if self._ended or waited > _LAST_WORD_SECONDS:
+                    return -signal.SIGKILL  # the fork server cannot report it any more
+            return code
+
+    def close(self) -> None:
+        with self._lock:
+            self._let_go()
+        self._process.kill()
+        self._process.wait()
+
+    def _let_go(self) -> None:
+        self._ended = True
+        self._line.close()
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):
+            self._line.send(json.dumps(message).encode())
+
+    def _hear(self) -> int | None:
+        """Reads pending messages up to the pid of a new child, which it returns; None if there is no such
+        message."""
+        while not self._ended:
+            try:
+                message = self._line.recv(LARGEST)
+            except BlockingIOError:
+                return None
+            except OSError:
+                message = b""
+            if not message:
+                self._ended = True
+                self._process.poll()
+                return None
+            told = json.loads(message)
+            if "pid" in told:
+                return int(told["pid"])
+            if "gone" in told:
+                self._codes[told["gone"]] = told["code"]
+            else:
+                self._ready, self._ended = told["ready"], not told["ready"]
+        return None
+
+
+class _Forked:
+    """A forked child with the interface of `Popen`."""
+
+    def __init__(self, pid: int, server: ForkServer) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (code := self._server.code_of(self.pid)) is not None:
+            self.returncode = code
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(_POLL_SECONDS)
+        return code
+
+
+_SERVER: ForkServer | None = None
+
+
+@contextmanager
+def prepared(env: Mapping[str, str]) -> Iterator[None]:
+    """A fork server for the duration of the block, for children with `env`.
+
+    Does nothing if this process has one already, off Linux, or on a machine with a GPU.
+    """
+    global _SERVER
+    if current() is not None or not hasattr(os, "pidfd_open") or Path("/dev/nvidiactl").exists():
+        yield
+        return
+    made = _SERVER = ForkServer(env)
+    try:
+        yield
+    finally:
+        made.close()  # not `_SERVER`: if this one died meanwhile, an inner block may have replaced it
+        _SERVER = None
+
+
+def current() -> ForkServer | None:
+    """The fork server of this process, if it has one that runs."""
+    return None if _SERVER is None or _SERVER.over else _SERVER
+
+
+def _read_at_load(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_LOAD)}
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"

@@ -1,0 +1,350 @@
+"""The rules: each reads recorded metrics and yields advisories. Pure; thresholds are named and documented.
+
+Trends compare the median of the first `WINDOW` steps with the median of the last; a run shorter than two
+windows has no trend. docs/view.md has the table of rules with the reason for each threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any, Literal
+
+from understudy.observability.advisories.history import History, Series
+
+WINDOW = 10
+"""Steps at each end of a run that a trend compares."""
+LOSS_FELL, KL_ROSE = 0.9, 1.2
+"""Last over first: the loss fell by a tenth while a KL rose by a fifth."""
+TRUNCATED = 0.25
+"""Share of answers cut at `rollout.max_new_tokens`."""
+LENGTH_GREW, SOME_TRUNCATED = 1.5, 0.05
+"""Answers half as long again as at the start, and a twentieth of them cut."""
+ENTROPY_FELL, STILL_APART = 0.25, 0.75
+"""Entropy fell to a quarter while the KL is still above three quarters of its start."""
+OVERLAP_FELL = 0.1
+"""Fall of `actor/distillation/overlap_ratio`, absolute."""
+TEACHER_BELOW = 0.05
+"""A student this much above its teacher."""
+SAME_REWARD_STEPS = 10
+"""Steps in a row with the same mean reward."""
+PARSED = 0.5
+"""Share of answers in which a reward found a result (`rollout/reward/NAME/parsed`)."""
+NO_SIGNAL = 0.5
+"""Share of a step's prompts whose sessions all got the same reward."""
+CLAMPED, CLIPPED = 0.05, 0.3
+"""Share of tokens whose loss was clamped; share of ratios outside PPO's clip range."""
+ENGINE_APART = 0.05
+"""Mean |log-probability of the trainer − of the engine| per token, without staleness."""
+SLOWER, SLOW_SECONDS = 3.0, 0.1
+"""A teacher's latency over the median of the other teachers'; latencies below this matter to no run."""
+TRAINER_IDLE, TEACHER_IDLE = 0.3, 0.95
+"""Share of the time without work in a fully asynchronous run."""
+RESTARTS = 3
+"""Restarts of one replica that are more than an accident."""
+DEAD_SHARE = 0.01
+"""Share of rows that became dead letters; the default of `trainer.max_dead_letters`."""
+LOW_DISK, CHECKPOINTS_LEFT = 1 << 30, 3
+"""Free bytes below which the disk counts as low, or below this many more checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advisory:
+    """One finding."""
+
+    name: str
+    """The rule."""
+    level: Literal["warning", "note"]
+    sentence: str
+    """What was seen, for a person."""
+    evidence: str
+    """The figures and steps it rests on."""
+    turn: str
+    """What to set or look at."""
+    metrics: tuple[str, ...] = ()
+    """Keys of metrics.jsonl that show it."""
+
+    def __str__(self) -> str:
+        return f"{self.sentence} ({self.evidence}). {self.turn}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What the rules read."""
+
+    history: History
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """The tables of recipe.json."""
+    dead_letters: Mapping[str, int] = field(default_factory=dict)
+    """Reason → rows."""
+    free_bytes: int | None = None
+    """Free space where the run directory is; None: not asked (the run is over)."""
+    checkpoint_bytes: int = 0
+    """Size of the newest checkpoint."""
+
+    def key(self, dotted: str, default: Any = None) -> Any:
+        table: Any = self.recipe
+        for part in dotted.split("."):
+            if not isinstance(table, Mapping) or part not in table:
+                return default
+            table = table[part]
+        return default if table is None else table
+
+
+Rule = Callable[[RunFacts], Iterator[Advisory]]
+RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    RULES.append(function)
+    return function
+
+
+def advise(facts: RunFacts) -> list[Advisory]:
+    """All findings, warnings first, else in the order of the rules."""
+    found = [advisory for one in RULES for advisory in one(facts)]
+    return sorted(found, key=lambda advisory: advisory.level != "warning")
+
+
+@rule
+def kl_rises_while_loss_falls(facts: RunFacts) -> Iterator[Advisory]:
+    loss = facts.history.get("actor/loss").ends(WINDOW)
+    if loss is None or not 0 < loss[1] < LOSS_FELL * loss[0]:
+        return
+    keys = {"the teachers": "actor/distillation/loss"}
+    keys |= {f"teacher {name}": f"teacher/{name}/kl" for name in facts.history.named("teacher/", "/kl")}
+    for who, key in keys.items():
+        kl = facts.history.get(key).ends(WINDOW)
+        if kl is not None and kl[0] > 0 and kl[1] > KL_ROSE * kl[0]:
+            yield Advisory(
+                "kl_rises_while_loss_falls", "warning",
+                f"The student moves away from {who} although the loss falls",
+                f"KL {kl[0]:.3g} → {kl[1]:.3g}, loss {loss[0]:.3g} → {loss[1]:.3g}, {_steps(facts, key)}",
+                "Raise loss.distill_coef or lower loss.task_coef; with one teacher alone, see its share of the rows.",
+                (key, "actor/loss"),
+            )  # fmt: skip
+
+
+@rule
+def truncation(facts: RunFacts) -> Iterator[Advisory]:
+    key, limit = "response_length/clip_ratio", facts.key("rollout.max_new_tokens", "?")
+    cut = facts.history.get(key)
+    if len(cut) >= WINDOW and (share := mean(cut.last(WINDOW))) >= TRUNCATED:
+        yield Advisory(
+            "truncation", "warning", f"{share:.0%} of the answers are cut at rollout.max_new_tokens = {limit}",
+            f"mean of the last {WINDOW} steps",
+            "Raise rollout.max_new_tokens, or shorten the answers with rollout.overlong_buffer.", (key,),
+        )  # fmt: skip
+        return
+    length = facts.history.get("response_length/mean").ends(WINDOW)
+    if length and length[1] > LENGTH_GREW * length[0] and mean(cut.last(WINDOW) or [0]) >= SOME_TRUNCATED:
+        yield Advisory(
+            "length_inflation", "warning",
+            f"Answers grow longer, and {mean(cut.last(WINDOW)):.0%} are cut at rollout.max_new_tokens = {limit}",
+            f"mean length {length[0]:.0f} → {length[1]:.0f} tokens, {_steps(facts, 'response_length/mean')}",
+            "Set rollout.overlong_buffer or loss.reduction = \"seq-mean-token-mean\"; read the longest answers.",
+            ("response_length/mean", key),
+        )  # fmt: skip
+
+
+@rule
+def entropy_collapse(facts: RunFacts) -> Iterator[Advisory]:
+    """A student that has learnt a task with one right answer has no entropy either, so the KL must be high."""
+    entropy = facts.history.get("actor/entropy").ends(WINDOW)
+    apart = facts.history.get("actor/distillation/loss").ends(WINDOW)
+    if entropy is None or apart is None or entropy[0] <= 0 or apart[0] <= 0:
+        return
+    if entropy[1] < ENTROPY_FELL * entropy[0] and apart[1] > STILL_APART * apart[0]:
+        yield Advisory(
+            "entropy_collapse", "warning", "The student's entropy collapses before it has learnt from the teachers",
+            f"entropy {entropy[0]:.3g} → {entropy[1]:.3g} nats, KL {apart[0]:.3g} → {apart[1]:.3g}, {_steps(facts, 'actor/entropy')}",
+            "Lower trainer.learning_rate, or use loss.kind = \"forward_kl\", which covers all the teacher's answers.",
+            ("actor/entropy", "actor/distillation/loss"),
+        )  # fmt: skip
+
+
+@rule
+def overlap_falls(facts: RunFacts) -> Iterator[Advisory]:
+    key = "actor/distillation/overlap_ratio"
+    overlap = facts.history.get(key).ends(WINDOW)
+    if overlap and overlap[0] - overlap[1] > OVERLAP_FELL:
+        yield Advisory(
+            "overlap_falls", "warning", "Student and teacher agree less and less on the likely next tokens",
+            f"overlap of their candidates {overlap[0]:.0%} → {overlap[1]:.0%}, {_steps(facts, key)}",
+            "Lower trainer.learning_rate; check in the token view whether the teacher reads the same template.",
+            (key,),
+        )  # fmt: skip
+
+
+@rule
+def teacher_accuracy(facts: RunFacts) -> Iterator[Advisory]:
+    for source, teacher in facts.history.named("val/teacher_accuracy/").items():
+        level, own = teacher.values[-1], facts.history.get(f"val/accuracy/{source}")
+        keys = (f"val/teacher_accuracy/{source}", f"val/accuracy/{source}")
+        if level == 0:
+            yield Advisory(
+                "teacher_solves_nothing", "warning", f"The teacher solves none of the held-out problems of {source!r}",
+                f"{keys[0]} = 0",
+                "Check that it is the right teacher for this data_source, its chat template and what data.reward expects.",
+                keys,
+            )  # fmt: skip
+        elif own and own.values[-1] > level + TEACHER_BELOW:
+            yield Advisory(
+                "teacher_below_student", "note", f"The student is better than its teacher on {source!r}",
+                f"{own.values[-1]:.1%} against {level:.1%} at step {own.steps[-1]}",
+                "More of this teacher may cost accuracy: stop, choose another teacher, or add loss.task_coef.", keys,
+            )  # fmt: skip
+
+
+@rule
+def reward_is_constant(facts: RunFacts) -> Iterator[Advisory]:
+    key = "critic/score/mean"
+    last = facts.history.get(key).last(SAME_REWARD_STEPS)
+    learns = bool(facts.key("loss.task_coef", 0.0))
+    if len(last) == SAME_REWARD_STEPS and len(set(last)) == 1 and (learns or last[0] <= 0):
+        none = last[0] <= 0
+        yield Advisory(
+            "reward_is_constant", "warning" if learns else "note",
+            "No answer gets a reward" if none else "Every answer gets the same reward: it teaches nothing any more",
+            f"{key} = {last[0]:g} in each of the last {SAME_REWARD_STEPS} steps",
+            "Read some answers: the format that data.reward expects may never be written; see rollout.max_new_tokens."
+            if none
+            else "Choose harder prompts, or set rollout.filter_groups = true.",
+            (key,),
+        )  # fmt: skip
+    for name, parsed in _parsed(facts.history).items():
+        if len(parsed) >= WINDOW and (share := mean(parsed.last(WINDOW))) < PARSED:
+            yield Advisory(
+                "no_parsable_result", "warning", f"{1 - share:.0%} of the answers have no result that reward {name} can read",
+                f"mean of the last {WINDOW} steps",
+                "Say the expected format in the prompt, or raise rollout.max_new_tokens if the end is cut.",
+                (f"rollout/reward/{name}/parsed",),
+            )  # fmt: skip
+    silent, rows = facts.history.get("rollout/filtered_prompts"), facts.key("trainer.batch_size")
+    if rows and len(silent) >= WINDOW:
+        lost = mean(silent.last(WINDOW))
+        if lost / (lost + rows) >= NO_SIGNAL:
+            yield Advisory(
+                "groups_without_signal", "warning",
+                f"{lost / (lost + rows):.0%} of the prompts give groups without signal: all sessions got the same reward",
+                f"{lost:.1f} filtered prompts a step beside {rows} trained, last {WINDOW} steps",
+                "Raise rollout.n or rollout.temperature, or choose prompts of another difficulty.",
+                ("rollout/filtered_prompts",),
+            )  # fmt: skip
+
+
+@rule
+def clamped_or_clipped(facts: RunFacts) -> Iterator[Advisory]:
+    for key, limit, what, turn in (
+        ("actor/distillation/clamped_share", CLAMPED, "have their loss clamped", "Raise loss.per_token_clamp or loss.loss_max_clamp."),
+        ("actor/pg_clipfrac", CLIPPED, "have a ratio outside the clip range", "Lower trainer.learning_rate, trainer.epochs or trainer.max_staleness."),
+        ("actor/distillation/pg_clipfrac", CLIPPED, "have a ratio outside the clip range", "Lower trainer.learning_rate, trainer.epochs or trainer.max_staleness."),
+    ):  # fmt: skip
+        seen = facts.history.get(key)
+        if len(seen) >= WINDOW and (share := mean(seen.last(WINDOW))) >= limit:
+            yield Advisory(
+                "clamped_or_clipped", "warning", f"{share:.0%} of the tokens {what} and teach less or nothing",
+                f"{key}, mean of the last {WINDOW} steps", turn, (key,),
+            )  # fmt: skip
+
+
+@rule
+def engine_disagrees(facts: RunFacts) -> Iterator[Advisory]:
+    key = "rollout_corr/abs_diff_mean"
+    apart, stale = facts.history.get(key), facts.history.get("async/staleness/mean")
+    if len(apart) < WINDOW or any(stale.last(WINDOW)):
+        return
+    if (distance := mean(apart.last(WINDOW))) >= ENGINE_APART:
+        yield Advisory(
+            "engine_disagrees", "warning", "Engine and trainer give the same tokens different probabilities",
+            f"mean |δ| = {distance:.3g} nats a token over the last {WINDOW} steps, with no staleness",
+            "Set rollout.temperature, rollout.top_p and loss.student_temperature alike; use the same dtype; else loss.correction.weigh.",
+            (key,),
+        )  # fmt: skip
+
+
+@rule
+def slow_teacher(facts: RunFacts) -> Iterator[Advisory]:
+    levels = {
+        name: median(one.last(WINDOW))
+        for name, one in facts.history.named("perf/teacher/", "/latency_mean").items()
+        if len(one) >= WINDOW
+    }
+    for name, level in levels.items():
+        others = [other for who, other in levels.items() if who != name and other > 0]
+        if others and level > SLOW_SECONDS and level > SLOWER * median(others):
+            yield Advisory(
+                "slow_teacher", "note", f"Teacher {name} is {level / median(others):.1f} × slower than the others",
+                f"{level:.2f} s a request, the others {median(others):.2f} s, last {WINDOW} steps",
+                f"Raise teachers.{name}.replicas, or give it a device or a pool of its own.",
+                (f"perf/teacher/{name}/latency_mean",),
+            )  # fmt: skip
+
+
+@rule
+def idle(facts: RunFacts) -> Iterator[Advisory]:
+    for side, limit, turn in (
+        ("trainer", TRAINER_IDLE, "Add engines (rollout.processes) or teacher replicas, or raise trainer.max_staleness."),
+        ("teacher", TEACHER_IDLE, "Fewer replicas would do; their devices may serve the engines."),
+    ):  # fmt: skip
+        key = f"perf/async/{side}_idle"
+        seen = facts.history.get(key)
+        if len(seen) >= WINDOW and (share := mean(seen.last(WINDOW))) >= limit:
+            yield Advisory(
+                f"{side}_idle", "note", f"The {side} is idle {share:.0%} of the time",
+                f"mean of the last {WINDOW} steps", turn, (key,),
+            )  # fmt: skip
+
+
+@rule
+def restarting_replica(facts: RunFacts) -> Iterator[Advisory]:
+    for key, seen in facts.history.series.items():
+        parts = key.split("/")
+        if parts[:2] == ["perf", "teacher"] and parts[-1] == "restarts" and (count := max(seen.values)) > 0:
+            yield Advisory(
+                "restarting_replica", "warning" if count >= RESTARTS else "note",
+                f"Replica {parts[3]} of teacher {parts[2]} was restarted {count:.0f} ×",
+                f"{key}, first at step {next(s for s, v in zip(seen.steps, seen.values, strict=True) if v)}",
+                f"Read the end of logs/teacher-{parts[2]}-{parts[3]}.log.", (key,),
+            )  # fmt: skip
+
+
+@rule
+def dead_letters(facts: RunFacts) -> Iterator[Advisory]:
+    counted = dict(facts.dead_letters)
+    if not counted:
+        for reason, seen in facts.history.named("rows/dead_letters/").items():
+            counted[reason] = int(sum(seen.values))
+    dead, rows = sum(counted.values()), sum(facts.history.get("rollout/rows").values)
+    if dead:
+        share = dead / (dead + rows)
+        reasons = sorted(counted.items(), key=lambda item: -item[1])
+        yield Advisory(
+            "dead_letters", "warning" if share >= DEAD_SHARE else "note",
+            f"{dead} rows ({share:.1%}) could not be made or trained",
+            ", ".join(f"{count} × {reason}" for reason, count in reasons[:4]),
+            "Read dataplane/dead_letters.jsonl; trainer.max_dead_letters bounds them.", ("rows/dead_letters",),
+        )  # fmt: skip
+
+
+@rule
+def disk_low(facts: RunFacts) -> Iterator[Advisory]:
+    if facts.free_bytes is None:
+        return
+    need = max(LOW_DISK, CHECKPOINTS_LEFT * facts.checkpoint_bytes)
+    if facts.free_bytes < need:
+        yield Advisory(
+            "disk_low", "warning", "The disk of the run directory is nearly full",
+            f"{facts.free_bytes / 2**30:.2f} GiB free, a checkpoint takes {facts.checkpoint_bytes / 2**30:.2f} GiB",
+            "Free space, or lower trainer.keep_checkpoints and run.rollout_dump_every.",
+        )  # fmt: skip
+
+
+def _parsed(history: History) -> dict[str, Series]:
+    return history.named("rollout/reward/", "/parsed")
+
+
+def _steps(facts: RunFacts, key: str) -> str:
+    seen = facts.history.get(key).steps
+    return f"steps {seen[0]} to {seen[-1]}"

@@ -1,0 +1,357 @@
+"""The replica supervisor of a pool: starts, probes, ejects, restarts and stops replicas.
+
+The rules are in health.py; here are the calls and tasks that carry them out. A replica gets traffic only
+after the identity probe: its manifest and its scores of the fixed tokens must equal those of the first
+replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from understudy.errors import TeacherError, TeacherUnavailable
+from understudy.serving.endpoint import Endpoint
+from understudy.teacher.clients.native import ReplicaClient, ScoringClient
+from understudy.teacher.pool.clock import Clock
+from understudy.teacher.pool.events import EventKind, PoolEvent
+from understudy.teacher.pool.health import Failure, HealthRules, ReplicaLife, State
+from understudy.teacher.pool.integrity import Identity, check_same, identify
+from understudy.teacher.pool.launch import Launcher, ReplicaSpec, Witness
+from understudy.teacher.pool.replica_record import Replica
+from understudy.teacher.pool.together import together
+from understudy.types.usable_ids import UsableIds
+
+Connect = Callable[[str, str, Endpoint], ScoringClient]
+"""(teacher, replica, endpoint) → a client."""
+
+
+def connect_native(
+    teacher: str, replica: str, endpoint: Endpoint, usable: UsableIds | None = None
+) -> ScoringClient:
+    return ReplicaClient(endpoint.url, endpoint.token, teacher=teacher, replica=replica, usable=usable)
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorOptions:
+    """Deadlines and limits of a `ReplicaSupervisor`; times in seconds."""
+
+    probe_deadline: float = 15.0
+    """For scoring the fixed tokens, in addition to the time for tokens already outstanding at the replica."""
+    first_probe_deadline: float = 60.0
+    """The same for a process that has just started and may still be warming up."""
+    slowest_tokens_per_second: float = 500.0
+    start_deadline: float = 600.0
+    watch_every: float = 0.25
+    """Between checks of processes and backoffs."""
+    max_in_flight: int = 32
+    """Requests one replica may hold."""
+    max_restarts: int | None = None
+    """In a row, without enough healthy time between them to reset the backoff; then it is given up. None:
+    never."""
+    health: HealthRules = field(default_factory=HealthRules)
+
+
+class ReplicaSupervisor:
+    """Holds the replicas of one pool by name, their common identity and the watch task.
+
+    `TeacherPool` calls it; everything runs on the pool's event loop.
+    """
+
+    def __init__(
+        self,
+        teacher: str,
+        launcher: Launcher | None,
+        connect: Connect,
+        clock: Clock,
+        options: SupervisorOptions,
+        emit: Callable[[PoolEvent], None],
+    ) -> None:
+        self.teacher = teacher
+        self.replicas: dict[str, Replica] = {}
+        self.identity: Identity | None = None
+        self._launcher = launcher
+        self._connect = connect
+        self._clock = clock
+        self._options = options
+        self._emit = emit
+        self._changed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self, specs: Sequence[ReplicaSpec]) -> None:
+        """Start all replicas and check that they agree. If one cannot start, all are stopped."""
+        for spec in specs:
+            self._enrol(spec)
+        try:
+            found = await together(self._bring_up(self.replicas[spec.name]) for spec in specs)
+            self.identity = found[0]
+            for spec, identity in zip(specs, found, strict=True):
+                check_same(self.identity, identity, spec.name)
+        except BaseException:
+            await self.close()
+            raise
+        for spec in specs:
+            self.replicas[spec.name].life.probe_passed(self._clock.now())
+        self._watching = asyncio.create_task(self._watch(), name=f"watch-{self.teacher}")
+
+    async def add(self, spec: ReplicaSpec) -> None:
+        """Start a further replica; it gets traffic once the identity probe has passed."""
+        replica = self._enrol(spec)
+        try:
+            self._check_identity(replica, await self._bring_up(replica))
+        except BaseException:
+            del self.replicas[spec.name]
+            await self._stop(replica)
+            raise
+        replica.life.probe_passed(self._clock.now())
+        self.tell(EventKind.ADDED, replica.name, "joined")
+        self._notify()
+
+    async def remove(self, name: str, drain: float) -> None:
+        """Stop sending to it, wait up to `drain` seconds for its requests in flight, stop it."""
+        replica = self.replicas.get(name)
+        if replica is None:
+            raise TeacherError(
+                f"teacher {self.teacher} has no replica {name!r}; it has {', '.join(self.replicas)}"
+            )
+        if replica.life.usable and sum(other.life.usable for other in self.replicas.values()) == 1:
+            raise TeacherError(
+                f"teacher {self.teacher}: {name!r} is the last usable replica; add another one first"
+            )
+        replica.life.retire()
+        until = self._clock.now() + drain
+        while replica.load.outstanding_requests and self._clock.now() < until:
+            await self._clock.sleep(min(0.05, drain))
+        await self._stop(replica)
+        del self.replicas[name]
+        self.tell(EventKind.REMOVED, name, "left")
+
+    async def close(self) -> None:
+        await _cancelled(self._watching)
+        await asyncio.gather(*(self._stop(replica) for replica in self.replicas.values()))
+        for replica in self.replicas.values():
+            replica.life.retire()
+
+    def usable(self) -> list[Replica]:
+        """The healthy replicas; if there are none, the suspect ones."""
+        healthy = [replica for replica in self.replicas.values() if replica.life.state is State.HEALTHY]
+        return healthy or [
+            replica for replica in self.replicas.values() if replica.life.state is State.SUSPECT
+        ]
+
+    def request_failed(self, replica: Replica, failure: Failure, tokens: int, reason: str) -> None:
+        """Record the failure.
+
+        Eject the replica if its record is bad and another can serve; otherwise probe it.
+        """
+        replica.failed(failure, tokens, reason, self._clock.now())
+        if replica.life.deserves_ejection and self._spare(replica):
+            self._eject(replica)
+        elif replica.life.state is State.SUSPECT and replica.probing is None:
+            replica.probing = asyncio.create_task(self._prove(replica), name=f"probe-{replica.name}")
+
+    @property
+    def hopeless(self) -> str | None:
+        """The reason, if every replica was given up: starts with the last one's own error. None otherwise."""
+        problems = [replica.given_up for replica in self.replicas.values()]
+        return problems[-1] if problems and all(problems) else None
+
+    async def wait_for_change(self, most: float) -> None:
+        """Return when a replica is admitted or given up, or after `most` seconds."""
+        waits = [asyncio.create_task(self._changed.wait()), asyncio.create_task(self.wait(most))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+
+    def tell(self, kind: EventKind, replica: str | None, message: str) -> None:
+        self._emit(PoolEvent(kind, self.teacher, replica, message, self._clock.now()))
+
+    async def wait(self, seconds: float) -> bool:
+        await self._clock.sleep(seconds)
+        return True
+
+    def _enrol(self, spec: ReplicaSpec) -> Replica:
+        if spec.name in self.replicas:
+            raise TeacherError(f"teacher {self.teacher} already has a replica {spec.name!r}")
+        if not spec.external and self._launcher is None:
+            raise TeacherError(
+                f"teacher {self.teacher}, replica {spec.name}: neither an address nor a launcher"
+            )
+        replica = Replica(
+            spec, ReplicaLife(self._options.health), asyncio.Semaphore(self._options.max_in_flight)
+        )
+        self.replicas[spec.name] = replica
+        return replica
+
+    def _spare(self, replica: Replica) -> bool:
+        return any(other.life.usable for other in self.replicas.values() if other is not replica)
+
+    def _eject(self, replica: Replica) -> None:
+        replica.ejections += 1
+        replica.life.eject(self._clock.now())
+        self.tell(EventKind.EJECTED, replica.name, replica.life.last_reason)
+
+    async def _prove(self, replica: Replica) -> None:
+        """Probe a suspect by scoring the fixed tokens; /health would prove nothing."""
+        try:
+            await self._probe(replica)
+        except Exception as error:
+            replica.life.probe_failed(self._clock.now(), str(error))
+            # A lone external replica is kept: we cannot restart it, so all we can do is try it again.
+            if replica.life.usable and (self._spare(replica) or not replica.spec.external):
+                self._eject(replica)
+        else:
+            replica.life.probe_passed(self._clock.now())
+        finally:
+            replica.probing = None
+
+    async def _probe(self, replica: Replica) -> None:
+        waiting = replica.load.outstanding_tokens / self._options.slowest_tokens_per_second
+        self._check_identity(replica, await self._identify(replica, self._options.probe_deadline + waiting))
+
+    async def _identify(self, replica: Replica, deadline: float) -> Identity:
+        assert replica.client is not None
+        try:
+            async with asyncio.timeout(deadline):
+                return await identify(replica.client, deadline)
+        except TimeoutError as error:
+            raise TeacherError(f"did not score the fixed tokens within {deadline:.1f} s") from error
+
+    def _check_identity(self, replica: Replica, found: Identity) -> None:
+        assert self.identity is not None
+        check_same(self.identity, found, replica.name)
+
+    async def _bring_up(self, replica: Replica) -> Identity:
+        """Launch (unless external), connect, identify."""
+        endpoint = replica.spec.endpoint
+        if endpoint is None:
+            assert self._launcher is not None
+            try:
+                async with asyncio.timeout(self._options.start_deadline):
+                    endpoint = await self._launcher.start(replica.name)
+            except TimeoutError as error:
+                raise TeacherError(
+                    f"teacher {self.teacher}, replica {replica.name}: not ready after {self._options.start_deadline:.0f} s"
+                ) from error
+        if replica.client is not None:
+            await replica.client.close()
+        replica.client = self._connect(self.teacher, replica.name, endpoint)
+        replica.life.started()
+        return await self._first_contact(replica)
+
+    async def _first_contact(self, replica: Replica) -> Identity:
+        """The first identity probe. Retried for our own processes, which may be slow to accept connections on
+        a busy machine.
+
+        An external server that cannot be reached is an error at once.
+        """
+        latest = self._clock.now() + self._options.first_probe_deadline
+        while True:
+            try:
+                return await self._identify(replica, max(1.0, latest - self._clock.now()))
+            except TeacherUnavailable:
+                living = self._launcher is not None and self._launcher.alive(replica.name)
+                if replica.spec.external or not living or self._clock.now() >= latest:
+                    raise
+                await self._clock.sleep(self._options.watch_every)
+
+    async def _watch(self) -> None:
+        """Finds dead processes, and revives ejected replicas whose backoff is over."""
+        while True:
+            await self._clock.sleep(self._options.watch_every)
+            for replica in list(self.replicas.values()):
+                if (
+                    self._launcher is not None
+                    and not replica.spec.external
+                    and not self._launcher.alive(replica.name)
+                ):
+                    was_usable = replica.life.usable
+                    replica.life.died(self._clock.now(), "its process died")
+                    if was_usable:
+                        replica.ejections += 1
+                        self.tell(EventKind.EJECTED, replica.name, "its process died")
+                if replica.life.revival_due(self._clock.now()) and replica.reviving is None:
+                    replica.reviving = asyncio.create_task(
+                        self._revive(replica), name=f"revive-{replica.name}"
+                    )
+
+    async def _revive(self, replica: Replica) -> None:
+        """Probe the replica if it still runs; restart it if it does not run or fails the probe."""
+        try:
+            if await self._still_sound(replica):
+                self._readmit(replica, EventKind.READMITTED, "proved itself again")
+            elif not replica.spec.external:
+                replica.in_vain = 0 if replica.life.setbacks <= 1 else replica.in_vain
+                if self._options.max_restarts is not None and replica.in_vain >= self._options.max_restarts:
+                    self._abandon(replica)
+                else:
+                    await self._restart(replica)
+        finally:
+            replica.reviving = None
+
+    def _abandon(self, replica: Replica) -> None:
+        """Give the replica up: it does not stay up, and is not restarted again."""
+        said = replica.life.last_reason
+        if isinstance(self._launcher, Witness) and (words := self._launcher.last_words(replica.name)):
+            said = said if words in said else f"{words}\n{said}"
+        times = f"given up after {replica.in_vain} restarts in a row (cluster.restarts.teacher)"
+        replica.given_up = f"{said}\n(teacher {self.teacher}, replica {replica.name}: {times})"
+        replica.life.retire()
+        self.tell(EventKind.EJECTED, replica.name, f"{times}: {replica.life.last_reason}")
+        self._notify()
+
+    async def _still_sound(self, replica: Replica) -> bool:
+        alive = replica.spec.external or (self._launcher is not None and self._launcher.alive(replica.name))
+        if not alive or replica.client is None:
+            return False
+        replica.life.started()
+        try:
+            await self._probe(replica)
+        except Exception as error:
+            replica.life.probe_failed(self._clock.now(), str(error))
+            return False
+        return True
+
+    async def _restart(self, replica: Replica) -> None:
+        assert self._launcher is not None
+        replica.life.restarting()
+        try:
+            await self._launcher.stop(replica.name)
+            replica.restarts += 1
+            replica.in_vain += 1
+            self._check_identity(replica, await self._bring_up(replica))
+        except Exception as error:
+            replica.life.restart_failed(self._clock.now(), str(error))
+            replica.life.probe_failed(self._clock.now(), str(error))
+            self.tell(EventKind.EJECTED, replica.name, f"restart failed: {error}")
+        else:
+            self._readmit(replica, EventKind.RESTARTED, "back after a restart")
+
+    def _readmit(self, replica: Replica, kind: EventKind, message: str) -> None:
+        replica.life.probe_passed(self._clock.now())
+        if replica.life.usable:
+            self.tell(kind, replica.name, message)
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _stop(self, replica: Replica) -> None:
+        await _cancelled(replica.probing)
+        await _cancelled(replica.reviving)
+        if replica.client is not None:
+            await replica.client.close()
+        if self._launcher is not None and not replica.spec.external:
+            await self._launcher.stop(replica.name)
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

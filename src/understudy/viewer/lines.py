@@ -1,0 +1,66 @@
+"""Follows a jsonl file: every whole line since the last look, with its offset; never the file at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_PIECE = 1 << 20
+MOST_LINE = 64 << 20
+"""A longer line is skipped: no record of a run is as long."""
+
+
+class GrowingFile:
+    """`for offset, line in file.new_lines()`. Starts again when the file was replaced or cut (a resume)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.place = 0
+        self.restarted = False
+        """Whether the last look began at the start again; the reader forgets what it knew."""
+        self._inode = 0
+
+    def new_lines(self, most: int = 1 << 62) -> Iterator[tuple[int, bytes]]:
+        """At most about `most` bytes of lines; a last line without its end waits for the next look."""
+        self.restarted = False
+        try:
+            handle = self.path.open("rb")
+        except OSError:
+            return
+        with handle:
+            found = os.fstat(handle.fileno())
+            if self._inode and (found.st_ino != self._inode or found.st_size < self.place):
+                self.place, self.restarted = 0, True
+            self._inode = found.st_ino
+            handle.seek(self.place)
+            rest, end = b"", self.place + most
+            while self.place < end and (piece := handle.read(_PIECE)):
+                *whole, rest = (rest + piece).split(b"\n")
+                for line in whole:
+                    yield self.place, line
+                    self.place += len(line) + 1
+                if len(rest) > MOST_LINE:
+                    self.place += len(rest)
+                    rest = b""
+
+
+def record(line: bytes) -> dict[str, Any] | None:
+    """The object on a line; None for anything else, such as half a line of a killed process."""
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def line_at(path: Path, offset: int, length: int) -> dict[str, Any] | None:
+    try:
+        with path.open("rb") as handle:
+            handle.seek(offset)
+            return record(handle.read(length))
+    except OSError:
+        return None

@@ -1,0 +1,85 @@
+// The page: which view is shown, which runs, and when to ask again.
+import { ask, fill, h, say } from "./dom.js";
+import { overview } from "./overview.js";
+import { rollouts } from "./rollouts.js";
+import { tokens } from "./tokens.js";
+import { disagreements } from "./disagreements.js";
+import { timeline } from "./timeline.js";
+
+// Okabe and Ito's colours, which differ for every kind of colour vision.
+export const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+const VIEWS = { overview, rollouts, disagreements, timeline, row: tokens };
+const TABS = [["overview", "Overview"], ["rollouts", "Rollouts"], ["disagreements", "Disagreements"], ["timeline", "Timeline"]];
+const state = { runs: [], off: new Set(), view: null, refresh: null };
+
+export function shownRuns() {
+  return state.runs.map((run, index) => ({ ...run, index, colour: COLOURS[index % COLOURS.length] })).filter((run) => !state.off.has(run.index));
+}
+
+function place() {
+  const [view, query] = location.hash.replace(/^#\/?/, "").split("?");
+  return { view: VIEWS[view] ? view : "overview", query: Object.fromEntries(new URLSearchParams(query ?? "")) };
+}
+
+function drawHead() {
+  const { view } = place();
+  fill(document.getElementById("tabs"), TABS.map(([name, title]) =>
+    h("a", { href: `#/${name}`, "aria-current": (view === name || (view === "row" && name === "rollouts")) ? "page" : null }, title)));
+  const boxes = state.runs.map((run, index) => {
+    const steps = run.of_steps ? `${run.steps}/${run.of_steps}` : run.steps;
+    const swatch = h("span", { class: "swatch", "aria-hidden": "true" });
+    swatch.style.background = COLOURS[index % COLOURS.length];
+    return h("label", { class: "run", title: run.path },
+      state.runs.length > 1 && h("input", { type: "checkbox", checked: !state.off.has(index), onchange: (event) => {
+        if (event.target.checked) state.off.delete(index); else state.off.add(index);
+        show();
+      } }), swatch, h("bdi", {}, run.name), " ", h("span", { class: `status ${run.status}` }, run.status), ` step ${steps}`,
+      !run.complete && h("span", { class: "quiet" }, " reading …"));
+  });
+  const box = document.getElementById("runs");
+  if (!box.contains(document.activeElement)) fill(box, boxes);
+}
+
+async function show() {
+  const { view, query } = place();
+  drawHead();
+  const main = document.getElementById("main");
+  if (state.view !== location.hash) window.scrollTo(0, 0);
+  state.view = location.hash;
+  const drawn = h("div", { class: `view ${view}` });
+  try {
+    state.refresh = await VIEWS[view](drawn, query);
+  } catch (error) {
+    fill(drawn, h("p", { class: "problem" }, error.message));
+    state.refresh = null;
+  }
+  fill(main, drawn);
+  document.title = `Understudy: ${TABS.find(([name]) => name === view)?.[1] ?? "a row"}`;
+}
+
+async function tick() {
+  try {
+    const before = JSON.stringify(state.runs);
+    state.runs = await ask("runs");
+    if (JSON.stringify(state.runs) !== before) {
+      drawHead();
+      await state.refresh?.();
+    }
+  } catch { say("the server does not answer"); }
+  setTimeout(tick, state.runs.every((run) => run.complete) ? 2000 : 400);
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
+  const index = "1234".indexOf(event.key);
+  if (index >= 0) location.hash = `#/${TABS[index][0]}`;
+  if (event.key === "/") {
+    const search = document.querySelector("input[type=search]");
+    if (search) { event.preventDefault(); search.focus(); }
+  }
+});
+
+window.addEventListener("hashchange", show);
+state.runs = await ask("runs");
+await show();
+setTimeout(tick, 300);

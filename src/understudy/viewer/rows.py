@@ -1,0 +1,305 @@
+"""The table of rows: figures in memory (about 150 bytes a row), text by offset in the files they were written to.
+
+| kind | from | token columns |
+|---|---|---|
+| `kept` | kept_rows/STEP.jsonl | yes |
+| `journal` | dataplane/journal.sqlite: rows in flight | yes |
+| `dump` | rollouts/STEP.jsonl (`run.rollout_dump_every`) | no |
+| `held-out` | samples.jsonl: answers of each evaluation | no |
+
+A row of a dump that is kept, or in the journal, is shown once, with its token columns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from understudy.viewer.lines import line_at, record
+
+NUMBERS = ("step", "reward", "advantage", "tokens", "kl", "turns", "oldest", "newest", "age")
+WORDS = ("kind", "source", "teacher", "stop_reason")
+_FIELD_NAMES = (
+    " key prompt completion text reward stop_reason turns tokens teacher kl offset length crc worst "
+)
+_BLOCK = 8 << 20
+MOST_WORST = 200
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows of one file, or journal rows read at one time."""
+
+    kind: str
+    name: int
+    """The file's step; 0 for samples.jsonl and the journal."""
+    path: Path | None
+    keys: list[str] = field(default_factory=list)
+    numbers: list[list[float]] = field(default_factory=list)
+    words: list[list[int]] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """(offset, length) of the row's line; (id, 0) in the journal."""
+    prompts: list[int] = field(default_factory=list)
+    """Checksum of the prompt's text: equal prompts are found by it."""
+    worst: list[list[Any]] = field(default_factory=list)
+    text: list[tuple[str, str]] = field(default_factory=list)
+    """(prompt, completion) of journal rows, which are in no file as text."""
+    _columns: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Numbers, words and prompts as arrays, made again when rows were added."""
+        if self._columns is None or len(self._columns[0]) != len(self.keys):
+            numbers, words = np.array(self.numbers, np.float64), np.array(self.words, np.int32)
+            self._columns = numbers, words, np.array(self.prompts, np.uint32)
+        return self._columns
+
+
+class RowTable:
+    """Used under the lock of its run."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[tuple[str, int], Chunk] = {}
+        self._codes: dict[str, int] = {"": 0}
+        self._arrays: dict[str, Any] | None = None
+
+    def replace(self, chunk: Chunk) -> None:
+        self.chunks[chunk.kind, chunk.name] = chunk
+        self._arrays = None
+
+    def touched(self) -> None:
+        self._arrays = None
+
+    def __len__(self) -> int:
+        return sum(len(chunk.keys) for chunk in self.chunks.values())
+
+    def add(self, chunk: Chunk, line: dict[str, Any], place: tuple[int, int]) -> None:
+        newest, trained = line.get("newest"), line.get("step", chunk.name)
+        age = trained - 1 - newest if isinstance(newest, int) and newest >= 0 and trained else None
+        told = {**line, "step": trained, "age": line.get("age", age)}
+        chunk.numbers.append([_number(told.get(name)) for name in NUMBERS])
+        told |= {"kind": chunk.kind, "source": line.get("source") or line.get("data_source")}
+        chunk.words.append([self._code(told.get(name)) for name in WORDS])
+        chunk.keys.append(str(line.get("key", "")))
+        chunk.places.append(place)
+        chunk.prompts.append(zlib.crc32(str(line.get("prompt", "")).encode("utf-8", "replace")))
+        chunk.worst.append(line.get("worst") or [])
+
+    def _code(self, word: Any) -> int:
+        return self._codes.setdefault("" if word is None else str(word), len(self._codes))
+
+    def read_file(self, kind: str, step: int, path: Path) -> None:
+        chunk = Chunk(kind, step, path)
+        try:
+            with path.open("rb") as handle:
+                place = 0
+                for line in handle:
+                    found = record(line)
+                    if found is not None:
+                        self.add(chunk, {"step": step, **found}, (place, len(line)))
+                    place += len(line)
+        except OSError:
+            return
+        self.replace(chunk)
+
+    def arrays(self) -> dict[str, Any]:
+        """All chunks as columns; rebuilt after a change, from pieces that are made once per chunk."""
+        if self._arrays is None:
+            chunks = [chunk for chunk in self.chunks.values() if chunk.keys]
+            pieces = [chunk.columns() for chunk in chunks]
+            kept, journal = (self._steps_and_keys(chunks, kind) for kind in ("kept", "journal"))
+            twins = {"dump": kept | journal, "journal": kept}
+            steps = {step for step, _ in twins["dump"]}
+            hidden = [self._hidden(chunk, twins.get(chunk.kind, set()), steps) for chunk in chunks]
+            self._arrays = {
+                "chunks": chunks,
+                "chunk": np.repeat(np.arange(len(chunks)), [len(chunk.keys) for chunk in chunks]),
+                "row": np.concatenate([np.arange(len(chunk.keys)) for chunk in chunks] or [np.zeros(0, int)]),
+                "hidden": np.concatenate(hidden or [np.zeros(0, bool)]),
+                "numbers": np.concatenate([one[0] for one in pieces] or [np.zeros((0, len(NUMBERS)))]),
+                "words": np.concatenate([one[1] for one in pieces] or [np.zeros((0, len(WORDS)), np.int32)]),
+                "prompt": np.concatenate([one[2] for one in pieces] or [np.zeros(0, np.uint32)]),
+            }
+        return self._arrays
+
+    @staticmethod
+    def _hidden(chunk: Chunk, twins: set[tuple[int, str]], steps: set[int]) -> np.ndarray:
+        """Which rows are shown by a twin that has more; a dump holds rows of one step."""
+        if not twins or (chunk.kind == "dump" and chunk.name not in steps):
+            return np.zeros(len(chunk.keys), bool)
+        rows = zip(chunk.columns()[0][:, 0].tolist(), chunk.keys, strict=True)
+        return np.fromiter(((int(step), key) in twins for step, key in rows), bool, len(chunk.keys))
+
+    @staticmethod
+    def _steps_and_keys(chunks: Sequence[Chunk], kind: str) -> set[tuple[int, str]]:
+        return {
+            (int(numbers[0]), key)
+            for chunk in chunks
+            if chunk.kind == kind
+            for numbers, key in zip(chunk.numbers, chunk.keys, strict=True)
+            if numbers[0] == numbers[0]
+        }
+
+    def select(
+        self,
+        *,
+        words: dict[str, str],
+        ranges: dict[str, tuple[float | None, float | None]],
+        text: str,
+        sort: str,
+        descending: bool,
+        offset: int,
+        limit: int,
+    ) -> dict[str, Any]:
+        """One page of the rows that pass every filter, and how many there are."""
+        table = self.arrays()
+        wanted = ~table["hidden"]
+        for name, word in words.items():
+            wanted &= table["words"][:, WORDS.index(name)] == self._codes.get(word, -1)
+        for name, (low, high) in ranges.items():
+            column = table["numbers"][:, NUMBERS.index(name)]
+            if low is not None:
+                wanted &= column >= low
+            if high is not None:
+                wanted &= column <= high
+        if text:
+            wanted &= self._matches(text)
+        found = np.flatnonzero(wanted)
+        if sort in NUMBERS:
+            column = table["numbers"][found, NUMBERS.index(sort)]
+            missing = np.isnan(column)
+            order = np.lexsort(
+                (np.arange(len(found)), np.nan_to_num(-column if descending else column), missing)
+            )
+            found = found[order]
+        elif descending:
+            found = found[::-1]
+        rows = [self.summary(int(i)) for i in found[offset : offset + limit]]
+        return {"total": len(found), "of": int((~table["hidden"]).sum()), "rows": rows}
+
+    def summary(self, index: int, snippet: int = 160) -> dict[str, Any]:
+        table = self.arrays()
+        chunk, row = table["chunks"][table["chunk"][index]], int(table["row"][index])
+        told: dict[str, Any] = {"id": row_id(chunk, row), "key": chunk.keys[row]}
+        told |= {name: _plain(value) for name, value in zip(NUMBERS, chunk.numbers[row], strict=True)}
+        names = list(self._codes)
+        told |= {name: names[code] for name, code in zip(WORDS, chunk.words[row], strict=True)}
+        prompt, completion = self.text(chunk, row)
+        return told | {"prompt": prompt[-snippet:], "completion": completion[:snippet]}
+
+    def line(self, chunk: Chunk, row: int) -> dict[str, Any]:
+        offset, length = chunk.places[row]
+        return (line_at(chunk.path, offset, length) if chunk.path else None) or {}
+
+    def text(self, chunk: Chunk, row: int) -> tuple[str, str]:
+        if chunk.text:
+            return chunk.text[row]
+        line = self.line(chunk, row)
+        return str(line.get("prompt", "")), str(line.get("completion", line.get("text", "")))
+
+    def find(self, wanted: str) -> tuple[Chunk, int] | None:
+        kind, _, rest = wanted.partition(":")
+        name, _, place = rest.partition(":")
+        try:
+            chunk, offset = self.chunks.get((kind, int(name))), int(place)
+        except ValueError:
+            return None
+        if chunk is None:
+            return None
+        row = next((i for i, (at, _) in enumerate(chunk.places) if at == offset), None)
+        return None if row is None else (chunk, row)
+
+    def choices(self) -> dict[str, list[str]]:
+        """The values that each word takes."""
+        table, names = self.arrays(), list(self._codes)
+        return {
+            name: sorted(names[code] for code in np.unique(table["words"][:, column]) if names[code])
+            for column, name in enumerate(WORDS)
+        }
+
+    def same_prompt(self, checksum: int, most: int = 200) -> list[dict[str, Any]]:
+        table = self.arrays()
+        found = np.flatnonzero((table["prompt"] == checksum) & ~table["hidden"])
+        return [self.summary(int(i), 60) for i in found[:most]]
+
+    def worst(self, step: int | None) -> list[tuple[str, str, int, list[Any]]]:
+        """(row id, key, step, token) of the tokens with the largest gaps, of one step or of all."""
+        found = []
+        for chunk in self.chunks.values():
+            for row, tokens in enumerate(chunk.worst):
+                at = int(chunk.numbers[row][0])
+                if tokens and step in (None, at):
+                    found += [(row_id(chunk, row), chunk.keys[row], at, token) for token in tokens]
+        found.sort(key=lambda one: -one[3][2])
+        return found[:MOST_WORST]
+
+    def _matches(self, text: str) -> np.ndarray:
+        """Rows whose text contains `text`, whatever the case. Reads files in blocks and decodes no line,
+        unless the words are also names of fields."""
+        table = self.arrays()
+        found = np.zeros(len(table["row"]), bool)
+        # As JSON writes it, with letters of other scripts as they are or escaped; both occur.
+        needles = {json.dumps(text, ensure_ascii=escaped)[1:-1].encode().lower() for escaped in (True, False)}
+        verify, start = text.lower() in _FIELD_NAMES, 0
+        for chunk in table["chunks"]:
+            count = len(chunk.keys)
+            if chunk.text:
+                hits: Sequence[int] = [
+                    row for row, parts in enumerate(chunk.text) if any(text.lower() in one.lower() for one in parts)
+                ]  # fmt: skip
+            else:
+                hits = _lines_with(chunk, needles)
+            for row in hits:
+                if not verify or any(text.lower() in one.lower() for one in self.text(chunk, row)):
+                    found[start + row] = True
+            start += count
+        return found
+
+
+def _lines_with(chunk: Chunk, needles: set[bytes]) -> list[int]:
+    offsets = np.array([place for place, _ in chunk.places], np.int64)
+    rows: set[int] = set()
+    for base, block in _blocks(chunk.path, max(map(len, needles))):
+        for needle in needles:
+            at = block.find(needle)
+            while at >= 0:
+                rows.add(int(np.searchsorted(offsets, base + at, "right")) - 1)
+                at = block.find(b"\n", at)  # one hit a line is enough
+                at = block.find(needle, at) if at >= 0 else -1
+    return sorted(row for row in rows if row >= 0)
+
+
+def _blocks(path: Path | None, overlap: int) -> Iterator[tuple[int, bytes]]:
+    try:
+        handle = path.open("rb") if path else None
+    except OSError:
+        handle = None
+    if handle is None:
+        return
+    with handle:
+        base, kept = 0, b""
+        while piece := handle.read(_BLOCK):
+            block = kept + piece.lower()
+            yield base, block
+            kept = block[-overlap:]
+            base += len(block) - len(kept)
+
+
+def row_id(chunk: Chunk, row: int) -> str:
+    return f"{chunk.kind}:{chunk.name}:{chunk.places[row][0]}"
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _plain(value: float) -> float | int | None:
+    if math.isnan(value):
+        return None
+    return int(value) if value == int(value) else value

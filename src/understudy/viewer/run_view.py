@@ -1,0 +1,421 @@
+"""One run as the page sees it: its indexes, brought up to date by one thread, and the answers to its questions."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from understudy.dataplane import kept_rows
+from understudy.dataplane.token_measures import MEASURES, measures, worst_tokens
+from understudy.errors import UnderstudyError
+from understudy.observability.advisories.gather import advisories_of
+from understudy.observability.advisories.history import History
+from understudy.observability.report import accuracy_table, note_of
+from understudy.observability.rundir import RunDir, read_json
+from understudy.viewer.journal_rows import JournalRows
+from understudy.viewer.lines import GrowingFile, record
+from understudy.viewer.rows import Chunk, RowTable
+from understudy.viewer.spans import SpanIndex
+from understudy.viewer.token_text import TokenText, find_tokenizer
+
+FRESH_SECONDS = 15.0
+"""A live run writes waits.json every 2 s; one that was not written for this long is not live."""
+_PIECE = 4 << 20
+"""Bytes of a file read before requests get their turn."""
+_FILES_AT_ONCE = 8
+_JOURNAL_ROWS = 5000
+MOST_TOKENS = 4096
+"""Tokens of one answer; the page asks for more by range."""
+
+
+class NotFound(UnderstudyError):
+    """The page asked for something that is not there (any more)."""
+
+
+class RunView:
+    """Thread-safe: one lock; `look` is called by the server's thread, all else by requests."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self._lock = threading.RLock()
+        self._metrics = GrowingFile(run.metrics)
+        self._history = History()
+        self._lines: list[dict[str, Any]] = []
+        """Lines with held-out accuracies, for the table."""
+        self._spans = SpanIndex(run.spans)
+        self._rows = RowTable()
+        self._files: dict[Path, tuple[int, int]] = {}
+        """Dumps and kept rows that were read: (size, time of change)."""
+        self._samples = GrowingFile(run.samples)
+        self._journal = JournalRows(run.dataplane)
+        self._journal_state: tuple[float, int] = (0.0, 0)
+        self._text: TokenText | None = None
+        self.complete = False
+        """Whether everything that is on disk was read."""
+
+    # Status
+
+    def state(self) -> dict[str, Any]:
+        try:
+            found = read_json(self.run.state)
+            return found if isinstance(found, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def waits(self) -> dict[str, Any]:
+        try:
+            found = read_json(self.run.waits)
+            return found if isinstance(found, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def status(self) -> str:
+        """running, finished, stopped, failed; killed: it says running, but its process is gone."""
+        state, waits = self.state(), self.waits()
+        told = str(state.get("status", "unknown"))
+        if told != "running":
+            return told
+        if time.time() - float(waits.get("written", 0)) < FRESH_SECONDS and waits.get("status") == "running":
+            return "running"
+        return "running" if self._process_lives(state) else "killed"
+
+    @staticmethod
+    def _process_lives(state: dict[str, Any]) -> bool:
+        """On this machine alone; a run elsewhere is judged by the age of waits.json."""
+        if state.get("host", socket.gethostname()) != socket.gethostname():
+            return False
+        try:
+            return psutil.Process(int(state["pid"])).status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, KeyError, TypeError, ValueError):
+            return False
+
+    def recipe(self) -> dict[str, Any]:
+        try:
+            found = read_json(self.run.recipe)
+            return found if isinstance(found, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def summary(self) -> dict[str, Any]:
+        with self._lock:
+            steps, complete, rows = self._history.steps, self.complete, len(self._rows)
+        recipe, path = self.recipe(), shlex.quote(str(self.run.path))
+        status = self.status()
+        commands = {
+            "evaluate": f"understudy eval {path} --best",
+            "export": f"understudy export {path} my-student --best",
+        }
+        if status in ("stopped", "killed", "failed"):
+            commands = {"resume": f"understudy resume {path}", **commands}
+        return {
+            "name": self.run.path.resolve().name,
+            "path": str(self.run.path),
+            "status": status,
+            "detail": str(self.state().get("detail") or ""),
+            "steps": steps,
+            "of_steps": (recipe.get("trainer") or {}).get("steps"),
+            "rows": rows,
+            "complete": complete,
+            "note": note_of(self.run),
+            "commands": commands,
+        }
+
+    # Reading on
+
+    def look(self) -> bool:
+        """Reads a bounded piece of what is new; whether there is more to read at once."""
+        with self._lock:
+            more = self._look_metrics()
+        with self._lock:
+            more = self._look_samples() or more
+        more = self._look_row_files() or more
+        with self._lock:
+            more = self._spans.look(_PIECE) or more
+        self._look_journal()
+        self.complete = self.complete or not more
+        return more
+
+    def _look_metrics(self) -> bool:
+        before = self._metrics.place
+        for offset, text in self._metrics.new_lines(_PIECE):
+            if self._metrics.restarted and offset == 0:
+                self._history, self._lines = History(), []
+            line = record(text)
+            if line is not None:
+                self._history.add(line)
+                if any(key.startswith("val/") for key in line):
+                    self._lines.append(
+                        {key: value for key, value in line.items() if key[:4] in ("step", "val/")}
+                    )
+        return self._metrics.place - before >= _PIECE
+
+    def _look_samples(self) -> bool:
+        before, chunk = self._samples.place, self._rows.chunks.get(("held-out", 0))
+        if chunk is None:
+            self._rows.replace(chunk := Chunk("held-out", 0, self.run.samples))
+        for offset, text in self._samples.new_lines(_PIECE):
+            if self._samples.restarted and offset == 0:
+                self._rows.replace(chunk := Chunk("held-out", 0, self.run.samples))
+            line = record(text)
+            if line is not None:
+                who = line.get("model", "student")
+                self._rows.add(
+                    chunk, {**line, "teacher": "" if who == "student" else who}, (offset, len(text))
+                )
+        if self._samples.place != before:
+            self._rows.touched()
+        return self._samples.place - before >= _PIECE
+
+    def _look_row_files(self) -> bool:
+        """The newest steps first, a few files at a time."""
+        fresh = []
+        for kind, folder in (("kept", self.run.path / kept_rows.FOLDER_NAME), ("dump", self.run.rollouts)):
+            for path in folder.glob("*.jsonl") if folder.is_dir() else ():
+                try:
+                    found = path.stat()
+                except OSError:
+                    continue
+                if path.stem.isdecimal() and self._files.get(path) != (found.st_size, found.st_mtime_ns):
+                    fresh.append((int(path.stem), kind, path, (found.st_size, found.st_mtime_ns)))
+        for path in [path for path in self._files if not path.exists()]:
+            with self._lock:
+                del self._files[path]
+                kind = "dump" if path.parent == self.run.rollouts else "kept"
+                self._rows.chunks.pop((kind, int(path.stem)), None)
+                self._rows.touched()
+        fresh.sort(reverse=True)
+        for step, kind, path, stamp in fresh[:_FILES_AT_ONCE]:
+            with self._lock:
+                self._rows.read_file(kind, step, path)
+                self._files[path] = stamp
+        return len(fresh) > _FILES_AT_ONCE
+
+    def _look_journal(self) -> None:
+        """Journal rows change all the time while a run lives: they are read again when the file changed, at
+        most every few seconds."""
+        file = self.run.dataplane / "journal.sqlite"
+        stamps = []
+        for path in (file, file.with_name(file.name + "-wal")):
+            try:
+                stamps.append(path.stat().st_mtime_ns)
+            except OSError:
+                stamps.append(0)
+        last, seen = self._journal_state
+        if not stamps[0] or seen == max(stamps) or time.monotonic() - last < 5.0:
+            return
+        text = self.text()
+        chunk = Chunk("journal", 0, None)
+        try:
+            for number, key, tags, columns in self._journal.rows(self.status() == "running", 0):
+                first, tokens = _first_written(columns), np.asarray(columns["tokens"]).tolist()
+                chunk.text.append((text.text(tokens[:first]), text.text(tokens[first:])))
+                line = {**_journal_line(key, tags, columns), "prompt": chunk.text[-1][0]}
+                self._rows.add(chunk, line, (number, 0))
+                if len(chunk.keys) >= _JOURNAL_ROWS:
+                    break
+        except (UnderstudyError, OSError, ValueError, KeyError) as error:
+            chunk = Chunk("journal", 0, None)
+            self.journal_problem = str(error)
+        with self._lock:
+            self._rows.replace(chunk)
+            self._journal_state = (time.monotonic(), max(stamps))
+
+    journal_problem = ""
+
+    # Answers
+
+    def metric_names(self) -> list[str]:
+        with self._lock:
+            return sorted(self._history.series)
+
+    def curves(self, keys: list[str], points: int) -> dict[str, Any]:
+        """Steps and values of each key, thinned to `points`: each bucket keeps its lowest and highest value."""
+        with self._lock:
+            series = {key: self._history.get(key) for key in keys}
+            return {key: _thinned(one.steps, one.values, points) for key, one in series.items() if len(one)}
+
+    def held_out(self) -> dict[str, Any]:
+        with self._lock:
+            return {"table": accuracy_table(self._lines), "lines": self._lines[-50:]}
+
+    def advisories(self) -> list[dict[str, Any]]:
+        with self._lock:
+            found = advisories_of(self.run, self._history, self.status() == "running")
+        return [asdict(one) for one in found]
+
+    def rows(self, **given: Any) -> dict[str, Any]:
+        with self._lock:
+            return {**self._rows.select(**given), "choices": self._rows.choices(), "complete": self.complete}
+
+    def timeline(self, first: float | None, last: float | None) -> dict[str, Any]:
+        with self._lock:
+            return self._spans.window(first, last)
+
+    def life(self, key: str) -> list[dict[str, Any]]:
+        with self._lock:
+            return self._spans.of_key(key)
+
+    def text(self) -> TokenText:
+        if self._text is None or not self._text.found:
+            self._text = TokenText(
+                find_tokenizer(self.run.path, (self.recipe().get("student") or {}).get("model"))
+            )
+        return self._text
+
+    def row(self, wanted: str, first: int = 0) -> dict[str, Any]:
+        """One row: its summary, its text, and, where its columns are kept, tokens with measures."""
+        with self._lock:
+            found = self._rows.find(wanted)
+            if found is None:
+                raise NotFound(
+                    f"row {wanted} is not in this run any more: it was trained, or dropped for the budget of run.keep_rows"
+                )
+            chunk, row = found
+            table = self._rows.arrays()
+            place = [one is chunk for one in table["chunks"]].index(True)
+            index = int(np.flatnonzero((table["chunk"] == place) & (table["row"] == row))[0])
+            told = self._rows.summary(index)
+            told["line"] = {} if chunk.text else self._rows.line(chunk, row)
+            told["prompt"], told["completion"] = self._rows.text(chunk, row)
+            told["prompt_sum"] = chunk.prompts[row]
+        columns = self.columns(wanted)
+        return told | ({} if columns is None else self._token_view(columns, first))
+
+    def columns(self, wanted: str) -> dict[str, Any] | None:
+        """The token columns of a row; None for text alone."""
+        with self._lock:
+            found = self._rows.find(wanted)
+            if found is None:
+                raise NotFound(f"row {wanted} is not in this run any more")
+            chunk, row = found
+            line = {} if chunk.text else self._rows.line(chunk, row)
+        if chunk.kind == "kept":
+            return kept_rows.read_columns(self.run.path / kept_rows.FOLDER_NAME, chunk.name, line)
+        if chunk.kind == "journal":
+            return self._journal.one(self.status() == "running", chunk.places[row][0])
+        return None
+
+    def _token_view(self, columns: dict[str, Any], first: int) -> dict[str, Any]:
+        tokens, mask = np.asarray(columns["tokens"]).tolist(), np.asarray(columns["loss_mask"], bool)
+        last = min(first + MOST_TOKENS, len(tokens))
+        found = measures(columns)
+        written = np.cumsum(mask) - 1
+        before = int(mask[:first].sum())
+        inside = slice(before, before + int(mask[first:last].sum()))
+        pieces = self.text().pieces(tokens[max(0, first - 8) : last])[min(first, 8) :]
+        return {
+            "first": first,
+            "length": len(tokens),
+            "tokens": tokens[first:last],
+            "pieces": pieces,
+            "written": np.where(mask, written, -1)[first:last].tolist(),
+            "measures": {name: _listed(values[inside]) for name, values in found.items()},
+            "bounds": {name: _bounds(values) for name, values in found.items()},
+            "described": MEASURES,
+            "has_candidates": columns.get("teacher_ids") is not None,
+            "has_tokenizer": self.text().found,
+            "facts": {
+                name: columns[name] for name in ("turns", "stop_reason", "reward", "teacher", "replica", "metrics")
+                if name in columns and not isinstance(columns[name], np.ndarray)
+            },
+        }  # fmt: skip
+
+    def candidates(self, wanted: str, first: int, last: int) -> list[dict[str, Any]]:
+        """What teacher and student would have written at written tokens `first` to `last`: id, text and
+        probabilities, the likeliest first."""
+        columns = self.columns(wanted)
+        if columns is None or columns.get("teacher_ids") is None:
+            return []
+        text, found = self.text(), []
+        ids, teacher = np.asarray(columns["teacher_ids"]), np.asarray(columns["teacher_topk_logprobs"])
+        student = columns.get("student_topk_logprobs")
+        own_ids, own = columns.get("student_ids"), columns.get("student_logprobs")
+        tail = measures(columns)["tail"]
+        for place in range(max(0, first), min(last, len(ids))):
+            order = np.argsort(-teacher[place], kind="stable")
+            entries = [
+                {
+                    "id": int(ids[place][i]),
+                    "text": text.one(int(ids[place][i])),
+                    "p": float(np.exp(teacher[place][i])),
+                    "q": None if student is None else float(np.exp(student[place][i])),
+                }
+                for i in order
+            ]
+            mine = (
+                [] if own_ids is None or own is None
+                else [
+                    {"id": int(i), "text": text.one(int(i)), "q": float(np.exp(q))}
+                    for i, q in zip(own_ids[place], own[place], strict=True)
+                ]
+            )  # fmt: skip
+            found.append({"place": place, "teacher": entries, "student": mine, "tail": float(tail[place])})
+        return found
+
+    def worst(self, step: int | None) -> list[dict[str, Any]]:
+        """The tokens on which teacher and student disagree most, grouped by what the teacher wanted."""
+        with self._lock:
+            found = self._rows.worst(step)
+        text = self.text()
+        groups: dict[int, dict[str, Any]] = {}
+        for row, key, at, (place, number, gap, wanted) in found:
+            name = text.one(wanted) if wanted >= 0 else "(not recorded)"
+            group = groups.setdefault(wanted, {"wanted": name, "id": wanted, "tokens": []})
+            told = {"row": row, "key": key, "step": at, "place": place, "text": text.one(number), "gap": gap}
+            group["tokens"].append(told)
+        return sorted(groups.values(), key=lambda group: -sum(one["gap"] for one in group["tokens"]))
+
+    def same_prompt(self, checksum: int) -> list[dict[str, Any]]:
+        with self._lock:
+            return self._rows.same_prompt(checksum)
+
+
+def _journal_line(key: str, tags: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+    mask = np.asarray(columns["loss_mask"], bool)
+    versions = np.asarray(columns["weight_versions"])[mask]
+    gap = measures(columns).get("gap")
+    return {
+        "key": key,
+        "step": int(tags.get("step") or 0),
+        "source": tags.get("data_source"),
+        "teacher": columns.get("teacher"),
+        "reward": columns.get("reward"),
+        "tokens": int(mask.sum()),
+        "kl": None if gap is None or not len(gap) else float(gap.mean()),
+        "turns": columns.get("turns"),
+        "stop_reason": columns.get("stop_reason"),
+        "oldest": int(versions.min()) if len(versions) else None,
+        "newest": int(versions.max()) if len(versions) else None,
+        "worst": worst_tokens(columns),
+    }
+
+
+def _first_written(columns: dict[str, Any]) -> int:
+    mask = np.asarray(columns["loss_mask"], bool)
+    return int(mask.argmax()) if mask.any() else len(mask)
+
+
+def _listed(values: np.ndarray) -> list[float | None]:
+    return [None if not np.isfinite(value) else round(float(value), 5) for value in values]
+
+
+def _bounds(values: np.ndarray) -> list[float]:
+    known = values[np.isfinite(values)]
+    return [float(known.min()), float(known.max())] if len(known) else [0.0, 0.0]
+
+
+def _thinned(steps: Any, values: Any, points: int) -> list[list[float]]:
+    if len(steps) <= points:
+        return [list(steps), list(values)]
+    y, kept = np.frombuffer(values), []
+    for part in np.array_split(np.arange(len(y)), max(1, points // 2)):
+        kept += sorted({int(part[np.argmin(y[part])]), int(part[np.argmax(y[part])])})
+    return [[int(steps[i]) for i in kept], [float(y[i]) for i in kept]]

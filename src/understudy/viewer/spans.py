@@ -1,0 +1,123 @@
+"""When which span ran: name, start and end of every span in memory (25 bytes each), the rest by offset.
+
+Times count from the start of a launch. A resumed run appends the spans of its next launch, whose times begin
+at zero again; launches are laid end to end.
+"""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from understudy.viewer.lines import GrowingFile, line_at, record
+
+ROW_SPANS = ("rollout", "reward", "score")
+"""Spans of single rows; all others are the trainer's own."""
+MOST_SPANS = 1500
+"""Spans of one answer; more are given as counts."""
+BINS = 240
+
+
+class SpanIndex:
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._names: dict[str, int] = {}
+        self._name, self._start, self._end = array("h"), array("d"), array("d")
+        self._offset, self._length = array("q"), array("l")
+        self._shift = self._latest = 0.0
+        self.launches: list[float] = [0.0]
+
+    def look(self, most: int) -> bool:
+        """Reads on; whether there may be more."""
+        before = self._file.place
+        for offset, line in self._file.new_lines(most):
+            if self._file.restarted and offset == 0:
+                self._forget()
+            span = record(line)
+            if span is None or not isinstance(span.get("name"), str):
+                continue
+            try:
+                start, end = float(span["start"]), float(span["end"])
+            except (KeyError, TypeError, ValueError):
+                continue
+            if end + self._shift < self._latest - 1.0 and end < self._latest - self._shift:
+                self._shift = self._latest
+                self.launches.append(self._shift)
+            self._name.append(self._names.setdefault(span["name"], len(self._names)))
+            self._start.append(start + self._shift)
+            self._end.append(end + self._shift)
+            self._offset.append(offset)
+            self._length.append(len(line))
+            self._latest = max(self._latest, end + self._shift)
+        return self._file.place - before >= most
+
+    def window(self, first: float | None, last: float | None) -> dict[str, Any]:
+        """Spans between two moments: the trainer's own one by one, rows' as counts under way; one by one too
+        where they are few."""
+        if not len(self._start):
+            return {"from": 0, "to": 0, "end": 0, "launches": [], "spans": [], "counts": {}}
+        start, end = np.frombuffer(self._start), np.frombuffer(self._end)
+        name = np.frombuffer(self._name, np.int16)
+        finish = self._latest
+        last = finish if last is None else last
+        first = max(0.0, finish - 30.0) if first is None else first
+        inside = np.flatnonzero((end >= first) & (start <= last))
+        names = {number: word for word, number in self._names.items()}
+        of_rows = np.isin(name[inside], [self._names[word] for word in ROW_SPANS if word in self._names])
+        counts = {}
+        for word in ROW_SPANS:
+            mine = inside[name[inside] == self._names.get(word, -1)]
+            if len(mine):
+                edges = np.linspace(first, last, BINS + 1)
+                begun = np.searchsorted(np.sort(start[mine]), edges[1:], "right")
+                over = np.searchsorted(np.sort(end[mine]), edges[:-1], "left")
+                counts[word] = (begun - over).tolist()
+        single = inside if len(inside) <= MOST_SPANS else inside[~of_rows]
+        if len(single) > MOST_SPANS:  # the longest are seen, the others would be narrower than a pixel
+            single = single[np.argsort(start[single] - end[single], kind="stable")[:MOST_SPANS]]
+        spans: list[dict[str, Any]] = [
+            {"name": names[int(name[i])], "start": float(start[i]), "end": float(end[i]), "at": int(i)}
+            for i in np.sort(single)
+        ]
+        for one in spans:
+            if one["name"] in ROW_SPANS or len(spans) <= 200:
+                one["about"] = self.about(one["at"])
+        bounds = {"from": first, "to": last, "end": finish, "launches": self.launches}
+        return {**bounds, "spans": spans, "counts": counts}
+
+    def about(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self._offset):
+            return {}
+        found = line_at(self._file.path, self._offset[index], self._length[index]) or {}
+        return {key: value for key, value in found.items() if key not in ("name", "start", "end")}
+
+    def of_key(self, key: str, most: int = 64) -> list[dict[str, Any]]:
+        """The spans of one row. Searches the file's bytes, so it costs a read of the whole file at worst."""
+        wanted = f'"key":"{key}"'.encode()
+        found: list[dict[str, Any]] = []
+        offsets = np.frombuffer(self._offset, np.int64)
+        names = {number: word for word, number in self._names.items()}
+        try:
+            handle = self._file.path.open("rb")
+        except OSError:
+            return []
+        with handle:
+            base, carried = 0, b""
+            while piece := handle.read(4 << 20):
+                block, at = carried + piece, 0
+                while (hit := block.find(wanted, at)) >= 0 and len(found) < most:
+                    i = int(np.searchsorted(offsets, base + hit, "right")) - 1
+                    if i >= 0:
+                        span = {"name": names[self._name[i]], "start": self._start[i], "end": self._end[i]}
+                        found.append({**span, "about": self.about(i)})
+                    at = hit + len(wanted)
+                keep = len(wanted)
+                base += len(block) - keep
+                carried = block[-keep:]
+        return found

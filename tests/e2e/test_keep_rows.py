@@ -1,0 +1,83 @@
+"""`run.keep_rows`: rows stay with their token columns, equal to what the run trained on; and no bit changes by it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from small_runs import run_cli, write_toml
+
+import understudy
+from understudy.dataplane.kept_rows import read_columns
+from understudy.dataplane.token_measures import measures
+from understudy.observability.metrics import without_clock
+from understudy.observability.rundir import RunDir
+from understudy.viewer.run_view import RunView
+
+Make = Callable[..., dict[str, Any]]
+
+
+def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
+    return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_rows_stay_after_their_checkpoint(recipe: Make, mode: str) -> None:
+    small = {"trainer__steps": 2, "trainer__batch_size": 4, "trainer__mode": mode}
+    if mode == "fully_async":
+        small["trainer__max_staleness"] = 0
+    plain = understudy.train(recipe("plain", run__keep_rows=0, **small), progress=False)
+    run = understudy.train(recipe("kept", run__keep_rows=1 << 20, **small), progress=False)
+    assert not (plain.dir / "kept_rows").exists()
+    rows, line = kept(run.dir, 2), run.metrics[-1]
+    assert len(rows) == 4 and (run.dir / "kept_rows" / "tokenizer.json").exists()
+    gaps = np.concatenate([measures(columns)["gap"] for _, columns in rows])
+    assert gaps.mean() == pytest.approx(line["actor/distillation/k1"], abs=1e-4)
+    for summary, columns in rows:
+        assert summary["source"] == summary["teacher"] == columns["teacher"] and summary["newest"] == 1
+        assert columns["teacher_ids"].shape == columns["teacher_topk_logprobs"].shape
+        assert len(columns["teacher_ids"]) == columns["loss_mask"].sum() == summary["tokens"]
+    view = RunView(RunDir.open(run.dir))
+    while view.look():
+        pass
+    row = view.row(f"kept:2:{0}")
+    assert "".join(row["pieces"]) == rows[0][0]["prompt"] + rows[0][0]["completion"]
+    assert [without_clock(one) for one in run.metrics] == [without_clock(one) for one in plain.metrics]
+    ours, theirs = (
+        load_file(folder / "checkpoints" / "step-000002" / "model.safetensors")
+        for folder in (run.dir, plain.dir)
+    )
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_keeps_the_same_rows(recipe: Make, tmp_path: Path) -> None:
+    small = {"trainer__steps": 3, "trainer__batch_size": 4}
+    table, whole = recipe("killed", **small), understudy.train(recipe("whole", **small), progress=False)
+    path = write_toml(tmp_path / "recipe.toml", table)
+    code, _ = run_cli("train", str(path), fault="sync.after_ack:3")
+    assert code != 0
+    code, output = run_cli("resume", table["run"]["dir"])
+    assert code == 0, output
+    for step in (1, 2, 3):
+        ours, theirs = (
+            [path.read_bytes() for path in sorted((folder / "kept_rows").glob(f"{step:06d}.*"))]
+            for folder in (Path(table["run"]["dir"]), whole.dir)
+        )
+        assert len(ours) == 2 and ours == theirs
+
+
+def test_every_held_out_answer_is_recorded(recipe: Make, tmp_path: Path) -> None:
+    problems = Path(recipe()["data"]["train"]).read_text().splitlines()[:20]
+    (tmp_path / "eval.jsonl").write_text("\n".join(problems) + "\n")
+    small = {"trainer__steps": 1, "trainer__batch_size": 2, "data__eval": str(tmp_path / "eval.jsonl")}
+    run = understudy.train(recipe(**small), progress=False)
+    lines = [json.loads(line) for line in (run.dir / "samples.jsonl").read_text().splitlines()]
+    for step in (0, 1):
+        mine = [line["reward"] for line in lines if line["step"] == step and line["model"] == "student"]
+        at = next(one for one in run.metrics if one["step"] == step)
+        assert len(mine) == 20 and sum(mine) / 20 == pytest.approx(at["val/accuracy"])

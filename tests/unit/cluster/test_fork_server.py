@@ -1,0 +1,222 @@
+"""What is particular about children that are forks: here with a fork server that imports nothing."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from understudy.cluster import fork_server
+from understudy.cluster.local import Child, LocalProcesses
+
+CHILD = """
+import argparse, json, os, random, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--ready-file"); parser.add_argument("--watch-fd", type=int)
+options = parser.parse_args()
+import numpy
+print("said", flush=True); print("complained", file=sys.stderr, flush=True)
+facts = {"cwd": os.getcwd(), "word": os.environ.get("WORD"), "main": __name__, "drawn": [float(numpy.random.random()), random.random()]}
+facts["open"] = sorted(int(one) for one in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{one}"))
+with open(options.ready_file + ".tmp", "w") as handle: json.dump(facts, handle)
+os.replace(options.ready_file + ".tmp", options.ready_file)
+os.read(options.watch_fd, 1)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fork_server.ForkServer]:
+    (tmp_path / "forked_for_test.py").write_text(CHILD)
+    monkeypatch.chdir(tmp_path)
+    made = fork_server.ForkServer({"OMP_NUM_THREADS": "1"}, modules=())
+    monkeypatch.setattr(fork_server, "_SERVER", made)
+    yield made
+    made.close()
+
+
+def is_forked(child: Child) -> bool:
+    return psutil.Process(child.process.pid).ppid() != os.getpid()
+
+
+def test_a_fork_has_its_own_environment_log_and_chance(tmp_path: Path, own: fork_server.ForkServer) -> None:
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        env = {"OMP_NUM_THREADS": "1", "WORD": "ours"}
+        one, two = [await processes.start(name, "forked_for_test", [], env) for name in ("one", "two")]
+        assert is_forked(one) and is_forked(two)
+        assert one.ready["cwd"] == str(tmp_path) and one.ready["main"] == "__main__"
+        assert one.ready["word"] == "ours" and "WORD" not in os.environ
+        assert not set(one.ready["drawn"]) & set(two.ready["drawn"])
+        # Standard input and output, the pipe to the launcher: nothing of the fork server's, nothing of the other's.
+        assert len(one.ready["open"]) == len(two.ready["open"]) == 4
+        assert one.log.read_text().split() == ["said", "complained"]
+        await processes.close()
+
+    asyncio.run(scenario())
+
+
+def test_another_environment_at_load_means_a_process_of_its_own(
+    tmp_path: Path, own: fork_server.ForkServer
+) -> None:
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        other = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "2"})
+        assert not is_forked(other)
+        await processes.close()
+
+    asyncio.run(scenario())
+
+
+def test_children_outlive_a_killed_fork_server_and_the_next_ones_do_without(
+    tmp_path: Path, own: fork_server.ForkServer
+) -> None:
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        first = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        own._process.kill()
+        own._process.wait()
+        second = await processes.start("two", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        assert first.alive and second.alive and not is_forked(second)
+        os.kill(first.process.pid, signal.SIGKILL)
+        assert first.process.wait(10) == -signal.SIGKILL and not first.alive
+        await processes.close()
+        assert second.process.returncode is not None
+
+    asyncio.run(scenario())
+
+
+def test_one_that_was_lost_is_put_away_although_another_came_and_went(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fork_server, "_SERVER", None)
+
+    class Quick(fork_server.ForkServer):
+        def __init__(self, env: Mapping[str, str]) -> None:
+            super().__init__(env, modules=())
+
+    monkeypatch.setattr(fork_server, "ForkServer", Quick)
+    with fork_server.prepared({}):
+        lost = fork_server.current()
+        assert lost is not None
+        lost._process.kill()
+        lost._process.wait()
+        lost.ready()  # whoever asks next finds out
+        with fork_server.prepared({}):
+            assert fork_server.current() not in (None, lost)
+        assert fork_server.current() is None
+    assert fork_server.current() is None
+
+
+def test_a_frozen_fork_server_is_given_up(
+    tmp_path: Path, own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "_ANSWER_SECONDS", 1.0)
+
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        first = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        own._process.send_signal(signal.SIGSTOP)
+        second = await processes.start("two", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        assert own.over and first.alive and not is_forked(second)
+        assert own._process.wait(10) == -signal.SIGKILL  # it must not fork another "two" when it wakes up
+        await processes.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_a_child_is_seen_although_its_fork_server_stands_still(
+    tmp_path: Path, own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever closes it waits for a word that never comes."""
+    monkeypatch.setattr(fork_server, "_LAST_WORD_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        assert is_forked(child)
+        own._process.send_signal(signal.SIGSTOP)
+        psutil.Process(child.process.pid).kill()
+        assert child.process.wait(timeout=10) == -signal.SIGKILL
+        own._process.send_signal(signal.SIGCONT)
+        await processes.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_server_that_does_not_get_ready_is_not_waited_for_for_ever(
+    tmp_path: Path, own: fork_server.ForkServer
+) -> None:
+    own._process.send_signal(signal.SIGSTOP)
+
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=5)
+        child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        assert not is_forked(child)
+        await processes.close()
+
+    asyncio.run(scenario())
+
+
+def test_every_thread_that_asks_learns_how_a_child_ended(tmp_path: Path, own: fork_server.ForkServer) -> None:
+    async def scenario() -> list[int]:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        found: list[int] = []
+        threads = [threading.Thread(target=lambda: found.append(child.process.wait(20))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        os.kill(child.process.pid, signal.SIGKILL)
+        await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
+        await processes.close()
+        return found
+
+    assert asyncio.run(scenario()) == [-signal.SIGKILL] * 8
+
+
+def test_a_dead_childs_number_is_kept_until_its_end_is_known(
+    tmp_path: Path, own: fork_server.ForkServer
+) -> None:
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=20)
+        child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
+        seen = psutil.Process(child.process.pid)
+        seen.kill()
+        await asyncio.sleep(0.5)
+        assert seen.status() == psutil.STATUS_ZOMBIE  # nobody asked yet: the number belongs to nobody else
+        assert not child.alive
+        await asyncio.sleep(0.5)
+        assert not seen.is_running() or seen.status() != psutil.STATUS_ZOMBIE
+        await processes.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_modules_every_child_needs_are_there_and_no_thread_of_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real one: torch is imported, and a fork computes with it."""
+    (tmp_path / "computes_for_test.py").write_text(
+        CHILD.replace(
+            "import numpy\n",
+            "import sys; was = 'torch' in sys.modules\nimport numpy, torch\nassert was and torch.ones(64, 64).mm(torch.ones(64, 64)).sum() == 64**3\n",
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    made = fork_server.ForkServer({}, modules=fork_server.MODULES)
+    monkeypatch.setattr(fork_server, "_SERVER", made)
+
+    async def scenario() -> None:
+        processes = LocalProcesses(tmp_path / "logs", start_timeout=60)
+        child = await processes.start("one", "computes_for_test", [])
+        assert is_forked(child), json.dumps(child.ready)
+        await processes.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        made.close()

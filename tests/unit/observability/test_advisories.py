@@ -1,0 +1,130 @@
+"""Each advisory speaks on metrics that show its trouble, with evidence and a key, and is silent on a healthy run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from understudy.observability.advisories import rules
+from understudy.observability.advisories.gather import advisories_of, reasons
+from understudy.observability.advisories.history import History
+from understudy.observability.advisories.rules import RunFacts, advise
+from understudy.observability.rundir import RunDir
+
+Line = dict[str, Any]
+STEPS = 40
+
+
+def healthy(step: int) -> Line:
+    """A run as the quickstart records it: loss, KL and entropy fall together, accuracy rises."""
+    left = 1.0 - step / (STEPS + 1)
+    line = {
+        "actor/loss": 1.5 * left, "actor/distillation/loss": 1.5 * left, "teacher/add/kl": 1.4 * left,
+        "teacher/sort/kl": 1.6 * left, "actor/entropy": 1.6 * left**3, "actor/distillation/overlap_ratio": 0.5 + 0.4 * (1 - left),
+        "actor/distillation/clamped_share": 0.0, "actor/pg_clipfrac": 0.02, "rollout_corr/abs_diff_mean": 0.001,
+        "response_length/mean": 5.0, "response_length/clip_ratio": 0.03, "critic/score/mean": 1 - left,
+        "rollout/reward/math/parsed": 0.98, "rollout/filtered_prompts": 3.0, "rollout/rows": 128.0,
+        "perf/teacher/add/latency_mean": 0.2, "perf/teacher/sort/latency_mean": 0.3, "perf/teacher/add/0/restarts": 0.0,
+        "perf/async/trainer_idle": 0.1, "perf/async/teacher_idle": 0.5, "rows/dead_letters": 0.0, "async/staleness/mean": 0.0,
+    }  # fmt: skip
+    return line | ({"val/accuracy/add": 1 - left, "val/teacher_accuracy/add": 1.0} if step % 10 == 0 else {})
+
+
+def facts(change: Callable[[int], Line] = lambda step: {}, **given: Any) -> RunFacts:
+    recipe = {"trainer": {"batch_size": 128}, "rollout": {"max_new_tokens": 8}, "loss": {"task_coef": 0.0}}
+    lines = [{"step": step, **healthy(step), **change(step)} for step in range(1, STEPS + 1)]
+    return RunFacts(History(lines), given.pop("recipe", recipe), **given)
+
+
+def test_a_healthy_run_gets_no_advice() -> None:
+    assert advise(facts(free_bytes=100 << 30, checkpoint_bytes=1 << 30)) == []
+
+
+def test_a_run_of_a_few_steps_gets_no_advice() -> None:
+    lines = [{"step": 1, "actor/loss": 1.0, "response_length/clip_ratio": 1.0, "critic/score/mean": 0.0}]
+    assert advise(RunFacts(History(lines))) == [] == advise(RunFacts(History()))
+
+
+def up(step: int) -> float:
+    return 1.0 + step / STEPS
+
+
+TROUBLE: dict[str, RunFacts] = {
+    "kl_rises_while_loss_falls": facts(lambda step: {"teacher/sort/kl": up(step)}),
+    "truncation": facts(lambda step: {"response_length/clip_ratio": 0.4}),
+    "length_inflation": facts(
+        lambda step: {"response_length/mean": 5.0 * up(step) ** 2, "response_length/clip_ratio": 0.1}
+    ),
+    "entropy_collapse": facts(
+        lambda step: {"actor/distillation/loss": 1.5, "actor/loss": 1.5, "teacher/add/kl": 1.5}
+    ),
+    "overlap_falls": facts(lambda step: {"actor/distillation/overlap_ratio": 0.9 - 0.4 * step / STEPS}),
+    "teacher_solves_nothing": facts(
+        lambda step: {"val/teacher_accuracy/sort": 0.0, "val/accuracy/sort": 0.0}
+    ),
+    "teacher_below_student": facts(lambda step: {"val/teacher_accuracy/sort": 0.5, "val/accuracy/sort": 0.6}),
+    "reward_is_constant": facts(lambda step: {"critic/score/mean": 0.0}),
+    "no_parsable_result": facts(lambda step: {"rollout/reward/math/parsed": 0.2}),
+    "groups_without_signal": facts(lambda step: {"rollout/filtered_prompts": 300.0}),
+    "clamped_or_clipped": facts(lambda step: {"actor/distillation/clamped_share": 0.2}),
+    "engine_disagrees": facts(lambda step: {"rollout_corr/abs_diff_mean": 0.2}),
+    "slow_teacher": facts(lambda step: {"perf/teacher/sort/latency_mean": 1.0}),
+    "trainer_idle": facts(lambda step: {"perf/async/trainer_idle": 0.6}),
+    "teacher_idle": facts(lambda step: {"perf/async/teacher_idle": 0.99}),
+    "restarting_replica": facts(lambda step: {"perf/teacher/add/0/restarts": float(step > 20)}),
+    "dead_letters": facts(dead_letters={"DataError": 70, "deadline": 3}),
+    "disk_low": facts(free_bytes=2 << 30, checkpoint_bytes=1 << 30),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_trouble_is_named_with_evidence_and_what_to_set(name: str) -> None:
+    found = advise(TROUBLE[name])
+    assert [one.name for one in found] == [name]
+    assert any(digit in found[0].evidence for digit in "0123456789") and found[0].turn.endswith(".")
+    assert all(key in TROUBLE[name].history.series for key in found[0].metrics)
+
+
+def test_every_rule_has_a_case_above() -> None:
+    spoken = {one.name for case in TROUBLE.values() for one in advise(case)}
+    assert spoken == TROUBLE.keys()
+    assert all(any(list(rule(case)) for case in TROUBLE.values()) for rule in rules.RULES)
+
+
+def test_a_constant_reward_of_one_is_trouble_only_where_it_is_learnt_from() -> None:
+    always = {"critic/score/mean": 1.0}
+    assert advise(facts(lambda step: always)) == []
+    learnt = advise(facts(lambda step: always, recipe={"loss": {"task_coef": 1.0}}))
+    assert [one.level for one in learnt] == ["warning"] and "filter_groups" in learnt[0].turn
+
+
+def test_staleness_explains_a_distance_between_engine_and_trainer() -> None:
+    stale = {"rollout_corr/abs_diff_mean": 0.2, "async/staleness/mean": 0.9}
+    assert advise(facts(lambda step: stale)) == []
+
+
+def test_warnings_come_first_and_few_dead_letters_are_a_note() -> None:
+    found = advise(facts(lambda step: {"perf/async/trainer_idle": 0.6, "response_length/clip_ratio": 0.4}))
+    assert [one.level for one in found] == ["warning", "note"]
+    assert [one.level for one in advise(facts(dead_letters={"DataError": 1}))] == ["note"]
+
+
+def test_reasons_leave_out_what_is_particular_to_a_row() -> None:
+    letters = [{"reason": f"its group lost p{n}_0_0: DataError: x"} for n in range(3)] + [
+        {"reason": "deadline"}
+    ]
+    assert reasons(letters) == {"its group lost pN_N_N": 3, "deadline": 1}
+
+
+def test_they_are_read_from_a_run_directory(tmp_path: Path) -> None:
+    run = RunDir.create(str(tmp_path / "run"), "run")
+    lines = [{"step": step, **healthy(step), "response_length/clip_ratio": 0.5} for step in range(1, 21)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
+    run.recipe.write_text('{"rollout": {"max_new_tokens": 8}}')
+    run.dataplane.mkdir()
+    run.dead_letters.write_text('{"key": "a", "reason": "DataError: bad"}\n{"torn')
+    found = advisories_of(run, live=True)
+    assert {"truncation", "dead_letters"} <= {one.name for one in found}
+    assert "rollout.max_new_tokens = 8" in found[0].sentence

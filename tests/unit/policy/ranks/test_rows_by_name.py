@@ -1,0 +1,22 @@
+"""What ranks are told of rows they fetch themselves: which write of each column is meant, in few bytes."""
+
+import json
+from typing import Any
+
+from understudy.policy.ranks.wire import batch_by_names, name_columns, pack, unpack
+from understudy.types.batch import BatchMeta
+from understudy.types.batch_ref import RemoteBatch
+
+FIELDS = ("tokens", "loss_mask", "teacher_ids", "reward")
+
+
+def test_marks_reach_ranks_and_columns_written_together_share_theirs() -> None:
+    source: Any = object()
+    rows = tuple(f"{number:05d}-0000017_3_0" for number in range(64))
+    made, scored = (tuple(f"{life}.{number}" for number in range(64)) for life in ("5f0c2a", "77aa01"))
+    marks = {"tokens": made, "loss_mask": made, "teacher_ids": scored}
+    batch = RemoteBatch(BatchMeta("train", rows, FIELDS, marks=marks), (9,) * 64, (4,) * 64, source)
+    head, tensors = unpack(pack(*name_columns(batch, batch.meta)))
+    told, _ = batch_by_names(head, tensors, source)
+    assert told.meta == batch.meta
+    assert len(json.dumps(head)) < 80 * 64

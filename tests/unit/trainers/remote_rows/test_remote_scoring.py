@@ -1,0 +1,330 @@
+"""Remote rows are scored through a worker where one can, and fetched by the trainer's process where none can."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from understudy.dataplane.frame import SpillRef
+from understudy.dataplane.transfer_queue.segments import Written
+from understudy.errors import ClusterError, DataPlaneError, LeaseLost, TeacherError, TeacherReplyError
+from understudy.rollout.workers.pool import Answer, WorkersLost
+from understudy.serving.endpoint import Endpoint
+from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
+from understudy.teacher.manifest import Batching, Limits, Manifest
+from understudy.teacher.pool.integrity import Identity, check_row
+from understudy.teacher.pool.launch import ReplicaSpec
+from understudy.teacher.pool.pool import PoolOptions, TeacherPool
+from understudy.teacher.route import TeacherRouter, score_mixture
+from understudy.trainers.remote_rows import messages as wire
+from understudy.trainers.remote_rows.references import RemoteItem, RemotePlane, RemoteRow, RemoteScores
+from understudy.trainers.remote_rows.scoring import RemoteScoring
+from understudy.trainers.row_columns import score_columns
+from understudy.types.jagged import Jagged
+from understudy.types.references import Place, ScoreRef, fetched
+from understudy.types.scores import ScoreItem, Signal, TeacherScores
+
+TOKENS, VOCAB = np.arange(5, dtype=np.int32), 50
+CANARY = ScoreItem("fixed tokens", np.array([1, 2, 3], np.int32), np.array([1, 2], np.int32), Signal.TOPK, 4)
+
+
+class Direct:
+    """The client of a replica in this process. Its scores are a function of teacher and tokens."""
+
+    def __init__(self, teacher: str = "math") -> None:
+        self.teacher, self.asked = teacher, list[ScoreItem]()
+
+    async def score(self, items: Sequence[ScoreRef], timeout: float | None = None) -> list[TeacherScores]:
+        here = await fetched(items)
+        self.asked += here
+        return [self._scores(item) for item in here]
+
+    def _scores(self, item: ScoreItem) -> TeacherScores:
+        rng = np.random.default_rng([*self.teacher.encode(), *item.tokens.tolist()])
+        logits_PV = rng.normal(0, 3, (len(item.positions), VOCAB))
+        logprobs_PV = (logits_PV - np.log(np.exp(logits_PV).sum(1, keepdims=True))).astype(np.float32)
+        ids = item.ids
+        if item.signal is Signal.TOPK:
+            ids = np.argsort(-logprobs_PV, axis=1, kind="stable")[:, : item.k].astype(np.int32)
+        logprobs = None if ids is None else np.take_along_axis(logprobs_PV, ids, 1)
+        return TeacherScores(item.key, self.teacher, item.signal, logprobs_PV[:, 0], ids, logprobs)
+
+
+class Plane:
+    uploads = SimpleNamespace(lost=None)
+
+    async def get(self, meta: Any, names: Sequence[str]) -> dict[str, Any]:
+        columns = {
+            "tokens": torch.from_numpy(TOKENS),
+            "loss_mask": torch.tensor([False, False, True, True, True]),
+            "candidate_ids": torch.arange(6, dtype=torch.int32).reshape(3, 2),
+        }
+        return {name: Jagged.from_rows([columns[name] for _ in meta.keys]) for name in names}
+
+
+def remote_row(rows: RemotePlane | None = None, key: str = "row_0_0", **place: Any) -> RemoteRow:
+    return RemoteRow(key, 5, 3, 2, Place(**place), rows or RemotePlane(Plane(), "train"))
+
+
+class Workers:
+    def __init__(self, answer: wire.ScoreAnswer | Exception) -> None:
+        self.answer = answer
+        self.orders: list[wire.ScoreOrder] = []
+        self.preferred: list[int | None] = []
+
+    async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
+        self.orders.append(wire.decode_order(body))
+        self.preferred.append(prefer)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return Answer(wire.encode(self.answer), SimpleNamespace(number=1), 1)
+
+
+def ask(
+    answer: wire.ScoreAnswer | Exception,
+    signal: Signal = Signal.TOPK,
+    url: str = "http://10.0.0.2:1",
+    **more: Any,
+) -> tuple[list[Any], Direct, Workers, RemotePlane]:
+    direct, workers, scoring, rows = Direct(), Workers(answer), RemoteScoring(), RemotePlane(Plane(), "train")
+    scoring.open(workers, rows)  # type: ignore[arg-type]
+    connect = scoring.connect(lambda *_: direct, **more)  # type: ignore[arg-type, return-value]
+    client = connect("math", "0", Endpoint(url, "secret"))
+    item = remote_row(rows, maker=7, mark="5f0c2a.1").to_score(signal, 4)
+    return list(asyncio.run(client.score([item, CANARY], 9.0))), direct, workers, rows
+
+
+STORED = wire.ScoreAnswer(
+    [
+        wire.ItemScores(
+            "row_0_0", "math", Written({"teacher": b"x", "teacher_ids": SpillRef(3, 0, 9, 1)}, ("teacher",))
+        ),
+        wire.ItemScores("fixed tokens", "math", logprobs=np.array([-1.0, -2.0], "<f4").tobytes()),
+    ]
+)
+
+
+def test_a_worker_gets_names_and_the_fixed_tokens_and_the_one_that_has_the_row_is_preferred() -> None:
+    (stored, canary), direct, workers, rows = ask(STORED)
+    assert isinstance(stored, RemoteScores) and stored.written == STORED.scores[0].written
+    assert stored.ticket.number == 1
+    assert canary.sampled_logprobs.tolist() == [-1.0, -2.0]
+    (order,) = workers.orders
+    assert order.door == wire.Door("math", "0", "http://10.0.0.2:1", "secret") and order.seconds == 9.0
+    assert [item.inline is None for item in order.items] == [True, False] and order.items[0].k == 4
+    assert order.items[0].mark == "5f0c2a.1"
+    told = wire.from_inline(order.items[1], order.items[1].inline)  # type: ignore[arg-type]
+    assert told.tokens.tolist() == [1, 2, 3] and told.positions.tolist() == [1, 2]
+    assert workers.preferred == [7] and not direct.asked and rows.rows_fetched == 0
+
+
+@pytest.mark.parametrize("signal", [Signal.TOPK, Signal.AT_IDS])
+@pytest.mark.parametrize(
+    "why",
+    [
+        wire.ScoreAnswer([], wire.ROWS, "the queue lacks tokens"),
+        WorkersLost("died three times"),
+        ClusterError("no machine"),
+    ],
+    ids=["rows", "deaths", "machines"],
+)
+def test_where_no_worker_can_the_tokens_are_read_here(why: Any, signal: Signal) -> None:
+    scores, direct, _, rows = ask(why, signal)
+    assert [one.key for one in scores] == ["row_0_0", "fixed tokens"] and rows.rows_fetched == 1
+    row = direct.asked[0]
+    assert row.tokens.tolist() == TOKENS.tolist() and row.positions.tolist() == [2, 3, 4]
+    assert (row.ids is None) == (signal is Signal.TOPK)
+    assert direct.asked[1] is CANARY
+
+
+def test_an_external_server_on_this_machines_loopback_is_asked_from_here() -> None:
+    external = wire.External(10, "", "m", "auto")
+    _, direct, workers, _ = ask(STORED, url="http://localhost:8000", external=external)
+    assert direct.asked and not workers.orders
+    _, direct, workers, _ = ask(STORED, url="http://10.0.0.9:8000", external=external)
+    assert not direct.asked and workers.orders[0].door.external == external
+
+
+@pytest.mark.parametrize("kind", [TeacherReplyError, ReplicaTimeout, ServerFailed, TeacherError])
+def test_a_teachers_failure_reaches_the_pool_as_what_it_was(kind: type[TeacherError]) -> None:
+    with pytest.raises(kind, match="so it says") as caught:
+        ask(wire.ScoreAnswer([], wire.trouble_of(kind("so it says")), "so it says"))
+    assert type(caught.value) is kind
+
+
+def client_of(workers: Workers, teacher: str = "math") -> tuple[Any, Direct, Workers]:
+    direct, scoring = Direct(teacher), RemoteScoring()
+    scoring.open(workers, RemotePlane(Plane(), "train"))  # type: ignore[arg-type]
+    connect = scoring.connect(lambda *_: direct)  # type: ignore[arg-type, return-value]
+    return connect(teacher, "0", Endpoint("http://10.0.0.2:1")), direct, workers
+
+
+def test_a_row_that_is_here_keeps_its_request_here() -> None:
+    """Its answer would come back through a worker without candidates."""
+    client, direct, workers = client_of(Workers(STORED))
+    here = ScoreItem("row_1_0", TOKENS, np.array([3], np.int32), Signal.TOPK, 4)
+    asyncio.run(client.score([remote_row().to_score(Signal.TOPK, 4), here, CANARY]))
+    assert [item.key for item in direct.asked] == [
+        "row_0_0",
+        "row_1_0",
+        "fixed tokens",
+    ] and not workers.orders
+    assert direct.asked[0].tokens.tolist() == TOKENS.tolist() and direct.asked[1] is here
+
+
+def test_a_second_request_about_a_row_goes_to_any_worker() -> None:
+    """Perhaps it is the row's own worker that is slow; and of the two answers each has a name of its own."""
+    answers = [
+        wire.ScoreAnswer([wire.ItemScores("row_0_0", "math", Written({}, ("teacher",), mark))])
+        for mark in ("5f0c2a.2", "77aa01.1")
+    ]
+
+    class Slow(Workers):
+        async def request_work(self, name: str, body: bytes, prefer: int | None = None) -> Answer:
+            turn = len(self.preferred)
+            self.preferred.append(prefer)
+            await asyncio.sleep(0.02 * turn)
+            return Answer(wire.encode(answers[turn % 2]), SimpleNamespace(number=turn), turn)
+
+    async def body() -> None:
+        client, _, workers = client_of(Slow(STORED))
+        item = remote_row(maker=7).to_score(Signal.TOPK, 4)
+        first, second = [asyncio.create_task(client.score([item])) for _ in range(2)]
+        done, late = await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {first} and [task.cancel() for task in late] == [True]
+        (kept,) = first.result()
+        assert isinstance(kept, RemoteScores) and kept.written.mark == "5f0c2a.2"
+        await asyncio.wait(late)
+        await client.score([item])
+        assert workers.preferred == [7, None, 7], "none of them is under way any more"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("signal", "k"), [(Signal.TOPK, 4), (Signal.AT_IDS, 0), (Signal.SAMPLED, 0)])
+def test_a_mixture_of_remote_rows_is_mixed_here_and_is_the_local_one(signal: Signal, k: int) -> None:
+    """The row is fetched once; every teacher is asked from this process."""
+    weights = {"add": 1, "sort": 2, "swap": 1}
+    stored = wire.ScoreAnswer(STORED.scores[:1])
+    clients = {name: client_of(Workers(stored), name) for name in weights}
+    router = TeacherRouter(
+        {name: Pool(client) for name, (client, _, _) in clients.items()}, {n: n for n in weights}
+    )  # type: ignore[arg-type]
+    item = remote_row().to_score(signal, k)
+
+    async def body() -> None:
+        mixed = await (await score_mixture(router, item, weights)).fetch()
+        local = await (await score_mixture(router, await item.fetch(), weights)).fetch()
+        for name, value in score_columns(local).items():
+            assert np.array_equal(score_columns(mixed)[name], value), name
+        assert item.rows.rows_fetched == 2
+        assert not any(workers.orders for _, _, workers in clients.values())
+        alone = await score_mixture(router, item, {"add": 1, "sort": 0})
+        assert isinstance(alone, RemoteScores), "a mixture of one teacher is an ordinary request"
+
+    asyncio.run(body())
+
+
+class Pool:
+    def __init__(self, client: Any) -> None:
+        self.score = client.score
+
+
+@pytest.mark.parametrize("batching", list(Batching))
+def test_a_teacher_with_a_cache_fetches_remote_rows_and_keeps_their_scores_here(batching: Batching) -> None:
+    async def body() -> None:
+        client, direct, workers = client_of(Workers(STORED))
+        pool = TeacherPool("math", [ReplicaSpec("0")], options=PoolOptions(cache_bytes=10**6, canary=False))
+        manifest = Manifest(
+            "math", "native", "m", "aa", "v", VOCAB, 8, "float32", list(Signal), Limits(), batching
+        )
+        pool._supervisor.identity = Identity(manifest, np.zeros(1))
+        pool._ask = client.score  # type: ignore[method-assign]
+        first, second = (remote_row(key=f"row_{number}_0").to_score(Signal.TOPK, 4) for number in range(2))
+        (asked,) = await pool.score([first])
+        (found,) = await pool.score([second])
+        assert isinstance(asked, TeacherScores) and isinstance(found, TeacherScores)
+        assert found.key == "row_1_0" and np.array_equal(asked.logprobs, found.logprobs)
+        assert len(direct.asked) == 1 and not workers.orders and pool.metrics().cache_hits == 1
+
+    asyncio.run(body())
+
+
+def test_a_row_that_the_ledger_removed_can_still_be_fetched() -> None:
+    """A mixture's row is asked about although a sibling's failure removed its group, as in a local run."""
+    mask = np.array([False, False, True, True, True])
+    cells = {"tokens": TOKENS, "loss_mask": mask, "behaviour_logprobs": np.zeros(5, np.float32)}
+    read: list[set[str]] = []
+
+    class Ledger(Plane):
+        async def get(self, meta: Any, names: Sequence[str]) -> dict[str, Any]:
+            raise DataPlaneError("no such row in flight")
+
+        async def cells(self, asked: Written) -> dict[str, Any]:
+            read.append(set(asked.cells))
+            return {name: cells[name] for name in asked.cells}
+
+    written = Written(dict.fromkeys(cells, SpillRef(3, 0, 9, 1)), mark="5f0c2a.1")
+    row = replace(remote_row(RemotePlane(Ledger(), "train")), written=written)
+    found = asyncio.run(row.to_score(Signal.TOPK, 4).fetch())
+    assert found.tokens.tolist() == TOKENS.tolist() and found.positions.tolist() == [2, 3, 4]
+    assert read == [{"tokens", "loss_mask"}], "the columns of the request, no others"
+
+
+def test_stored_scores_are_read_and_recorded_by_location() -> None:
+    written = Written({"teacher": b"x"}, ("teacher",), "5f0c2a.1")
+    adopted: list[Any] = []
+
+    class Ledger(Plane):
+        async def cells(self, asked: Written) -> dict[str, Any]:
+            assert asked is written
+            return {"teacher_logprobs": np.array([-1.0], np.float32), "teacher": "math"}
+
+        async def adopt(self, partition: str, rows: Any) -> None:
+            adopted.append((partition, rows))
+            if len(adopted) == 2:
+                raise LeaseLost("its group is gone")
+
+    async def put(arrays: TeacherScores) -> None:
+        raise AssertionError("there are no arrays here")
+
+    async def body() -> None:
+        scores = RemoteScores(
+            "row_0_0", "math", Signal.SAMPLED, written, None, RemotePlane(Ledger(), "train")
+        )
+        found = await scores.fetch()
+        assert found.sampled_logprobs.tolist() == [-1.0] and found.ids is None
+        await scores.record(put)
+        await scores.record(put)
+        assert adopted[0] == ("train", {"row_0_0": written})
+
+    asyncio.run(body())
+
+
+def test_a_remote_rows_length_is_checked_before_it_is_asked_about() -> None:
+    limits = msgspec.structs.replace(Limits(), max_length=4)
+    manifest = Manifest("math", "native", "m", "aa", "v", VOCAB, 8, "float32", list(Signal), limits)
+    item: RemoteItem = remote_row().to_score(Signal.TOPK, 4)
+    with pytest.raises(RequestRefused, match="has 5 tokens; a sequence may have 4"):
+        check_row(manifest, item)
+    assert item.rows.rows_fetched == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "loopback"),
+    [
+        ("http://127.0.0.1:1", True),
+        ("http://[::1]:1", True),
+        ("http://localhost:1/v1", True),
+        ("http://10.0.0.1:1", False),
+        ("https://teacher.example", False),
+    ],
+)
+def test_loopback(url: str, loopback: bool) -> None:
+    assert Endpoint(url).on_loopback is loopback

@@ -1,0 +1,79 @@
+"""A step on a remote batch equals the step on the rows themselves to the bit, whatever the objective needs of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from learning_rig import batch_of, learner_of, recipe_of
+
+from understudy.errors import RowsUnreachable
+from understudy.trainers.learn.update import learn
+from understudy.types.batch import Batch, BatchMeta
+from understudy.types.batch_ref import STREAMS, RemoteBatch
+
+
+class Rows:
+    """A `RowSource` in memory: what was fetched of it, and whether it still answers."""
+
+    def __init__(self, batch: Batch, works: bool = True) -> None:
+        self.batch, self.works = batch, works
+        self.fetched: list[tuple[str, ...]] = []
+        self.from_disk_fields: list[tuple[str, ...]] = []
+
+    def fetch(self, meta: BatchMeta) -> Batch:
+        self.fetched.append(meta.fields)
+        if not self.works:
+            raise RowsUnreachable("the queue is gone")
+        return self.batch.select([self.batch.keys.index(key) for key in meta.keys])
+
+    def from_disk(self, meta: BatchMeta, reason: str) -> Batch:
+        assert reason == "the queue is gone"
+        self.from_disk_fields.append(meta.fields)
+        return self.batch.select([self.batch.keys.index(key) for key in meta.keys])
+
+
+FIELDS = (*STREAMS, "teacher_logprobs")
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "groups": {},
+    "mini-batches": {"trainer": {"epochs": 2, "mini_batch_size": 3}, "rollout": {"overlong": "drop"}},
+    "correction": {"loss": {"correction": {"measure": True}}},
+    "reference": {"loss": {"kl_coef": 0.1, "kl_in": "reward"}},
+    "critic": {"loss": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}},
+}
+OWN_MODEL = {"correction", "reference", "critic", "mini-batches"}
+"""Those for which the trainer's process looks at the rows' tokens itself."""
+
+
+def remote(batch: Batch, source: Rows) -> RemoteBatch:
+    return RemoteBatch(
+        BatchMeta("train", batch.keys, FIELDS),
+        tuple(batch.tokens.lengths.tolist()),
+        batch.loss_lengths,
+        source,
+        rewards=batch.rewards,
+        stop_reasons=batch.stop_reasons,
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_by_name_is_the_step_itself(name: str) -> None:
+    recipe, batch = recipe_of(**RECIPES[name]), batch_of()
+    source, local_system, remote_system = Rows(batch), learner_of(recipe), learner_of(recipe)
+    local, found = learn(local_system, batch), learn(remote_system, remote(batch, source))
+    assert (found.loss, found.grad_norm, found.row_losses) == (local.loss, local.grad_norm, local.row_losses)
+    assert {n: m.result() for n, m in found.metrics.items()} == {
+        n: m.result() for n, m in local.metrics.items()
+    }
+    weights = dict(local_system.policy.named_weights())
+    assert all(torch.equal(weights[n], w) for n, w in remote_system.policy.named_weights())
+    assert set(source.fetched) <= {FIELDS, STREAMS} and not source.from_disk_fields
+    assert (STREAMS in source.fetched) <= (name in OWN_MODEL), "by itself the trainer needs lengths alone"
+
+
+def test_what_the_trainer_needs_itself_comes_from_the_run_directory_when_the_queue_is_gone() -> None:
+    source = Rows(batch_of(), works=False)
+    there, here = remote(batch_of(), source).streams(), batch_of()
+    assert torch.equal(there.tokens.values, here.tokens.values) and there.rewards == here.rewards
+    assert source.from_disk_fields == [STREAMS]

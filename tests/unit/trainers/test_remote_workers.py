@@ -1,0 +1,103 @@
+"""Rollout workers on other machines: the same rows, begun again when one dies, strangers hung up on."""
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from understudy.assembly import agent_loops as loops
+from understudy.cluster.local import LocalProcesses
+from understudy.engines.base import Generation, Sampling
+from understudy.errors import ClusterError
+from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.registry import LoopChoice
+from understudy.rollout.render import Renderer
+from understudy.rollout.workers import messages as wire
+from understudy.rollout.workers.pool import LoopWorkers
+from understudy.types.prompt import Prompt
+from understudy.types.trajectory import StopReason
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+from chat_tokenizers import chat_tokenizer
+
+TOKENIZER = chat_tokenizer("chatml")
+AGENT = "chatty_loop:Chatty"
+
+
+class RemoteProcesses(LocalProcesses):
+    full = False
+
+    def is_remote(self, name: str) -> bool:
+        return True
+
+    async def start(self, name: str, *words: Any) -> Any:
+        if self.full:
+            raise ClusterError(f"{name} has no machine now")
+        return await super().start(name, *words)
+
+
+async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+    n = int(tokens.sum()) % 5 + 1
+    return Generation(
+        np.arange(3, 3 + n, dtype=np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), StopReason.EOS
+    )
+
+
+@pytest.mark.slow
+def test_workers_elsewhere_run_the_same_loops_and_outlive_a_death_and_strangers(tmp_path: Path) -> None:
+    renderer = Renderer(TOKENIZER, context=96)
+    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+    rows = [Prompt(f"00000-{i:07d}", i, 0, "add", text=f"{i} + {i} =") for i in range(6)]
+
+    def context(prompt: Prompt) -> LoopContext:
+        return LoopContext(generate, renderer, Sampling(6, (2,)), prompt.key, 0, 96)
+
+    async def body() -> None:
+        processes = RemoteProcesses(tmp_path / "logs")
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(processes.close)
+            open_line = await loops._lines(processes, stack)
+            workers = LoopWorkers(
+                2, tokenizer=tmp_path / "tokenizer", agent=AGENT, context=96, open_line=open_line
+            )
+            stack.push_async_callback(workers.close)
+            await workers.start()
+            first = workers.pids
+
+            async def check() -> None:
+                there = await asyncio.gather(*(workers.run(row, context(row)) for row in rows))
+                for row, (remote,) in zip(rows, there, strict=True):
+                    (local,) = await LoopChoice(AGENT).of(row).run(row, context(row))
+                    assert (remote.key, remote.tokens.tolist()) == (local.key, local.tokens.tolist())
+
+            await check()
+            board: Any = open_line.__self__  # type: ignore[attr-defined]
+            host, _, port = board._address.rpartition(":")
+            for said in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"\xff" * 64,
+                wire.frame(wire.Hello("no", 0)),
+                b"\2\0\0\0xx",
+            ):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(said)
+                writer.write_eof()
+                assert await asyncio.wait_for(reader.read(), 20) == b"", "a stranger is hung up on"
+                writer.close()
+            os.kill(first[0], signal.SIGKILL)
+            await check()
+            assert workers.pids[0] != first[0] and workers.pids[1] == first[1], "it is started again"
+            processes.full = True
+            os.kill(workers.pids[0], signal.SIGKILL)
+            await check()  # by the other one alone
+            pids = [*first, *workers.pids]
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+    asyncio.run(asyncio.wait_for(body(), 120))

@@ -1,0 +1,60 @@
+"""The recorded run that ships with the package: small, complete, without paths of the machine it was made on."""
+
+import json
+
+import pytest
+
+from understudy.viewer.run_view import RunView
+from understudy.viewer.serve import demo_run
+
+RUN = demo_run()
+
+
+@pytest.fixture(scope="module")
+def view() -> RunView:
+    view = RunView(RUN)
+    while view.look():
+        pass
+    return view
+
+
+def test_it_is_small_and_names_no_path_of_a_machine() -> None:
+    files = [path for path in RUN.path.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 1_000_000
+    assert '"/' not in RUN.recipe.read_text() and "checkpoints" not in {path.name for path in files}
+
+
+def test_it_has_everything_the_page_shows(view: RunView) -> None:
+    summary = view.summary()
+    assert summary["status"] in ("finished", "killed") and summary["steps"] > 50
+    assert view.held_out()["table"] and view.worst(None) and view.timeline(None, None)["spans"]
+    asked = {
+        "words": {"kind": "kept"},
+        "ranges": {},
+        "text": "",
+        "sort": "kl",
+        "descending": True,
+        "offset": 0,
+        "limit": 9,
+    }
+    row = view.row(view.rows(**asked)["rows"][0]["id"])
+    assert (
+        row["has_tokenizer"]
+        and row["has_candidates"]
+        and "".join(row["pieces"]) == row["prompt"] + row["completion"]
+    )
+    assert view.candidates(row["id"], 0, 1)[0]["teacher"]
+
+
+def test_a_healthy_recorded_run_gets_no_warning(view: RunView) -> None:
+    assert [one for one in view.advisories() if one["level"] == "warning"] == []
+
+
+def test_answers_of_student_and_teachers_are_the_measured_ones(view: RunView) -> None:
+    lines = [json.loads(line) for line in RUN.samples.read_text().splitlines()]
+    for entry in view.held_out()["table"]:
+        told = {"student": entry["after"], f"teacher {entry['source']}": entry["teacher"]}
+        for model, measured in told.items():
+            mine = [one for one in lines if one["model"] == model and one["source"] == entry["source"]]
+            last = [one["reward"] for one in mine if one["step"] == max(one["step"] for one in mine)]
+            assert sum(last) / len(last) == pytest.approx(measured, abs=1e-4)

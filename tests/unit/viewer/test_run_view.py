@@ -1,0 +1,179 @@
+"""A run directory answers the page's questions: finished, killed, resumed, damaged; it is never written to."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_run import HOSTILE, journalled, recorded_run
+
+from understudy.observability.rundir import RunDir
+from understudy.viewer.recipe_diff import differences
+from understudy.viewer.run_view import NotFound, RunView
+
+
+def opened(run: RunDir) -> RunView:
+    view = RunView(run)
+    while view.look():
+        pass
+    return view
+
+
+def rows(view: RunView, **changes: Any) -> dict[str, Any]:
+    asked = {
+        "words": {},
+        "ranges": {},
+        "text": "",
+        "sort": "step",
+        "descending": True,
+        "offset": 0,
+        "limit": 50,
+    }
+    return view.rows(**{**asked, **changes})
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory: pytest.TempPathFactory) -> RunView:
+    return opened(recorded_run(tmp_path_factory.mktemp("view") / "run"))
+
+
+def test_curves_by_name_and_the_held_out_table(view: RunView) -> None:
+    assert "odd/metric" in view.metric_names()
+    assert view.curves(["actor/loss", "none"], 100) == {
+        "actor/loss": [list(range(1, 13)), [2.0 / s for s in range(1, 13)]]
+    }
+    (line,) = view.held_out()["table"]
+    assert (line["before"], line["after"], line["teacher"]) == (0.1, 0.8, 0.9)
+
+
+def test_long_curves_keep_their_extremes(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    values = [1.0] * 5000
+    values[1234], values[4321] = 99.0, -99.0
+    run.metrics.write_text("".join(json.dumps({"step": i, "x": v}) + "\n" for i, v in enumerate(values)))
+    steps, found = opened(run).curves(["x"], 200)["x"]
+    assert len(steps) <= 210 and max(found) == 99.0 and min(found) == -99.0 and 1234 in steps
+
+
+def test_rows_sort_filter_and_search(view: RunView) -> None:
+    everything = rows(view)
+    assert everything["total"] == 6 * 3 + 4 + 2
+    assert everything["choices"]["kind"] == ["dump", "held-out", "kept"]
+    by_kl = [row["kl"] for row in rows(view, words={"kind": "kept"}, sort="kl")["rows"]]
+    assert by_kl == [1.5, 1.5, 0.5, 0.5]
+    assert {row["step"] for row in rows(view, ranges={"step": (3, 5)})["rows"]} == {4}
+    (found,) = rows(view, text="NEEDLE8")["rows"]
+    assert found["step"] == 8
+    assert rows(view, text="prompt 2")["total"] == 6
+    assert rows(view, text="مرحبا")["total"] == 6 + 2 + 1
+    assert rows(view, text="stop_reason")["total"] == 0  # a field's name is no text
+    assert rows(view, limit=3, offset=23)["rows"][0]["id"]
+
+
+def test_a_kept_row_shows_what_the_teacher_wanted(view: RunView) -> None:
+    (group,) = [group for group in view.worst(12) if group["id"] == 9]
+    worst = group["tokens"][0]
+    row = view.row(worst["row"])
+    assert row["measures"]["gap"][worst["place"]] == pytest.approx(7.5, abs=1e-3)
+    assert "".join(row["pieces"]) == view.text().text(row["tokens"]) and row["has_tokenizer"]
+    assert row["written"] == [-1] * 5 + list(range(7)) and row["prompt"] == HOSTILE
+    (candidates,) = view.candidates(worst["row"], worst["place"], worst["place"] + 1)
+    assert [one["id"] for one in candidates["teacher"]] == [9, 10, 11, 12]
+    assert candidates["teacher"][0]["p"] == pytest.approx(0.6) and candidates["tail"] == pytest.approx(
+        0.05, abs=1e-6
+    )
+
+
+def test_text_alone_has_no_tokens(view: RunView) -> None:
+    (row,) = rows(view, words={"kind": "dump"}, text="needle2", limit=1)["rows"][:1]
+    found = view.row(row["id"])
+    assert "tokens" in found and "pieces" not in found and found["completion"].endswith(HOSTILE)
+    assert view.candidates(row["id"], 0, 5) == []
+
+
+def test_the_same_prompt_elsewhere(view: RunView) -> None:
+    row = view.row(rows(view, words={"kind": "kept"}, sort="kl")["rows"][0]["id"])
+    assert {one["kind"] for one in view.same_prompt(row["prompt_sum"])} == {"kept", "dump"}
+
+
+def test_the_timeline_and_one_rows_life(view: RunView) -> None:
+    whole = view.timeline(0.0, 20.0)
+    assert [span["name"] for span in whole["spans"]].count("update") == 12 and whole["end"] == pytest.approx(
+        12.9
+    )
+    assert view.timeline(3.1, 3.2)["spans"][0]["about"] == {"step": 3}
+    assert [(one["name"], one["about"]) for one in view.life("p1_0_0")] == [("rollout", {"key": "p1_0_0"})]
+
+
+def test_a_resumed_run_has_a_second_launch(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    with run.spans.open("a") as out:
+        out.write('{"name":"update","start":0.1,"end":0.6,"step":13}\n')
+    found = opened(run).timeline(0.0, 99.0)
+    assert len(found["launches"]) == 2 and found["end"] == pytest.approx(12.9 + 0.6)
+
+
+def test_a_killed_run_shows_the_rows_of_its_journal_and_is_left_as_it_is(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    journalled(run)
+    before = snapshot(run.path)
+    view = opened(run)
+    assert (
+        view.summary()["status"] == "killed" and "understudy resume" in view.summary()["commands"]["resume"]
+    )
+    found = rows(view, words={"kind": "journal"})
+    assert found["total"] == 5 and found["rows"][0]["source"] == "sums" and found["rows"][0]["newest"] == 3
+    row = view.row(found["rows"][0]["id"])
+    assert row["measures"]["gap"][1] == pytest.approx(7.5, abs=1e-3)
+    assert len(view.candidates(row["id"], 0, 3)) == 3 and view.worst(13)
+    assert snapshot(run.path) == before
+
+
+def test_a_run_that_grows_is_read_on(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    view = opened(run)
+    with run.metrics.open("a") as out:
+        out.write('{"step": 13, "actor/loss": 0.5}\n{"step": 14, "actor/lo')
+    (run.rollouts / "000013.jsonl").write_text(
+        '{"key": "new_0_0", "prompt": "p", "completion": "c", "kl": 9.0}\n'
+    )
+    (run.rollouts / "000002.jsonl").unlink()
+    view.look()
+    assert view.summary()["steps"] == 13 and rows(view, sort="kl")["rows"][0]["key"] == "new_0_0"
+    assert rows(view)["total"] == 24 + 1 - 3
+
+
+def test_a_metrics_file_cut_by_a_resume_is_read_again(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    view = opened(run)
+    lines = run.metrics.read_text().splitlines()[:6]
+    fresh = tmp_path / "fresh"
+    fresh.write_text("\n".join(lines) + "\n")
+    os.replace(fresh, run.metrics)
+    view.look()
+    assert view.summary()["steps"] == 5 and len(view.curves(["actor/loss"], 100)["actor/loss"][0]) == 5
+
+
+def test_a_folder_with_nothing_but_a_recipe_opens(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text("{}")
+    view = opened(RunDir.open(tmp_path))
+    assert rows(view)["total"] == 0 and view.advisories() == [] and view.timeline(None, None)["spans"] == []
+    with pytest.raises(NotFound):
+        view.row("kept:1:0")
+
+
+def test_recipe_differences() -> None:
+    recipes = [
+        {"a": {"b": 1, "c": 2}, "run": {"dir": "x"}},
+        {"a": {"b": 1, "c": 3, "d": None}, "run": {"dir": "y"}},
+    ]
+    assert differences(recipes) == [{"key": "a.c", "values": [2, 3]}]
