@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 import uvicorn
 from engine_contract import requests, until
 from engines_under_contract import CONTEXT, make_model
@@ -12,6 +13,7 @@ from starlette.applications import Starlette
 from wire_servers import WireServer
 
 from understudy.engines.base import Sampling
+from understudy.engines.local.scheduler import Scheduler
 from understudy.engines.servers import engine as engine_module
 from understudy.engines.servers.continuation import PAUSED
 from understudy.engines.servers.dialects import DIALECTS
@@ -20,7 +22,20 @@ from understudy.engines.servers.vllm_proxy import VLLMProxy
 from understudy.serving.endpoint import Endpoint
 
 
-def test_requests_that_reach_a_paused_server_are_sent_back_at_once(tmp_path: Path) -> None:
+def test_requests_that_reach_a_paused_server_are_sent_back_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, turns_of_both = Scheduler._turn, []
+
+    def slow_turn(self: Scheduler) -> None:
+        """A token of each row: slow enough that the pause comes before the last one."""
+        turn(self)
+        if self._batch is not None and self._batch.writing.alive == 2:
+            turns_of_both.append(True)
+        time.sleep(0.003)
+
+    monkeypatch.setattr(Scheduler, "_turn", slow_turn)
+
     async def body() -> None:
         server = WireServer("vllm", make_model(), CONTEXT)
         socket = str(tmp_path / "socket")
@@ -40,7 +55,8 @@ def test_requests_that_reach_a_paused_server_are_sent_back_at_once(tmp_path: Pat
             snapshots=tmp_path, patience_s=10,
         )  # fmt: skip
         long = asyncio.create_task(engine.generate(requests(2, Sampling(CONTEXT - 20))))
-        await until(lambda: len(server.bodies) == 2)
+        await until(lambda: turns_of_both)
+        assert len(server.bodies) == 2
         await engine.pause()
         headers = {"Authorization": "Bearer t0ken"}
         async with httpx.AsyncClient(base_url=url, headers=headers) as late:
