@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 _COMMANDS = {
     "train": "train",
-    "check": "check",
-    "plan": "plan",
-    "keys": "keys",
+    "check": "recipes.check",
+    "plan": "recipes.plan",
+    "keys": "recipes.keys",
+    "schema": "recipes.schema",
     "resume": "resume",
     "eval": "evaluate",
     "audit": "audit",
@@ -39,7 +40,7 @@ _COMMANDS = {
     "teachers": "teachers",
     "score": "score",
 }
-"""Name → module in this package."""
+"""Name → module below `cli.commands`."""
 
 
 def program() -> int:

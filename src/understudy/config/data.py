@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from understudy.config.base import Section
 
@@ -23,10 +23,19 @@ def _named(sources: list[str]) -> list[str]:
     return sources
 
 
-Sources = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_named), Field(min_length=1)]
+_TEXT = {"type": "string"}
+Sources = Annotated[
+    list[str],
+    BeforeValidator(_as_list),
+    AfterValidator(_named),
+    Field(min_length=1),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}),
+]
 
 
 class DataConfig(Section):
+    """`[data]`: prompts, rewards, and which teacher scores a row."""
+
     train: Sources
     """jsonl or parquet files with `prompt` or `messages` (every other column is kept), globs, or hub
     datasets (`"org/name:train"`); one, or a list. Relative to the recipe."""
@@ -48,3 +57,4 @@ class DataConfig(Section):
     default_teacher: str | None = None
     """Scores rows whose column names no teacher; without it they are an error."""
     shuffle: bool = True
+    """Take rows in an order drawn anew for each pass from `run.seed`; false keeps the files' order."""

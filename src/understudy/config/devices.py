@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d*))?")
@@ -29,7 +29,11 @@ def _visible_devices(devices: str) -> str:
     return devices
 
 
-Device = Annotated[str, AfterValidator(_known_device)]
+Device = Annotated[
+    str,
+    AfterValidator(_known_device),
+    WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE.pattern})$"}),
+]
 """`auto`, `cpu`, `cuda` or `cuda:N`."""
 VisibleDevices = Annotated[str, AfterValidator(_visible_devices)]
 """GPUs of one process, as its CUDA_VISIBLE_DEVICES."""

@@ -26,16 +26,23 @@ class CorrectionConfig(Section):
     """Truncated importance sampling: multiply by min(ratio, `cap`) of the token, of its sequence (the
     product), or of its sequence's geometric mean."""
     cap: Annotated[float, Field(gt=0)] = 2.0
+    """Largest weight (`weigh`)."""
     drop: Literal["off", "token", "sequence", "geometric"] = "off"
     """Drop tokens or sequences with a ratio outside [`low`, `high`]."""
     low: Annotated[float, Field(ge=0)] = 0.5
+    """Lower end of the ratios that are kept (`drop`)."""
     high: Annotated[float, Field(gt=0)] = 2.0
+    """Upper end of the ratios that are kept (`drop`)."""
     measure: bool = False
     """Only compute and log the mismatch."""
 
 
 class LossConfig(Section):
+    """`[loss]`: what the student learns from."""
+
     kind: LossKind = "forward_kl"
+    """The divergence between teacher and student, or the estimator of it from the written token (`k1` …
+    `low_var_kl`)."""
     signal: Literal["sampled", "topk", "at_ids", "hidden"] = "topk"
     """What the teachers send per token."""
     topk: Annotated[int, Field(ge=1)] = 64
@@ -51,6 +58,7 @@ class LossConfig(Section):
     policy_gradient: bool = False
     """Use the estimator as a per-token advantage instead of differentiating it."""
     distill_coef: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the distillation term; 0 trains on task rewards alone."""
     task_coef: Annotated[float, Field(ge=0)] = 0.0
     """Above 0 adds a policy loss on task rewards."""
     advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce++", "gae"] = "grpo"
@@ -62,13 +70,20 @@ class LossConfig(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Above 0 keeps the student near a frozen reference (`[reference]`; the student as it starts)."""
     kl_kind: Literal["k1", "k1+", "k2", "k3", "k3+", "abs", "kl", "mse", "low_var_kl"] = "k3"
+    """Estimator of the KL to the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Differentiate the estimate, or subtract it from the task reward of each token."""
     correction: CorrectionConfig = CorrectionConfig()
     reduction: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    """How the tokens' losses become one number: the mean over all tokens of a step, or first the sum or the
+    mean of each sequence, then the mean over sequences."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
+    """Policy gradient: the ratio to the policy before the step is clipped below at 1 − this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """Policy gradient: the ratio is clipped above at 1 + this."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Policy gradient: bounds the loss of a token with a negative advantage at this many times the advantage
+    (dual clip); not set: unbounded."""
     tis_cap: Annotated[float, Field(gt=0)] | None = None
     """Truncated importance sampling: ratios above this are truncated to it."""
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -83,6 +98,7 @@ class LossConfig(Section):
     clamp_at_zero: bool = False
     """verl's: a token whose K terms sum to less than 0 counts as 0 and has no gradient (`tail = "drop"`)."""
     student_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the student's logits in the loss; independent of `rollout.temperature`."""
     teacher_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Other than 1 needs `signal = "hidden"`: top-k scores cannot be re-tempered."""
     backend: Literal["auto", "torch", "triton"] = "auto"

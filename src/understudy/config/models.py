@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from understudy.config.base import Section
 from understudy.config.devices import Device
@@ -15,6 +15,7 @@ Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attenti
 """Which of transformers' attention implementations computes a model. `auto`: `sdpa`, over packed rows if the
 model supports that, and `eager` if the model has no `sdpa` (soft caps, attention sinks). A name: that one,
 over padded rows."""
+_PLACEMENTS = ("standalone", "pool", "external")
 
 
 def _named(model: str) -> str:
@@ -30,6 +31,7 @@ class LoraConfig(Section):
     """`[student.lora]`: train small adapters and freeze the weights themselves (needs the `lora` extra)."""
 
     rank: Annotated[int, Field(ge=1)] = 16
+    """Inner dimension of an adapter."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapters' product is scaled by alpha / rank."""
     targets: list[str] = Field(
@@ -43,6 +45,8 @@ class LoraConfig(Section):
 
 
 class StudentConfig(Section):
+    """`[student]`: the model that is trained."""
+
     model: Model
     """Hub id or folder of the student."""
     revision: str | None = None
@@ -69,6 +73,8 @@ class StudentConfig(Section):
 
 
 class TeacherConfig(Section):
+    """`[teachers.NAME]`: a frozen model that scores the rollouts, and the processes that hold it."""
+
     model: Model
     """Hub id or folder of the teacher; for an external vLLM or OpenAI-compatible server, the model it
     serves."""
@@ -82,7 +88,7 @@ class TeacherConfig(Section):
     """Value of the routing column whose rows this teacher scores; a single teacher needs no key."""
     replicas: Annotated[int, Field(ge=0)] = 1
     """How many server processes hold this teacher."""
-    placement: str = "standalone"
+    placement: Annotated[str, WithJsonSchema({"type": "string", "enum": [*_PLACEMENTS]})] = "standalone"
     """`pool` (a slice of a named pool), `standalone` (own processes and devices) or `external` (`urls`)."""
     pool: str | None = None
     """Which of `[cluster.pools]` the replicas are cut from (`pool` only)."""
@@ -93,6 +99,7 @@ class TeacherConfig(Section):
     token_env: str | None = None
     """Environment variable that holds the bearer token of external servers."""
     dtype: DType = "float32"
+    """Dtype of the weights in replicas that this run starts."""
     device: Device = "auto"
     """`auto` (a GPU of its own if there are several), `cpu`, `cuda` or `cuda:N` (that GPU, even if other
     processes use it)."""
@@ -123,7 +130,7 @@ class TeacherConfig(Section):
                 "refused: a teacher that shares the student's memory by taking turns is slept and woken every step, and "
                 "woke up with wrong weights in other systems; use 'standalone', 'pool' or 'external'"
             )
-        if placement not in ("pool", "standalone", "external"):
+        if placement not in _PLACEMENTS:
             raise ValueError("expected 'pool', 'standalone' or 'external'")
         return placement
 

@@ -14,6 +14,8 @@ AGENTS = ("single_turn", "tool", "verifiers")
 
 
 class RolloutConfig(Section):
+    """`[rollout]`: how the student generates."""
+
     engine: Literal["hf", "vllm", "sglang", "openai"] = "hf"
     """What generates: `hf` runs in this process; `vllm` are servers that the run starts and watches, or
     running ones at `urls`; `sglang` and `openai` (completions over token ids) are running servers."""
@@ -73,10 +75,13 @@ class RolloutConfig(Section):
     that writes the rollouts then differs slightly from the trained one: `loss.correction.measure` shows by
     how much. vLLM: `engine_args = ["--kv-cache-dtype=fp8"]`."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Temperature of sampling; 0 takes the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens with this probability mass; 1 keeps every token."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """0 keeps every token."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Drop tokens less likely than this times the most likely one; 0 keeps every token."""
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Above 1 makes tokens that occurred before less likely."""
     stop: list[str] = Field(default=[])
@@ -95,6 +100,7 @@ class RolloutConfig(Section):
     overlong_buffer: Annotated[int, Field(ge=1)] | None = None
     """Over the last this many of `max_new_tokens`, the reward falls linearly by `overlong_penalty`."""
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Subtracted from the reward of a response of full length (`overlong_buffer`)."""
 
     @property
     def starts_servers(self) -> bool:

@@ -11,6 +11,8 @@ from understudy.config.base import Section
 
 
 class TrainerConfig(Section):
+    """`[trainer]`: schedule, optimizer, checkpoints, evaluation."""
+
     mode: Literal["sync", "fully_async"] = "sync"
     """`sync` produces a batch, trains on it, publishes, and repeats; `fully_async` does all three at once."""
     max_staleness: Annotated[float, Field(ge=0)] = 1.0
@@ -35,10 +37,15 @@ class TrainerConfig(Section):
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Prompts per step; with `rollout.n` sessions each."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls towards the end of the run, after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's weight decay."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest norm of the gradient; a larger one is scaled down to it."""
     ranks: Annotated[int, Field(ge=1)] = 1
     """Processes that train the student together (FSDP2), each on a GPU of its own, or all on the CPU;
     started by the run. Losses do not depend on it beyond rounding."""
@@ -56,7 +63,9 @@ class TrainerConfig(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keeps an exponential average of the weights, for `understudy export --averaged`."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 50
+    """Steps between two checkpoints."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """How many of the newest checkpoints are kept."""
     keep_best: bool = True
     """Checkpoint each step whose `val/accuracy` is the best so far, and keep it in addition (`understudy
     export RUN OUT --best`)."""
@@ -92,6 +101,8 @@ class TrainerConfig(Section):
 
 
 class DataPlaneConfig(Section):
+    """`[dataplane]`: where rows are kept between production and training."""
+
     backend: Literal["embedded", "transfer_queue"] = "embedded"
     """Where rows are kept between production and training: in the trainer's process, or in the memory of a
     Ray cluster (TransferQueue). Either way they are in the run directory too."""
@@ -116,8 +127,11 @@ class PoolConfig(Section):
     """`[cluster.pools.NAME]`: machines on which roles and teachers are placed."""
 
     nodes: Annotated[int, Field(ge=1)] = 1
+    """Machines of the pool."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    """GPUs of each machine."""
     cpus_per_node: Annotated[int, Field(ge=0)] = 0
+    """CPU cores of each machine."""
 
     @model_validator(mode="after")
     def _not_empty(self) -> PoolConfig:
@@ -146,6 +160,8 @@ class RestartsConfig(Section):
 
 
 class ClusterConfig(Section):
+    """`[cluster]`: the machines and where processes run on them."""
+
     backend: Literal["local", "ray"] = "local"
     """`local`: processes of this machine. `ray`: on the machines of a Ray cluster too (`pip install
     understudy[ray]`)."""
@@ -166,15 +182,19 @@ class ClusterConfig(Section):
 
 
 class RunConfig(Section):
+    """`[run]`: the run directory, loggers, seed and determinism."""
+
     dir: str | None = None
     """This run's folder; when not set, a fresh one is made under `runs/`."""
     name: str = "run"
+    """Begins the name of the folder made under `runs/`, which report and loggers show."""
     note: str | None = None
     """A sentence shown in the report and the terminal, for example how to read the answers."""
     loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=[])
     """Metric loggers besides the console and metrics.jsonl; each is an extra (`pip install
     understudy[wandb]`)."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the order of rows, of sampling and of new weights."""
     determinism: Literal["full", "fast"] | None = None
     """`full` composes every batch by key, so that a run repeats to the bit; `fast` batches by arrival. By
     default `full` on a CPU, `fast` on a GPU."""

@@ -49,7 +49,7 @@ def test_what_ends_with_the_loop_has_threads_and_is_waited_for() -> None:
 
 COMMAND = """
 import asyncio, sys, time
-from understudy.cli.commands import check
+from understudy.cli.commands.recipes import check
 from understudy.cli.main import program
 from understudy.errors import ClusterError
 from understudy.run.entry import run_to_its_end
@@ -77,7 +77,7 @@ def test_a_command_ends_while_somebodys_thread_hangs(how: str, code: int, said: 
 
 AGAIN = """
 import asyncio, sys, time
-from understudy.cli.commands import check
+from understudy.cli.commands.recipes import check
 from understudy.cli.main import main
 from understudy.run.entry import run_to_its_end
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from understudy.cli.commands import plan_simulation
+from understudy.cli.commands.recipes import plan_simulation
 from understudy.cli.reading import checked_recipe
 from understudy.config.toml import as_tables, recipe_as_toml
 from understudy.observability.redact import redact

@@ -1,0 +1,1 @@
+"""Commands about a recipe; none of them imports torch."""
