@@ -13,6 +13,10 @@ those. Start-up, evaluation and checkpoints are left out for every method alike.
 KL to the teacher is KL(student ‖ teacher) per token, exact over the vocabulary, on answers that the student
 samples to held-out problems. Figures go to OUT/*.json; `--budget` bounds the seconds of a command and ends
 what is still running.
+
+A study may be made in pieces, on machines that are taken away in between. `--collected FILE` holds every run
+that has ended, of `tune` and of `run`; it is written whenever one ends. A command leaves out what FILE has
+whole, so the same command with the same FILE goes on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -95,16 +99,56 @@ def time_methods(task: Task, methods: Sequence[str], limit: float) -> None:
     (task.out / "timing.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def tune(task: Task, methods: Sequence[str], scales: Sequence[float], side: int, deadline: float) -> None:
+class Collected:
+    """The file of ended runs: one record for each job and length."""
+
+    def __init__(self, path: Path, task: Task) -> None:
+        self._path, self._task = path, task
+        self._records: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
+
+    def _same(self, record: dict[str, Any], job: Job) -> bool:
+        wanted = (job.name, self._task.steps, self._task.held_out)
+        return (record["name"], record["length"], record["held_out"]) == wanted
+
+    def record(self, job: Job) -> dict[str, Any] | None:
+        return next((record for record in self._records if self._same(record, job)), None)
+
+    def is_whole(self, job: Job) -> bool:
+        return (self.record(job) or {}).get("outcome") == "whole"
+
+    def add(self, job: Job, outcome: str) -> None:
+        """Replaces an earlier record of the same job."""
+        task = self._task
+        lines = read_lines(metrics_of(task, job))
+        record = {
+            "name": job.name,
+            "method": job.method,
+            "seed": job.seed,
+            "rate": job.rate if job.rate is not None else recipe_rate(task, job.method),
+            "length": task.steps,
+            "held_out": task.held_out,
+            "outcome": outcome,
+            "points": points_of(task, job, read_lines(task.out / "grades.jsonl")),
+            "steps": [{key: line[key] for key in _KEPT if key in line} for line in lines],
+        }
+        self._records = [one for one in self._records if not self._same(one, job)] + [record]
+        written = self._path.with_suffix(".new")
+        written.write_text(json.dumps({"runs": self._records}) + "\n")
+        written.replace(self._path)
+
+
+def tune(
+    task: Task, methods: Sequence[str], scales: Sequence[float], side: int, deadline: float, collected: Path
+) -> None:
     """The learning rate with the best final accuracy on `valid`, per method."""
     if "sft-teacher" in methods:
         write_teacher_answers(task)
     rates = {method: [recipe_rate(task, method) * scale for scale in scales] for method in methods}
     jobs = [Job(method, 7, rate) for index in range(len(scales)) for method, rate in _nth(rates, index)]
-    grades, _ = study(task, jobs, side, deadline)
+    records = study(task, jobs, side, deadline, collected)
     chosen: dict[str, Any] = {}
     for method in methods:
-        tried = {job.rate: grades.get(job.name) or [] for job in jobs if job.method == method}
+        tried = {job.rate: records[job]["points"] for job in jobs if job.method == method and job in records}
         ends = {
             rate: points[-1]["accuracy"]
             for rate, points in tried.items()
@@ -120,9 +164,12 @@ def _nth(rates: dict[str, list[float]], index: int) -> list[tuple[str, float]]:
 
 
 def study(
-    task: Task, jobs: Sequence[Job], side: int, deadline: float
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Runs all jobs with the grader in parallel; returns the points of each run and how it ended."""
+    task: Task, jobs: Sequence[Job], side: int, deadline: float, collected: Path
+) -> dict[Job, dict[str, Any]]:
+    """Runs the jobs that are not collected yet, with the grader in parallel; returns the records of all that
+    have ended."""
+    store = Collected(collected, task)
+    missing = [job for job in jobs if not store.is_whole(job)]
     kept, grades = task.out / "kept", task.out / "grades.jsonl"
     kept.mkdir(parents=True, exist_ok=True)
     (kept / "done").unlink(missing_ok=True)
@@ -132,14 +179,20 @@ def study(
     ]  # fmt: skip
     with (task.out / "grader.log").open("wb") as log:
         grader = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment(task))
-        outcome = run_all(task, jobs, side, deadline)
+        outcome = run_all(task, missing, side, deadline, store.add)
         (kept / "done").touch()
         try:
             grader.wait(timeout=_GRADER_SECONDS)
         except subprocess.TimeoutExpired:
             grader.kill()
             grader.wait()
-    return {job.name: points_of(task, job, read_lines(grades)) for job in jobs}, outcome
+    if grader.returncode:
+        print(f"the grader ended with {grader.returncode}:", flush=True)
+        print((task.out / "grader.log").read_text(errors="replace")[-1500:], flush=True)
+    for job in missing:  # with what the grader measured after the run had ended
+        if outcome[job.name] != "not begun":
+            store.add(job, outcome[job.name])
+    return {job: record for job in jobs if (record := store.record(job)) is not None}
 
 
 def points_of(task: Task, job: Job, grades: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -162,28 +215,25 @@ def points_of(task: Task, job: Job, grades: Sequence[dict[str, Any]]) -> list[di
 
 
 def run(
-    task: Task, methods: Sequence[str], seeds: Sequence[int], rates: Path | None, side: int, deadline: float
+    task: Task,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    rates: Path | None,
+    side: int,
+    deadline: float,
+    collected: Path,
 ) -> None:
     chosen = json.loads(rates.read_text()) if rates and rates.exists() else {}
     if "sft-teacher" in methods:
         write_teacher_answers(task)
     jobs = [Job(method, seed, (chosen.get(method) or {}).get("rate")) for seed in seeds for method in methods]
-    grades, outcome = study(task, jobs, side, deadline)
-    runs = [
-        {
-            "method": job.method,
-            "seed": job.seed,
-            "rate": job.rate if job.rate is not None else recipe_rate(task, job.method),
-            "outcome": outcome[job.name],
-            "points": grades[job.name],
-            "steps": [
-                {key: line[key] for key in _KEPT if key in line} for line in read_lines(metrics_of(task, job))
-            ],
-        }
-        for job in jobs
-    ]
-    (task.out / "study.json").write_text(json.dumps({"runs": runs, "steps": task.steps}) + "\n")
-    print(f"wrote {task.out / 'study.json'}")
+    records = study(task, jobs, side, deadline, collected)
+    study_json = {"runs": list(records.values()), "steps": task.steps}
+    (task.out / "study.json").write_text(json.dumps(study_json) + "\n")
+    missing = [job.name for job in jobs if records.get(job, {}).get("outcome") != "whole"]
+    print(f"wrote {task.out / 'study.json'}: {len(jobs) - len(missing)} of {len(jobs)} runs are whole")
+    if missing:
+        print("the same command goes on with: " + ", ".join(missing))
 
 
 def main() -> None:
@@ -199,7 +249,10 @@ def main() -> None:
         "--data", type=Path, help="what the recipes name when not set; `tune` needs its valid.jsonl"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument(
+        "--collected", type=Path, help="the runs made so far; OUT/collected.json when not set"
+    )
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="all that the task has")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
         "--scales",
@@ -210,6 +263,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--eval-every", type=int, default=20)
+    parser.add_argument("--checkpoint-every", type=int, help="as --eval-every when not set")
     parser.add_argument("--eval-samples", type=int, default=500)
     parser.add_argument("--side-by-side", type=int, default=6)
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds")
@@ -225,6 +279,9 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.monotonic() + options.budget
     folder = ROOT / "recipes" / options.task
+    methods = options.methods or [
+        method for method in METHODS if method.startswith("sft-") or (folder / f"{method}.toml").exists()
+    ]
     task = Task(
         recipes=folder,
         models=options.models.resolve() if options.models else None,
@@ -234,6 +291,7 @@ def main() -> None:
         eval_samples=1 if options.command == "time" else options.eval_samples,
         steps=1000 if options.command == "time" else options.steps,
         eval_every=options.eval_every if options.command != "time" else 1000,
+        checkpoint_every=options.checkpoint_every or options.eval_every,
         threads=options.threads,
         sft_rate=options.sft_rate,
         more=tuple(options.set),
@@ -241,12 +299,13 @@ def main() -> None:
         sft_more=tuple(word for pair in options.sft_set for word in f"--{pair}".split("=", 1)),
     )
     task.out.mkdir(parents=True, exist_ok=True)
+    collected = (options.collected or options.out / "collected.json").resolve()
     if options.command == "time":
-        time_methods(task, options.methods, options.budget)
+        time_methods(task, methods, options.budget)
     elif options.command == "tune":
-        tune(task, options.methods, options.scales, options.side_by_side, deadline)
+        tune(task, methods, options.scales, options.side_by_side, deadline, collected)
     else:
-        run(task, options.methods, options.seeds, options.rates, options.side_by_side, deadline)
+        run(task, methods, options.seeds, options.rates, options.side_by_side, deadline, collected)
 
 
 if __name__ == "__main__":

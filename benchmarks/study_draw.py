@@ -22,7 +22,11 @@ from study_jobs import METHODS, ROOT
 
 SAMPLES = 128
 COLOURS = dict(
-    zip(METHODS, ("#c44e52", "#dd8452", "#937860", "#8172b3", "#4878a8", "#55a868", "#64b5cd"), strict=True)
+    zip(
+        METHODS,
+        ("#c44e52", "#dd8452", "#da8bc3", "#937860", "#8172b3", "#4878a8", "#55a868", "#64b5cd"),
+        strict=True,
+    )
 )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ SFT_SCRIPT = ROOT / "recipes" / "word-problems" / "sft.py"
 METHODS = {
     "forward-kl": "OPD, forward KL (top-k)",
     "reverse-kl": "OPD, reverse KL",
+    "jsd": "OPD, Jensen-Shannon",
     "k1": "OPD, k1 policy gradient",
     "grpo-opd": "GRPO + OPD",
     "grpo": "GRPO",
@@ -53,6 +55,8 @@ class Task:
     eval_samples: int = 500
     steps: int = 100
     eval_every: int = 20
+    checkpoint_every: int = 20
+    """Checkpoints are what the grader measures; those of a large student take seconds to write."""
     threads: int = 2
     more: tuple[str, ...] = ()
     """Further `key=value` for every run of the trainer."""
@@ -104,7 +108,7 @@ def settings(task: Task, method: str) -> list[str]:
     values: dict[str, object] = {
         "trainer.steps": task.steps,
         "trainer.eval_every": task.eval_every,
-        "trainer.checkpoint_every": task.eval_every,
+        "trainer.checkpoint_every": task.checkpoint_every,
         "trainer.eval_samples": task.eval_samples,
         "run.threads": task.threads,
     }
@@ -159,6 +163,7 @@ class Running:
     ) -> Running:
         log = task.out / "logs" / f"{job.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(metrics_of(task, job).parent, ignore_errors=True)  # of a run that was cut off
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 [*command(task, job), *words],
@@ -167,6 +172,10 @@ class Running:
                 env=environment(task) | dict(variables or {}),
             )
         return cls(job, process, time.monotonic())
+
+    def drop_checkpoints(self, task: Task) -> None:
+        """An ended run is never continued; its weights are linked already. Optimizers fill a disk."""
+        shutil.rmtree(task.out / "runs" / self.job.name / "checkpoints", ignore_errors=True)
 
     def keep_weights(self, task: Task) -> None:
         """Hard-links each new checkpoint's weights, so that they outlive the checkpoint; its optimizer is
@@ -191,9 +200,15 @@ def environment(task: Task) -> dict[str, str]:
     }
 
 
-def run_all(task: Task, jobs: Sequence[Job], side_by_side: int, deadline: float) -> dict[str, str]:
+def run_all(
+    task: Task,
+    jobs: Sequence[Job],
+    side_by_side: int,
+    deadline: float,
+    ended_with: Callable[[Job, str], None],
+) -> dict[str, str]:
     """Runs jobs in order, `side_by_side` at a time. Jobs still running at the deadline are ended, jobs not
-    started are left out. Returns how each job ended."""
+    started are left out. Returns how each job ended, and calls `ended_with` at once when one does."""
     waiting, under_way, outcome = list(jobs), [], {job.name: "not begun" for job in jobs}
     while waiting or under_way:
         late = time.monotonic() > deadline
@@ -210,7 +225,9 @@ def run_all(task: Task, jobs: Sequence[Job], side_by_side: int, deadline: float)
                     "whole" if code == 0 else "cut off" if late else f"failed ({code})"
                 )
                 under_way.remove(running)
+                running.drop_checkpoints(task)
                 _told(task, running, outcome[running.job.name])
+                ended_with(running.job, outcome[running.job.name])
         if late:
             break
         time.sleep(_LOOK_SECONDS)

@@ -26,6 +26,8 @@ from understudy.types.trajectory import Trajectory
 
 GSM8K = "understudy.rollout.rewards.builtin:gsm8k"
 MAX_BATCH = 256
+_DEADLINE_SECONDS = 600.0
+"""Of one answer and its reward."""
 _ROWS_AT_ONCE = 32
 """Rows whose logits over the whole vocabulary are held at once."""
 
@@ -55,6 +57,7 @@ class Grader:
             Sampling(max_new_tokens, loaded.stop_ids),
             context,
             max_batch,
+            deadline_seconds=_DEADLINE_SECONDS,
         )
 
     def take(self, weights: Mapping[str, torch.Tensor]) -> None:

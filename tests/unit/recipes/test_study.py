@@ -1,11 +1,12 @@
 """The study's bookkeeping: every command is one the product takes, and points of a run come from the right places."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from study import points_of
+from study import Collected, points_of
 from study_draw import curve, draw, step_seconds, table
 from study_jobs import METHODS, Job, Task, command, metrics_of, read_lines
 from understudy.config import load_recipe
@@ -14,8 +15,16 @@ RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 ON_CPU = RECIPES / "quickstart" / "methods"
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if not method.startswith("sft-")])
-@pytest.mark.parametrize("folder", [RECIPES / "word-problems", RECIPES / "gsm8k", ON_CPU])
+FOLDERS = {
+    RECIPES / "word-problems": 5, RECIPES / "gsm8k": 5, RECIPES / "gsm8k" / "qwen": 6, ON_CPU: 5,
+}  # fmt: skip
+"""Folders of methods, and how many each has."""
+
+
+@pytest.mark.parametrize(
+    ("folder", "method"),
+    [(folder, method) for folder in FOLDERS for method in METHODS if (folder / f"{method}.toml").exists()],
+)
 def test_every_run_is_a_command_that_train_takes(folder: Path, method: str, tmp_path: Path) -> None:
     models = None if folder == ON_CPU else tmp_path / "models"
     task = Task(folder, tmp_path, models=models, steps=7, more=("rollout.max_batch=3",))
@@ -27,6 +36,29 @@ def test_every_run_is_a_command_that_train_takes(folder: Path, method: str, tmp_
     assert (method == "grpo") == (not recipe.teachers)
     if models is not None:
         assert recipe.student.model == str(models / "student")
+
+
+def test_every_folder_has_its_methods() -> None:
+    assert {folder: len(list(folder.glob("*.toml"))) for folder in FOLDERS} == FOLDERS
+
+
+def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
+    task, file = Task(ON_CPU, tmp_path, steps=4), tmp_path / "collected.json"
+    whole, cut_off, other = Job("k1", 0), Job("k1", 1), Job("k1", 2)
+    path = metrics_of(task, whole)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"step": 4, "val/accuracy": 0.5, "time/step": 0.1, "unwanted": 1}\n')
+    collected = Collected(file, task)
+    collected.add(whole, "cut off")
+    collected.add(whole, "whole")
+    collected.add(cut_off, "cut off")
+    later = Collected(file, task)
+    assert [later.is_whole(job) for job in (whole, cut_off, other)] == [True, False, False]
+    assert not Collected(file, replace(task, steps=5)).is_whole(whole), "a longer run is another run"
+    record = later.record(whole)
+    assert record is not None and record["steps"] == [{"step": 4, "time/step": 0.1}]
+    assert [point["accuracy"] for point in record["points"]] == [0.5]
+    assert len(json.loads(file.read_text())["runs"]) == 2
 
 
 def test_sft_starts_from_the_recipes_student_and_prompts(tmp_path: Path) -> None:
