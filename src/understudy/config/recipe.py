@@ -11,6 +11,7 @@ import copy
 import glob
 import tomllib
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from understudy.config.checks.idle_keys import idle_problems
 from understudy.config.checks.objective import objective_problems
 from understudy.config.messages.explain import Finding, explain
 from understudy.config.messages.keys import Kind, walk
+from understudy.config.messages.synonyms import REMOVED
 from understudy.config.model_paths import resolved_model
 from understudy.config.models import TeacherConfig
 from understudy.config.tables import RecipeTables
@@ -98,7 +100,11 @@ def parse_recipe(table: Mapping[str, Any]) -> Recipe:
 
 def stored(table: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of a run's recipe.json, which lists every key, without those that this version has no more
-    and that the run had not set."""
+    and that the run had not set. One that it had set is left in, and refused when the tables are parsed."""
+
+    def was_set(name: str, value: Any) -> bool:
+        old = [default for removed, default in REMOVED.items() if fnmatchcase(name, removed)]
+        return value not in (None, False, [], {}, *old)
 
     def kept(part: Any, place: list[str]) -> Any:
         _, kind = walk(Recipe, place)
@@ -108,7 +114,7 @@ def stored(table: Mapping[str, Any]) -> dict[str, Any]:
         return {
             name: kept(value, [*place, name])
             for name, value in part.items()
-            if name in known or value not in (None, False, [], {})
+            if name in known or was_set(".".join([*place, name]), value)
         }
 
     return dict(kept(table, []))

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from understudy.errors import RunDirectoryError
+from understudy.errors import CheckpointError, DataError, RunDirectoryError
 from understudy.observability.forks import only_here
 
 
@@ -75,8 +75,9 @@ class RunDir:
         except OSError as error:
             raise RunDirectoryError(f"{run.path} cannot be read ({error.strerror})") from None
         if not found:
+            why = "it has no recipe.json" if run.path.exists() else "there is no such folder"
             raise RunDirectoryError(
-                f"{run.path} is no run directory: it has no recipe.json; give the folder a run printed at its start"
+                f"{run.path} is no run directory: {why}; give the folder that a run printed at its start"
             )
         return run
 
@@ -143,6 +144,17 @@ class RunDir:
     def refused_rows(self) -> Path:
         return self.path / "refused"
 
+    def refused_step(self, step: int | None) -> Path:
+        """The rows refused after `step` steps, or those refused last."""
+        wanted = "step-*.safetensors" if step is None else f"step-{step:06d}-*.safetensors"
+        files = sorted(self.refused_rows.glob(wanted)) if self.refused_rows.is_dir() else []
+        if not files:
+            which = "no step" if step is None else f"no step after {step} others"
+            raise DataError(
+                f"{self.path}: {which} was refused; {self.refused_rows} holds the rows of those that were"
+            )
+        return files[-1]
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
@@ -185,6 +197,12 @@ def _is_free(path: Path) -> bool:
         return not path.exists() or not any(path.iterdir())
     except OSError as error:
         raise cannot_be_made(path, error) from None
+
+
+def check_free(out: Path) -> None:
+    """Raises if a folder to export to is not empty."""
+    if not _is_free(out):
+        raise CheckpointError(f"{out} exists and is not empty; give a new folder to export to")
 
 
 def probe_run_dir(wanted: str | None, base: Path = Path("runs")) -> None:

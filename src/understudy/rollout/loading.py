@@ -72,8 +72,9 @@ def load_object(name: str, what: str) -> Any:
             raise ConfigError(
                 f'{what} = "{name}": the module is now {moved}; write "{moved}:{attribute}"'
             ) from None
+        where = f"in {', '.join(_added)}" if _added else "beside the recipe"
         raise ConfigError(
-            f'{what} = "{name}": module {module_name} cannot be imported ({error}); modules are looked up beside the recipe and on '
+            f'{what} = "{name}": module {module_name} cannot be imported ({error}); modules are looked up {where} and on '
             "the Python path (PYTHONPATH)"
         ) from error
     except Exception as error:

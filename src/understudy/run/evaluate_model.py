@@ -19,14 +19,14 @@ from understudy.engines.base import Sampling
 from understudy.errors import ConfigError
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
-from understudy.planning.models.folder import is_hub_id
-from understudy.planning.models.hub_files import hub_folder
+from understudy.planning.models.opened import check_present
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import load_dataset
 from understudy.rollout.loading import look_in
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
+from understudy.run.measurable import check_measurable
 from understudy.trainers.evaluation.best_checkpoint import best_step
 from understudy.trainers.evaluation.evaluate import _MAX_BATCH, _SHOWN, eval_prompts, measures
 from understudy.trainers.evaluation.examiner import Examiner
@@ -50,24 +50,17 @@ async def evaluate_model(
 
     `model` is a run directory (its latest student, or with `best` its best one) or any model. A run's recipe
     gives the defaults of the other arguments."""
+    check_measurable(model, data, reward, best=best)
     folder, recipe = Path(model), None
     if (folder / "recipe.json").is_file():
-        run = RunDir.open(folder)
-        recipe = parse_recipe(stored(run.read_recipe()))
-        look_in(recipe.run.python_path)
+        recipe = parse_recipe(stored(RunDir.open(folder).read_recipe()))
+        check_present(recipe.student.model, "student.model", recipe.student.revision)
+    look_in([*(recipe.run.python_path if recipe else []), str(Path.cwd())])
     source = data if data is not None else recipe.data.eval if recipe else None
     judge = reward or (recipe.data.reward if recipe else None)
-    if source is None or judge is None:
-        raise ConfigError(
-            "nothing to measure with: give --data FILE and --reward module:function (from Python: data, reward)"
-        )
-    if best and recipe is None:
-        raise ConfigError(f"--best chooses among the checkpoints of a run, and {model} is none")
+    assert source is not None and judge is not None
     view = view or LiveView(0, enabled=False)
-    name, revision = (recipe.student.model, recipe.student.revision) if recipe else (model, None)
-    if is_hub_id(name):
-        hub_folder(name, "model", revision)  # raises at once where transformers would try for minutes
-    with view.work(f"loading {name}"):
+    with view.work(f"loading {recipe.student.model if recipe else model}"):
         student = _student_of(recipe.student) if recipe else load_model(model)
     if recipe:
         store = CheckpointStore(RunDir.open(folder).checkpoints, recipe.trainer.keep_checkpoints)

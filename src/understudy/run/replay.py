@@ -14,7 +14,6 @@ from understudy.assembly.critic import critic_of
 from understudy.assembly.learner import load_source, objective_of, policy_settings
 from understudy.assembly.this_machine import settings_of_run
 from understudy.assembly.usable_ids import kept_usable_ids
-from understudy.errors import DataError
 from understudy.observability.rundir import RunDir
 from understudy.planning.resolved import Resolved
 from understudy.policy.bad_rows import RowFinding, replay
@@ -44,7 +43,7 @@ def replay_run(path: Path, step: int | None = None) -> Replay:
     """Replays the rows last refused in the run at `path`, or those refused after `step` steps, under the
     weights of that step or of the last checkpoint before it."""
     run = RunDir.open(path)
-    refused, about = RefusedRows.load(_file(run, step))
+    refused, about = RefusedRows.load(run.refused_step(step))
     settings = settings_of_run(run)
     steady_torch(settings.compute)
     store = CheckpointStore(run.checkpoints, settings.learn.trainer.keep_checkpoints)
@@ -52,17 +51,6 @@ def replay_run(path: Path, step: int | None = None) -> Replay:
     policy, objective = _learner(run, settings, about["role"], store.load(max(earlier)) if earlier else None)
     findings = replay(policy, refused, objective)
     return Replay(refused, about["role"], max(earlier, default=0), findings)
-
-
-def _file(run: RunDir, step: int | None) -> Path:
-    wanted = "step-*.safetensors" if step is None else f"step-{step:06d}-*.safetensors"
-    files = sorted(run.refused_rows.glob(wanted)) if run.refused_rows.is_dir() else []
-    if not files:
-        which = "no step" if step is None else f"no step after {step} others"
-        raise DataError(
-            f"{run.path}: {which} was refused; {run.refused_rows} holds the rows of those that were"
-        )
-    return files[-1]
 
 
 def _learner(

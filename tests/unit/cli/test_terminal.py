@@ -59,7 +59,8 @@ def test_an_interrupt_during_an_import_ends_the_program_with_one_word(module: st
     pid, terminal = pty.fork()
     if pid == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
-        os.execv(sys.executable, [sys.executable, "-c", IMPORTING, module, how, "eval", "a-model"])
+        command = ["eval", str(Path(__file__).parent), "--data", "rows.jsonl", "--reward", "module:function"]
+        os.execv(sys.executable, [sys.executable, "-c", IMPORTING, module, how, *command])
     said = b""
     while b"importing" not in said:
         said += os.read(terminal, 1 << 16)

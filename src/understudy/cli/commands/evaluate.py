@@ -9,6 +9,7 @@ from rich.console import Console
 
 from understudy.observability.live import LiveView
 from understudy.run.entry import run_to_its_end
+from understudy.run.measurable import check_measurable
 
 EXAMPLE = "understudy eval runs/RUN --best"
 
@@ -16,7 +17,10 @@ EXAMPLE = "understudy eval runs/RUN --best"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a run directory, a model folder, or a hub id")
     parser.add_argument("--data", type=Path, help="jsonl or parquet; a run's own data.eval when not given")
-    parser.add_argument("--reward", help="module:function; a run's own data.reward when not given")
+    parser.add_argument(
+        "--reward",
+        help="module:function, also of a module in this folder; a run's own data.reward when not given",
+    )
     parser.add_argument("--max-new-tokens", type=int, help="a run's own, or 256")
     parser.add_argument(
         "--agent",
@@ -32,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    check_measurable(options.model, options.data, options.reward, best=options.best)
     from understudy.run.evaluate_model import evaluate_model
 
     with LiveView(0) as view:

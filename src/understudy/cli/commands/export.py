@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from understudy.observability.live import LiveView
+from understudy.observability.rundir import RunDir, check_free
 
 EXAMPLE = "understudy export runs/RUN my-student"
 
@@ -27,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    RunDir.open(options.run)  # refusals before torch is imported
+    check_free(options.out)
     from understudy.run.export import export_run
 
     with LiveView(0) as view, view.work(f"writing {options.out}"):

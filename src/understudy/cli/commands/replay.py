@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from understudy.observability.rundir import RunDir
+
 EXAMPLE = "understudy replay runs/RUN"
 
 
@@ -18,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    RunDir.open(options.run).refused_step(options.step)  # a refusal before torch is imported
     from understudy.run.replay import replay_run
 
     found = replay_run(options.run, options.step)

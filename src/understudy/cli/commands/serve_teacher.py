@@ -11,6 +11,7 @@ from typing import get_args
 from rich.console import Console
 
 from understudy.config.models import Attention
+from understudy.planning.models.opened import check_present
 
 EXAMPLE = "understudy serve-teacher Qwen/Qwen3-8B --bind 127.0.0.1:8100"
 
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_present(options.model, "model", options.revision)
     from understudy.serving.bind import is_loopback
     from understudy.teacher.replica import server
     from understudy.teacher.replica.ranks import with_ranks

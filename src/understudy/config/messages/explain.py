@@ -13,7 +13,7 @@ from pydantic_core.core_schema import ErrorType
 
 from understudy.config.base import nearest
 from understudy.config.messages.keys import Kind, described, kind_of, one_of, walk
-from understudy.config.messages.synonyms import VALUES
+from understudy.config.messages.synonyms import OFF, VALUES
 from understudy.config.messages.unknown_keys import unknown_key
 
 _TYPO = 0.6
@@ -93,6 +93,8 @@ def _hint(kind: Kind, where: str, came: Any) -> str:
         return f"; did you mean {guess!r}?" if guess else ""
     if bool in kind.arms and str(came).lower() in ("true", "false", "yes", "no", "on", "off", "1", "0"):
         return f"; write {'true' if str(came).lower() in ('true', 'yes', 'on', '1') else 'false'}"
+    if came == -1 and where in OFF:
+        return f"; {OFF[where]}"
     if {int, float} & set(kind.arms) and isinstance(came, str) and _is_number(came):
         return "; write it without quotes"
     return ""

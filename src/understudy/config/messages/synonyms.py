@@ -8,6 +8,8 @@ a test checks that every one of them exists.
 
 from __future__ import annotations
 
+from typing import Any
+
 _PASSES = (
     "passes over the data are `trainer.passes`, in place of `trainer.steps`; `trainer.epochs` is something else: how often each batch is "
     "trained on (PPO epochs)"
@@ -35,6 +37,7 @@ _NOT_LENT = (
     "it was removed: a trainer that waits for rows no longer generates some itself, which was never measured to help; add engines "
     "(`rollout.processes`, `rollout.replicas`) or raise `rollout.max_batch`"
 )
+_NOT_DIVIDED = "it was removed: measured, dividing a shared GPU does not help; leave it out"
 _OVERLONG = "`data.overlong` = 'drop' leaves out prompts longer than `data.max_prompt_tokens` or the context, 'truncate_left' cuts them"
 
 _CALLED: dict[str, str] = {
@@ -163,6 +166,8 @@ _CALLED: dict[str, str] = {
     "trainer.sync_every": "trigger_parameter_sync_step",
     "trainer.partial_rollouts": "partial_rollout",
     _NOT_LENT: "lend_after",
+    _NOT_DIVIDED: "gpu_share",
+    "cluster.restarts.teacher": "teachers.*.restarts",
     # Data and rewards.
     "data.train": (
         "train_files train_file data.path data.files dataset dataset_name dataset_path train_dataset "
@@ -242,6 +247,22 @@ FAMILIES: dict[str, str] = {
     "lora": _ADAPTERS,
 }
 """First part of a path → the message for keys under it that `KEYS` does not have."""
+
+REMOVED: dict[str, Any] = {
+    "trainer.lend_after": None,
+    "student.gpu_share": 1.0,
+    "teachers.*.gpu_share": 1.0,
+    "teachers.*.restarts": 5,
+}
+"""Keys of earlier versions → their defaults. Run directories of those versions list them."""
+
+OFF: dict[str, str] = {
+    "rollout.top_k": "write 0, which keeps every token (-1 in verl and vLLM)",
+    "trainer.eval_every": "write 0, which evaluates before the first and after the last step only",
+    "trainer.eval_samples": "leave it out to evaluate on all",
+    "trainer.checkpoint_every": "write trainer.steps or more: the last step is always saved",
+}
+"""Keys whose like in other projects is turned off by -1 → what to write here."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 VALUES: dict[str, dict[str, str]] = {

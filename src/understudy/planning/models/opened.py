@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.config import Recipe
+from understudy.config.model_paths import resolved_model
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder, is_hub_id
 
@@ -28,6 +29,16 @@ def open_models(recipe: Recipe, attempt: Callable[[Callable[[], Any]], Any]) -> 
         if isinstance(folder, ModelFolder):
             found[place] = folder
     return found
+
+
+def check_present(model: str, role: str, revision: str | None = None) -> None:
+    """Raises at once for a folder that does not exist, and for a hub id that cannot be fetched: transformers
+    would try the hub for minutes. `role` is the argument, for errors."""
+    if Path(model).is_dir():
+        return
+    if resolved_model(model, Path()) != model:  # a folder was meant, although it could be a hub id
+        ModelFolder.open(model, role)
+    _own(model, role, revision)
 
 
 def _own(model: str, role: str, revision: str | None) -> ModelFolder | None:

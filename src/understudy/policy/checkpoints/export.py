@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from understudy.errors import CheckpointError
+from understudy.observability.rundir import check_free
 from understudy.policy.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, verify
 from understudy.policy.load import load_student, load_tokenizer
 from understudy.policy.lora import LoraSettings, add_lora, merged_weights, peft_config, peft_name
@@ -52,8 +53,7 @@ def export(
     name only when it is complete; an existing folder that is not empty is refused.
     """
     checkpoint, out = Path(run_checkpoint_dir), Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty; give a new folder to export to")
+    check_free(out)
     verify(checkpoint)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,36 @@
+"""Checks the arguments of an evaluation before torch is imported, so that a mistake is reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from understudy.errors import ConfigError
+from understudy.observability.rundir import RunDir
+from understudy.planning.models.opened import check_present
+
+_RUNS = "runs"
+"""The folder that runs are written to by default: a missing folder in it is no hub id."""
+
+
+def check_measurable(
+    model: str, data: str | Path | Sequence[str] | None, reward: str | None, *, best: bool = False
+) -> None:
+    """Raises if there is no such run or model, or nothing to measure it with."""
+    folder, own = Path(model), {}
+    if (folder / "recipe.json").is_file() or (folder.parts[:1] == (_RUNS,) and not folder.exists()):
+        own = RunDir.open(folder).read_recipe()["data"]
+    else:
+        check_present(model, "model")
+        if best:
+            raise ConfigError(f"--best chooses among the checkpoints of a run, and {model} is none")
+    missing = [
+        argument
+        for argument, given, key in (("--data FILE", data, "eval"), ("--reward module:function", reward, "reward"))
+        if given is None and not own.get(key)
+    ]  # fmt: skip
+    if missing:
+        why = "the run has none of its own" if own else f"{model} is no run, which would have its own"
+        raise ConfigError(
+            f"nothing to measure with: give {' and '.join(missing)} (from Python: data, reward); {why}"
+        )

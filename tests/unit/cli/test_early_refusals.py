@@ -1,0 +1,57 @@
+"""A run or model that does not exist is refused in words, at once: before torch is imported or the hub is retried."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+EACH = """
+import json, sys
+from understudy.cli.main import main
+for words in json.loads(sys.argv[1]):
+    code = main(words)
+    print("==", code, "torch" in sys.modules or "transformers" in sys.modules, file=sys.stderr)
+"""
+OWN = "a run that has none"
+CASES = [
+    (["eval", "runs/nothere"], "error: runs/nothere is no run directory: there is no such folder; give the folder that a run"),
+    (["export", "runs/nothere", "out"], "error: runs/nothere is no run directory: there is no such folder"),
+    (["replay", "runs/nothere"], "error: runs/nothere is no run directory: there is no such folder"),
+    (["export", OWN, OWN], f"error: {OWN} exists and is not empty; give a new folder to export to"),
+    (["replay", OWN], f"error: {OWN}: no step was refused"),
+    (["eval", OWN, "--data", "rows.jsonl"], "nothing to measure with: give --reward module:function (from Python"),
+    (["eval", "models/lost"], "error: model = 'models/lost': no such folder; did you mean"),
+    (["eval", "models/last"], "give --data FILE and --reward module:function (from Python: data, reward); models/last is no run"),
+    (["eval", "models/last", "--best"], "--best chooses among the checkpoints of a run, and models/last is none"),
+    (["serve-teacher", "models/lost"], "error: model = 'models/lost': no such folder; did you mean"),
+    (["serve-teacher", "./lost"], "error: model = './lost': no such folder; give a folder with config.json, or a hub id"),
+    (["serve-teacher", "/lost/model"], "error: model = '/lost/model': no such folder"),
+    (["serve-teacher", "maker/tiny"], "error: model = 'maker/tiny': no such folder here, no such model in the local hub cache"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What each command says, all in one process: an import by one of them would show in all later ones."""
+    folder = tmp_path_factory.mktemp("refused")
+    (folder / "models" / "last").mkdir(parents=True)
+    (folder / OWN).mkdir()
+    (folder / OWN / "recipe.json").write_text(
+        '{"data": {"eval": null, "reward": null}, "run": {"dir": null}}'
+    )
+    env = {**os.environ, "HF_HOME": str(folder / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, json.dumps([words for words, _ in CASES])],
+        cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout.split(" False\n")
+
+
+@pytest.mark.parametrize(("place", "words", "told"), [(place, *case) for place, case in enumerate(CASES)])
+def test_what_is_not_there_is_refused_without_torch(
+    answers: list[str], place: int, words: list[str], told: str
+) -> None:
+    assert told in answers[place] and answers[place].endswith("== 2"), answers[place]
