@@ -23,7 +23,12 @@ from understudy.config.base import unwrap
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "understudy"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *(ROOT / "docs" / "reference" / name for name in ("keys.md", "errors.md")),
+]
 OTHERS_NAMES = {
     "staleness_threshold", "trigger_parameter_sync_step", "partial_rollout", "require_batches", "ppo_mini_batch_size",
     "evict_first", "AutoModelForCausalLM",
