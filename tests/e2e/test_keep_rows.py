@@ -17,6 +17,7 @@ from understudy.observability.metrics import without_clock
 from understudy.observability.rundir import RunDir
 from understudy.viewer.run_view import RunView
 
+_BY_TRAINER = ("loss", "weight", "entropy", "kl", "ratio")
 Make = Callable[..., dict[str, Any]]
 
 
@@ -41,11 +42,22 @@ def test_rows_stay_after_their_checkpoint(recipe: Make, mode: str) -> None:
         assert summary["source"] == summary["teacher"] == columns["teacher"] and summary["newest"] == 1
         assert columns["teacher_ids"].shape == columns["teacher_topk_logprobs"].shape
         assert len(columns["teacher_ids"]) == columns["loss_mask"].sum() == summary["tokens"]
+        assert summary["why"] in ("sample", "both") and columns["student_ids"].shape[1] == 8
+        own = np.exp(columns["student_logprobs"].astype(np.float64))
+        assert (np.diff(own, axis=1) <= 0).all() and own.sum(1).max() <= 1 + 1e-5
+    told = {name: np.concatenate([measures(columns)[name] for _, columns in rows]) for name in _BY_TRAINER}
+    assert (told["loss"] * told["weight"]).sum() == pytest.approx(line["actor/loss"], rel=1e-4)
+    assert told["entropy"].mean() == pytest.approx(line["actor/entropy"], rel=1e-4)
+    assert told["loss"] == pytest.approx(told["kl"], abs=2e-4)  # the recipe's loss is forward KL with a tail
+    assert told["ratio"] == pytest.approx(1, abs=1e-3)
     view = RunView(RunDir.open(run.dir))
     while view.look():
         pass
     row = view.row(f"kept:2:{0}")
     assert "".join(row["pieces"]) == rows[0][0]["prompt"] + rows[0][0]["completion"]
+    assert row["facts"]["replica"] == "0"
+    (first, *_) = view.candidates("kept:2:0", 0, 1)
+    assert len(first["student"]) == 8 and all(one["q"] is not None for one in first["teacher"])
     assert [without_clock(one) for one in run.metrics] == [without_clock(one) for one in plain.metrics]
     ours, theirs = (
         load_file(folder / "checkpoints" / "step-000002" / "model.safetensors")

@@ -15,6 +15,7 @@ belongs to the worst rows.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
@@ -25,14 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from understudy.dataplane.frame import decode, encode, pack, unpack
 from understudy.errors import DataPlaneError
-from understudy.observability.rundir import write_atomically
 
 FOLDER_NAME = "kept_rows"
-A_STEP, WORST_A_STEP = 12, 4
+A_STEP, WORST_A_STEP = 4, 2
 WORST_SHARE = 0.25
 LEFT_AFTER_DROP = 0.75
 STEP_SHARE = 1 / 8
@@ -107,11 +108,10 @@ class RowKeeper:
             path.with_suffix(".jsonl").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             return []
-        fresh = path.with_suffix(".new")
-        fresh.write_bytes(b"".join(body for _, body in rows))
-        os.replace(fresh, path)
-        lines = "".join(json.dumps(one.summary, ensure_ascii=False) + "\n" for one in kept)
-        write_atomically(path.with_suffix(".jsonl"), lines)
+        _replace(path, b"".join(body for _, body in rows))
+        _replace(
+            path.with_suffix(".jsonl"), b"".join(msgspec.json.encode(one.summary) + b"\n" for one in kept)
+        )
         return kept
 
     def _shrink(self) -> None:
@@ -138,11 +138,19 @@ class RowKeeper:
             self._rows += self._write_step(step, bodies)
 
 
+def _replace(path: Path, data: bytes) -> None:
+    """Without fsync: a machine that loses power may lose rows of the sample, which readers leave out."""
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(data)
+    os.replace(fresh, path)
+
+
 @dataclass(slots=True)
 class KeptRows:
-    """The keeper of one launch, made at its first step."""
+    """The keeper of one launch, made at its first step, and the write under way."""
 
     keeper: RowKeeper | None = None
+    writing: asyncio.Task[None] | None = None
 
 
 def bounded(columns: Mapping[str, Any]) -> dict[str, Any]:

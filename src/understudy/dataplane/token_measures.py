@@ -61,16 +61,18 @@ def measures(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
     ):  # fmt: skip
         if column in columns and len(columns[column]) == len(own):
             found[name] = np.asarray(columns[column], np.float64)
-    if "old_logprobs" in columns and len(columns["old_logprobs"]) == len(own):
-        found["ratio"] = np.exp(np.asarray(columns["old_logprobs"], np.float64) - own)
+    if "trainer_logprobs" in columns and len(columns["trainer_logprobs"]) == len(own):
+        found["ratio"] = np.exp(np.asarray(columns["trainer_logprobs"], np.float64) - own)
     return {name: found[name] for name in MEASURES if name in found}
 
 
-def worst_tokens(columns: Mapping[str, Any], most: int = WORST) -> list[tuple[int, int, float, int]]:
+def worst_tokens(
+    columns: Mapping[str, Any], gap: np.ndarray | None = None, most: int = WORST
+) -> list[tuple[int, int, float, int]]:
     """(place among the written tokens, its id, log q(y) − log p(y), the id the teacher wanted most; −1:
     unknown), the largest gap first; only tokens that the teacher finds less likely than the student does."""
     mask = np.asarray(columns["loss_mask"], bool)
-    gap = measures(columns).get("gap")
+    gap = measures(columns).get("gap") if gap is None else gap
     if gap is None:
         return []
     written = np.asarray(columns["tokens"])[mask]

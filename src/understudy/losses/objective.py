@@ -37,7 +37,7 @@ class Objective(ObjectiveSettings):
             loss, columns = plain_token_losses(self, student, inputs)
         else:
             loss, columns = fused_token_losses(self, student, inputs)
-        return LossOutput(loss, columns["loss"], columns["logp"], build_metrics(columns, inputs))
+        return LossOutput(loss, columns["loss"], columns["logp"], build_metrics(columns, inputs), columns)
 
     def _discounted(self, inputs: LossInputs) -> Tensor:
         """A discounted advantage depends on later tokens, so it is computed from logprobs known before the

@@ -44,12 +44,13 @@ class Spans:
         """When a span last ended, on the monotonic clock; shows that the run makes progress."""
 
     @contextmanager
-    def span(self, name: str, **about: Any) -> Iterator[None]:
+    def span(self, name: str, **about: Any) -> Iterator[dict[str, Any]]:
+        """Yields `about`: what the body adds to it is written too."""
         start, number, parent = time.monotonic(), next(self._numbers), _within.get()
         self._open[number] = OpenSpan(name, start, about, number, parent)
         _within.set(number)
         try:
-            yield
+            yield about
         finally:
             _within.set(parent)
             del self._open[number]

@@ -37,6 +37,8 @@ class MicroBatch:
     layout: Layout
     lengths: tuple[int, ...]
     """Tokens of each row that go through the model."""
+    loss_counts: tuple[int, ...]
+    """Loss-bearing tokens of each row; they lie one after another in `inputs`."""
 
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
@@ -48,6 +50,7 @@ class MicroBatch:
             self.inputs.to(device, non_blocking=True),
             self.layout,
             self.lengths,
+            self.loss_counts,
         )
 
 
@@ -173,6 +176,7 @@ class Assembler:
             inputs=inputs,
             layout=layout,
             lengths=tuple(lengths_B.tolist()),
+            loss_counts=tuple(loss_counts_B.tolist()),
         )
 
     def _inputs(

@@ -56,6 +56,7 @@ from understudy.policy.plan import Plan, border_of, by_length, lanes_of, plan_st
 from understudy.policy.ranks.shard import Alone, Ranks, whole
 from understudy.policy.rows import hold_rows, row_sums, trainable_rows
 from understudy.policy.step import BadRows, PolicySettings, StepResult
+from understudy.policy.token_watch import TokenWatch
 from understudy.types.batch import Batch
 from understudy.types.batch_ref import BatchRef
 from understudy.types.jagged import Jagged
@@ -159,12 +160,14 @@ class Policy:
         old_logprobs: Jagged | None = None,
         teacher_heads: Mapping[str, TeacherHead] | None = None,
         ends_step: bool = True,
+        watch: TokenWatch | None = None,
     ) -> StepResult:
         """One optimizer step on `batch`.
 
         `weights` are the reduction weights of every loss-bearing token over the *global* batch ([P] per
         row): the loss of the step is Σ weights · per-token loss. `old_logprobs` and `teacher_heads` are
         passed to the objective. `ends_step` is False if further updates of the same trainer step follow.
+        `watch` records what this pass computes for each token of a few rows.
         """
         started = time.perf_counter()
         head_start = self._head_starts.take()
@@ -177,7 +180,7 @@ class Policy:
         planned = time.perf_counter()
         try:
             with self._own_device(), attention_for(self.model, self.layout):
-                outputs = self.accumulate(assembler, plan, objective, head_start)
+                outputs = self.accumulate(assembler, plan, objective, head_start, watch)
                 del head_start
                 sums = self.ranks.total(row_sums(assembler, plan.mine, outputs))
                 loss, row_losses = float(sums[0]), sums[1:].tolist()
@@ -338,25 +341,36 @@ class Policy:
         return {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
 
     def accumulate(
-        self, assembler: Assembler, plan: Plan, objective: Objective, head_start: HeadStart | None = None
+        self,
+        assembler: Assembler,
+        plan: Plan,
+        objective: Objective,
+        head_start: HeadStart | None = None,
+        watch: TokenWatch | None = None,
     ) -> list[LossOutput]:
         """Forward and backward of this rank's micro-batches; gradients add up over micro-batches and ranks."""
         if self.lanes.count > 1:
-            return self._accumulate_side_by_side(assembler, plan, objective, head_start)
+            return self._accumulate_side_by_side(assembler, plan, objective, head_start, watch)
         outputs = []
         for place, (group, counted) in enumerate(plan.passes()):
             micro = assembler.cut(group, self.layout, silent=not counted).to(self.device)
             known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
-            loss, output = self.forward(micro, objective, known_NH=known_NH)
+            watched = objective if watch is None or not counted else watch.around(objective, micro)
+            loss, output = self.forward(micro, watched, known_NH=known_NH)
             del known_NH
             # FSDP averages gradients over ranks; the loss is a sum.
             (loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
             if counted:
-                outputs.append(replace(output, loss=loss.detach()))
+                outputs.append(replace(output, loss=loss.detach(), columns={}))
         return outputs
 
     def _accumulate_side_by_side(
-        self, assembler: Assembler, plan: Plan, objective: Objective, head_start: HeadStart | None
+        self,
+        assembler: Assembler,
+        plan: Plan,
+        objective: Objective,
+        head_start: HeadStart | None,
+        watch: TokenWatch | None,
     ) -> list[LossOutput]:
         """The same on several threads: each pass keeps its own gradients, and they are added up in the
         plan's order."""
@@ -365,8 +379,11 @@ class Policy:
         def one(place: int) -> tuple[LossOutput, tuple[torch.Tensor | None, ...]]:
             micro = assembler.cut(plan.mine[place], self.layout)
             known_NH = head_start.take(place, micro, self.updates) if head_start is not None else None
-            loss, output = self.forward(micro, objective, known_NH=known_NH)
-            return replace(output, loss=loss.detach()), torch.autograd.grad(loss, weights, allow_unused=True)
+            watched = objective if watch is None else watch.around(objective, micro)
+            loss, output = self.forward(micro, watched, known_NH=known_NH)
+            return replace(output, loss=loss.detach(), columns={}), torch.autograd.grad(
+                loss, weights, allow_unused=True
+            )
 
         outputs = []
         for first in range(0, len(plan.mine), self.lanes.count):

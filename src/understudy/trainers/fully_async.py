@@ -54,8 +54,9 @@ from understudy.policy.step import StepResult
 from understudy.trainers.call_batching import BatchByArrival, Gather
 from understudy.trainers.checkpoints import checkpoint_due, save_checkpoint
 from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
+from understudy.trainers.keep_rows import update_and_keep
 from understudy.trainers.learn.refused_steps import keep_weights
-from understudy.trainers.learn.update import claim_batch, step_metrics, update
+from understudy.trainers.learn.update import claim_batch, step_metrics
 from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.pacing.admission import AdmissionController
 from understudy.trainers.pacing.idle_meter import BusyMeter, metered
@@ -72,7 +73,6 @@ from understudy.trainers.produce.dynamic_sampling import (
     without_rows,
 )
 from understudy.trainers.produce.produce import produce_step
-from understudy.trainers.rollout_dump import with_rollout_dump
 from understudy.trainers.row_columns import PARTITION, training_columns
 from understudy.trainers.stopping import Abandoned, Interrupts
 from understudy.trainers.sync import publish
@@ -270,7 +270,7 @@ class _AsyncRun:
         ages = await RowAges.of(system.state.plane, lease, self.windows, step)
         ages.check(self.windows.oldest)
         with spans.span("update", step=step):
-            result = await with_rollout_dump(system.producer, lease, step, update(system.learner, batch))
+            result = await update_and_keep(system, lease, batch, step)
         point("async.after_update")
         await system.state.plane.ack(lease, step)
         removed = removal_metrics(system.producer)

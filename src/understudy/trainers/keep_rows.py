@@ -1,8 +1,11 @@
-"""Keeps some rows of every step with their token columns in the run directory (`run.keep_rows`).
+"""The update of a step with what stays of its rows: some with all token columns (`run.keep_rows`), and their
+text (`run.rollout_dump_every`).
 
-`dataplane/kept_rows.py` says which rows and in which files. Rows are read from the data plane while the update
-runs, and written before the ack removes them. Two reads: log-probabilities of the written tokens of all rows, to
-choose; then all columns of the chosen ones.
+    batch ──choose──> keys ──TokenWatch──> update ──> columns per token ──┐
+                      └──── weight versions, turns ──────────────────────┴──> kept_rows/STEP.rows, STEP.jsonl
+
+`dataplane/kept_rows.py` says which rows and in which files. They are written while the next step is produced.
+A batch whose columns are not in this process is not kept.
 """
 
 from __future__ import annotations
@@ -14,108 +17,174 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from understudy.dataplane.base import Lease
 from understudy.dataplane.kept_rows import FOLDER_NAME, RowKeeper, choose
-from understudy.dataplane.token_measures import measures, worst_tokens
-from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
-from understudy.trainers.row_columns import SCORED, token_columns
+from understudy.dataplane.token_measures import worst_tokens
+from understudy.policy.token_watch import TokenWatch
+from understudy.trainers.learn.update import update
+from understudy.trainers.rollout_dump import dump_rollouts
+from understudy.trainers.row_columns import REPLICA, SCORED
+from understudy.types.batch import Batch
+from understudy.types.batch_ref import BatchRef
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from understudy.trainers.system import Producer
+    from understudy.policy.step import StepResult
+    from understudy.trainers.system import Producer, System
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN = ("reward", "stop_reason", "turns", "metrics", "weight_versions")
+_FACTS = ("weight_versions", "turns", "metrics")
+"""What a batch does not have of its rows; of judged ones, also `REPLICA`."""
+_LINE = ("source", "why")
+"""Facts that are in the row's line alone."""
+_PER_TOKEN = ("tokens", "loss_mask", "behaviour_logprobs")
+_PER_WRITTEN = ("teacher_logprobs", "teacher_ids", "teacher_topk_logprobs")
+
+Row = dict[str, Any]
 
 
-class RowReader:
-    """Reads rows of a lease. Its methods run on a thread."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-
-    @bridged()
-    def mean_kls(self, columns: ColumnDict) -> list[float | None]:
-        """The mean of log q(y) − log p(y) of each row; None without scores."""
-        found: dict[str, Any] = dict(columns)
-        if "teacher_logprobs" not in found:
-            return [None] * len(found["loss_mask"])
-        rows = zip(found["loss_mask"], found["behaviour_logprobs"], found["teacher_logprobs"], strict=True)
-        return [_mean(own.numpy()[mask.numpy()] - teacher.numpy()) for mask, own, teacher in rows]
-
-    @bridged()
-    def rows(self, keys: Sequence[str], columns: ColumnDict) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """(summary, columns) of each row."""
-        found: dict[str, Any] = dict(columns)
-        cells = {name: [_cell(one) for one in column] for name, column in found.items()}
-        rows = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
-        return [(self._summary(key, row), row) for key, row in zip(keys, rows, strict=True)]
-
-    def _summary(self, key: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        tokens, mask = row["tokens"].tolist(), row["loss_mask"]
-        first = int(mask.argmax()) if mask.any() else len(tokens)
-        versions = row["weight_versions"][mask]
-        gap = measures(row).get("gap")
-        return {
-            "key": key,
-            "prompt": self._tokenizer.decode(tokens[:first]),
-            "completion": self._tokenizer.decode(tokens[first:]),
-            "reward": row["reward"],
-            "stop_reason": row["stop_reason"],
-            "turns": row["turns"],
-            "tokens": int(np.count_nonzero(mask)),
-            "teacher": row.get(SCORED),
-            "kl": None if gap is None else _mean(gap),
-            "oldest": int(versions.min()) if len(versions) else None,
-            "newest": int(versions.max()) if len(versions) else None,
-            "worst": worst_tokens(row),
-        }
-
-
-async def keep_rows(producer: Producer, lease: Lease, step: int) -> None:
-    """Writes the step's sample. An error here is logged and does not fail the step."""
-    judged = producer.settings.judged
+async def update_and_keep(system: System, lease: Lease, batch: BatchRef, step: int) -> StepResult:
+    """One step of the student. What is to be kept of its rows was read when it returns: an ack may follow."""
+    producer, settings = system.producer, system.producer.settings
+    chosen: dict[int, str] = {}
+    if settings.keep_rows and isinstance(batch, Batch):
+        chosen = choose(step, batch.keys, mean_gaps(batch))
+    watch = TokenWatch([batch.keys[i] for i in chosen]) if chosen else None
+    dumps = settings.dump_every and step % settings.dump_every == 0
+    dump = asyncio.create_task(dump_rollouts(producer, lease, step)) if dumps else None
     try:
-        reader, meta = RowReader(producer.renderer.tokenizer), lease.meta
-        known = ("loss_mask", "behaviour_logprobs") + (("teacher_logprobs",) if judged else ())
-        with serving(producer.state.plane):
-            kls = await reader.mean_kls(meta.but(fields=known))
-            chosen = choose(step, meta.keys, kls)
-            names = (
-                *(n for n in token_columns(producer.settings.loss, judged) if n != "teacher_hidden"),
-                *_WRITTEN,
-            )
-            some = meta.at(list(chosen)).but(fields=(*names, *((SCORED,) if judged else ())))
-            rows = await reader.rows(some.keys, some)
-        for (summary, _), why, tags in zip(rows, chosen.values(), _tags_of(meta, chosen), strict=True):
-            summary |= {"why": why, "source": tags.get("data_source")}
-        await asyncio.to_thread(_write, producer, step, rows)
+        result = await update(system.learner, batch, watch)
+    except BaseException:
+        if dump is not None:
+            dump.cancel()
+        raise
+    if watch is not None and isinstance(batch, Batch):
+        await _keep(producer, lease, batch, step, chosen, watch)
+    if dump is not None:
+        await dump
+    return result
+
+
+async def _keep(
+    producer: Producer, lease: Lease, batch: Batch, step: int, chosen: Mapping[int, str], watch: TokenWatch
+) -> None:
+    """Reads what the ack lets go, and begins to write. An error here is logged and does not fail the step."""
+    state, some = producer.state, lease.meta.at(list(chosen))
+    if state.kept_rows.writing is not None:
+        await state.kept_rows.writing  # files of two steps are not written at the same time
+    try:
+        facts: dict[str, Any] = await state.plane.get(some, (*_FACTS, REPLICA) if batch.teachers else _FACTS)
     except Exception as error:
         logger.warning("step %d: its rows could not be kept: %s", step, error)
+        return
+    facts["source"] = [tags.get("data_source") for tags in some.tags] or [None] * len(some)
+    facts |= {
+        "why": list(chosen.values()),
+        "weight_versions": [one.numpy() for one in facts["weight_versions"]],
+    }
+    told = [dict(zip(facts, row, strict=True)) for row in zip(*facts.values(), strict=True)]
+
+    async def write() -> None:
+        try:
+            await asyncio.to_thread(_write, producer, step, batch, list(chosen), told, watch)
+        except Exception as error:
+            logger.warning("step %d: its rows could not be kept: %s", step, error)
+
+    state.kept_rows.writing = state.background.create_task(write(), name=f"keep rows of step {step}")
 
 
-def _tags_of(meta: Any, chosen: Mapping[int, str]) -> list[Mapping[str, Any]]:
-    return [meta.tags[i] if meta.tags else {} for i in chosen]
+def mean_gaps(batch: Batch) -> list[float | None]:
+    """The mean of log q(y) − log p(y) of each row, q as sampled; None without scores."""
+    if batch.teacher_logprobs is None:
+        return [None] * len(batch)
+    own_N = batch.behaviour_logprobs.values[batch.loss_mask.values].double()
+    lengths_B = batch.teacher_logprobs.lengths
+    row_N = torch.repeat_interleave(lengths_B)
+    sums_B = torch.zeros(len(batch), dtype=torch.float64)
+    sums_B.index_add_(0, row_N, own_N - batch.teacher_logprobs.values)
+    return [mean if math.isfinite(mean) else None for mean in (sums_B / lengths_B).tolist()]
 
 
-def _write(producer: Producer, step: int, rows: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    kept = producer.state.kept_rows
+def _write(
+    producer: Producer, step: int, batch: Batch, chosen: Sequence[int], told: Sequence[Row], watch: TokenWatch
+) -> None:
+    kept, tokenizer = producer.state.kept_rows, producer.renderer.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if kept.keeper is None:
         folder = producer.state.run.path / FOLDER_NAME
         kept.keeper = RowKeeper(folder, producer.settings.keep_rows)
-        backend = getattr(producer.renderer.tokenizer, "backend_tokenizer", None)
         if backend is not None and not (folder / "tokenizer.json").exists():
             backend.save(str(folder / "tokenizer.json"))
-    kept.keeper.write(step, rows)
+    trained = watch.columns()
+    rows = [
+        columns | trained.get(batch.keys[i], {}) | {name: facts[name] for name in facts if name not in _LINE}
+        for i, columns, facts in zip(chosen, columns_of(batch, chosen), told, strict=True)
+    ]
+    ids = [row["tokens"].tolist() for row in rows]
+    firsts = [
+        int(row["loss_mask"].argmax()) if row["loss_mask"].any() else len(row["tokens"]) for row in rows
+    ]
+    pieces = [*(one[:first] for one, first in zip(ids, firsts, strict=True)),
+              *(one[first:] for one, first in zip(ids, firsts, strict=True))]  # fmt: skip
+    if backend is not None:
+        texts = backend.decode_batch(pieces, skip_special_tokens=False)
+    else:
+        texts = [tokenizer.decode(one) for one in pieces]
+    entries: list[tuple[Row, Row]] = []
+    for n, (row, facts) in enumerate(zip(rows, told, strict=True)):
+        entries.append((_summary(batch.keys[chosen[n]], row, facts, texts[n], texts[n + len(rows)]), row))
+    kept.keeper.write(step, entries)
 
 
-def _cell(value: Any) -> Any:
-    return value.numpy() if hasattr(value, "numpy") else value
+def columns_of(batch: Batch, chosen: Sequence[int]) -> list[Row]:
+    """The columns of these rows as arrays."""
+    rows: list[Row] = [
+        {"reward": _finite(batch.rewards[i]), "stop_reason": batch.stop_reasons[i]} for i in chosen
+    ]
+    for name in (*_PER_TOKEN, *_PER_WRITTEN):
+        column = getattr(batch, name)
+        if column is None:
+            continue
+        values, offsets = column.values.numpy(), column.offsets.tolist()
+        narrow = np.int32 if values.dtype == np.int64 else values.dtype
+        for row, i in zip(rows, chosen, strict=True):
+            row[name] = values[offsets[i] : offsets[i + 1]].astype(narrow, copy=False)
+    for row, i in zip(rows, chosen, strict=True):
+        if batch.teachers:
+            row[SCORED] = batch.teachers[i]
+    return rows
 
 
-def _mean(values: np.ndarray) -> float | None:
-    mean = float(np.mean(values, dtype=np.float64)) if len(values) else math.nan
-    return mean if math.isfinite(mean) else None
+def _summary(key: str, row: Row, facts: Row, prompt: str, completion: str) -> Row:
+    mask = row["loss_mask"]
+    versions, teacher = row["weight_versions"][mask], row.get("teacher_logprobs")
+    gap = None if teacher is None else row["behaviour_logprobs"][mask] - teacher
+    return {
+        "key": key,
+        "prompt": prompt,
+        "completion": completion,
+        "reward": row["reward"],
+        "advantage": _mean(row.get("advantages")),
+        "stop_reason": row["stop_reason"],
+        "turns": row["turns"],
+        "tokens": len(versions),
+        "teacher": row.get(SCORED),
+        "kl": _mean(gap),
+        "oldest": int(versions.min()) if len(versions) else None,
+        "newest": int(versions.max()) if len(versions) else None,
+        "worst": [] if gap is None else worst_tokens(row, gap),
+        "why": facts["why"],
+        "source": facts["source"],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean(values: np.ndarray | None) -> float | None:
+    if values is None or not len(values):
+        return None
+    return _finite(float(values.mean(dtype=np.float64)))

@@ -21,15 +21,14 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from understudy.dataplane.base import Lease
 from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
 from understudy.observability.rundir import write_atomically
-from understudy.trainers.keep_rows import keep_rows
 from understudy.trainers.row_columns import SCORED
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from understudy.trainers.system import Producer
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 _WRITTEN = ("tokens", "loss_mask", "behaviour_logprobs", "reward", "stop_reason", "turns")
 _JUDGED = (SCORED, "teacher_logprobs")
@@ -80,25 +78,7 @@ class RolloutDump:
         return json.dumps(told, ensure_ascii=False)
 
 
-async def with_rollout_dump(producer: Producer, lease: Lease, step: int, work: Awaitable[Result]) -> Result:
-    """The result of `work`, an update. What is to be kept of the step's rows is on disk when it returns."""
-    settings = producer.settings
-    wanted = [keep_rows(producer, lease, step)] if settings.keep_rows else []
-    if settings.dump_every and step % settings.dump_every == 0:
-        wanted.append(_dump(producer, lease, step))
-    if not wanted:
-        return await work
-    beside = asyncio.gather(*wanted)
-    try:
-        result = await work
-    except BaseException:
-        beside.cancel()
-        raise
-    await beside
-    return result
-
-
-async def _dump(producer: Producer, lease: Lease, step: int) -> None:
+async def dump_rollouts(producer: Producer, lease: Lease, step: int) -> None:
     """Writes the file. An error here is logged and does not fail the step."""
     names = _WRITTEN if producer.teachers.router is None else (*_WRITTEN, *_JUDGED)
     try:

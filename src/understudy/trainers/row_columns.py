@@ -23,6 +23,8 @@ PARTITION = "train"
 """The data plane's partition of a run's rows."""
 SCORED = "teacher"
 """The column with the teacher's name, which a row has once it has scores."""
+REPLICA = "replica"
+"""The column with the name of the teacher's replica that answered; empty for a mixture."""
 CANDIDATES = "candidate_ids"
 """The column of the student's top ids, for teachers that score them."""
 SIZES = "sizes"
@@ -58,7 +60,11 @@ def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def score_columns(scores: TeacherScores) -> dict[str, Any]:
-    columns: dict[str, Any] = {SCORED: scores.teacher, "teacher_logprobs": scores.sampled_logprobs}
+    columns: dict[str, Any] = {
+        SCORED: scores.teacher,
+        REPLICA: scores.replica,
+        "teacher_logprobs": scores.sampled_logprobs,
+    }
     if scores.ids is not None:
         columns["teacher_ids"] = scores.ids
         columns["teacher_topk_logprobs"] = scores.logprobs

@@ -19,11 +19,11 @@ from understudy.errors import PolicyError
 from understudy.observability.faults import point
 from understudy.trainers.checkpoints import checkpoint_due, save_checkpoint
 from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
+from understudy.trainers.keep_rows import update_and_keep
 from understudy.trainers.learn.refused_steps import keep_weights
-from understudy.trainers.learn.update import claim_batch, step_metrics, update
+from understudy.trainers.learn.update import claim_batch, step_metrics
 from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.produce.dynamic_sampling import fill_step, install_filters, removal_metrics
-from understudy.trainers.rollout_dump import with_rollout_dump
 from understudy.trainers.stopping import Abandoned, Interrupts
 from understudy.trainers.system import Learner, System
 
@@ -87,7 +87,7 @@ async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, An
         lease, batch, metrics = await stop.waiting(claim_batch(system.learner, step))
     queue_depth = (await system.state.plane.depth("train")).rows
     with spans.span("update", step=step):
-        result = await with_rollout_dump(system.producer, lease, step, update(system.learner, batch))
+        result = await update_and_keep(system, lease, batch, step)
     point("sync.after_update")
     await system.state.plane.ack(lease, step)
     point("sync.after_ack")

@@ -21,8 +21,8 @@ Example: three tokens of one response, scored by a teacher that sent its two bes
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -218,9 +218,9 @@ class LossInputs:
 
     def _map(self, change: _TensorMap) -> LossInputs:
         copy = object.__new__(LossInputs)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            object.__setattr__(copy, field.name, change(value) if isinstance(value, Tensor) else value)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            object.__setattr__(copy, one.name, change(value) if isinstance(value, Tensor) else value)
         object.__setattr__(copy, "_max_id", self.max_id)
         return copy
 
@@ -329,6 +329,8 @@ class LossOutput:
     """float32, detached: the student's logprob of each written token, under the weights of this forward pass."""
     metrics: dict[str, Metric]
     """Sums, minima and maxima; detached, on the device. `merge_metrics` combines those of micro-batches."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """float32 [N] each, detached: what the metrics were made of, by the names of `losses/diagnostics.py`."""
 
 
 def describe_tensor(tensor: Tensor) -> str:

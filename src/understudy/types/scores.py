@@ -7,7 +7,7 @@ before it. Their arrays are in this process; `references.py` has the references 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -74,6 +74,12 @@ class TeacherScores:
     """float32 [P, K], beside `ids`."""
     hidden: np.ndarray | None = None
     """uint16 [P, H]: the bits of bfloat16 values (`hidden` only); numpy has no bfloat16."""
+
+    replica: str = ""
+    """The replica that answered; empty where no pool was asked."""
+
+    def by(self, replica: str) -> TeacherScores:
+        return replace(self, replica=replica)
 
     async def fetch(self) -> TeacherScores:
         return self

@@ -38,7 +38,7 @@ def exact() -> tuple[dict[str, object], np.ndarray, np.ndarray]:
         "teacher_ids": ids,
         "teacher_topk_logprobs": np.log(np.take_along_axis(p, ids, 1)).astype(np.float32),
         "student_topk_logprobs": np.log(np.take_along_axis(q, ids, 1)).astype(np.float32),
-        "old_logprobs": np.log(2 * q[rows, written]).astype(np.float32),
+        "trainer_logprobs": np.log(2 * q[rows, written]).astype(np.float32),
     }
     return columns, p, q
 

@@ -49,6 +49,7 @@ from understudy.policy.ranks.rank_thread import RankThread
 from understudy.policy.ranks.shard import Group, is_about_a_connection
 from understudy.policy.ranks.wire import batch_columns, jagged_columns, name_columns, pack, told_of, unpack
 from understudy.policy.step import PolicySettings, StepResult
+from understudy.policy.token_watch import TokenWatch
 from understudy.types.batch_ref import BatchRef, RowSource
 from understudy.types.jagged import Jagged
 from understudy.types.loss import TeacherHead
@@ -148,6 +149,7 @@ class LeadingPolicy:
         old_logprobs: Jagged | None = None,
         teacher_heads: Mapping[str, TeacherHead] | None = None,
         ends_step: bool = True,
+        watch: TokenWatch | None = None,
     ) -> StepResult:
         whole = weights if isinstance(weights, Jagged) else Jagged.from_rows(list(weights))
         for name, head in (teacher_heads or {}).items():
@@ -163,6 +165,7 @@ class LeadingPolicy:
                 old_logprobs=old_logprobs,
                 teacher_heads=teacher_heads,
                 ends_step=ends_step,
+                watch=watch,  # rows of other ranks are not recorded
             )
 
         command = {"do": "update", "max_tokens": max_tokens_per_microbatch, "ends_step": ends_step}

@@ -290,7 +290,7 @@ class TeacherPool:
         finally:
             replica.load.end(tokens)
         replica.succeeded(tokens, self._clock.now() - started, self._clock.now())
-        return _Outcome(replica, scores)
+        return _Outcome(replica, [one.by(replica.name) for one in scores])
 
     async def _checked(self, replica: Replica, items: Sequence[ScoreRef], deadline: float) -> list[ScoresRef]:
         """Ask with the fixed tokens added, so that every reply shows that this is still the same teacher."""

@@ -23,6 +23,7 @@ from understudy.dataplane.base import Lease, Order
 from understudy.errors import DataError, DataPlaneError
 from understudy.losses.reduce import Reduction, token_weights
 from understudy.policy.step import StepResult
+from understudy.policy.token_watch import TokenWatch
 from understudy.trainers.critic.local import ValueModel, critic_metrics
 from understudy.trainers.learn.minibatches import combine
 from understudy.trainers.learn.out_of_memory import within_memory
@@ -75,14 +76,14 @@ _LEARNER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="understudy-upda
 per shape)."""
 
 
-async def update(learner: Learner, batch: BatchRef) -> StepResult:
+async def update(learner: Learner, batch: BatchRef, watch: TokenWatch | None = None) -> StepResult:
     """One trainer step on the update thread, so that health checks and the display continue on the event
-    loop."""
-    job = partial(contextvars.copy_context().run, learn, learner, batch)
+    loop. `watch` names rows whose tokens are recorded (`run.keep_rows`)."""
+    job = partial(contextvars.copy_context().run, learn, learner, batch, watch)
     return await asyncio.get_running_loop().run_in_executor(_LEARNER, job)
 
 
-def learn(learner: Learner, batch: BatchRef) -> StepResult:
+def learn(learner: Learner, batch: BatchRef, watch: TokenWatch | None = None) -> StepResult:
     """All optimizer steps of one batch: `trainer.epochs` times its mini-batches, first the critic's, then the
     student's."""
     settings, policy, critic = learner.settings, learner.policy, learner.critic
@@ -98,7 +99,7 @@ def learn(learner: Learner, batch: BatchRef) -> StepResult:
         with ready.timed("critic"):
             here = ready.batch.streams()
             extra |= critic_metrics(here, _teach_critic(learner, critic, here, parts))
-    result = _nothing_to_learn(learner, batch) if alone else _teach_student(learner, ready, parts)
+    result = _nothing_to_learn(learner, batch) if alone else _teach_student(learner, ready, parts, watch)
     return replace(result, metrics={**result.metrics, **extra}, seconds={**result.seconds, **ready.seconds})
 
 
@@ -113,7 +114,9 @@ def _teach_critic(
     return combine(list(zip(parts, results, strict=True)), len(batch))
 
 
-def _teach_student(learner: Learner, ready: Prepared, parts: Sequence[list[int]]) -> StepResult:
+def _teach_student(
+    learner: Learner, ready: Prepared, parts: Sequence[list[int]], watch: TokenWatch | None
+) -> StepResult:
     settings, every = learner.settings, len(ready.batch)
     results = []
     for number, rows in enumerate(parts, start=1):
@@ -127,6 +130,7 @@ def _teach_student(learner: Learner, ready: Prepared, parts: Sequence[list[int]]
             old_logprobs=old if old is None or len(rows) == every else old.select(rows),
             teacher_heads=learner.teacher_heads,
             ends_step=number == len(parts),
+            watch=watch,
         )
         results.append(within_memory(learner, learner.policy, part, learn_part))
     return combine(list(zip(parts, results, strict=True)), every)

@@ -182,8 +182,9 @@ async def _score(producer: Producer, prompt: Prompt, row: RowRef, gather: Gather
     item = _score_item(producer, row)
 
     async def ask(teacher: str, wanted: ScoreRef) -> ScoresRef:
-        with producer.state.spans.span("score", key=item.key, teacher=teacher):
+        with producer.state.spans.span("score", key=item.key, teacher=teacher) as about:
             scores: ScoresRef = await gather.call(producer.teachers.queues[teacher], item.key, wanted)
+            about["replica"] = scores.replica
         return scores
 
     with producer.state.timings.during(item.key, "score"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,10 @@ class RemoteScores:
     ticket: Any
     """Held until the ledger has recorded the scores."""
     rows: RemotePlane
+    replica: str = ""
+
+    def by(self, replica: str) -> RemoteScores:
+        return replace(self, replica=replica)
 
     async def fetch(self) -> TeacherScores:
         cells = await self.rows.plane.cells(self.written)
