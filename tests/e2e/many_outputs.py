@@ -18,7 +18,8 @@ TOO_LONG = 160
 
 class Outputs:
     """`count` outputs, each a generation of its own. `trouble` by "ordinal of the prompt/output": "long" and "strange" are refused
-    by the teacher, "raise", "nan" and "hang" are the reward's, "odd" is a metric that cannot be stored."""
+    by the teacher, "raise", "nan" and "hang" are the reward's, "odd" is a metric that cannot be stored, "vast" something that
+    no worker can send."""
 
     def __init__(self, count: int = 2, trouble: Mapping[str, str] | None = None) -> None:
         self._count, self._trouble = count, dict(trouble or {})
@@ -38,6 +39,8 @@ def _troubled(one: Trajectory, trouble: str) -> Trajectory:
     more = {"long": np.full(TOO_LONG, 5, np.int32), "strange": np.array([60], np.int32)}.get(trouble)
     if trouble == "odd":
         return replace(one, metrics={"by_turn": {1: 2.0}})
+    if trouble == "vast":
+        return replace(one, extra={**one.extra, "number": 10**30})
     if more is None:
         return replace(one, extra={**one.extra, "trouble": trouble})
     n = len(more)

@@ -107,6 +107,17 @@ def test_one_bad_output_costs_one_row_however_it_is_made(recipe: Make, more: dic
     assert_exactly_the_bad_ones(run.dir)
 
 
+def test_an_output_that_its_worker_cannot_send_costs_itself_alone(recipe: Make) -> None:
+    small = {"trainer__steps": 1, "trainer__batch_size": 4, "rollout__workers": 1}
+    run = understudy.train(table_of(recipe, "run", {"2/1": "vast"}, **small), progress=False)
+    ((key, reason),) = letters(run.dir).items()
+    assert (
+        key == "00000-0000002_0_1" and "its metrics or extra cannot be sent by its worker (Overflow" in reason
+    )
+    report = audit(run.dir)
+    assert report.balanced and (report.trained, report.in_flight, report.dead) == (7, 0, 1), str(report)
+
+
 def test_a_reward_that_hangs_costs_its_own_output_and_says_so(recipe: Make) -> None:
     short = {
         "rollout__deadline_seconds": 2.0,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -84,7 +84,24 @@ class AgentLoop(Protocol):
     async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]: ...
 
 
-def checked_outputs(outputs: list[Trajectory], context: LoopContext) -> list[Trajectory]:
+@dataclass(frozen=True, slots=True)
+class LostOutput:
+    """An output that a worker could not send to the run, and the reason."""
+
+    key: str
+    reason: str
+
+
+class SessionRunner(Protocol):
+    """Runs a loop in this process (any `AgentLoop`), or has a worker run it."""
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> Sequence[Trajectory | LostOutput]: ...
+
+
+Returned = TypeVar("Returned", bound=Trajectory | LostOutput)
+
+
+def checked_outputs(outputs: Sequence[Returned], context: LoopContext) -> Sequence[Returned]:
     """Checks that the keys of a loop's trajectories are those of outputs 0, 1, … of its session."""
     keys = [one.key for one in outputs]
     if not keys or sorted(keys) != sorted(context.row_key(index) for index in range(len(keys))):

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from understudy.errors import ConfigError, DataError
-from understudy.rollout.agents.agent import AgentLoop
+from understudy.rollout.agents.agent import AgentLoop, SessionRunner
 from understudy.rollout.agents.single_turn import SingleTurn
 from understudy.rollout.agents.tool_loop import ToolLoop
 from understudy.rollout.agents.verifiers_env import VerifiersLoop
@@ -76,7 +76,7 @@ Schemas = Callable[[Prompt], Sequence[Mapping[str, Any]] | None]
 class Loops(Protocol):
     """Gives each row its loop: `LoopChoice` in this process, or `LoopWorkers`."""
 
-    def of(self, prompt: Prompt) -> AgentLoop: ...
+    def of(self, prompt: Prompt) -> SessionRunner: ...
 
     async def close(self) -> None: ...
 

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from understudy.engines.base import Generation, Sampling
+from understudy.rollout.agents.agent import LostOutput
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason, Trajectory
 from understudy.types.usable_ids import UsableIds
@@ -113,7 +114,8 @@ class CancelGeneration(msgspec.Struct, tag=True):
 
 class Done(msgspec.Struct, tag=True):
     session_id: int
-    trajectories: list[dict[str, Any]]
+    outputs: list[dict[str, Any]]
+    """Trajectories, and `LostOutput`s in place of those that could not be packed."""
 
 
 class Judging(msgspec.Struct, tag=True):
@@ -152,6 +154,7 @@ _from_run = msgspec.msgpack.Decoder(ToWorker)
 _from_worker = msgspec.msgpack.Decoder(ToRun)
 
 
+_loose = msgspec.msgpack.Decoder(dict[str, dict[Any, Any]])
 _hellos = msgspec.msgpack.Decoder(Hello)
 
 
@@ -255,15 +258,34 @@ def _unpacked_ids(packed: Sequence[Any] | None) -> np.ndarray | None:
 _STREAMS = {"tokens": "<i4", "loss_mask": "|b1", "behaviour_logprobs": "<f4", "weight_versions": "<i4"}
 
 
-def pack_trajectory(one: Trajectory) -> dict[str, Any]:
+def pack_output(one: Trajectory) -> dict[str, Any]:
+    """The trajectory, or the reason why it cannot be sent: a loop may put anything into `metrics` and
+    `extra`."""
+    try:
+        return _pack_trajectory(one)
+    except Exception as error:
+        return {"key": one.key, "lost": f"{type(error).__name__}: {error}"}
+
+
+def unpack_output(fields: dict[str, Any]) -> Trajectory | LostOutput:
+    key = fields["key"]
+    if "lost" in fields:
+        why = f"its metrics or extra cannot be sent by its worker ({fields['lost']})"
+        return LostOutput(key, f"row {key}: {why}; use plain texts, numbers, lists and tables")
+    return _unpack_trajectory(fields)
+
+
+def _pack_trajectory(one: Trajectory) -> dict[str, Any]:
     streams = {name: getattr(one, name).astype(kind).tobytes() for name, kind in _STREAMS.items()}
     rest = {"key": one.key, "stop_reason": str(one.stop_reason), "turns": one.turns, "reward": one.reward}
     ids = _packed_ids(one.candidate_ids)
-    return {**streams, **rest, "metrics": dict(one.metrics), "extra": dict(one.extra), "candidate_ids": ids}
+    loose = _encoder.encode({"metrics": dict(one.metrics), "extra": dict(one.extra)})
+    return {**streams, **rest, "loose": loose, "candidate_ids": ids}
 
 
-def unpack_trajectory(fields: dict[str, Any]) -> Trajectory:
+def _unpack_trajectory(fields: dict[str, Any]) -> Trajectory:
     streams = {name: np.frombuffer(fields[name], kind).copy() for name, kind in _STREAMS.items()}
     ids = _unpacked_ids(fields["candidate_ids"])
     rest = {"stop_reason": StopReason(fields["stop_reason"]), "candidate_ids": ids}
-    return Trajectory(**{**fields, **streams, **rest})
+    loose = _loose.decode(fields.pop("loose"))
+    return Trajectory(**{**fields, **loose, **streams, **rest})

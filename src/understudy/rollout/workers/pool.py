@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from understudy.errors import ClusterError, ConfigError, DataError, UnderstudyError
-from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.agent import LoopContext, LostOutput
 from understudy.rollout.workers import messages as wire
 from understudy.rollout.workers.connections import OpenLine, PipeWorker
 from understudy.rollout.workers.sessions import Channel, Session, Traffic, WorkerDied
@@ -139,7 +139,7 @@ class LoopWorkers:
         """The pool itself: the worker picks the row's loop."""
         return self
 
-    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory]:
+    async def run(self, prompt: Prompt, context: LoopContext) -> list[Trajectory | LostOutput]:
         with closing(Session(prompt, context)) as session:
             return await self._tried(
                 row_key(prompt.key, context.session), lambda channel: channel.run(session)

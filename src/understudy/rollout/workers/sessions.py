@@ -16,7 +16,7 @@ import numpy as np
 
 from understudy.engines.base import Generation, Sampling
 from understudy.errors import ConfigError, DataError
-from understudy.rollout.agents.agent import LoopContext
+from understudy.rollout.agents.agent import LoopContext, LostOutput
 from understudy.rollout.workers import messages as wire
 from understudy.rollout.workers.connections import Line
 from understudy.types.prompt import Prompt
@@ -113,9 +113,9 @@ class Channel:
     def sessions(self) -> int:
         return len(self._results)
 
-    async def run(self, session: Session) -> list[Trajectory]:
-        trajectories: list[Trajectory] = await self._session(session, None)
-        return trajectories
+    async def run(self, session: Session) -> list[Trajectory | LostOutput]:
+        outputs: list[Trajectory | LostOutput] = await self._session(session, None)
+        return outputs
 
     async def run_and_store(self, session: Session, ticket: int) -> bytes:
         body: bytes = await self._session(session, ticket)
@@ -180,9 +180,7 @@ class Channel:
             elif isinstance(message, wire.CancelGeneration):
                 self._cancel_generation(message)
             elif isinstance(message, wire.Done):
-                self._settle(
-                    message.session_id, [wire.unpack_trajectory(one) for one in message.trajectories]
-                )
+                self._settle(message.session_id, [wire.unpack_output(one) for one in message.outputs])
             elif isinstance(message, wire.Judging):
                 session = self._sessions.get(message.session_id)
                 if session is not None and session.context.judging is not None:
@@ -227,7 +225,7 @@ class Channel:
             if all(one is not generation for one, _ in self._generating[message.session_id].values()):
                 self._sessions[message.session_id].forget(generation)
 
-    def _settle(self, session_id: int, outcome: list[Trajectory] | bytes | Exception) -> None:
+    def _settle(self, session_id: int, outcome: list[Trajectory | LostOutput] | bytes | Exception) -> None:
         result = self._results.get(session_id)
         if result is None or result.done():
             return

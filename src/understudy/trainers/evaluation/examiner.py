@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
-from understudy.errors import UnderstudyError
-from understudy.rollout.agents.agent import LoopContext, checked_outputs
+from understudy.errors import DataError, UnderstudyError
+from understudy.rollout.agents.agent import LoopContext, LostOutput, checked_outputs
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards
@@ -121,7 +121,10 @@ class Examiner:
                     )
                     async with clock:
                         outputs = await self.loops.of(prompt).run(prompt, context)
-                    written = checked_outputs(outputs, context)[-1]
+                    last = checked_outputs(outputs, context)[-1]
+                    if isinstance(last, LostOutput):
+                        raise DataError(last.reason)
+                    written = last
                     clock, what = asyncio.timeout(limit), f"reward {self.rewards.names}"
                     async with clock:
                         return finite(await self.rewards.judge(prompt, written))

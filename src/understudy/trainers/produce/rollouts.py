@@ -18,8 +18,9 @@ import numpy as np
 
 from understudy.dataplane.base import DataPlane
 from understudy.engines.base import Sampling
+from understudy.errors import DataError
 from understudy.observability.spans import Spans
-from understudy.rollout.agents.agent import LoopContext, check_ids, checked_outputs
+from understudy.rollout.agents.agent import LoopContext, LostOutput, check_ids, checked_outputs
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.timing import BatchTimings
@@ -112,6 +113,8 @@ class LocalRollouts:
         except Exception as error:
             raise timed(error, clock, f"agent loop timed out: {session.key}", session.limit) from error
         for one in outputs:
+            if isinstance(one, LostOutput):
+                continue
             self.timings.add(one.key, one.extra.get("seconds", {}))
             self.timings.lengths(one.key, one.length, one.loss_length)
         # `due` is None if the loop returned while a generation was still running, which stops the clock.
@@ -119,9 +122,13 @@ class LocalRollouts:
         judged = [await self._judged(session, one, left) for one in outputs]
         return RolledOut(judged, self._journal(session, judged))
 
-    async def _judged(self, session: Session, trajectory: Trajectory, seconds: float) -> Trajectory | Failed:
+    async def _judged(
+        self, session: Session, trajectory: Trajectory | LostOutput, seconds: float
+    ) -> Trajectory | Failed:
         """Each reward gets the time that the loop left, so that one hanging reward fails its own output
         only."""
+        if isinstance(trajectory, LostOutput):
+            return Failed(trajectory.key, DataError(trajectory.reason))
         key, clock = trajectory.key, asyncio.timeout(seconds)
         try:
             with self.spans.span("reward", key=key), self.timings.during(key, "reward"):
