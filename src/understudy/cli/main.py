@@ -28,6 +28,7 @@ _COMMANDS = {
     "plan": "recipes.plan",
     "keys": "recipes.keys",
     "schema": "recipes.schema",
+    "import-verl": "recipes.import_verl",
     "resume": "resume",
     "eval": "evaluate",
     "audit": "audit",

@@ -12,9 +12,10 @@ from understudy.config.recipe import Recipe
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def recipe_as_toml(tables: Mapping[str, Any]) -> str:
-    """TOML of a recipe's plain tables (`as_tables`). Keys without a value are left out: TOML has no null."""
-    return "\n".join(_table(tables, ())).strip() + "\n"
+def recipe_as_toml(tables: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+    """TOML of a recipe's plain tables (`as_tables`), with comments by dotted key. Keys without a value are
+    left out: TOML has no null."""
+    return "\n".join(_table(tables, (), comments or {})).strip() + "\n"
 
 
 def as_tables(recipe: Recipe) -> dict[str, Any]:
@@ -25,17 +26,18 @@ def as_tables(recipe: Recipe) -> dict[str, Any]:
     return tables
 
 
-def _table(table: Mapping[str, Any], place: tuple[str, ...]) -> Iterator[str]:
+def _table(table: Mapping[str, Any], place: tuple[str, ...], comments: Mapping[str, str]) -> Iterator[str]:
     values = {
         key: value for key, value in table.items() if not isinstance(value, Mapping) and value is not None
     }
     if place and (values or not table):
         yield f"\n[{'.'.join(map(_key, place))}]"
     for key, value in values.items():
-        yield f"{_key(key)} = {_value(value)}"
+        comment = comments.get(".".join((*place, key)))
+        yield f"{_key(key)} = {_value(value)}" + (f"  # {comment}" if comment else "")
     for key, value in table.items():
         if isinstance(value, Mapping) and (value or len(place) > 1):
-            yield from _table(value, (*place, key))
+            yield from _table(value, (*place, key), comments)
 
 
 def _key(name: str) -> str:

@@ -1,0 +1,191 @@
+"""A recipe from a configuration of verl (0.9): what is carried over, what verl's defaults make it, what is left out.
+
+`docs/coming-from-verl.md` explains the differences. Keys without a counterpart are in `verl_keys.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from understudy.config.messages.unknown_keys import unknown_key
+from understudy.config.tables import RecipeTables
+from understudy.porting.recipe_draft import Draft, home
+from understudy.porting.sources import Source
+from understudy.porting.verl_keys import settled
+from understudy.porting.verl_objective import objective, teachers, with_task_rewards
+from understudy.porting.verl_rollout import machines, rollout
+from understudy.porting.verl_trainer import trainer
+
+_MODEL, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_EARLIER = {
+    "distillation.teacher_model.n_gpus_per_node": "distillation.n_gpus_per_node",
+    "distillation.teacher_model.nnodes": "distillation.nnodes",
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "reward_model.overlong_buffer.enable": "reward.reward_kwargs.overlong_buffer_cfg.enable",
+    "reward_model.overlong_buffer.len": "reward.reward_kwargs.overlong_buffer_cfg.len",
+    "reward_model.overlong_buffer.penalty_factor": "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+}
+"""Names of earlier versions → today's."""
+
+
+def from_verl(source: Source) -> Draft:
+    draft = Draft(
+        {_today(key): value for key, value in source.keys.items()}, "verl", notes=list(source.notes)
+    )
+    fully_async = _is_async(draft, source)
+    _student(draft)
+    _data(draft)
+    _reward(draft)
+    teachers(draft)
+    objective(draft)
+    rollout(draft, machines(draft), fully_async)
+    trainer(draft, fully_async)
+    _the_rest(draft, source)
+    written = draft.toml()
+    draft.notes += [
+        f"{one} is set nowhere; replace it in the recipe" for one in source.unresolved if one in written
+    ]
+    return draft
+
+
+def _today(key: str) -> str:
+    if key in _EARLIER:
+        return _EARLIER[key]
+    one = "distillation.teacher_model."
+    if key.startswith(one) and not key.endswith("enable_resource_pool"):
+        return f"distillation.teacher_models.teacher_model.{key.removeprefix(one)}"
+    return key
+
+
+def _is_async(draft: Draft, source: Source) -> bool:
+    mode = draft.get("trainer.v1.trainer_mode", "sync")
+    own = any(key.startswith("async_training.") for key in draft.given)
+    return own or "fully_async" in source.program or mode in ("separate_async", "colocate_async")
+
+
+def _student(draft: Draft) -> None:
+    path = draft.get(f"{_MODEL}.path")
+    if path is None:
+        draft.notes.append(
+            "the student's model is not given (actor_rollout_ref.model.path): set student.model"
+        )
+    else:
+        draft.put("student.model", home(path), f"{_MODEL}.path")
+    if draft.get(f"{_MODEL}.trust_remote_code", False):
+        if path and Path(home(path)).is_absolute():
+            draft.put("student.trust_remote_code", True, f"{_MODEL}.trust_remote_code")
+        else:
+            draft.unsupported(
+                f"{_MODEL}.trust_remote_code",
+                "code from the hub is pinned: student.trust_remote_code = true with student.revision",
+            )
+    draft.not_needed(f"{_MODEL}.trust_remote_code", "it is off here too")
+    dtype = f"{_ACTOR}.fsdp_config.dtype"
+    given = str(draft.get(dtype, "bfloat16"))
+    if _DTYPES.get(given, given) == "float16":
+        draft.unsupported(
+            dtype, "float16 loses small gradients; student.dtype = 'bfloat16' is written instead"
+        )
+        given = "bfloat16"
+    draft.put("student.dtype", _DTYPES.get(given, given), dtype)
+    checkpointing = f"{_MODEL}.enable_gradient_checkpointing"
+    draft.put("student.gradient_checkpointing", bool(draft.get(checkpointing, True)), checkpointing)
+    attention = f"{_MODEL}.override_config.attn_implementation"
+    if draft.get(attention) is not None:
+        draft.put("student.attention", draft.get(attention), attention)
+    if draft.get(f"{_MODEL}.lora_rank", 0) > 0:
+        draft.put("student.lora.rank", draft.get(f"{_MODEL}.lora_rank"), f"{_MODEL}.lora_rank")
+        draft.put("student.lora.alpha", float(draft.get(f"{_MODEL}.lora_alpha", 16)), f"{_MODEL}.lora_alpha")
+        targets = draft.get(f"{_MODEL}.target_modules", "all-linear")
+        if targets == "all-linear":
+            draft.not_needed(
+                f"{_MODEL}.target_modules",
+                "every linear layer of the decoder is the default of student.lora.targets",
+            )
+        else:
+            names = [targets] if isinstance(targets, str) else list(targets)
+            draft.put("student.lora.targets", names, f"{_MODEL}.target_modules")
+    draft.not_needed(f"{_MODEL}.lora_rank", "no adapters")
+
+
+def _data(draft: Draft) -> None:
+    for ours, theirs in (("data.train", "data.train_files"), ("data.eval", "data.val_files")):
+        files = draft.get(theirs)
+        if files is not None:
+            found = [home(one) for one in ([files] if isinstance(files, str) else files)]
+            draft.put(ours, found[0] if len(found) == 1 else found, theirs)
+    draft.put("data.max_prompt_tokens", draft.get("data.max_prompt_length", 512), "data.max_prompt_length")
+    cut = draft.get("data.truncation", "error")
+    overlong = {"error": "error", "left": "truncate_left"}.get(cut)
+    if draft.get("data.filter_overlong_prompts", False):
+        draft.put("data.overlong", "drop", "data.filter_overlong_prompts")
+        draft.not_needed("data.truncation", "longer prompts are dropped, so none is cut")
+    elif overlong is None:
+        draft.unsupported(
+            "data.truncation", "data.overlong = 'truncate_left' cuts the beginning; 'error' is the default"
+        )
+    else:
+        draft.put("data.overlong", overlong, "data.truncation", "data.filter_overlong_prompts")
+    draft.put("data.shuffle", bool(draft.get("data.shuffle", True)), "data.shuffle")
+    if draft.get("data.seed") is not None:
+        draft.put("run.seed", int(draft.get("data.seed")), "data.seed")
+    options = "data.apply_chat_template_kwargs."
+    for key in [key for key in draft.given if key.startswith(options)]:
+        draft.put(f"rollout.template_options.{key.removeprefix(options)}", draft.given[key], key)
+
+
+def _reward(draft: Draft) -> None:
+    path, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
+    if draft.get(path) is not None:
+        file = Path(home(draft.get(path)))
+        draft.put("data.reward", f"{file.stem}:{draft.get(name, 'compute_score')}", path, name)
+        draft.put("run.python_path", [str(file.parent), "."], path)
+    else:
+        draft.not_needed(name, "no file is given for it")
+        told = " ".join(
+            str(value)
+            for key, value in draft.given.items()
+            if key.startswith(("data.", "distillation.teacher_models."))
+        )
+        sets = [
+            name for name in ("gsm8k", "math", "geo3k", "geometry3k", "code", "dapo") if name in told.lower()
+        ]
+        if sets == ["gsm8k"]:
+            draft.put("data.reward", "understudy.rollout.rewards.builtin:gsm8k", "data.reward_fn_key")
+        elif with_task_rewards(draft) or draft.get("data.val_files") is not None:
+            draft.notes.append(
+                "verl chooses a reward by data_source; name yours in data.reward: a function with compute_score's arguments, or "
+                "'understudy.rollout.rewards.builtin:gsm8k', 'boxed_number', 'exact_match'. Without it nothing is evaluated"
+            )
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    if draft.get(f"{buffer}.enable", False) and with_task_rewards(draft):
+        draft.put("rollout.overlong_buffer", draft.get(f"{buffer}.len"), f"{buffer}.len", f"{buffer}.enable")
+        draft.put(
+            "rollout.overlong_penalty",
+            float(draft.get(f"{buffer}.penalty_factor", 1.0)),
+            f"{buffer}.penalty_factor",
+        )
+    for key in ("enable", "len", "penalty_factor"):
+        draft.not_needed(
+            f"{buffer}.{key}", "long answers are not penalised: enable is off, or task rewards are"
+        )
+
+
+def _the_rest(draft: Draft, source: Source) -> None:
+    for flag in source.flags:
+        if "config-name" in flag or "config-path" in flag:
+            draft.notes.append(f"{flag}: that file was not read; give its YAML, with the overrides behind it")
+    for key, value in draft.given.items():
+        if key in draft.entries:
+            continue
+        found = settled(key, value)
+        if found is None:
+            answer = unknown_key(RecipeTables, key.split("."), None)[0].partition("; ")[2]
+            draft.unsupported(key, f"not known; {answer}")
+        elif found[0]:
+            draft.unsupported(key, found[1])
+        else:
+            draft.not_needed(key, found[1])

@@ -1,0 +1,123 @@
+"""Engines, agent loops and machines of a verl configuration."""
+
+from __future__ import annotations
+
+from understudy.porting.recipe_draft import Draft, Verdict
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def machines(draft: Draft) -> int:
+    """GPUs that train; also writes the machines if there are several."""
+    each, nodes = draft.get("trainer.n_gpus_per_node", 8), draft.get("trainer.nnodes", 1)
+    draft.put("trainer.ranks", each * nodes, "trainer.n_gpus_per_node", "trainer.nnodes")
+    if nodes > 1:
+        draft.put("cluster.backend", "ray", "trainer.nnodes")
+        draft.put("cluster.pools.student.nodes", nodes, "trainer.nnodes")
+        draft.put("cluster.pools.student.gpus_per_node", each, "trainer.n_gpus_per_node")
+        draft.put("cluster.roles.student", "student", "trainer.nnodes")
+        draft.notes.append(
+            "several machines: `understudy train` runs on one of a Ray cluster (cluster.address = 'auto')"
+        )
+    return int(each * nodes)
+
+
+def rollout(draft: Draft, gpus: int, fully_async: bool) -> None:
+    for name, default in (("n", 1), ("temperature", 1.0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
+        value = draft.get(f"{_ROLLOUT}.{name}", default)
+        draft.put(f"rollout.{name}", value if name == "n" else float(value), f"{_ROLLOUT}.{name}")
+    if draft.get(f"{_ROLLOUT}.do_sample", True) is False:
+        draft.put("rollout.temperature", 0.0, f"{_ROLLOUT}.do_sample")
+    draft.not_needed(f"{_ROLLOUT}.do_sample", "rollouts are sampled")
+    draft.put("rollout.top_k", max(draft.get(f"{_ROLLOUT}.top_k", -1), 0), f"{_ROLLOUT}.top_k")
+    draft.put(
+        "rollout.max_new_tokens", draft.get("data.max_response_length", 512), "data.max_response_length"
+    )
+    for ours, theirs in (
+        ("context_length", "max_model_len"),
+        ("max_batch", "max_num_seqs"),
+        ("workers", "agent.num_workers"),
+    ):
+        if draft.get(f"{_ROLLOUT}.{theirs}") is not None:
+            draft.put(f"rollout.{ours}", draft.get(f"{_ROLLOUT}.{theirs}"), f"{_ROLLOUT}.{theirs}")
+    if fully_async:
+        places = (
+            ("rollout.n_gpus_per_node", "rollout.nnodes"),
+            (f"{_ROLLOUT}.n_gpus_per_node", f"{_ROLLOUT}.nnodes"),
+        )
+        each, nodes = next((pair for pair in places if draft.get(pair[0]) is not None), places[0])
+        gpus = draft.get(each, 8) * max(draft.get(nodes, 1), 1)
+        for key in (each, nodes):
+            draft.tell(key, Verdict.CARRIED, f"{gpus} GPUs that only write, as rollout.replicas")
+    _engine(draft, gpus)
+    _agent(draft)
+
+
+def _engine(draft: Draft, gpus: int) -> None:
+    name = draft.get(f"{_ROLLOUT}.name", "vllm")
+    if name != "vllm":
+        draft.unsupported(f"{_ROLLOUT}.name", "SGLang runs as servers that you start: rollout.engine = 'sglang' and rollout.urls; "
+                          "until then rollout.engine = 'hf' writes the rollouts")  # fmt: skip
+        return
+    draft.put("rollout.engine", "vllm", f"{_ROLLOUT}.name")
+    shards = {key: draft.get(f"{_ROLLOUT}.{key}", default) for key, default in
+              (("tensor_model_parallel_size", 2), ("data_parallel_size", 1), ("pipeline_model_parallel_size", 1))}  # fmt: skip
+    each = shards["tensor_model_parallel_size"] * shards["pipeline_model_parallel_size"]
+    draft.put("rollout.replicas", max(gpus // each, 1), "trainer.n_gpus_per_node")
+    flags = {
+        "tensor_model_parallel_size": ("--tensor-parallel-size", 2),
+        "pipeline_model_parallel_size": ("--pipeline-parallel-size", 1),
+        "gpu_memory_utilization": ("--gpu-memory-utilization", 0.5),
+        "max_num_batched_tokens": ("--max-num-batched-tokens", 8192),
+        "quantization": ("--quantization", None),
+    }
+    words, theirs = [], []
+    for key, (flag, default) in flags.items():
+        value = draft.get(f"{_ROLLOUT}.{key}", default)
+        if value is not None and not (key.endswith("parallel_size") and value == 1):
+            words.append(f"{flag}={value}")
+            theirs.append(f"{_ROLLOUT}.{key}")
+        draft.not_needed(
+            f"{_ROLLOUT}.{key}", "one GPU for each server is vLLM's default"
+        ) if value == 1 else None
+    for key, flag in (("enforce_eager", "--enforce-eager"), ("enable_chunked_prefill", "--no-enable-chunked-prefill"),
+                      ("enable_prefix_caching", "--no-enable-prefix-caching")):  # fmt: skip
+        if draft.get(f"{_ROLLOUT}.{key}") is (key == "enforce_eager"):
+            words.append(flag)
+            theirs.append(f"{_ROLLOUT}.{key}")
+        draft.not_needed(
+            f"{_ROLLOUT}.{key}", "it is vLLM's default"
+        ) if f"{_ROLLOUT}.{key}" not in theirs else None
+    own = f"{_ROLLOUT}.engine_kwargs.vllm."
+    for key in [key for key in draft.given if key.startswith(own) and draft.get(key) is not None]:
+        words.append(f"--{key.removeprefix(own).replace('_', '-').replace('.', '-')}={draft.given[key]}")
+        theirs.append(key)
+    draft.put("rollout.engine_args", words, *theirs)
+    draft.not_needed(f"{_ROLLOUT}.data_parallel_size", "rollout.replicas counts servers")
+
+
+def _agent(draft: Draft) -> None:
+    loop, turns = f"{_ROLLOUT}.agent.default_agent_loop", f"{_ROLLOUT}.multi_turn"
+    named = draft.get(loop, "single_turn_agent")
+    if draft.get(f"{turns}.enable", False) or named == "tool_agent":
+        draft.put("rollout.agent", "tool", loop, f"{turns}.enable")
+        draft.put(
+            "rollout.agent_options.tool.format", draft.get(f"{turns}.format", "hermes"), f"{turns}.format"
+        )
+        if draft.get(f"{turns}.max_assistant_turns") is not None:
+            key = f"{turns}.max_assistant_turns"
+            draft.put("rollout.agent_options.tool.max_turns", draft.get(key), key)
+        draft.put(
+            "rollout.max_trajectory_tokens",
+            draft.get("data.max_response_length", 512),
+            "data.max_response_length",
+        )
+        for key in ("tool_config_path", "function_tool_path"):
+            draft.unsupported(
+                f"{turns}.{key}",
+                '[rollout.agent_options.tool] tools = ["module:function"], or shipped tools by name',
+            )
+    elif named == "single_turn_agent":
+        draft.tell(loop, Verdict.IMPLIED, "rollout.agent = 'single_turn'")
+    else:
+        draft.unsupported(loop, "rollout.agent = 'module:Class', a class with `run(prompt, context)`")

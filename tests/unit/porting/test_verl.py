@@ -1,0 +1,390 @@
+"""Recipes from verl's configurations: every key gets a verdict, verl's defaults are written out, the recipe is sound."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from understudy.cli.main import main
+from understudy.config.base import flatten
+from understudy.config.recipe import examine
+from understudy.errors import ConfigError
+from understudy.porting.recipe_draft import Draft, Verdict
+from understudy.porting.sources import Source, read_source
+from understudy.porting.verl import from_verl
+
+LOSS = "distillation.distillation_loss"
+TEACHER = "distillation.teacher_models.teacher_model"
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+
+ONE_TEACHER: dict[str, Any] = {
+    "actor_rollout_ref.model.path": "org/student",
+    "data.train_files": "train.parquet",
+    f"{ROLLOUT}.name": "vllm",
+    "distillation.enabled": True,
+    "distillation.n_gpus_per_node": 4,
+    "distillation.nnodes": 1,
+    f"{TEACHER}.model_path": "org/teacher",
+    f"{LOSS}.use_task_rewards": False,
+}
+
+SCRIPT = """#!/usr/bin/env bash
+set -xeuo pipefail
+STUDENT=${STUDENT:-org/small}
+TEACHERS=2
+prompt=700; answer=900
+window=$(( prompt + answer + 1 ))
+files="['/data/gsm8k/train.parquet', '/data/maths/train.parquet']"
+COMMON=(
+    algorithm.adv_estimator=grpo
+    data.train_files="$files"
+    data.val_files=/data/gsm8k/test.parquet
+    data.train_batch_size=96
+    data.max_prompt_length=${prompt}
+    data.max_response_length=${answer}
+    data.filter_overlong_prompts=True
+    data.truncation='error'
+)
+ACTOR=(
+    actor_rollout_ref.model.path="$STUDENT"
+    actor_rollout_ref.actor.optim.lr=2e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=32
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=4
+    actor_rollout_ref.rollout.temperature=0.8
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+    actor_rollout_ref.rollout.max_model_len=${window}
+)
+TEACH=(
+    distillation.enabled=True
+    distillation.n_gpus_per_node=$((TEACHERS * 2))
+    distillation.nnodes=1
+    # routed by data_source
+    +distillation.teacher_models.school.key="openai/gsm8k"
+    +distillation.teacher_models.school.model_path=org/school
+    +distillation.teacher_models.school.num_replicas=1
+    +distillation.teacher_models.school.inference.tensor_model_parallel_size=2
+    +distillation.teacher_models.contest.key=maths
+    +distillation.teacher_models.contest.model_path=org/contest
+    +distillation.teacher_models.contest.num_replicas=2
+    distillation.distillation_loss.loss_mode=forward_kl_topk
+    distillation.distillation_loss.topk=48
+    distillation.distillation_loss.distillation_loss_coef=0.5
+)
+python3 -m verl.trainer.main_ppo "${COMMON[@]}" "${ACTOR[@]}" "${TEACH[@]}" \\
+    reward.custom_reward_function.path=/code/rewards/judge.py reward.custom_reward_function.name=score \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.total_epochs=3 trainer.test_freq=5 trainer.save_freq=20 \\
+    trainer.logger='["console","wandb"]' trainer.experiment_name=two-teachers "$@" 2>&1 | tee log.txt
+"""
+
+
+def draft_of(keys: dict[str, Any], program: str = "") -> Draft:
+    return from_verl(Source(keys=keys, program=program))
+
+
+def recipe_of(keys: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's dotted keys, as read back from its TOML."""
+    draft = draft_of(keys)
+    assert draft.problems() == []
+    return flatten(tomllib.loads(draft.toml()))
+
+
+def verdict(draft: Draft, key: str) -> Verdict:
+    return draft.entries[key].verdict
+
+
+def test_a_script_with_two_teachers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, recipe = tmp_path / "run.sh", tmp_path / "recipe.toml"
+    script.write_text(SCRIPT)
+    assert main(["import-verl", str(script), "-o", str(recipe)]) == 0
+    told = capsys.readouterr().out
+    found = flatten(tomllib.loads(recipe.read_text()))
+    assert examine(tomllib.loads(recipe.read_text()))[1] == []
+    wanted = {
+        "student.model": "org/small",
+        "teachers.school.key": "openai/gsm8k",
+        "teachers.school.tensor_parallel": 2,
+        "teachers.contest.replicas": 2,
+        "data.train": ["/data/gsm8k/train.parquet", "/data/maths/train.parquet"],
+        "data.overlong": "drop",
+        "data.max_prompt_tokens": 700,
+        "data.reward": "judge:score",
+        "run.python_path": ["/code/rewards", "."],
+        "loss.topk": 48,
+        "loss.tail": "drop",
+        "loss.clamp_at_zero": True,
+        "loss.task_coef": 1.0,
+        "loss.distill_coef": 0.5,
+        "loss.student_temperature": 0.8,
+        "loss.clip_high": 0.2,
+        "loss.dual_clip": 3.0,
+        "rollout.n": 4,
+        "rollout.replicas": 4,
+        "rollout.context_length": 1601,
+        "trainer.batch_size": 96,
+        "trainer.mini_batch_size": 32,
+        "trainer.learning_rate": 2e-6,
+        "trainer.weight_decay": 0.01,
+        "trainer.offload_optimizer": True,
+        "trainer.ranks": 8,
+        "trainer.passes": 3.0,
+        "trainer.eval_every": 5,
+        "trainer.checkpoint_every": 20,
+        "run.loggers": ["wandb"],
+        "run.name": "two-teachers",
+    }
+    assert {key: found.get(key) for key in wanted} == wanted
+    assert "--gpu-memory-utilization=0.4" in found["rollout.engine_args"]
+    assert "actor_rollout_ref.actor.optim.lr=2e-06: trainer.learning_rate = 2e-06" in told
+    assert "learning_rate = 2e-06  # actor_rollout_ref.actor.optim.lr" in recipe.read_text()
+
+
+def test_every_given_key_gets_exactly_one_verdict(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    source = read_source([str(script), "trainer.total_epochs=4", "actor_rollout_ref.actor.new_key=7"], "verl")
+    draft = from_verl(source)
+    assert source.keys.keys() <= draft.entries.keys() and source.keys["trainer.total_epochs"] == 4
+    others = {key for key, entry in draft.entries.items() if key not in source.keys}
+    assert {draft.entries[key].verdict for key in others} == {Verdict.THEIR_DEFAULT}
+    assert verdict(draft, "actor_rollout_ref.actor.new_key") is Verdict.UNSUPPORTED
+    report = draft.report()
+    assert all(f"  {key}" in report for key in source.keys)
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ({}, {"loss.kind": "k3", "loss.signal": "sampled", "loss.loss_max_clamp": 10.0}),
+        ({f"{LOSS}.loss_max_clamp": 4.0}, {"loss.loss_max_clamp": 4.0}),
+        ({f"{LOSS}.loss_mode": "k2"}, {"loss.kind": "k2", "loss.loss_max_clamp": None, "loss.task_coef": None}),
+        ({f"{LOSS}.loss_mode": "forward_kl_topk"}, {"loss.kind": None, "loss.topk": 32, "loss.tail": "drop", "loss.clamp_at_zero": True}),
+        ({f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient": True}, {"loss.policy_gradient": True, "loss.clip_high": 0.2, "loss.dual_clip": 3.0}),
+        ({f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient": True, f"{LOSS}.clip_ratio_high": 0.3}, {"loss.clip_high": 0.3}),
+        ({f"{ROLLOUT}.temperature": 0.6}, {"loss.student_temperature": 0.6, "rollout.temperature": 0.6}),
+        ({}, {"trainer.learning_rate": 1e-6, "trainer.weight_decay": 0.01, "trainer.batch_size": 1024, "trainer.mini_batch_size": 256}),
+        ({}, {"student.dtype": "bfloat16", "student.gradient_checkpointing": True, "data.max_prompt_tokens": 512, "rollout.max_new_tokens": 512}),
+        ({}, {"teachers.teacher_model.tensor_parallel": 2, "teachers.teacher_model.replicas": 2, "teachers.teacher_model.key": None}),
+        ({"distillation.n_gpus_per_node": 8, f"{TEACHER}.inference.tensor_model_parallel_size": 1}, {"teachers.teacher_model.replicas": 8}),
+        ({f"{ROLLOUT}.top_k": -1}, {"rollout.top_k": None}),
+        ({f"{ROLLOUT}.top_k": 40}, {"rollout.top_k": 40}),
+        ({"data.truncation": "left"}, {"data.overlong": "truncate_left"}),
+        ({"actor_rollout_ref.model.lora_rank": 8}, {"student.lora.rank": 8, "student.lora.alpha": 16.0}),
+        ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50}, {"trainer.warmup_steps": 5, "trainer.steps": 50, "trainer.passes": None}),
+        ({f"{ACTOR}.use_kl_loss": True}, {"loss.kl_coef": 0.001, "loss.kl_kind": "low_var_kl"}),
+        ({"data.apply_chat_template_kwargs.enable_thinking": False}, {"rollout.template_options.enable_thinking": False}),
+    ],
+)  # fmt: skip
+def test_values_and_defaults(more: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = recipe_of(ONE_TEACHER | more)
+    assert {key: found.get(key) for key in wanted} == wanted
+
+
+def test_task_rewards_are_on_unless_turned_off() -> None:
+    keys = {key: value for key, value in ONE_TEACHER.items() if key != f"{LOSS}.use_task_rewards"}
+    keys |= {"data.train_files": "gsm8k/train.parquet", "algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 8}
+    draft = draft_of(keys)
+    assert (
+        draft.tables["loss"]["task_coef"] == 1.0
+        and verdict(draft, f"{LOSS}.use_task_rewards") is Verdict.THEIR_DEFAULT
+    )
+    assert draft.tables["data"]["reward"] == "understudy.rollout.rewards.builtin:gsm8k"
+    assert draft.problems() == []
+
+
+def test_without_a_known_reward_the_recipe_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "actor_rollout_ref.model.path=org/s",
+        "data.train_files=rows.parquet",
+        "algorithm.adv_estimator=grpo",
+    ]
+    words += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=vllm"]
+    assert (
+        main(
+            [
+                "import-verl",
+                "-o",
+                str(tmp_path / "r.toml"),
+                "--",
+                "python3",
+                "-m",
+                "verl.trainer.main_ppo",
+                *words,
+            ]
+        )
+        == 2
+    )
+    said = capsys.readouterr()
+    assert "needs data.reward" in said.err and "name yours in data.reward" in said.out
+    assert tomllib.loads((tmp_path / "r.toml").read_text())["loss"] == {
+        "distill_coef": 0.0, "task_coef": 1.0, "clip_high": 0.2, "dual_clip": 3.0,
+    }  # fmt: skip
+
+
+def test_gae_brings_a_critic() -> None:
+    keys = ONE_TEACHER | {f"{LOSS}.use_task_rewards": True, "reward.custom_reward_function.path": "r.py"}
+    found = recipe_of(keys | {"critic.optim.lr": 3e-6, "trainer.critic_warmup": 2})
+    assert found["loss.advantage"] == "gae" and found["critic.weight_decay"] == 0.01
+    assert found["critic.learning_rate"] == 3e-6 and found["critic.only_steps"] == 2
+
+
+def test_the_entry_that_verl_drops_is_dropped() -> None:
+    """verl's file has one entry `teacher_model`, which goes as soon as there is another."""
+    draft = draft_of(
+        ONE_TEACHER
+        | {"distillation.teacher_models.b.model_path": "org/b", "distillation.teacher_models.b.key": "b"}
+    )
+    assert list(draft.tables["teachers"]) == ["b"]
+    assert verdict(draft, f"{TEACHER}.model_path") is Verdict.NOT_NEEDED
+
+
+def test_names_of_earlier_versions() -> None:
+    keys = {key: value for key, value in ONE_TEACHER.items() if not key.startswith("distillation.")}
+    old = "distillation.teacher_model"
+    keys |= {
+        "distillation.enabled": True,
+        f"{old}.model_path": "org/teacher",
+        f"{old}.enable_resource_pool": True,
+        f"{old}.n_gpus_per_node": 2,
+        f"{old}.nnodes": 1,
+        f"{old}.inference.tensor_model_parallel_size": 1,
+        "distillation.stream_teacher_with_rollout": True,
+        f"{LOSS}.use_task_rewards": False,
+    }
+    draft = draft_of(keys)
+    assert draft.tables["teachers"]["teacher_model"]["replicas"] == 2 and draft.problems() == []
+    assert verdict(draft, f"{old}.enable_resource_pool") is Verdict.NOT_NEEDED
+
+
+@pytest.mark.parametrize("kind", ["fully_async", "v1"])
+def test_fully_async(kind: str) -> None:
+    more: dict[str, Any] = {
+        "data.train_batch_size": 0,
+        f"{ACTOR}.ppo_mini_batch_size": 32,
+        f"{ROLLOUT}.tensor_model_parallel_size": 1,
+    }
+    if kind == "v1":
+        more |= {
+            "trainer.v1.trainer_mode": "separate_async",
+            "trainer.v1.separate_async.parameter_sync_step": 3,
+            "trainer.v1.sampler.max_off_policy_threshold": 2,
+            f"{ROLLOUT}.n_gpus_per_node": 2,
+            f"{ROLLOUT}.nnodes": 1,
+            "trainer.total_training_steps": 200,
+        }
+    else:
+        more |= {
+            "async_training.trigger_parameter_sync_step": 3,
+            "async_training.staleness_threshold": 0.5,
+            "async_training.require_batches": 3,
+            "rollout.n_gpus_per_node": 2,
+            "rollout.nnodes": 1,
+            "rollout.total_rollout_steps": 19200,
+        }
+    found = recipe_of(ONE_TEACHER | more)
+    size = 32 if kind == "v1" else 96
+    assert found["trainer.mode"] == "fully_async" and found["trainer.batch_size"] == size
+    assert found["trainer.sync_every"] == 3 and found["trainer.max_staleness"] == (
+        2.0 if kind == "v1" else 0.5
+    )
+    assert found["rollout.replicas"] == 2 and found["trainer.steps"] == 200
+    assert "trainer.mini_batch_size" not in found and "trainer.passes" not in found
+
+
+def test_several_machines_are_pools_on_ray() -> None:
+    found = recipe_of(
+        ONE_TEACHER | {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, "distillation.nnodes": 2}
+    )
+    assert found["cluster.backend"] == "ray" and found["trainer.ranks"] == 16
+    assert found["cluster.pools.student.nodes"] == 2 and found["teachers.teacher_model.pool"] == "teachers"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted", "text"),
+    [
+        ("model_engine", "megatron", Verdict.UNSUPPORTED, "FSDP2"),
+        (f"{ACTOR}.entropy_coeff", 0, Verdict.NOT_NEEDED, "off"),
+        (f"{ACTOR}.entropy_coeff", 0.01, Verdict.UNSUPPORTED, "no entropy bonus"),
+        (f"{ACTOR}.loss_agg_mode", "seq-mean-token-sum-norm", Verdict.UNSUPPORTED, "loss.reduction"),
+        (f"{ACTOR}.fsdp_config.param_offload", True, Verdict.UNSUPPORTED, "trainer.offload_optimizer"),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size", 2, Verdict.UNSUPPORTED, "trainer.ranks"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", 4, Verdict.NOT_NEEDED, "tokens"),
+        ("data.image_key", "images", Verdict.UNSUPPORTED, "text only"),
+        ("data.truncation", "middle", Verdict.UNSUPPORTED, "truncate_left"),
+        (f"{ROLLOUT}.name", "sglang", Verdict.UNSUPPORTED, "rollout.urls"),
+        ("trainer.save_freq", -1, Verdict.UNSUPPORTED, "trainer.checkpoint_every"),
+        ("trainer.test_freq", 5, Verdict.UNSUPPORTED, "data.reward"),
+        ("trainer.project_name", "p", Verdict.UNSUPPORTED, "WANDB_PROJECT"),
+        ("trainer.total_epochs", "$EPOCHS", Verdict.UNSUPPORTED, "expected a number"),
+        (f"{TEACHER}.inference.expert_parallel_size", 8, Verdict.UNSUPPORTED, "external"),
+        (f"{TEACHER}.inference.gpu_memory_utilization", 0.5, Verdict.NOT_NEEDED, "only scores"),
+        (f"{LOSS}.log_prob_min_clamp", -10.0, Verdict.NOT_NEEDED, "forward_kl_topk"),
+        ("distillation.teacher_key", "data_source", Verdict.NOT_NEEDED, "one teacher"),
+        (f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent", Verdict.IMPLIED, "single_turn"),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_says_why(key: str, value: Any, wanted: Verdict, text: str) -> None:
+    draft = draft_of(ONE_TEACHER | {key: value})
+    assert verdict(draft, key) is wanted and text in draft.entries[key].text
+    assert draft.problems() == []
+
+
+def test_yaml_with_references_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "defaults: [ppo_trainer]\n"
+        "data: {train_files: rows.parquet, max_prompt_length: 300}\n"
+        "actor_rollout_ref:\n"
+        "  _target_: verl.X\n"
+        "  model: {path: org/s}\n"
+        "  actor: {optim: {lr: 3e-6}}\n"
+        "  rollout: {name: '???', prompt_length: '${oc.select:data.max_prompt_length,512}', n: '${data.other}'}\n"
+        "distillation: {enabled: true, teacher_models: {teacher_model: {model_path: org/t}}}\n"
+    )
+    source = read_source([str(file), "distillation.nnodes=1", f"{LOSS}.use_task_rewards=false"], "verl")
+    assert source.keys["actor_rollout_ref.actor.optim.lr"] == 3e-6
+    assert source.keys["actor_rollout_ref.rollout.prompt_length"] == 300
+    assert f"{ROLLOUT}.n" not in source.keys and not [
+        key for key in source.keys if "_target_" in key or "defaults" in key
+    ]
+    assert from_verl(source).problems() == []
+
+
+def test_a_quoted_command_is_a_source_too() -> None:
+    source = read_source(
+        ["python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.logger=console"], "verl"
+    )
+    assert source.program == "verl.trainer.main_ppo" and source.keys["trainer.logger"] == "console"
+
+
+def test_what_cannot_be_expanded_is_said() -> None:
+    source = read_source(
+        ["python3 -m verl data.train_files=$NOWHERE/a.parquet data.val_files=b.parquet"], "verl"
+    )
+    assert "$NOWHERE is set nowhere; replace it in the recipe" in from_verl(source).notes
+
+
+@pytest.mark.parametrize("words", [["missing.yaml"], ["missing.sh"], ["nothing"], ["echo hello there"]])
+def test_sources_that_are_none(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"YAML file|nothing to import"):
+        read_source(words, "verl")
+
+
+def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
+    for name, text in (("a.yaml", "[1, 2]"), ("b.yaml", "a: [")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=r"YAML|table of keys"):
+            read_source([str(tmp_path / name)], "verl")
+
+
+def test_the_command_does_not_import_torch() -> None:
+    code = "import sys; from understudy.cli.main import main; main(['import-verl', 'a.b=1', 'c.d=2']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
