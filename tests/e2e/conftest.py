@@ -2,15 +2,12 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_runs import ASSETS, TOKEN_VARIABLE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract" / "teacher"))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import contextlib
 import resource
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +12,11 @@ import pytest
 
 pytest.importorskip("ray")
 
+from small_runs import ASSETS, start_cli, write_toml
+
 from understudy.cluster import ray_probe
 from understudy.cluster.ray_probe import head_of, require_answer
 from understudy.errors import ClusterError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import ASSETS, start_cli, write_toml
 
 pytestmark = pytest.mark.timeout(120)
 HTTP2_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

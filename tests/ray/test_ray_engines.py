@@ -2,20 +2,17 @@
 
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from small_runs import start_cli, write_toml
 from test_ray_runs import STORE, figures, node_of, recipe
 
 import understudy
 from understudy.dataplane.ledger import audit
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import start_cli, write_toml
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

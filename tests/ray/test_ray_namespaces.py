@@ -15,14 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from small_runs import start_cli, write_toml
 from test_ray_runs import STORE, figures, recipe
 
 import understudy
 from understudy.cluster.ray_cluster import use_token
 from understudy.dataplane.ledger import audit
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import start_cli, write_toml
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 HERE, THERE = "10.231.77.1", "10.231.77.2"

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ from typing import Any
 import psutil
 import pytest
 from ray_runs import POOL, QUEUE, STORE, figures, node_of, ranks_recipe
+from small_runs import start_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import start_cli, write_toml
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

@@ -4,20 +4,17 @@ import asyncio
 import json
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from small_runs import ASSETS, start_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
 from understudy.errors import ClusterError, ConfigError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import ASSETS, start_cli, write_toml
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 STORE = 80 * 2**20

@@ -1,7 +1,6 @@
 """The smallest whole run on Ray: one node, a student and a teacher, rows through TransferQueue, one step."""
 
 import contextlib
-import sys
 import time
 from pathlib import Path
 
@@ -12,14 +11,12 @@ pytest.importorskip("transfer_queue")
 
 import psutil
 import ray
+from small_runs import ASSETS, start_cli, write_toml
 
 from understudy.cluster.ray_cluster import RayCluster, RaySettings
 from understudy.dataplane.ledger import audit
 from understudy.errors import ClusterError
 from understudy.observability.metrics import read_metrics
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import ASSETS, start_cli, write_toml
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from ray_runs import STORE, figures, ranks_recipe
+from vllm_student import write_student
 
 import understudy
 from understudy.dataplane.ledger import audit
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from test_vllm_training import write_student
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -6,7 +6,6 @@ One engine shares memory with the trainer, the other gets every version by broad
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hosted_rig import RemoteProcesses, hosted
+from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 from understudy.engines.base import GenerateRequest, Sampling
 from understudy.engines.hosted.engine import HostedEngine
@@ -21,9 +21,6 @@ from understudy.errors import EngineError
 from understudy.policy.lora import LoraSettings
 from understudy.policy.policy import Policy
 from understudy.weights.publish import AdaptersOnly, CopiedWeights
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "policy"))
-from small_student import cross_entropy, qwen3, settings, token_mean, varied_batch
 
 pytestmark = pytest.mark.timeout(240)
 ASKED = [

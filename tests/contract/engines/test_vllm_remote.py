@@ -15,14 +15,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from engine_models import make_model
 
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Sampling
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.servers.vllm import VLLMSettings, start_vllm
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "engines"))
-from engine_models import make_model
 
 HERE = Path(__file__).parent
 CONTEXT = 64

@@ -1,10 +1,6 @@
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "contract" / "teacher"))
-
 from teacher_rig import Nursery, shared_nursery, write_model
 
 

@@ -134,7 +134,7 @@ def test_a_reward_that_hangs_costs_its_own_output_and_says_so(recipe: Make) -> N
 
 
 def killed(recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, **more: Any) -> Path:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     table = table_of(recipe, "killed", **more)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
     assert code == -signal.SIGKILL, f"{fault} did not strike: {output}"

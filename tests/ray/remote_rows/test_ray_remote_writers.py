@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 import psutil
 import pytest
 from ray_runs import QUEUE, STORE, figures, lines, node_of, ranks_recipe
+from small_runs import start_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import start_cli, write_toml
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 TOPK, NEW, ROWS, STEPS = 40, 12, 16, 2

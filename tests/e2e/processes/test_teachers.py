@@ -2,13 +2,13 @@
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from completion_servers import FakeCompletions, running
 from small_runs import ASSETS, TOKEN_VARIABLE, start_cli, write_toml
 
 import understudy
@@ -18,9 +18,6 @@ from understudy.errors import CheckpointError, TeacherError, UnderstudyError
 from understudy.observability.rundir import RunDir
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
 from understudy.trainers.checkpoints import verify_teachers
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract" / "teacher"))
-from completion_servers import FakeCompletions, running
 
 Make = Callable[..., dict[str, Any]]
 ADD = ASSETS / "models" / "teacher-add"

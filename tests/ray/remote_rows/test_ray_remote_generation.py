@@ -3,19 +3,16 @@
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ray_runs import QUEUE, STORE, figures, lines, ranks_recipe
+from small_runs import start_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import start_cli, write_toml
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ROWS, STEPS = 8, 2

@@ -130,7 +130,7 @@ def test_a_step_whose_rewards_never_come_is_given_up(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, how: str
 ) -> None:
     """More rewards hang than the event loop has threads. The step before is saved, and a resume trains every prompt once."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("HANGS_AFTER", "40")
     changes: dict[str, Any] = {"data__reward": "small_rewards:hangs_later", "trainer__steps": 5}
     if mode != "sync":

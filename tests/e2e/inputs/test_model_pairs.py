@@ -22,7 +22,7 @@ from understudy.trainers.models import load_model
 from understudy.types.trajectory import StopReason
 from understudy.types.usable_ids import UsableIds
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal_opd.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "minimal_opd.py"
 K, BATCH, NEW = 3, 8, 6
 
 

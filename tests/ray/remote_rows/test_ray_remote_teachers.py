@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from ray_runs import STORE, figures, lines, ranks_recipe
-from test_ray_far_writers import on_two_nodes, traffic
+from test_ray_remote_writers import on_two_nodes, traffic
 
 import understudy
 from understudy.dataplane.ledger import audit

@@ -1,7 +1,6 @@
 """Ranks on several machines fetch their own rows from TransferQueue; the trainer's process sees those of rank 0 alone."""
 
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,10 @@ from typing import Any
 import psutil
 import pytest
 from ray_runs import POOL, QUEUE, STORE, figures, lines, ranks_recipe
+from small_runs import start_cli, write_toml
 
 import understudy
 from understudy.dataplane.ledger import audit
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import start_cli, write_toml
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 TOPK, NEW, ROWS, STEPS = 32, 6, 16, 2

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from chat_tokenizers import chat_tokenizer
 
 from understudy.assembly import agent_loops as loops
 from understudy.cluster.local import LocalProcesses
@@ -23,9 +23,6 @@ from understudy.rollout.workers import messages as wire
 from understudy.rollout.workers.pool import LoopWorkers
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import StopReason
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-from chat_tokenizers import chat_tokenizer
 
 TOKENIZER = chat_tokenizer("chatml")
 AGENT = "chatty_loop:Chatty"

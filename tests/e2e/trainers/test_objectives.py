@@ -29,8 +29,8 @@ TEACHER = str(ASSETS / "models" / "teacher-add")
 
 @pytest.fixture(autouse=True)
 def _rewards_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
 def small(recipe: Make, name: str = "run", **overrides: Any) -> dict[str, Any]:

@@ -2,18 +2,15 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from own_code import write_house_model
 from small_runs import ASSETS, call_cli, run_cli, write_toml
 
 import understudy
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "models"))
-from own_code import write_house_model
 
 Make = Callable[..., dict[str, Any]]
 ADD = ASSETS / "models" / "teacher-add"

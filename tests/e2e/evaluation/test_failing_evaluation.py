@@ -88,7 +88,7 @@ def test_rewards_that_hang_are_unsolved_after_their_deadline(recipe: Make, tmp_p
 def test_an_evaluation_that_breaks_keeps_the_step(
     recipe: Make, held_out: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     table = recipe(
         data__eval=held_out, trainer__eval_every=2, trainer__checkpoint_every=500, trainer__mode=mode,
         rollout__agent="troubled_loop:GivesOut", rollout__agent_options={"troubled_loop:GivesOut": {"good": 20}},

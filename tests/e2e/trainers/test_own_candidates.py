@@ -23,7 +23,7 @@ from understudy.trainers.produce.rollouts import LocalRollouts
 from understudy.trainers.row_columns import CANDIDATES, PARTITION, rollout_columns
 from understudy.types.trajectory import StopReason, Trajectory
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal_opd.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "minimal_opd.py"
 K, BATCH = 3, 8
 OWN = {"loss__kind": "reverse_kl", "loss__signal": "at_ids", "loss__topk": K, "data__shuffle": False}
 

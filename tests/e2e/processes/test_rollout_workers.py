@@ -58,7 +58,7 @@ def test_workers_killed_in_a_generation_change_no_bit(
 ) -> None:
     """Every worker process dies at its 15th answer, in the middle of an agent's turns. Its sessions begin again and get the
     generations that they had: the engine's batches, and so the last digits of logprobs, are those of a run without deaths."""
-    paths = [str(Path(__file__).parents[1] / "ray"), *sys.path]
+    paths = [str(Path(__file__).parents[2] / "ray"), *sys.path]
     monkeypatch.setattr(sys, "path", paths)
     turns = {"rollout__agent": "two_turns:TwoTurns", "trainer__steps": 1, "trainer__batch_size": 16}
     here = understudy.train(recipe("here", **turns), progress=False)

@@ -12,7 +12,7 @@ from small_runs import ASSETS
 
 import understudy
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal_opd.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "minimal_opd.py"
 STEPS, BATCH, RATE = 4, 16, 1e-3
 
 

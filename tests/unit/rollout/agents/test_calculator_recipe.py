@@ -9,7 +9,7 @@ import pytest
 from understudy.rollout.agents.toolcalls import BadCall, ToolCall, parse_hermes
 from understudy.rollout.tools.calculator import calculator
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "recipes" / "calculator"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "recipes" / "calculator"))
 from chat import WORDS, build_tokenizer, call_text
 from problems import Problem, conversation, from_the_head, make_splits
 

@@ -29,7 +29,7 @@ MORE_POINTS = ("after_claim:1", "after_claim:3", "after_update:2", "after_publis
 @pytest.fixture(autouse=True)
 def own_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in processes of their own find the rewards beside this file."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
 def weights_of(run: Path, step: int = 4) -> dict[str, Any]:

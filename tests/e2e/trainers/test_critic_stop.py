@@ -22,7 +22,7 @@ def test_a_critic_that_stands_still_does_not_hold_up_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, how: signal.Signals
 ) -> None:
     """What it learnt since the last checkpoint cannot be saved without it: a resume goes on from there."""
-    here, path = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")
+    here, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [here, path])))
     table = ppo(tmp_path, "run", {"process": True}, mode=mode, steps=5000, checkpoint_every=2)
     run = tmp_path / "run"

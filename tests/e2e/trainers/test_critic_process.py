@@ -28,8 +28,8 @@ STEPS = 3
 
 @pytest.fixture(autouse=True)
 def _rewards_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
 def ppo(folder: Path, name: str, critic: dict[str, Any] | None = None, **trainer: Any) -> dict[str, Any]:

@@ -15,16 +15,14 @@ from typing import Any
 import psutil
 import pytest
 from ray_runs import QUEUE, STORE, figures, lines, ranks_recipe
+from small_runs import ASSETS, start_cli, write_toml
 from test_ray_remote_generation import assert_whole
+from vllm_student import write_student
 
 import understudy
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from small_runs import ASSETS, start_cli, write_toml
-from test_vllm_training import write_student
-
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 ROWS, STEPS = 8, 2
 REAL = os.environ.get("UNDERSTUDY_VLLM_PYTHON", "")
 PATHS = os.environ.get("PYTHONPATH", "")

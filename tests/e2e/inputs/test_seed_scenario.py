@@ -10,7 +10,7 @@ from small_runs import TOKEN_VARIABLE
 import understudy
 from understudy.dataplane.ledger import Ledger, audit
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "seed-scenario" / "recipe.toml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "seed-scenario" / "recipe.toml"
 STEPS, PROMPTS, SESSIONS = 3, 6, 4
 
 

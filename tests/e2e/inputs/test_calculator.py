@@ -7,7 +7,7 @@ import pytest
 import understudy
 from understudy.config import load_recipe
 
-FOLDER = Path(__file__).parents[2] / "recipes" / "calculator"
+FOLDER = Path(__file__).parents[3] / "recipes" / "calculator"
 RECIPE = FOLDER / "recipe.toml"
 
 
