@@ -59,7 +59,7 @@ def test_a_broken_slot_stays_alone_in_attention(dtype: torch.dtype) -> None:
     whole = slot_attention(query, KeyValues(keys, values), slots_B, ends_B, 0.125, 0)
     plain = slot_attention_plain(query, KeyValues(keys, values), slots_B, ends_B, 0.125, 0)
     torch.testing.assert_close(whole, plain, atol=LOOSE[dtype], rtol=LOOSE[dtype])
-    # Columns behind a row's end, and slots nobody asks for, may hold anything.
+    # Columns behind a row's end, and slots that no row uses, may hold anything.
     keys[3, :, 5:], values[3, :, 5:] = torch.nan, torch.nan
     keys[1], values[1], keys[4], values[4] = torch.nan, torch.inf, -torch.inf, torch.nan
     assert torch.equal(slot_attention(query, KeyValues(keys, values), slots_B, ends_B, 0.125, 0), whole)

@@ -1,4 +1,4 @@
-"""What `run.determinism = "full"` asks of torch on a GPU: the same bits from attention, forward and back, whoever is faster."""
+"""What `run.determinism = "full"` asks of torch on a GPU: the same bits from attention, forward and backward, in any order of execution."""
 
 from collections.abc import Iterator
 

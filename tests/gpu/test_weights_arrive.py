@@ -1,7 +1,7 @@
 """New weights reach an engine whole and in time, whatever else the device has queued.
 
 On a GPU the engine decodes on a stream of its own and queues steps ahead, and what writes the weights may itself still be queued
-when `update_weights` is called. The clock of the device is held up on purpose here, so that an order nobody keeps shows.
+when `update_weights` is called. The clock of the device is held up on purpose here, so that a missing synchronisation shows.
 """
 
 import asyncio

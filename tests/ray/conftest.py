@@ -21,7 +21,7 @@ STORE = 80 * 2**20
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head without room for anybody (unless told), so that every role sits on a node that a test may take away."""
+    """A head node without resources unless given some, so that every role is placed on a node that a test may remove."""
     ray = import_module("ray")
     if ray.is_initialized():
         pytest.skip(

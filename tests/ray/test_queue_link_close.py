@@ -1,4 +1,4 @@
-"""A link that is closed while somebody waits for an answer: who waits is told, whichever thread it waits on."""
+"""Closing a link fails the calls that wait for an answer, on every thread."""
 
 import asyncio
 import threading
@@ -70,7 +70,7 @@ def until_heard(controller: MuteController, requests: int) -> None:
 
 
 def in_a_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Of a thread that holds nobody up where it hangs."""
+    """A daemon thread: if it hangs, it blocks no other thread."""
     outcome: Future[Any] = Future()
 
     def go() -> None:
@@ -149,7 +149,7 @@ def test_calls_that_come_while_it_is_closed_end_too(controller: MuteController) 
 def test_a_link_nobody_waits_on_is_closed_at_once(
     controller: MuteController, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where the loop is done with its last call before the closing thread goes on: nobody would wake it any more."""
+    """Also where the loop is done with its last call before the closing thread goes on: nothing would wake it any more."""
     link, submit = QueueLink.connect(controller.address), asyncio.run_coroutine_threadsafe
 
     def submit_and_dawdle(*call: Any) -> Future[Any]:

@@ -30,7 +30,7 @@ def closed_port() -> int:
 
 @contextlib.contextmanager
 def listener(greeting: bytes) -> Iterator[int]:
-    """A port that answers whoever connects with these bytes, and with nothing more."""
+    """A port that answers every connection with these bytes and nothing more."""
     with socket.create_server(("0.0.0.0", 0)) as server:
         lines: list[socket.socket] = []
 

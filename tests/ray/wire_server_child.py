@@ -1,4 +1,4 @@
-"""A server that somebody else started: a dialect's routes over a model folder, until stdin closes. Prints its port."""
+"""An external server: a dialect's routes over a model folder, until stdin closes. Prints its port."""
 
 from __future__ import annotations
 

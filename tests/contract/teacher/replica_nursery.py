@@ -149,7 +149,7 @@ def child(order: dict[str, object], watch: int) -> int:
 
 
 def run() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children: do not keep them as zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these children: do not keep zombies
     read_end, write_end = os.pipe()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

@@ -275,7 +275,7 @@ def test_a_missing_or_too_short_model_is_one_clear_line(
 
 
 def test_it_ends_with_its_launcher(model: Path, tmp_path: Path) -> None:
-    """Started as a launcher would, with a pipe; when the pipe closes nobody is left to stop it."""
+    """Started as a launcher would, with a pipe; when the pipe closes, its launcher is gone and it ends itself."""
     orphan = spawn_replica(model, tmp_path)
     try:
         await_ready(orphan, tmp_path)

@@ -1,4 +1,4 @@
-"""One replica over two real processes: the same scores as one process, for every signal, and nobody left behind."""
+"""One replica over two real processes: the same scores as one process, for every signal, and no process left behind."""
 
 import asyncio
 import signal

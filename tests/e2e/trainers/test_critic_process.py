@@ -102,7 +102,7 @@ def test_its_own_process_changes_no_bit(tmp_path: Path, uploads: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["out to in", "in to out"])
 def test_a_checkpoint_fits_either_place(tmp_path: Path, uploads: Path, first: bool) -> None:
-    """A step in one place, two more in the other: all of it as if nobody had moved."""
+    """A step in one place, two more in the other: the same figures as without the move."""
     run = understudy.train(ppo(tmp_path, "run", {"process": first}, steps=1), progress=False).dir
     assert (run / "logs" / "critic.log").exists() == first
     moved = [f"trainer.steps={STEPS}", f"critic.process={'false' if first else 'true'}"]

@@ -1,4 +1,4 @@
-"""A critic in a process of its own that stands still, and somebody who asks the run to stop."""
+"""A stop request while the critic's process is stalled."""
 
 import os
 import signal

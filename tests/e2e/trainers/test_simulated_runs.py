@@ -22,7 +22,7 @@ def measured(recipe: Make, name: str, batch: int, **overrides: Any) -> MeasuredR
 @pytest.mark.timeout(900)
 def test_sync_runs_of_other_sizes_are_predicted_within_15_percent(recipe: Make) -> None:
     """Phase times from batches of 16 and 64; the run with 32 was not looked at. It lies between the others in time too, so
-    that a machine that gets busier or quieter does so for both sides. Needs a machine nobody else uses."""
+    that a machine that gets busier or quieter does so for both sides. Needs an otherwise idle machine."""
     small, middle, large = (measured(recipe, f"batch-{size}", size) for size in (16, 32, 64))
     predicted = middle.predicted(combined([small, large]))
     print(

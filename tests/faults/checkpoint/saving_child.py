@@ -1,4 +1,4 @@
-"""A process that saves checkpoints until somebody kills it."""
+"""A process that saves checkpoints until it is killed."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ MUTATIONS = {
         f"{FAULTS}::test_a_wedged_replica_whose_health_answers_is_ejected[0]",
         also=("health.py", "self.streak >= self.rules.eject_after", "False"),
     ),
-    "give up when nobody is left": Mutation(
+    "give up when no replica is left": Mutation(
         "pool.py",
         "            self._pause()\n        pause =",
         "            self._pause()\n            raise TeacherUnavailable('nobody left')\n        pause =",

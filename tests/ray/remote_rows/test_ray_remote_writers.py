@@ -78,7 +78,7 @@ def traffic(run: Path) -> dict[str, float]:
 def test_a_worker_that_dies_between_writing_and_telling_costs_no_row_and_trains_none_twice(
     cluster: Any, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every life of a worker ends by kill -9 when it has written columns (or scores) that nobody heard of yet."""
+    """Every life of a worker ends by kill -9 when it has written columns (or scores) that it has not announced yet."""
     monkeypatch.setenv("UNDERSTUDY_FAULT", fault)
     for _ in range(2):
         cluster.add_node(num_cpus=3, object_store_memory=STORE)
@@ -88,7 +88,7 @@ def test_a_worker_that_dies_between_writing_and_telling_costs_no_row_and_trains_
     run = understudy.train(table, progress=False)
     log = (run.dir / "logs" / "trainer.log").read_text()
     what = "work request score" if "judged" in fault else "_0_0"
-    assert f"{what} is begun again" in log, "somebody died"
+    assert f"{what} is begun again" in log, "a process was killed"
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)
     whole = understudy.train(ranks_recipe(tmp_path / "whole", steps, rollout=small), progress=False)
@@ -174,7 +174,7 @@ def test_a_killed_trainer_finds_the_rows_its_workers_wrote(cluster: Any, tmp_pat
 
 @pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
 def test_a_run_outlives_the_node_of_its_workers(cluster: Any, tmp_path: Path) -> None:
-    """Whoever else was there (a teacher, a part of the queue) goes with it; the workers come back on another node."""
+    """Other processes on that node (a teacher, a part of the queue) are lost with it; the workers come back on another node."""
     for _ in range(3):
         cluster.add_node(num_cpus=3, object_store_memory=STORE)
     steps, small = 30, {"max_new_tokens": 6, "workers": 2}

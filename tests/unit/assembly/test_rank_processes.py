@@ -88,7 +88,7 @@ time.sleep(60)
 
 
 async def lose_one(folder: Path) -> tuple[RankLost, RankProcesses]:
-    """A rank that is there and is killed, seen by whoever watches the ranks."""
+    """The monitor reports a ready rank that is killed."""
     processes = LocalProcesses(folder / "logs", start_timeout=60)
     ranks = RankProcesses(processes, RunDir(folder), size=2)
     child = await processes.start("rank-1", "rank_for_test", [])

@@ -1,4 +1,4 @@
-"""Whoever asks a run for a replica is answered, whatever they wrote; the run itself does not suffer by it."""
+"""Every request for a replica gets an answer, malformed ones too, and the run goes on."""
 
 import asyncio
 import json

@@ -71,7 +71,7 @@ def one_dnn(one: Compute) -> bool:
 
 def test_lanes_leave_one_dnn_alone_where_that_changes_no_bit(tmp_path: Path) -> None:
     assert not one_dnn(compute())
-    assert torch.backends.mkldnn.enabled  # as it was, for whoever comes next in this process
+    assert torch.backends.mkldnn.enabled  # restored for later code in this process
     assert one_dnn(compute(run={"threads": 1})) and one_dnn(compute(student={"dtype": "bfloat16"}))
     own = tmp_path / "student"
     shutil.copytree(STUDENT, own)

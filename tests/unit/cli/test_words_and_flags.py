@@ -1,4 +1,4 @@
-"""Flags and `key=value` words come in any order, and what nobody knows is still refused."""
+"""Flags and `key=value` words come in any order, and unknown ones are refused."""
 
 from pathlib import Path
 

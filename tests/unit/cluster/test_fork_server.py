@@ -105,7 +105,7 @@ def test_one_that_was_lost_is_put_away_although_another_came_and_went(
         assert lost is not None
         lost._process.kill()
         lost._process.wait()
-        lost.ready()  # whoever asks next finds out
+        lost.ready()  # the next call raises the error
         with fork_server.prepared({}):
             assert fork_server.current() not in (None, lost)
         assert fork_server.current() is None
@@ -132,7 +132,7 @@ def test_a_frozen_fork_server_is_given_up(
 def test_the_end_of_a_child_is_seen_although_its_fork_server_stands_still(
     tmp_path: Path, own: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else whoever closes it waits for a word that never comes."""
+    """Otherwise `close` would wait for an answer that never comes."""
     monkeypatch.setattr(fork_server, "_LAST_WORD_SECONDS", 0.3)
 
     async def scenario() -> None:
@@ -187,7 +187,7 @@ def test_a_dead_childs_number_is_kept_until_its_end_is_known(
         seen = psutil.Process(child.process.pid)
         seen.kill()
         await asyncio.sleep(0.5)
-        assert seen.status() == psutil.STATUS_ZOMBIE  # nobody asked yet: the number belongs to nobody else
+        assert seen.status() == psutil.STATUS_ZOMBIE  # not reaped yet: the pid cannot be reused
         assert not child.alive
         await asyncio.sleep(0.5)
         assert not seen.is_running() or seen.status() != psutil.STATUS_ZOMBIE

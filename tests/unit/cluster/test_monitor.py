@@ -1,4 +1,4 @@
-"""A rank that lives and does nothing is noticed; a trainer that did not look takes nobody for dead."""
+"""The monitor notices a rank that is alive and stalled; a trainer that was itself suspended declares no rank dead."""
 
 import subprocess
 import sys

@@ -136,7 +136,7 @@ def test_whatever_is_seated_is_seated_rightly(
             assert [seat.rank for seat in seats] == list(range(claim.world_size))
             touched = {seat.node for seat in seats}
             assert len(touched) == max(1, claim.world_size // per_node)
-            for other in placement.seats:  # whole nodes are nobody else's
+            for other in placement.seats:  # a whole node has one role
                 if len(touched) > 1 and other.node in touched:
                     assert (other.role, other.unit) == (claim.role, unit)
 

@@ -57,7 +57,7 @@ def two_steps(
         for tokens in ([5, 6, 7], [8, 5, 5]):
             logits.append(pool.forward(torch.tensor(tokens, device=device), places).clone())
             places.lengths_B += torch.tensor([1, 2, 1], device=device)
-    # Columns nobody wrote are zero in both.
+    # Columns that were never written are zero in both.
     every = torch.arange(4, device=device)
     keys, values = zip(*(layer.pool.of_slots(every) for layer in pool._layers), strict=True)
     return torch.stack(logits), torch.stack(keys), torch.stack(values)

@@ -1,4 +1,4 @@
-"""A server that dies while weights are published: the run goes on where somebody brings the server back, and says so where not."""
+"""A server that dies while weights are published: the run goes on if the server comes back, and fails with the reason if not."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

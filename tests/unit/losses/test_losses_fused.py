@@ -1,6 +1,6 @@
 """The fused paths equal the plain twin: values, gradients, edge cases, and the curve they train to.
 
-Uninitialised memory is filled with NaN throughout, so an output nobody wrote cannot pass.
+Uninitialised memory is filled with NaN throughout, so an output that no kernel wrote cannot pass.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def test_a_killed_owners_folder_is_removed_and_a_living_ones_is_not(tmp_path: Pa
     strangers.mkdir()
     mine = Snapshots(1, tmp_path)
     assert not folder.exists(), "the next run tidies up"
-    assert strangers.exists(), "what has no mark is nobody's to remove"
+    assert strangers.exists(), "a folder without a mark is not removed"
     mine.close()
     assert not mine.folder.exists()
 

@@ -77,7 +77,7 @@ def test_on_one_machine_it_takes_a_gpu_of_its_own_where_there_are_several() -> N
     assert seat(alone, 1).gpus(CRITIC, 0) == [0] and seat(alone, 0).gpus(CRITIC, 0) == []
     assert "0 student/0 + critic/0" in seat(alone, 1).placement.drawing()
     by_hand = recipe(critic={"process": True, "device": "cuda:0"})
-    assert seat(by_hand, 4).gpus(CRITIC, 0) == [0], "that one, whoever else sits there"
+    assert seat(by_hand, 4).gpus(CRITIC, 0) == [0], "the GPU that the recipe names, shared or not"
     with pytest.raises(ClusterError, match="this machine has 4 GPUs"):
         seat(recipe(critic={"process": True, "device": "cuda:9"}), 4)
     with pytest.raises(ClusterError, match=r"critic\.device = 'cuda': this machine has no GPU"):

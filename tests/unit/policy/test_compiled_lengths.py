@@ -1,4 +1,4 @@
-"""A compiled layer serves micro-batches of any lengths: compiling again in the middle of a run holds everybody up."""
+"""A compiled layer serves micro-batches of any lengths: it is not compiled again in the middle of a run."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -375,7 +375,7 @@ LIMITED = replace(OPTIONS, keeper=replace(KEEPER, max_restarts=3))
 
 
 def test_a_teacher_that_does_not_stay_up_is_given_up_with_its_own_words_first() -> None:
-    """Not while another replica serves; once none is left whoever waits is told, and it is no row's fault."""
+    """Not while another replica serves; once none is left, waiting requests fail with an error that blames no row."""
 
     class Hearing(Rig):
         def last_words(self, replica: str) -> str:
@@ -461,7 +461,7 @@ def test_with_nobody_left_the_call_waits_says_so_and_goes_on() -> None:
 
 
 def test_a_reply_that_was_on_its_way_does_not_end_a_pause() -> None:
-    """Its replica is gone: the next request would find nobody, and the user would read of a second outage."""
+    """Its replica is gone: the next request would find no replica, and the user would read of a second outage."""
 
     async def test(rig: Rig) -> None:
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -202,7 +202,9 @@ def test_every_server_gets_its_part_of_what_arrives() -> None:
     assert served(batches, 3, range(5)) == [0, 10, 20, 30, 40]
     assert batches == [[0, 1], [2, 3], [4]]
     batches.clear()
-    assert served(batches, 0, [7]) == [70], "with nobody there the call is made all the same: the pool waits"
+    assert served(batches, 0, [7]) == [70], (
+        "with no replica ready the call is made all the same: the pool waits"
+    )
 
 
 def test_long_rows_do_not_make_a_long_request() -> None:

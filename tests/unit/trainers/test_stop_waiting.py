@@ -1,4 +1,4 @@
-"""What waits is waited for only so long after somebody asked to stop."""
+"""After a stop request, the trainer bounds every wait."""
 
 import asyncio
 import os

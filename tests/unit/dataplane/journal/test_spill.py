@@ -1,4 +1,4 @@
-"""Segment files: what is written is read, what is damaged is noticed, what nobody needs is deleted."""
+"""Segment files: written records are read back, damage is noticed, unused files are deleted."""
 
 from pathlib import Path
 

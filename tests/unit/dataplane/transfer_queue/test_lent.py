@@ -54,7 +54,7 @@ def test_a_segment_stays_until_every_ticket_is_back_and_its_rows_are_committed(t
     before = spill.segment
     writer_segments.end(1)
     spill.keep_only((), before + 100)
-    assert first.number in on_disk(tmp_path), "somebody may still announce what lies there"
+    assert first.number in on_disk(tmp_path), "a writer may still announce rows in it"
     number = first.number
     sealed = spill.segment
     del first, second

@@ -131,7 +131,7 @@ def test_one_that_dies_at_once_is_given_up_with_its_own_words(
             (True, False), (False, True), (False, False),
         ]  # fmt: skip
         assert "no room for the KV cache" in told[1] and "given up" in told[2]
-        await engine.update_weights(1, [])  # nobody is there to be told
+        await engine.update_weights(1, [])  # no server is left to update
 
     assert with_server(tmp_path, monkeypatch, "serves,dies at once", 2, body) == 3
 

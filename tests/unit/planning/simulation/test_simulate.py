@@ -41,7 +41,7 @@ def test_a_sync_step_is_the_sum_of_its_phases(batching: Batching) -> None:
 
 
 def test_a_sync_step_with_prompts_several_devices_and_waves() -> None:
-    """Two engines of 8 places, 32 rows: two waves each; the prompt pass holds everybody on the engine up."""
+    """Two engines of 8 places, 32 rows: two waves each; the prompt pass delays every row of the engine."""
     costs = Costs(
         StepTime.affine(0.02), prefill_token=0.001, host_row=0.0, score_token=0.0001, update_token=0.001
     )

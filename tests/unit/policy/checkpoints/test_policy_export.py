@@ -1,4 +1,4 @@
-"""From a folder and back into one that anybody can load."""
+"""A student is loaded from a model folder and exported to one that transformers loads."""
 
 from __future__ import annotations
 

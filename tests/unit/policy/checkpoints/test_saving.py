@@ -1,4 +1,4 @@
-"""A checkpoint that is being written when its run ends is whole before the run is over: nobody writes into the next attempt."""
+"""A run ends only after its last checkpoint is written, so no writer thread reaches into the next attempt."""
 
 import asyncio
 import time

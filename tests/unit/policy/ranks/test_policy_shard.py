@@ -198,7 +198,7 @@ def test_a_rank_that_fails_alone_is_told_within_seconds(tmp_path: Path, who: int
 
 
 def test_a_rank_that_is_gone_when_it_is_sent_home_is_no_loss(tmp_path: Path) -> None:
-    """All steps are taken and saved by then: nobody waits to hear how it ended, and nothing is raised."""
+    """All steps are taken and saved by then: the trainer does not wait for the rank's exit, and raises nothing."""
     seconds, _ = on_ranks(2, tmp_path, "gone_at_the_end")
     assert seconds < 10
 

@@ -1,4 +1,4 @@
-"""Threads of rewards: as many as needed up to a bound, errors come back, and nobody waits for one that hangs."""
+"""Threads of rewards: as many as needed up to a bound, errors are raised in the caller, and a hanging thread is not waited for."""
 
 import asyncio
 import subprocess

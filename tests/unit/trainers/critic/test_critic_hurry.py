@@ -1,4 +1,4 @@
-"""Somebody asks to stop while the critic's process is asked for something: one that stands still is given up, one that computes is not."""
+"""A stop request during a call to the critic's process: a stalled critic is abandoned, a computing one is waited for."""
 
 import asyncio
 import os

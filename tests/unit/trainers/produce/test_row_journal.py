@@ -1,4 +1,4 @@
-"""Rows that are ready in the same moment are written together, after whoever is asked something has been asked."""
+"""Rows that become ready in the same event-loop turn are written together, after pending requests were sent."""
 
 from __future__ import annotations
 
