@@ -42,10 +42,10 @@ def fences(text: str, language: str = r"\w*") -> list[str]:
 
 
 def prose(text: str) -> str:
-    """All but fences, and without the left column of tables that translate from verl."""
+    """All but fences, and without the left column of tables that translate from verl or TRL."""
     left = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    verl = text.startswith("# Coming from verl")
-    return re.sub(r"^\|[^|]*\|", "|", left, flags=re.MULTILINE) if verl else left
+    others = text.startswith("# Coming from ")
+    return re.sub(r"^\|[^|]*\|", "|", left, flags=re.MULTILINE) if others else left
 
 
 def spans(text: str) -> list[str]:

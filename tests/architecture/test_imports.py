@@ -182,6 +182,7 @@ def test_no_room_called_utils() -> None:
         "understudy.cli.main",
         "understudy.losses.describe",
         "understudy.planning.preflight",
+        "understudy.porting.trl",
         "understudy.porting.verl",
         "understudy.planning.resolved",
         "understudy.planning.this_machine",

@@ -29,6 +29,7 @@ _COMMANDS = {
     "keys": "recipes.keys",
     "schema": "recipes.schema",
     "import-verl": "recipes.import_verl",
+    "import-trl": "recipes.import_trl",
     "resume": "resume",
     "eval": "evaluate",
     "audit": "audit",

@@ -17,7 +17,7 @@ _OTHER_COMMANDS = {
     "config": "`understudy keys` lists every key, `understudy plan RECIPE --toml` a whole recipe",
     "distill": "it is `understudy train`",
     "fit": "it is `understudy train`",
-    "import": "`understudy import-verl` writes a recipe from a configuration of verl",
+    "import": "`understudy import-verl` and `understudy import-trl` write a recipe",
     "list": "a run is a folder under runs/; `understudy doctor RUN` shows its state",
     "merge": "`understudy export RUN OUT` writes merged weights",
     "report": "a run writes report.html into its directory when it ends",

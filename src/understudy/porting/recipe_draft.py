@@ -59,7 +59,8 @@ class Draft:
         """Sets a key of ours from keys of theirs: the given ones, or else their default."""
         usual = _DEFAULTS.get(_generic(ours), ...)
         given = [key for key in theirs if self.given.get(key) is not None]
-        implied = value == usual and type(value) in (type(usual), int)
+        # A section that is off unless it is written is written, whatever its keys.
+        implied = value == usual and not ours.startswith(("student.lora.", "critic."))
         shown = f"{ours} = {_shown(value)}"
         if not implied:
             set_key(self.tables, ours, value, shown)

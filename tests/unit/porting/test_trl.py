@@ -1,0 +1,154 @@
+"""Recipes from TRL's DistillationConfig and GKDConfig, in every form they are written."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from understudy.cli.main import main
+from understudy.config.base import flatten
+from understudy.config.recipe import parse_recipe
+from understudy.errors import ConfigError
+from understudy.planning.objective import describe
+from understudy.porting.recipe_draft import Draft, Verdict
+from understudy.porting.sources import Source
+from understudy.porting.trl import from_trl
+from understudy.porting.trl_sources import read_trl
+
+MODELS: dict[str, Any] = {
+    "model_name_or_path": "org/s",
+    "teacher_model_name_or_path": "org/t",
+    "dataset_name": "org/rows",
+}
+
+
+def draft_of(program: str, **keys: Any) -> Draft:
+    return from_trl(Source(keys=MODELS | keys, program=program))
+
+
+def recipe_of(program: str, **keys: Any) -> dict[str, Any]:
+    """The recipe's dotted keys; its objective is one that exists."""
+    draft = draft_of(program, **keys)
+    tables = tomllib.loads(draft.toml())
+    describe(parse_recipe(tables).loss)
+    return flatten(tables)
+
+
+@pytest.mark.parametrize(
+    ("program", "keys", "wanted"),
+    [
+        ("DistillationConfig", {}, {"loss.kind": "reverse_kl", "loss.signal": "hidden", "rollout.top_p": 0.95, "rollout.max_new_tokens": 512,
+                                    "trainer.learning_rate": 1e-6, "trainer.schedule": "linear", "student.dtype": "bfloat16", "trainer.passes": 3.0}),
+        ("GKDConfig", {}, {"loss.kind": "jsd", "loss.beta": None, "rollout.temperature": 0.9, "loss.student_temperature": None,
+                           "rollout.max_new_tokens": 128, "rollout.top_p": None, "trainer.learning_rate": 2e-5}),
+        ("GKDConfig", {"beta": 0.1}, {"loss.kind": "jsd", "loss.beta": 0.1}),
+        ("gkd.py", {"beta": 0.0}, {"loss.kind": None, "loss.beta": None}),
+        ("DistillationConfig", {"temperature": 0.7}, {"rollout.temperature": 0.7, "loss.student_temperature": 0.7, "loss.teacher_temperature": 0.7}),
+        ("DistillationConfig", {"beta": 0.0, "loss_top_k": 16, "loss_add_tail": False}, {"loss.signal": None, "loss.topk": 16, "loss.tail": "renormalise"}),
+        ("DistillationConfig", {"beta": 1.0, "loss_top_k": 16, "top_p": 1.0}, {"loss.signal": "at_ids", "loss.topk": 16, "loss.tail": None}),
+        ("DistillationConfig", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_generations": 2, "num_processes": 4},
+         {"trainer.batch_size": None, "rollout.n": 2, "trainer.ranks": 4}),
+        ("DistillationConfig", {"max_steps": 50, "warmup_ratio": 0.1}, {"trainer.steps": 50, "trainer.warmup_steps": 5, "trainer.passes": None}),
+        ("DistillationConfig", {"use_peft": True, "lora_r": 64, "lora_target_modules": ["q_proj"]}, {"student.lora.rank": 64, "student.lora.targets": ["q_proj"]}),
+        ("DistillationConfig", {"use_vllm": True, "vllm_tensor_parallel_size": 2},
+         {"rollout.engine": "vllm", "rollout.engine_args": ["--gpu-memory-utilization=0.3", "--tensor-parallel-size=2"]}),
+        ("DistillationConfig", {"optim": "paged_adamw_8bit", "report_to": ["wandb"], "log_completions": True},
+         {"trainer.optimizer": "adamw_8bit", "run.loggers": ["wandb"], "run.rollout_dump_every": 100}),
+        ("DistillationConfig", {"dataset_config": "main", "dataset_train_split": "test"}, {"data.train": "org/rows/main:test"}),
+        ("DistillationConfig", {"dataset_name": "rows.jsonl"}, {"data.train": "rows.jsonl"}),
+    ],
+)  # fmt: skip
+def test_values_and_defaults(program: str, keys: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = recipe_of(program, **keys)
+    assert {key: found.get(key) for key in wanted} == wanted
+
+
+def test_lora_with_its_own_defaults_is_still_lora() -> None:
+    assert recipe_of("DistillationConfig", use_peft=True)["student.lora.rank"] == 16
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted", "text"),
+    [
+        ("lmbda", 0.5, Verdict.UNSUPPORTED, "lmbda = 1.0"),
+        ("lmbda", 1.0, Verdict.IMPLIED, "student's own"),
+        ("seq_kd", True, Verdict.UNSUPPORTED, "student's own"),
+        ("seq_kd", False, Verdict.NOT_NEEDED, "off"),
+        ("adam_beta2", 0.95, Verdict.UNSUPPORTED, "0.999"),
+        ("adam_beta2", 0.999, Verdict.NOT_NEEDED, "what happens here"),
+        ("teacher_model_server_url", "http://h:1", Verdict.UNSUPPORTED, "serve-teacher"),
+        ("load_in_4bit", True, Verdict.UNSUPPORTED, "unquantised"),
+        ("push_to_hub", True, Verdict.UNSUPPORTED, "understudy export"),
+        ("max_length", 1024, Verdict.NOT_NEEDED, "data.max_prompt_tokens"),
+        ("lr_scheduler_type", "polynomial", Verdict.UNSUPPORTED, "trainer.schedule"),
+        ("brand_new_key", 3, Verdict.UNSUPPORTED, "not known"),
+    ],
+)
+def test_what_has_no_counterpart_says_why(key: str, value: Any, wanted: Verdict, text: str) -> None:
+    draft = draft_of("GKDConfig", **{key: value})
+    assert draft.entries[key].verdict is wanted and text in draft.entries[key].text
+    assert draft.problems() == []
+
+
+PYTHON = """
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+args = GKDConfig(output_dir="out", beta=0.2, learning_rate=3e-5, seed=make_seed(), lmbda=1.0)
+trainer = GKDTrainer(model="org/s", teacher_model="org/t", args=args, train_dataset=rows)
+"""
+
+
+def test_every_form_is_read(tmp_path: Path) -> None:
+    keys = {"beta": 0.2, "learning_rate": 3e-5, "lmbda": 1.0}
+    (tmp_path / "train.py").write_text(PYTHON)
+    (tmp_path / "a.json").write_text(json.dumps(keys))
+    (tmp_path / "a.yaml").write_text("beta: 0.2\nlearning_rate: 3e-5\nlmbda: 1.0\n")
+    (tmp_path / "a.sh").write_text(
+        "LR=3e-5\naccelerate launch gkd.py \\\n  --beta 0.2 --learning_rate $LR --lmbda=1.0 --bf16\n"
+    )
+    (tmp_path / "b.sh").write_text(f"python gkd.py --config {tmp_path}/a.yaml --lmbda 1.0\n")
+    sources = [[str(tmp_path / name)] for name in ("train.py", "a.json", "a.yaml", "a.sh", "b.sh")]
+    sources += [["GKDConfig(beta=0.2, learning_rate=3e-5, lmbda=1.0)"]]
+    sources += [["python", "gkd.py", "--beta", "0.2", "--learning_rate=3e-5", "--lmbda", "1.0"]]
+    sources += [["python gkd.py --beta 0.2 --learning_rate 3e-5 --lmbda 1.0"]]
+    for words in sources:
+        found = read_trl(words)
+        assert {key: found.keys.get(key) for key in keys} == keys, words
+    script = read_trl([str(tmp_path / "train.py")])
+    assert script.program == "GKDConfig" and script.keys["model"] == "org/s"
+    assert any("seed=make_seed()" in note for note in script.notes) and any(
+        "train_dataset=rows" in note for note in script.notes
+    )
+    assert from_trl(script).tables["student"]["model"] == "org/s"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.toml"
+    words = [
+        "--model_name_or_path",
+        "org/s",
+        "--teacher_model_name_or_path",
+        "org/t",
+        "--dataset_name",
+        "org/d",
+        "--beta",
+        "0.5",
+    ]
+    assert main(["import-trl", "-o", str(recipe), "--", "python", "distillation.py", *words]) == 0
+    assert parse_recipe(tomllib.loads(recipe.read_text())).loss.kind == "jsd"
+    assert "carried over" in capsys.readouterr().out
+
+
+def test_without_data_the_recipe_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-trl", "GKDConfig(beta=0.5)"]) == 2
+    told = capsys.readouterr().err
+    assert "data.train" in told and "student.model" in told
+
+
+@pytest.mark.parametrize(
+    "words", [["missing.py"], ["nothing"], ["print(1)"], ["GKDConfig("], ["python gkd.py now"]]
+)
+def test_sources_that_are_none(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"YAML|Python"):
+        read_trl(words)
