@@ -30,10 +30,11 @@ from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.hosted import process as host
 from understudy.engines.hosted.engine import HostedEngine
-from understudy.engines.hosted.messages import MAGIC, PREFIX, encode_call
+from understudy.engines.hosted.messages import encode_call
 from understudy.engines.replicas import Restarts
 from understudy.errors import EngineError
 from understudy.observability.owned_folder import OwnedFolder
+from understudy.serving.frames import MAGIC, PREFIX
 from understudy.types.trajectory import StopReason
 
 
@@ -104,7 +105,10 @@ def test_whatever_it_is_sent_it_stays_up(composed: Opened) -> None:
     good = encode_call(1, requests(1, Sampling(3)))
     rng = np.random.default_rng(0)
     bad = [b"", b"x", good[:20], good[:-1], good + b"\0", MAGIC + b"\xff" * 40, b"ABCD" + good[4:]]
-    bad += [PREFIX.pack(MAGIC, 1 << 31) + good[8:], good.replace(b"row-0", b"\xff\xfe\xfd\xfc\xfb")]
+    bad += [
+        PREFIX.pack(MAGIC, 1 << 31, 0) + good[PREFIX.size :],
+        good.replace(b"row-0", b"\xff\xfe\xfd\xfc\xfb"),
+    ]
     bad += [rng.bytes(int(size)) for size in rng.integers(1, 400, 20)]
 
     async def body() -> None:

@@ -12,7 +12,7 @@ from engine_models import EOS, VOCAB, engine_over, make_model, make_requests
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local.engine import Layout
 from understudy.engines.servers.dialects import DIALECTS, Ask
-from understudy.rollout.workers.messages import pack_sampling, unpack_sampling
+from understudy.serving.frames import Decoder, encode
 from understudy.types.usable_ids import UsableIds
 
 LIMIT = 30
@@ -72,7 +72,7 @@ def test_holes_and_limits_of_single_rows_count() -> None:
 @pytest.mark.parametrize("dialect", list(DIALECTS))
 def test_servers_are_told_which_ids_not_to_draw(dialect: str) -> None:
     sampling = Sampling(4, usable=UsableIds(8, (3,)), head_rows=10)
-    assert unpack_sampling(pack_sampling(sampling)) == sampling
+    assert Decoder(Sampling).decode(encode(sampling)) == sampling
     tokens = np.array([1], np.int32)
 
     def body(sampling: Sampling) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from understudy.engines.hosted.messages import (
     BROKEN_TRANSFER,
     CONTENT_TYPE,
     AbortOrder,
-    FrameError,
+    MessageError,
     WeightsOrder,
     decode_call,
     encode_answer,
@@ -49,7 +49,7 @@ _LARGEST_ORDER = 4096
 _LARGEST_WEIGHTS_ORDER = 16 << 20
 """Large, because it names every tensor of a broadcast."""
 _REFUSED = (
-    (FrameError, 400, "frame"),
+    (MessageError, 400, "frame"),
     (TransferBroken, BROKEN_TRANSFER, "transfer"),
     (EngineError, 422, "engine"),
 )
@@ -164,4 +164,4 @@ async def read_order(http: Request, kind: type[Order], most: int = _LARGEST_ORDE
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise FrameError(f"expected a {kind.__name__} as JSON: {error}") from error
+        raise MessageError(f"expected a {kind.__name__} as JSON: {error}") from error

@@ -419,7 +419,7 @@ def _execute(
             heads[head["name"]] = TeacherHead(weight_VH=weight_VH, bias_V=bias_V, **head["facts"])
 
 
-def _broadcast(group: Group, message: bytes | None = None) -> bytes:
+def _broadcast(group: Group, message: bytes | None = None) -> bytes | memoryview:
     """Broadcasts rank 0's bytes; returns them on every rank."""
     size = torch.tensor([len(message) if message is not None else 0])
     dist.broadcast(size, src=0, group=group.host)
@@ -428,4 +428,4 @@ def _broadcast(group: Group, message: bytes | None = None) -> bytes:
     else:
         buffer = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     dist.broadcast(buffer, src=0, group=group.host)
-    return buffer.numpy().tobytes() if message is None else message
+    return buffer.numpy().data if message is None else message

@@ -1,38 +1,59 @@
-"""A batch as bytes, from rank 0 to its followers: JSON and safetensors, never pickle."""
+"""A batch as bytes, from rank 0 to its followers: plain data and named tensors in one frame."""
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
-from safetensors.torch import load, save
 
-from understudy.policy.checkpoints.state import storable
+from understudy.serving.frames import Decoder, encode
 from understudy.types.batch import Batch, BatchMeta
 from understudy.types.batch_ref import BatchRef, RemoteBatch, RowSource
 from understudy.types.jagged import Jagged
 
-_HEADER = struct.Struct("<Q")
 _PLAIN = ("keys", "rewards", "stop_reasons", "teachers")
 _OTHERS = ("weights", "old_logprobs")
 """Columns of an update beside its batch."""
 
 
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16}
+"""By bytes per element: the type as which tensors are sent that numpy has no type for."""
+
+
+class _Packed(msgspec.Struct, array_like=True):
+    head: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    types: dict[str, str]
+    """The torch type of arrays that were sent as another one: numpy has no bfloat16."""
+
+
+_packed: Decoder[_Packed] = Decoder(_Packed)
+
+
 def pack(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """8 bytes of header length, a JSON header, a safetensors body."""
-    header = json.dumps(head).encode()
-    body = save(storable(tensors))
-    return _HEADER.pack(len(header)) + header + body
+    arrays: dict[str, np.ndarray] = {}
+    types: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        try:
+            arrays[name] = plain.numpy()
+        except TypeError:
+            types[name] = str(plain.dtype).removeprefix("torch.")
+            arrays[name] = plain.view(_SAME_SIZE[plain.element_size()]).numpy()
+    return encode(_Packed(dict(head), arrays, types))
 
 
-def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    (length,) = _HEADER.unpack_from(message)
-    start = _HEADER.size + length
-    return json.loads(message[_HEADER.size : start]), load(message[start:])
+def unpack(message: bytes | memoryview) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What was packed. The tensors are views of a writable message; of `bytes` they are copies."""
+    packed = _packed.decode(bytearray(message) if isinstance(message, bytes) else message)
+    tensors = {name: torch.from_numpy(array) for name, array in packed.arrays.items()}
+    return packed.head, tensors | {
+        name: tensors[name].view(getattr(torch, kind)) for name, kind in packed.types.items()
+    }
 
 
 def batch_columns(batch: Batch) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

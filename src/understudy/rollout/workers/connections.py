@@ -17,6 +17,7 @@ from typing import Protocol
 
 from understudy.errors import DataError
 from understudy.rollout.workers import messages as wire
+from understudy.serving.frames import FrameError
 
 WORKER_MODULE = "understudy.rollout.workers.process"
 _LIMIT = 1 << 24
@@ -120,7 +121,7 @@ class WorkerListener:
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
                 hello = await wire.read_hello(reader)
-        except (TimeoutError, ValueError):
+        except (TimeoutError, FrameError):
             hello = None
         call = self._expected.get(hello.number) if hello is not None else None
         known = hello is not None and hmac.compare_digest(hello.token.encode(), self._token.encode())

@@ -92,7 +92,7 @@ class Worker:
             elif isinstance(message, wire.Generated):
                 answer = self._generations.get(message.generation_id)
                 if answer is not None and not answer.done():
-                    answer.set_result(wire.unpack_generation(message))
+                    answer.set_result(message.generation)
             elif isinstance(message, wire.CancelSession):
                 task = self._sessions.pop(message.session_id, None)
                 if task is not None:
@@ -128,10 +128,10 @@ class Worker:
         self, session_id: int, tokens: np.ndarray, sampling: Sampling, turn: int
     ) -> Generation:
         self._asked += 1
-        generation_id, body = self._asked, np.asarray(tokens).astype("<i4").tobytes()
+        generation_id, context = self._asked, np.asarray(tokens).astype(np.int32, copy=False)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._generations[generation_id] = answer
-        self.say(wire.Generate(session_id, generation_id, body, wire.pack_sampling(sampling), turn))
+        self.say(wire.Generate(session_id, generation_id, context, sampling, turn))
         point("worker.asked")
         try:
             generation = await answer
@@ -144,9 +144,7 @@ class Worker:
         return generation
 
     async def _session(self, begin: wire.Begin) -> wire.ToRun:
-        session_id = begin.session_id
-        prompt = wire.unpack_prompt(begin.prompt)
-        sampling = wire.unpack_sampling(begin.sampling)
+        session_id, prompt, sampling = begin.session_id, begin.prompt, begin.sampling
 
         async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
             return await self._generate(session_id, tokens, sampling, turn)

@@ -131,9 +131,9 @@ class Channel:
         self._sessions[session_id] = session
         begin = wire.Begin(
             session_id,
-            wire.pack_prompt(session.prompt),
+            session.prompt,
             context.session,
-            wire.pack_sampling(context.sampling),
+            context.sampling,
             context.context,
             context.max_generated,
             ticket,
@@ -180,7 +180,7 @@ class Channel:
             elif isinstance(message, wire.CancelGeneration):
                 self._cancel_generation(message)
             elif isinstance(message, wire.Done):
-                self._settle(message.session_id, [wire.unpack_output(one) for one in message.outputs])
+                self._settle(message.session_id, [wire.unpack_output(*one) for one in message.outputs])
             elif isinstance(message, wire.Judging):
                 session = self._sessions.get(message.session_id)
                 if session is not None and session.context.judging is not None:
@@ -196,10 +196,8 @@ class Channel:
             self._settle(session_id, WorkerDied(f"{self._name} (pid {self.pid}) {how}"))
 
     def _generate(self, message: wire.Generate) -> None:
-        tokens = np.frombuffer(message.tokens, "<i4").astype(np.int32)
-        sampling = wire.unpack_sampling(message.sampling)
         session = self._sessions[message.session_id]
-        generation = session.generation(tokens, sampling, message.turn)
+        generation = session.generation(message.tokens, message.sampling, message.turn)
         answering = asyncio.create_task(self._answer_with(session, message, generation))
         self._generating.setdefault(message.session_id, {})[message.generation_id] = (generation, answering)
 
@@ -208,7 +206,7 @@ class Channel:
     ) -> None:
         try:
             written = await asyncio.shield(generation)
-            self._say(wire.pack_generation(message.session_id, message.generation_id, written))
+            self._say(wire.Generated(message.session_id, message.generation_id, written))
             if written.candidate_ids is not None:  # large: 256 bytes a token for 64 candidates
                 session.forget(generation)
         except Exception as error:  # an engine's error goes to the session's caller, not to the loop

@@ -1,6 +1,6 @@
 """Messages between the trainer and a worker on another machine that writes rows itself.
 
-They travel as opaque bytes inside the messages of `rollout/workers/messages.py`.
+They travel as frames (`serving/frames.py`) inside the messages of `rollout/workers/messages.py`.
 
 | message     | direction         | content |
 |-------------|-------------------|---------|
@@ -12,11 +12,13 @@ They travel as opaque bytes inside the messages of `rollout/workers/messages.py`
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
-import numpy as np
 
 from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
+from understudy.serving import frames
 from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
@@ -79,21 +81,14 @@ class Door(msgspec.Struct, frozen=True):
     """The token ids that this run may use."""
 
 
-class Inline(msgspec.Struct):
-    """The tokens of an item that is not a row, sent with the message."""
-
-    tokens: bytes
-    positions: bytes
-    ids: tuple[int, bytes] | None = None
-
-
 class OrderItem(msgspec.Struct, omit_defaults=True):
     """One row, or one inline item, of a `ScoreOrder`."""
 
     key: str
-    signal: str
+    signal: Signal
     k: int
-    inline: Inline | None = None
+    inline: ScoreItem | None = None
+    """An item that is not a row."""
     mark: str = ""
     """The id of the write that is meant, if a row was written more than once
     (`dataplane/transfer_queue/write_ids.py`)."""
@@ -113,8 +108,8 @@ class ItemScores(msgspec.Struct, omit_defaults=True):
     key: str
     teacher: str
     written: Written | None = None
-    logprobs: bytes = b""
-    """float32 logprobs of an inline item, which are returned and not stored."""
+    scores: TeacherScores | None = None
+    """Of an inline item: the logprobs of its tokens, which are returned and not stored."""
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -138,41 +133,18 @@ TROUBLES: dict[str, type[TeacherError]] = {
 }
 """Error classes by name, subclasses before their bases. The pool handles a failed request by its class."""
 
-encode = msgspec.msgpack.Encoder().encode
-decode_settings = msgspec.msgpack.Decoder(RowSettings).decode
-decode_kept = msgspec.msgpack.Decoder(list[KeptRow]).decode
-decode_order = msgspec.msgpack.Decoder(ScoreOrder).decode
-decode_answer = msgspec.msgpack.Decoder(ScoreAnswer).decode
+encode = frames.encode
+decode_settings = frames.Decoder[RowSettings](RowSettings).decode
+decode_kept = frames.Decoder[list[KeptRow]](list[KeptRow]).decode
+decode_order = frames.Decoder[ScoreOrder](ScoreOrder).decode
+decode_answer = frames.Decoder[ScoreAnswer](ScoreAnswer).decode
 
 
 def trouble_of(error: TeacherError) -> str:
     return next(name for name, kind in TROUBLES.items() if isinstance(error, kind))
 
 
-def inline(item: ScoreItem) -> OrderItem:
-    ids = None if item.ids is None else (item.ids.shape[1], _bytes(item.ids))
-    return OrderItem(
-        item.key, str(item.signal), item.k, Inline(_bytes(item.tokens), _bytes(item.positions), ids)
-    )
-
-
-def from_inline(item: OrderItem, told: Inline) -> ScoreItem:
-    ids = None if told.ids is None else _ints(told.ids[1]).reshape(-1, told.ids[0])
-    return ScoreItem(item.key, _ints(told.tokens), _ints(told.positions), Signal(item.signal), item.k, ids)
-
-
-def inline_scores(told: ItemScores, signal: Signal) -> TeacherScores:
-    logprobs = np.frombuffer(told.logprobs, "<f4").astype(np.float32)
-    return TeacherScores(told.key, told.teacher, signal, logprobs)
-
-
 def inline_answer(scores: TeacherScores) -> ItemScores:
-    return ItemScores(scores.key, scores.teacher, logprobs=scores.sampled_logprobs.astype("<f4").tobytes())
-
-
-def _bytes(ids: np.ndarray) -> bytes:
-    return ids.astype("<i4").tobytes()
-
-
-def _ints(told: bytes) -> np.ndarray:
-    return np.frombuffer(told, "<i4").astype(np.int32)
+    return ItemScores(
+        scores.key, scores.teacher, scores=replace(scores, ids=None, logprobs=None, hidden=None)
+    )

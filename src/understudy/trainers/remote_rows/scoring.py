@@ -88,12 +88,14 @@ class RemoteScoring:
             return None
         if answer.trouble is not None:
             raise wire.TROUBLES[answer.trouble](answer.message)
-        return [
-            wire.inline_scores(one, item.signal)
-            if one.written is None
-            else RemoteScores(one.key, one.teacher, item.signal, one.written, told.ticket, rows)
-            for item, one in zip(items, answer.scores, strict=True)
-        ]
+        found: list[ScoresRef] = []
+        for item, one in zip(items, answer.scores, strict=True):
+            if one.written is not None:
+                found.append(RemoteScores(one.key, one.teacher, item.signal, one.written, told.ticket, rows))
+            else:
+                assert one.scores is not None
+                found.append(one.scores)
+        return found
 
     def _preferred(self, items: Sequence[ScoreRef]) -> int | None:
         """The worker that holds most of these rows in memory.
@@ -136,6 +138,6 @@ class RemoteClient:
 
 def _order(item: ScoreRef) -> wire.OrderItem:
     if item.here is not None:
-        return wire.inline(item.here)
+        return wire.OrderItem(item.key, item.signal, item.k, item.here)
     mark = "" if item.place is None else item.place.mark
-    return wire.OrderItem(item.key, str(item.signal), item.k, mark=mark)
+    return wire.OrderItem(item.key, item.signal, item.k, mark=mark)

@@ -149,7 +149,7 @@ class RemoteRowHandler:
 
     async def _items(self, wanted: Sequence[wire.OrderItem]) -> list[ScoreItem]:
         """The items with their tokens, in the order of `wanted`."""
-        found = {item.key: wire.from_inline(item, item.inline) for item in wanted if item.inline is not None}
+        found = {item.key: item.inline for item in wanted if item.inline is not None}
         rows = [item for item in wanted if item.inline is None]
         away = []
         for item in rows:
@@ -207,9 +207,9 @@ def client_of(door: wire.Door) -> ScoringClient:
 def _score_item(
     item: wire.OrderItem, tokens: np.ndarray, mask: np.ndarray, candidates: np.ndarray | None
 ) -> ScoreItem:
-    positions, signal = np.flatnonzero(mask).astype(np.int32), Signal(item.signal)
-    ids = candidates if signal is Signal.AT_IDS else None
-    return ScoreItem(item.key, tokens, positions, signal, item.k, ids)
+    positions = np.flatnonzero(mask).astype(np.int32)
+    ids = candidates if item.signal is Signal.AT_IDS else None
+    return ScoreItem(item.key, tokens, positions, item.signal, item.k, ids)
 
 
 class _AtHand:

@@ -105,7 +105,9 @@ STORED = wire.ScoreAnswer(
         wire.ItemScores(
             "row_0_0", "math", Written({"teacher": b"x", "teacher_ids": SpillRef(3, 0, 9, 1)}, ("teacher",))
         ),
-        wire.ItemScores("fixed tokens", "math", logprobs=np.array([-1.0, -2.0], "<f4").tobytes()),
+        wire.inline_answer(
+            TeacherScores("fixed tokens", "math", Signal.TOPK, np.array([-1.0, -2.0], np.float32))
+        ),
     ]
 )
 
@@ -119,8 +121,8 @@ def test_a_worker_gets_names_and_the_fixed_tokens_and_the_one_that_has_the_row_i
     assert order.door == wire.Door("math", "0", "http://10.0.0.2:1", "secret") and order.seconds == 9.0
     assert [item.inline is None for item in order.items] == [True, False] and order.items[0].k == 4
     assert order.items[0].mark == "5f0c2a.1"
-    told = wire.from_inline(order.items[1], order.items[1].inline)  # type: ignore[arg-type]
-    assert told.tokens.tolist() == [1, 2, 3] and told.positions.tolist() == [1, 2]
+    told = order.items[1].inline
+    assert told is not None and told.tokens.tolist() == [1, 2, 3] and told.positions.tolist() == [1, 2]
     assert workers.preferred == [7] and not direct.asked and rows.rows_fetched == 0
 
 
