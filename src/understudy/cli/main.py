@@ -41,6 +41,7 @@ _COMMANDS = {
     "serve-teacher": "serve_teacher",
     "teachers": "teachers",
     "score": "score",
+    "completion": "completion",
 }
 """Name → module below `cli.commands`."""
 
