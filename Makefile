@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray test-loggers test-browser with-ray models format clean
+.PHONY: docs quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray test-loggers test-browser with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -54,6 +54,16 @@ test-browser: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,browser]"
 	$(PYTEST) -m "browser or not browser" --timeout 400 tests/browser
 
+# The documentation site, into site/; a link, an anchor or a page that does not exist fails it.
+docs: .venv-docs/.installed
+	.venv-docs/bin/zensical build --clean --strict
+	cp src/understudy/assets/recipe.schema.json site/
+
+.venv-docs/.installed:
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --disable-pip-version-check -q "zensical==0.0.73"
+	@touch $@
+
 # About 360 MB more; nothing but the cluster's tests needs it.
 with-ray: $(VENV)/.installed-ray
 
@@ -89,4 +99,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-docs site .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
