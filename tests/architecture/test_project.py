@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,23 @@ def test_every_local_link_in_the_docs_leads_somewhere() -> None:
 def test_the_page_of_speeds_is_what_the_result_files_say() -> None:
     told = runpy.run_path(str(ROOT / "benchmarks" / "speed_page.py"))
     assert told["PAGE"].read_text() == told["page"](), "run benchmarks/speed_page.py"
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    """Decision records are read in the repository alone."""
+    nav = (ROOT / "zensical.toml").read_text()
+    placed = re.findall(r'"([\w/-]+\.md)"', nav)
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")}
+    assert sorted(placed) == sorted(page for page in pages if not page.startswith("decisions/"))
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_workflows_call_what_exists() -> None:
+    targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = "\n".join(path.read_text() for path in ROOT.glob(".github/workflows/*.yml"))
+    called = re.findall(r"run: make ([\w-]+)", text)
+    assert {"docs", "test"} <= set(called) <= targets and (ROOT / ".ci" / "run").is_file()
