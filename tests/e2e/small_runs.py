@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import resources
 from io import StringIO
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.cli.main import main
+from understudy.observability.watchdog import read_waits
 
 ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
 TOKEN_VARIABLE = "UNDERSTUDY_TEST_TOKEN"
@@ -39,6 +41,15 @@ def write_toml(path: Path, table: dict[str, Any]) -> Path:
 
 def _named(key: str) -> str:
     return key if key.replace("_", "").isalnum() else json.dumps(key)
+
+
+def until_no_progress(process: subprocess.Popen[str], run: Path, seconds: float = 2) -> None:
+    """Waits until the run itself says that it has made no progress for this long."""
+    deadline = time.monotonic() + 120
+    waits = run / "waits.json"
+    while not waits.exists() or read_waits(waits)[0]["seconds_without_progress"] < seconds:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.2)
 
 
 def start_cli(*arguments: str, fault: str | None = None) -> subprocess.Popen[str]:

@@ -27,7 +27,7 @@ class RolloutConfig(Section):
     (`cluster.roles.rollout`)."""
     devices: list[VisibleDevices] = Field(default=[])
     """The GPUs of each vLLM server or engine process, in the form of CUDA_VISIBLE_DEVICES (`["1", "2,3"]`);
-    empty leaves the choice to vLLM."""
+    an engine process takes one. Empty leaves the choice to vLLM."""
     vllm_python: str | None = None
     """The interpreter of an environment that has vLLM; the variable UNDERSTUDY_VLLM_PYTHON when not set."""
     engine_args: list[str] = Field(default=[])
@@ -150,6 +150,12 @@ class RolloutConfig(Section):
                 raise ValueError(
                     f"`{given[0]}` belongs to vLLM servers that the run starts (engine = 'vllm' without `urls`)"
                 )
+        several = next((one for one in self.devices if self.processes and "," in one), None)
+        if several is not None:
+            raise ValueError(
+                f"`devices` has {several!r} for an engine process, which computes on one GPU; name one for each, and set "
+                "`processes` to their number"
+            )
         wanted = self.processes or self.replicas
         if self.devices and len(self.devices) != wanted:
             kind = "processes" if self.processes else "replicas"

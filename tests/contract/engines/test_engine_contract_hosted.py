@@ -157,10 +157,12 @@ def test_continuous_hosts_share_the_load_and_sessions_stay(continuous: Opened) -
             GenerateRequest(r.key, r.tokens, r.sampling, r.seed, session=f"session-{i}")
             for i, r in enumerate(requests(16, Sampling(40)))
         ]
+        await engine.pause()  # so that none is answered before all are sent
         task = asyncio.create_task(engine.generate(asked))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(engine._replicas._homes) == len(asked))
         loads = engine.outstanding_tokens
         assert min(loads.values()) > 0.4 * sum(loads.values())
+        await engine.resume()
         first = await task
         assert set(engine.outstanding_tokens.values()) == {0}
         homes = {name: host.name for name, host in engine._replicas._homes.items()}
@@ -221,11 +223,9 @@ def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Op
         while not engine._reviving:
             await asyncio.sleep(0.01)
         await engine.abort()
-        assert [g.stop_reason for g in await asyncio.wait_for(lost, 5)] == [StopReason.ABORTED] * 2
+        assert [g.stop_reason for g in await asyncio.wait_for(lost, 30)] == [StopReason.ABORTED] * 2
         running = asyncio.create_task(engine.generate(asked))
-        while engine._reviving:
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(0.1)
+        await until(lambda: not engine._reviving and any(engine.outstanding_tokens.values()))
         await engine.close()
         await engine.close()
         with pytest.raises(EngineError, match="closed"):

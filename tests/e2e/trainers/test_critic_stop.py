@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import run_cli, start_cli, write_toml
+from small_runs import run_cli, start_cli, until_no_progress, write_toml
 from test_critic_process import ppo
 
 from understudy.dataplane.ledger import audit
@@ -34,7 +34,7 @@ def test_a_critic_that_stands_still_does_not_hold_up_a_stop(
             time.sleep(0.1)
         (critic,) = psutil.Process(process.pid).children(recursive=True)
         critic.suspend()
-        time.sleep(3)  # by now a step waits for it
+        until_no_progress(process, run)
         process.send_signal(how)
         asked = time.monotonic()
         output, _ = process.communicate(timeout=100)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from small_runs import run_cli, start_cli, write_toml
+from small_runs import run_cli, start_cli, until_no_progress, write_toml
 
 from understudy.dataplane.ledger import audit
 from understudy.observability.metrics import read_metrics
@@ -175,7 +175,7 @@ def test_a_rank_that_stands_still_does_not_hold_up_a_stop(started: Started) -> N
     """Its part of the student cannot be saved without it: the run stays at its last checkpoint, here at its start."""
     process, run, follower = started
     follower.suspend()
-    time.sleep(3)  # by now a step waits for it
+    until_no_progress(process, run)
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()
     output, _ = process.communicate(timeout=100)

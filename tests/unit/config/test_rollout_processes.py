@@ -17,6 +17,7 @@ def test_the_engine_stays_in_the_trainer_unless_asked() -> None:
     [
         ({"processes": 1, "engine": "vllm"}, "`processes` belong to engine = 'hf'.*`replicas`"),
         ({"processes": 2, "devices": ["0"]}, "1 devices for 2 processes"),
+        ({"processes": 1, "devices": ["2,3"]}, "'2,3' for an engine process, which computes on one GPU"),
         ({"devices": ["0"]}, "`devices` belongs to vLLM servers"),
         ({"processes": -1}, "greater than or equal to 0"),
     ],
