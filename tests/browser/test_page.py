@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from recorded_run import HOSTILE, journalled, recorded_run
 
+from understudy.viewer.frozen import write_report
+
 PICTURES = os.environ.get("UNDERSTUDY_PICTURES")
 """A folder for screenshots; docs/images when the pictures of the docs are made again."""
 
@@ -201,3 +203,25 @@ def test_a_killed_runs_journal_is_read(
     page.click("table.rows td.text a >> nth=0")
     page.wait_for_selector(".token.written")
     assert json.loads(run.state.read_text())["status"] == "running"
+
+
+def test_the_report_is_the_same_page_without_a_server(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    run = recorded_run(tmp_path / "run")
+    page = open_page(write_report(run, "understudy export RUN out").as_uri())
+    page.wait_for_selector(".chart canvas")
+    assert "understudy export RUN out" in page.inner_text("main") and fits(page)
+    page.keyboard.press("2")
+    page.fill("input[type=search]", "needle8")
+    page.keyboard.press("Enter")
+    until(page, lambda: "needle8" in page.url)
+    page.wait_for_selector(".pages")
+    page.keyboard.press("Escape")
+    page.click("text=Disagreements")
+    page.click(".worst a >> nth=0")
+    page.wait_for_selector(".panel .candidates tr")
+    panel = page.inner_text(".panel")
+    assert "The teacher wanted" in panel and "0.600" in panel and "all others (tail)" in panel
+    page.click("text=Timeline")
+    page.wait_for_selector("canvas")
+    page.click("text=zoom in")
+    assert "owned" not in page.title() and fits(page)

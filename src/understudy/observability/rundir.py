@@ -18,7 +18,7 @@ RUN/
   logs/              one file per process
   teachers/          requests of `understudy teachers RUN add | remove`
   lock               held while the run lives
-  report.html, curves.png, timeline.png
+  report.html        the page of `understudy view` in one file, written when the run ends
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from understudy.observability.live import LiveView
 from understudy.observability.logs import log_to
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
-from understudy.observability.report import write_report
 from understudy.observability.rundir import RunDir, read_json, write_atomically
 from understudy.observability.watchdog import watched
 from understudy.planning.objective import describe
@@ -45,6 +44,7 @@ from understudy.trainers.prompt_data import PromptData, open_data
 from understudy.trainers.row_columns import PARTITION
 from understudy.trainers.stopping import PATIENCE_S, Interrupts
 from understudy.trainers.sync import train_sync
+from understudy.viewer.frozen import write_report
 
 NOT_REPEATABLE = "does not have a deterministic implementation"
 """Part of torch's error message for an operation without a deterministic implementation."""

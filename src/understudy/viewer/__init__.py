@@ -12,6 +12,8 @@
 | `journal_rows` | rows in flight, from the journal, with their token columns |
 | `token_text` | ids to text, token by token |
 | `recipe_diff` | which keys differ between runs |
+| `token_view` | one row as the microscope shows it |
+| `frozen` | report.html: page and data in one file |
 | `run_view` | one run: its indexes and the answers to the page's questions |
 | `server` | addresses, token, headers |
 

@@ -16,8 +16,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from understudy.dataplane.frame import SpillRef, decode, unpack
 from understudy.dataplane.journal.schema import FILE_NAME, PACK_SHIFT
+from understudy.dataplane.token_measures import measures, worst_tokens
 from understudy.errors import DataPlaneError
 
 MOST_COPY = 2 << 30
@@ -111,3 +114,28 @@ class JournalRows:
             else:
                 found[name] = frame
         return found
+
+
+def journal_line(key: str, tags: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+    mask = np.asarray(columns["loss_mask"], bool)
+    versions = np.asarray(columns["weight_versions"])[mask]
+    gap = measures(columns).get("gap")
+    return {
+        "key": key,
+        "step": int(tags.get("step") or 0),
+        "source": tags.get("data_source"),
+        "teacher": columns.get("teacher"),
+        "reward": columns.get("reward"),
+        "tokens": int(mask.sum()),
+        "kl": None if gap is None or not len(gap) else float(gap.mean()),
+        "turns": columns.get("turns"),
+        "stop_reason": columns.get("stop_reason"),
+        "oldest": int(versions.min()) if len(versions) else None,
+        "newest": int(versions.max()) if len(versions) else None,
+        "worst": worst_tokens(columns),
+    }
+
+
+def first_written(columns: dict[str, Any]) -> int:
+    mask = np.asarray(columns["loss_mask"], bool)
+    return int(mask.argmax()) if mask.any() else len(mask)

@@ -31,6 +31,8 @@ _FIELD_NAMES = (
 )
 _BLOCK = 8 << 20
 MOST_WORST = 200
+MOST_TEXT = 400
+"""Characters of a prompt or answer beside others."""
 
 
 @dataclass(slots=True)
@@ -227,6 +229,62 @@ class RowTable:
         table = self.arrays()
         found = np.flatnonzero((table["prompt"] == checksum) & ~table["hidden"])
         return [self.summary(int(i), 60) for i in found[:most]]
+
+    def spread(self, kind: str, most: int) -> list[dict[str, Any]]:
+        """Rows of a kind: half of `most` are those with the largest KL, the others lie over all steps."""
+        table = self.arrays()
+        mine = np.flatnonzero((table["words"][:, 0] == self._codes.get(kind, -1)) & ~table["hidden"])
+        kl = np.nan_to_num(table["numbers"][mine, NUMBERS.index("kl")], nan=-np.inf)
+        worst = mine[np.argsort(-kl, kind="stable")[: most // 2]]
+        others = np.setdiff1d(mine, worst)
+        others = others[np.argsort(table["numbers"][others, 0], kind="stable")]
+        picked = others[
+            np.unique(np.linspace(0, len(others) - 1, min(len(others), most - len(worst))).astype(int))
+        ]
+        chosen = np.concatenate([worst, picked]).astype(int)
+        return [self.summary(int(i), MOST_TEXT) | {"prompt_sum": int(table["prompt"][i])} for i in chosen]
+
+    def answers(self, each: int) -> list[dict[str, Any]]:
+        """Held-out answers to a few prompts of each source: the student's first and last, and the teacher's."""
+        chunk = self.chunks.get(("held-out", 0))
+        if chunk is None or not chunk.keys:
+            return []
+        numbers, words, prompts = chunk.columns()
+        steps, own = numbers[:, 0], words[:, WORDS.index("teacher")] == 0
+        if not own.any():
+            return []
+        first, last = steps[own].min(), steps[own].max()
+        shown: dict[int, int] = {}
+        found = []
+        for row in np.flatnonzero(own & (steps == last)).tolist():
+            source = int(words[row, WORDS.index("source")])
+            if shown.setdefault(source, 0) >= each:
+                continue
+            shown[source] += 1
+            same = np.flatnonzero(prompts == chunk.prompts[row])
+            twins = [i for i in same.tolist() if chunk.keys[i] == chunk.keys[row]]
+            before = next((i for i in twins if own[i] and steps[i] == first < last), None)
+            teacher = next((i for i in twins if not own[i]), None)
+            line = self.line(chunk, row)
+            found.append(
+                {
+                    "source": list(self._codes)[source],
+                    "prompt": str(line.get("prompt", ""))[-MOST_TEXT:],
+                    "answer": line.get("answer"),
+                    "before": self._answer(chunk, before),
+                    "after": self._answer(chunk, row) if last > 0 else None,
+                    "teacher": self._answer(chunk, teacher),
+                }
+            )
+            if last == 0:
+                found[-1]["before"] = self._answer(chunk, row)
+        return found
+
+    def _answer(self, chunk: Chunk, row: int | None) -> dict[str, Any] | None:
+        if row is None:
+            return None
+        line = self.line(chunk, row)
+        return {"text": str(line.get("text", ""))[:MOST_TEXT], "reward": line.get("reward") or 0}
 
     def worst(self, step: int | None) -> list[tuple[str, str, int, list[Any]]]:
         """(row id, key, step, token) of the tokens with the largest gaps, of one step or of all."""

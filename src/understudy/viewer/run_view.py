@@ -6,6 +6,7 @@ import shlex
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,17 @@ import numpy as np
 import psutil
 
 from understudy.dataplane import kept_rows
-from understudy.dataplane.token_measures import MEASURES, measures, worst_tokens
 from understudy.errors import UnderstudyError
 from understudy.observability.advisories.gather import advisories_of
 from understudy.observability.advisories.history import History
 from understudy.observability.report import accuracy_table, note_of
 from understudy.observability.rundir import RunDir, read_json
-from understudy.viewer.journal_rows import JournalRows
+from understudy.viewer.journal_rows import JournalRows, first_written, journal_line
 from understudy.viewer.lines import GrowingFile, record
 from understudy.viewer.rows import Chunk, RowTable
 from understudy.viewer.spans import SpanIndex
 from understudy.viewer.token_text import TokenText, find_tokenizer
+from understudy.viewer.token_view import candidates, token_view
 
 FRESH_SECONDS = 15.0
 """A live run writes waits.json every 2 s; one that was not written for this long is not live."""
@@ -32,8 +33,8 @@ _PIECE = 4 << 20
 """Bytes of a file read before requests get their turn."""
 _FILES_AT_ONCE = 8
 _JOURNAL_ROWS = 5000
-MOST_TOKENS = 4096
-"""Tokens of one answer; the page asks for more by range."""
+_ANSWERS = 3
+"""Held-out prompts of each source whose answers are shown side by side."""
 
 
 class NotFound(UnderstudyError):
@@ -43,7 +44,8 @@ class NotFound(UnderstudyError):
 class RunView:
     """Thread-safe: one lock; `look` is called by the server's thread, all else by requests."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, journal: bool = True) -> None:
+        """`journal` False: without rows in flight."""
         self.run = run
         self._lock = threading.RLock()
         self._metrics = GrowingFile(run.metrics)
@@ -55,7 +57,7 @@ class RunView:
         self._files: dict[Path, tuple[int, int]] = {}
         """Dumps and kept rows that were read: (size, time of change)."""
         self._samples = GrowingFile(run.samples)
-        self._journal = JournalRows(run.dataplane)
+        self._reads_journal, self._journal = journal, JournalRows(run.dataplane)
         self._journal_state: tuple[float, int] = (0.0, 0)
         self._text: TokenText | None = None
         self.complete = False
@@ -107,6 +109,10 @@ class RunView:
     def summary(self) -> dict[str, Any]:
         with self._lock:
             steps, complete, rows = self._history.steps, self.complete, len(self._rows)
+            seconds = sum(self._history.get("time/step").values)
+        state = self.state()
+        facts = {"objective": state.get("objective"), "training time, s": round(seconds)}
+        facts |= {"rows trained": state.get("rows_trained"), "rows dead-lettered": state.get("dead_letters")}
         recipe, path = self.recipe(), shlex.quote(str(self.run.path))
         status = self.status()
         commands = {
@@ -119,13 +125,14 @@ class RunView:
             "name": self.run.path.resolve().name,
             "path": str(self.run.path),
             "status": status,
-            "detail": str(self.state().get("detail") or ""),
+            "detail": str(state.get("detail") or ""),
             "steps": steps,
             "of_steps": (recipe.get("trainer") or {}).get("steps"),
             "rows": rows,
             "complete": complete,
             "note": note_of(self.run),
             "commands": commands,
+            "facts": {name: value for name, value in facts.items() if value not in (None, "")},
         }
 
     # Reading on
@@ -139,7 +146,8 @@ class RunView:
         more = self._look_row_files() or more
         with self._lock:
             more = self._spans.look(_PIECE) or more
-        self._look_journal()
+        if self._reads_journal:
+            self._look_journal()
         self.complete = self.complete or not more
         return more
 
@@ -215,9 +223,9 @@ class RunView:
         chunk = Chunk("journal", 0, None)
         try:
             for number, key, tags, columns in self._journal.rows(self.status() == "running", 0):
-                first, tokens = _first_written(columns), np.asarray(columns["tokens"]).tolist()
+                first, tokens = first_written(columns), np.asarray(columns["tokens"]).tolist()
                 chunk.text.append((text.text(tokens[:first]), text.text(tokens[first:])))
-                line = {**_journal_line(key, tags, columns), "prompt": chunk.text[-1][0]}
+                line = {**journal_line(key, tags, columns), "prompt": chunk.text[-1][0]}
                 self._rows.add(chunk, line, (number, 0))
                 if len(chunk.keys) >= _JOURNAL_ROWS:
                     break
@@ -244,7 +252,7 @@ class RunView:
 
     def held_out(self) -> dict[str, Any]:
         with self._lock:
-            return {"table": accuracy_table(self._lines), "lines": self._lines[-50:]}
+            return {"table": accuracy_table(self._lines), "answers": self._rows.answers(_ANSWERS)}
 
     def advisories(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -287,7 +295,7 @@ class RunView:
             told["prompt"], told["completion"] = self._rows.text(chunk, row)
             told["prompt_sum"] = chunk.prompts[row]
         columns = self.columns(wanted)
-        return told | ({} if columns is None else self._token_view(columns, first))
+        return told | ({} if columns is None else token_view(columns, self.text(), first))
 
     def columns(self, wanted: str) -> dict[str, Any] | None:
         """The token columns of a row; None for text alone."""
@@ -303,62 +311,10 @@ class RunView:
             return self._journal.one(self.status() == "running", chunk.places[row][0])
         return None
 
-    def _token_view(self, columns: dict[str, Any], first: int) -> dict[str, Any]:
-        tokens, mask = np.asarray(columns["tokens"]).tolist(), np.asarray(columns["loss_mask"], bool)
-        last = min(first + MOST_TOKENS, len(tokens))
-        found = measures(columns)
-        written = np.cumsum(mask) - 1
-        before = int(mask[:first].sum())
-        inside = slice(before, before + int(mask[first:last].sum()))
-        pieces = self.text().pieces(tokens[max(0, first - 8) : last])[min(first, 8) :]
-        return {
-            "first": first,
-            "length": len(tokens),
-            "tokens": tokens[first:last],
-            "pieces": pieces,
-            "written": np.where(mask, written, -1)[first:last].tolist(),
-            "measures": {name: _listed(values[inside]) for name, values in found.items()},
-            "bounds": {name: _bounds(values) for name, values in found.items()},
-            "described": MEASURES,
-            "has_candidates": columns.get("teacher_ids") is not None,
-            "has_tokenizer": self.text().found,
-            "facts": {
-                name: columns[name] for name in ("turns", "stop_reason", "reward", "teacher", "replica", "metrics")
-                if name in columns and not isinstance(columns[name], np.ndarray)
-            },
-        }  # fmt: skip
-
     def candidates(self, wanted: str, first: int, last: int) -> list[dict[str, Any]]:
-        """What teacher and student would have written at written tokens `first` to `last`: id, text and
-        probabilities, the likeliest first."""
+        """What teacher and student would have written at written tokens `first` to `last`."""
         columns = self.columns(wanted)
-        if columns is None or columns.get("teacher_ids") is None:
-            return []
-        text, found = self.text(), []
-        ids, teacher = np.asarray(columns["teacher_ids"]), np.asarray(columns["teacher_topk_logprobs"])
-        student = columns.get("student_topk_logprobs")
-        own_ids, own = columns.get("student_ids"), columns.get("student_logprobs")
-        tail = measures(columns)["tail"]
-        for place in range(max(0, first), min(last, len(ids))):
-            order = np.argsort(-teacher[place], kind="stable")
-            entries = [
-                {
-                    "id": int(ids[place][i]),
-                    "text": text.one(int(ids[place][i])),
-                    "p": float(np.exp(teacher[place][i])),
-                    "q": None if student is None else float(np.exp(student[place][i])),
-                }
-                for i in order
-            ]
-            mine = (
-                [] if own_ids is None or own is None
-                else [
-                    {"id": int(i), "text": text.one(int(i)), "q": float(np.exp(q))}
-                    for i, q in zip(own_ids[place], own[place], strict=True)
-                ]
-            )  # fmt: skip
-            found.append({"place": place, "teacher": entries, "student": mine, "tail": float(tail[place])})
-        return found
+        return [] if columns is None else candidates(columns, self.text(), first, last)
 
     def worst(self, step: int | None) -> list[dict[str, Any]]:
         """The tokens on which teacher and student disagree most, grouped by what the teacher wanted."""
@@ -373,43 +329,18 @@ class RunView:
             group["tokens"].append(told)
         return sorted(groups.values(), key=lambda group: -sum(one["gap"] for one in group["tokens"]))
 
+    def spread(self, kind: str, most: int) -> list[dict[str, Any]]:
+        """At most `most` rows of a kind: half of them those with the largest KL, the others over all steps."""
+        with self._lock:
+            return self._rows.spread(kind, most)
+
+    def lives(self, keys: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        with self._lock:
+            return self._spans.of_keys(keys)
+
     def same_prompt(self, checksum: int) -> list[dict[str, Any]]:
         with self._lock:
             return self._rows.same_prompt(checksum)
-
-
-def _journal_line(key: str, tags: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
-    mask = np.asarray(columns["loss_mask"], bool)
-    versions = np.asarray(columns["weight_versions"])[mask]
-    gap = measures(columns).get("gap")
-    return {
-        "key": key,
-        "step": int(tags.get("step") or 0),
-        "source": tags.get("data_source"),
-        "teacher": columns.get("teacher"),
-        "reward": columns.get("reward"),
-        "tokens": int(mask.sum()),
-        "kl": None if gap is None or not len(gap) else float(gap.mean()),
-        "turns": columns.get("turns"),
-        "stop_reason": columns.get("stop_reason"),
-        "oldest": int(versions.min()) if len(versions) else None,
-        "newest": int(versions.max()) if len(versions) else None,
-        "worst": worst_tokens(columns),
-    }
-
-
-def _first_written(columns: dict[str, Any]) -> int:
-    mask = np.asarray(columns["loss_mask"], bool)
-    return int(mask.argmax()) if mask.any() else len(mask)
-
-
-def _listed(values: np.ndarray) -> list[float | None]:
-    return [None if not np.isfinite(value) else round(float(value), 5) for value in values]
-
-
-def _bounds(values: np.ndarray) -> list[float]:
-    known = values[np.isfinite(values)]
-    return [float(known.min()), float(known.max())] if len(known) else [0.0, 0.0]
 
 
 def _thinned(steps: Any, values: Any, points: int) -> list[list[float]]:

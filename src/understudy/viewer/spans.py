@@ -6,7 +6,9 @@ at zero again; launches are laid end to end.
 
 from __future__ import annotations
 
+import re
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,27 +99,30 @@ class SpanIndex:
         found = line_at(self._file.path, self._offset[index], self._length[index]) or {}
         return {key: value for key, value in found.items() if key not in ("name", "start", "end")}
 
-    def of_key(self, key: str, most: int = 64) -> list[dict[str, Any]]:
-        """The spans of one row. Searches the file's bytes, so it costs a read of the whole file at worst."""
-        wanted = f'"key":"{key}"'.encode()
-        found: list[dict[str, Any]] = []
+    def of_key(self, key: str) -> list[dict[str, Any]]:
+        return self.of_keys([key])[key]
+
+    def of_keys(self, keys: Sequence[str], most: int = 64) -> dict[str, list[dict[str, Any]]]:
+        """The spans of some rows. Searches the file's bytes, so it costs a read of the whole file."""
+        found: dict[str, list[dict[str, Any]]] = {key: [] for key in keys}
+        wanted = re.compile(b'"key":"(' + b"|".join(re.escape(key.encode()) for key in keys) + b')"')
         offsets = np.frombuffer(self._offset, np.int64)
         names = {number: word for word, number in self._names.items()}
         try:
             handle = self._file.path.open("rb")
         except OSError:
-            return []
+            return found
+        keep = max((len(key.encode()) for key in keys), default=0) + len('"key":""') - 1
         with handle:
             base, carried = 0, b""
             while piece := handle.read(4 << 20):
-                block, at = carried + piece, 0
-                while (hit := block.find(wanted, at)) >= 0 and len(found) < most:
-                    i = int(np.searchsorted(offsets, base + hit, "right")) - 1
-                    if i >= 0:
+                block = carried + piece
+                for hit in wanted.finditer(block):
+                    i = int(np.searchsorted(offsets, base + hit.start(), "right")) - 1
+                    mine = found[hit[1].decode()]
+                    if i >= 0 and len(mine) < most:
                         span = {"name": names[self._name[i]], "start": self._start[i], "end": self._end[i]}
-                        found.append({**span, "about": self.about(i)})
-                    at = hit + len(wanted)
-                keep = len(wanted)
-                base += len(block) - keep
+                        mine.append({**span, "about": self.about(i)})
                 carried = block[-keep:]
+                base += len(block) - len(carried)
         return found

@@ -45,12 +45,12 @@ def test_a_run_leaves_what_it_promises(
         "spans.jsonl",
         "samples.jsonl",
         "report.html",
-        "curves.png",
         "logs/trainer.log",
     ):
         assert (finished.dir / name).exists(), name
     page = (finished.dir / "report.html").read_text()
-    assert "Held-out accuracy" in page and "understudy export" in page and "<script" not in page
+    assert '"val/accuracy"' in page and "understudy export" in page and '"student_topk_logprobs"' not in page
+    assert '"kind":"kept"' in page and '"kind":"held-out"' in page
     assert json.loads((finished.dir / "state.json").read_text())["status"] == "finished"
     assert "token-of-the-test-session" not in "".join(
         path.read_text(errors="replace") for path in finished.dir.rglob("*") if path.is_file()

@@ -1,20 +1,15 @@
 // The page: which view is shown, which runs, and when to ask again.
-import { ask, fill, h, say } from "./dom.js";
+import { answerWith, ask, fill, h, say } from "./dom.js";
+import { COLOURS, state } from "./state.js";
+import { frozenAnswers } from "./frozen.js";
 import { overview } from "./overview.js";
 import { rollouts } from "./rollouts.js";
 import { tokens } from "./tokens.js";
 import { disagreements } from "./disagreements.js";
 import { timeline } from "./timeline.js";
 
-// Okabe and Ito's colours, which differ for every kind of colour vision.
-export const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 const VIEWS = { overview, rollouts, disagreements, timeline, row: tokens };
 const TABS = [["overview", "Overview"], ["rollouts", "Rollouts"], ["disagreements", "Disagreements"], ["timeline", "Timeline"]];
-const state = { runs: [], off: new Set(), view: null, refresh: null };
-
-export function shownRuns() {
-  return state.runs.map((run, index) => ({ ...run, index, colour: COLOURS[index % COLOURS.length] })).filter((run) => !state.off.has(run.index));
-}
 
 function place() {
   const [view, query] = location.hash.replace(/^#\/?/, "").split("?");
@@ -79,7 +74,9 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
+const frozen = document.getElementById("frozen");  // a report: its answers are in the page
+if (frozen) answerWith(frozenAnswers(JSON.parse(frozen.textContent)));
 window.addEventListener("hashchange", show);
 state.runs = await ask("runs");
 await show();
-setTimeout(tick, 300);
+if (!frozen) setTimeout(tick, 300);

@@ -1,6 +1,6 @@
 // Where teacher and student disagree most, of a step or of the run, grouped by what the teacher wanted instead.
 import { add, ask, fill, h, href, number, quoted } from "./dom.js";
-import { shownRuns } from "./app.js";
+import { shownRuns } from "./state.js";
 
 export async function disagreements(box, query) {
   const list = h("div", {});

@@ -1,7 +1,7 @@
 // Overview: advisories, curves of all shown runs, held-out accuracy, commands, differences of the recipes.
-import { add, ask, copyButton, fill, h, percent, quoted, table } from "./dom.js";
+import { add, ask, copyButton, fill, h, number, percent, quoted, table } from "./dom.js";
 import { Chart, redrawAll, settings } from "./charts.js";
-import { COLOURS, shownRuns } from "./app.js";
+import { COLOURS, shownRuns } from "./state.js";
 
 // Title → metrics: a name, or a pattern with * for one part of it. A dash sets a series apart beside its colour.
 const CHARTS = [
@@ -62,6 +62,19 @@ function heldOut(runs, tables) {
   return table([...(runs.length > 1 ? ["run"] : []), "data source", "student before", "student now", "teacher", "now / teacher"], rows, "Held-out accuracy");
 }
 
+function answersTable(runs, tables) {
+  const judged = (one) => one && h("span", { class: one.reward > 0 ? "right" : "wrong" }, one.reward > 0 ? "✓ " : "✗ ", h("code", {}, quoted(one.text)));
+  const rows = runs.flatMap((run, place) => tables[place].answers.map((one) => [...(runs.length > 1 ? [run.name] : []),
+    quoted(one.source), h("code", {}, quoted(one.prompt)), judged(one.before), judged(one.after), judged(one.teacher), one.answer !== null && h("code", {}, quoted(one.answer))]));
+  if (!rows.length) return null;
+  return table([...(runs.length > 1 ? ["run"] : []), "data source", "prompt", "before", "now", "teacher", "right answer"], rows, "Held-out answers before and now");
+}
+
+function runFacts(runs) {
+  return runs.map((run) => h("dl", { class: "facts" }, Object.entries(run.facts).map(([name, value]) =>
+    h("div", {}, h("dt", {}, runs.length > 1 ? `${run.name}: ${name}` : name), h("dd", {}, typeof value === "number" ? number(value) : quoted(value))))));
+}
+
 function commands(runs) {
   return runs.map((run) => h("div", { class: "commands" }, runs.length > 1 && h("h3", {}, h("bdi", {}, run.name)),
     Object.entries(run.commands).map(([what, command]) => h("p", {}, h("span", { class: "quiet" }, `${what}: `), h("code", {}, command), " ", copyButton(command)))));
@@ -94,7 +107,7 @@ export async function overview(box) {
     const answers = await Promise.all(runs.map((run, place) => (wanted[place].length ? ask("curves", { run: run.index, key: [...new Set(wanted[place])], points: 600 }) : {})));
     charts.forEach((chart) => chart.set(curvesOf(runs, answers, chart.metrics)));
     fill(advice, advisoryList(runs, advisories));
-    fill(tableBox, heldOut(runs, tables));
+    fill(tableBox, heldOut(runs, tables), answersTable(runs, tables), runFacts(runs));
     fill(commandBox, commands(runs));
     fill(note, [...new Set(runs.map((run) => run.note).filter(Boolean))].map((text) => h("p", { class: "note" }, quoted(text))),
       runs.filter((run) => run.detail).map((run) => h("p", { class: "problem" }, quoted(run.detail))));

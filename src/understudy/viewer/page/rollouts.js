@@ -1,6 +1,6 @@
 // Rollouts: the table of rows, sorted, filtered and searched by the server.
 import { add, ask, fill, h, href, number, quoted, say, visible } from "./dom.js";
-import { shownRuns } from "./app.js";
+import { shownRuns } from "./state.js";
 
 const COLUMNS = [
   ["step", "step"], ["source", "source"], ["teacher", "teacher"], ["reward", "reward"], ["advantage", "advantage"], ["tokens", "length"],

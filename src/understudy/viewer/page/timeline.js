@@ -1,6 +1,6 @@
 // Timeline: who worked when, drawn from spans; and what a live run waits for now.
 import { add, ask, fill, h, href, number, quoted, table, visible } from "./dom.js";
-import { shownRuns } from "./app.js";
+import { shownRuns } from "./state.js";
 
 const OWN = { update: "#0072b2", produce: "#999999", "wait for rows": "#bbbbbb", publish: "#d55e00", evaluate: "#cc79a7", checkpoint: "#009e73", claim: "#e69f00", drain: "#f0e442" };
 const OF_ROWS = { rollout: "#56b4e9", reward: "#cc79a7", score: "#009e73" };

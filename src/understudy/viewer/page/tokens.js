@@ -1,6 +1,6 @@
 // One row: its conversation, and the token microscope: what the teacher would have written at each place.
 import { add, ask, fill, h, href, number, quoted, say, visible } from "./dom.js";
-import { shownRuns } from "./app.js";
+import { shownRuns } from "./state.js";
 
 const STEPS = 9;  // shades of the scale; style.css has one class for each
 const DIVERGING = new Set(["gap", "advantage"]);
@@ -124,7 +124,7 @@ function microscope(run, row, at) {
   if (!names.includes(chosen)) chosen = names.includes("kl") ? "kl" : names.includes("gap") ? "gap" : names[0] ?? "";
   const select = h("select", { "aria-label": "Shade tokens by", onchange: () => { chosen = select.value; paint(); say(row.described[chosen]); } },
     names.map((name) => h("option", { value: name, selected: name === chosen }, row.described[name])));
-  const more = row.first + row.tokens.length < row.length && h("a", { href: href("row", { run, id: row.id, first: row.first + row.tokens.length }) }, "the next tokens");
+  const more = row.first + row.tokens.length < row.length && (row.cut ? h("p", { class: "quiet" }, "The report holds the first tokens of this row.") : h("a", { href: href("row", { run, id: row.id, first: row.first + row.tokens.length }) }, "the next tokens"));
   paint();
   if (spans.length) spans[0].tabIndex = 0;
   const element = h("div", { class: "scope" }, h("div", {}, h("div", { class: "controls" }, h("label", {}, "shade by ", select), legend), text, more),
