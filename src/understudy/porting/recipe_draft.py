@@ -76,6 +76,22 @@ class Draft:
         self.sources[ours] = f"{self.project}: {what}"
         self.tell(what, Verdict.THEIR_DEFAULT, f"{ours} = {_shown(value)}", value)
 
+    def vllm(self, replicas: int, gpus_each: int, shared: bool) -> None:
+        """Notes on servers that the run starts; `shared`: they sit on the GPUs that train, on one machine."""
+        self.notes.append(
+            "vLLM has an environment of its own: set rollout.vllm_python, or UNDERSTUDY_VLLM_PYTHON, to its interpreter"
+        )
+        if not shared:
+            return
+        places = [
+            ",".join(str(unit * gpus_each + rank) for rank in range(gpus_each)) for unit in range(replicas)
+        ]
+        self.follow("rollout.devices", places, "engines share the GPUs that train")
+        self.notes.append(
+            "on shared GPUs engine and trainer both stay in memory, the engine is not put to sleep: lower "
+            "--gpu-memory-utilization if memory is short"
+        )
+
     def tell(self, key: str, verdict: Verdict, text: str, value: Any = None) -> None:
         """Records what became of their key, the first time; keys that were not given only as defaults."""
         if key in self.given or verdict is Verdict.THEIR_DEFAULT:

@@ -258,9 +258,14 @@ def _rollout(draft: Draft, gkd: bool) -> None:
         draft.not_needed("use_vllm", "rollout.engine = 'hf' writes the rollouts")
         return
     draft.put("rollout.engine", "vllm", "use_vllm")
-    if draft.get("vllm_mode", "colocate") == "colocate":
+    shared = draft.get("vllm_mode", "colocate") == "colocate"
+    if shared:
         draft.not_needed("vllm_mode", "servers that the run starts share the trainer's GPUs")
     draft.unsupported("vllm_mode", _SERVER)
+    each = draft.get("vllm_tensor_parallel_size", 1)
+    replicas = max(draft.get("num_processes", 1) // each, 1) if shared else 1
+    draft.put("rollout.replicas", replicas, "num_processes")
+    draft.vllm(replicas, each, shared)
     words = [f"--gpu-memory-utilization={draft.get('vllm_gpu_memory_utilization', 0.3)}"]
     if draft.get("vllm_tensor_parallel_size", 1) > 1:
         words.append(f"--tensor-parallel-size={draft.get('vllm_tensor_parallel_size')}")

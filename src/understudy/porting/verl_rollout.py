@@ -5,6 +5,20 @@ from __future__ import annotations
 from understudy.porting.recipe_draft import Draft, Verdict
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_VALUES = {
+    "tensor_model_parallel_size": ("--tensor-parallel-size", 2, 1),
+    "pipeline_model_parallel_size": ("--pipeline-parallel-size", 1, 1),
+    "gpu_memory_utilization": ("--gpu-memory-utilization", 0.5, None),
+    "max_num_batched_tokens": ("--max-num-batched-tokens", 8192, None),
+    "quantization": ("--quantization", None, None),
+}
+"""Key → vLLM's flag, verl's default, vLLM's default where the flag is left out."""
+_SWITCHES = {
+    "enforce_eager": ("--enforce-eager", True),
+    "enable_chunked_prefill": ("--no-enable-chunked-prefill", False),
+    "enable_prefix_caching": ("--no-enable-prefix-caching", False),
+}
+"""Key → vLLM's flag, and the value that asks for it."""
 
 
 def machines(draft: Draft) -> int:
@@ -49,50 +63,39 @@ def rollout(draft: Draft, gpus: int, fully_async: bool) -> None:
         gpus = draft.get(each, 8) * max(draft.get(nodes, 1), 1)
         for key in (each, nodes):
             draft.tell(key, Verdict.CARRIED, f"{gpus} GPUs that only write, as rollout.replicas")
-    _engine(draft, gpus)
+    _engine(draft, gpus, shared=not fully_async and draft.get("trainer.nnodes", 1) == 1)
     _agent(draft)
 
 
-def _engine(draft: Draft, gpus: int) -> None:
+def _engine(draft: Draft, gpus: int, shared: bool) -> None:
     name = draft.get(f"{_ROLLOUT}.name", "vllm")
     if name != "vllm":
         draft.unsupported(f"{_ROLLOUT}.name", "SGLang runs as servers that you start: rollout.engine = 'sglang' and rollout.urls; "
                           "until then rollout.engine = 'hf' writes the rollouts")  # fmt: skip
         return
     draft.put("rollout.engine", "vllm", f"{_ROLLOUT}.name")
-    shards = {key: draft.get(f"{_ROLLOUT}.{key}", default) for key, default in
-              (("tensor_model_parallel_size", 2), ("data_parallel_size", 1), ("pipeline_model_parallel_size", 1))}  # fmt: skip
-    each = shards["tensor_model_parallel_size"] * shards["pipeline_model_parallel_size"]
-    draft.put("rollout.replicas", max(gpus // each, 1), "trainer.n_gpus_per_node")
-    flags = {
-        "tensor_model_parallel_size": ("--tensor-parallel-size", 2),
-        "pipeline_model_parallel_size": ("--pipeline-parallel-size", 1),
-        "gpu_memory_utilization": ("--gpu-memory-utilization", 0.5),
-        "max_num_batched_tokens": ("--max-num-batched-tokens", 8192),
-        "quantization": ("--quantization", None),
-    }
+    each = draft.get(f"{_ROLLOUT}.tensor_model_parallel_size", 2)
+    each *= draft.get(f"{_ROLLOUT}.pipeline_model_parallel_size", 1)
+    replicas = max(gpus // each, 1)
+    draft.put("rollout.replicas", replicas, "trainer.n_gpus_per_node")
+    draft.vllm(replicas, each, shared)
     words, theirs = [], []
-    for key, (flag, default) in flags.items():
+    for key, (flag, default, usual) in _VALUES.items():
         value = draft.get(f"{_ROLLOUT}.{key}", default)
-        if value is not None and not (key.endswith("parallel_size") and value == 1):
+        if value != usual:
             words.append(f"{flag}={value}")
             theirs.append(f"{_ROLLOUT}.{key}")
-        draft.not_needed(
-            f"{_ROLLOUT}.{key}", "one GPU for each server is vLLM's default"
-        ) if value == 1 else None
-    for key, flag in (("enforce_eager", "--enforce-eager"), ("enable_chunked_prefill", "--no-enable-chunked-prefill"),
-                      ("enable_prefix_caching", "--no-enable-prefix-caching")):  # fmt: skip
-        if draft.get(f"{_ROLLOUT}.{key}") is (key == "enforce_eager"):
+    for key, (flag, value) in _SWITCHES.items():
+        if draft.get(f"{_ROLLOUT}.{key}") is value:
             words.append(flag)
             theirs.append(f"{_ROLLOUT}.{key}")
-        draft.not_needed(
-            f"{_ROLLOUT}.{key}", "it is vLLM's default"
-        ) if f"{_ROLLOUT}.{key}" not in theirs else None
     own = f"{_ROLLOUT}.engine_kwargs.vllm."
     for key in [key for key in draft.given if key.startswith(own) and draft.get(key) is not None]:
         words.append(f"--{key.removeprefix(own).replace('_', '-').replace('.', '-')}={draft.given[key]}")
         theirs.append(key)
     draft.put("rollout.engine_args", words, *theirs)
+    for key in (*_VALUES, *_SWITCHES):
+        draft.not_needed(f"{_ROLLOUT}.{key}", "it is vLLM's default")
     draft.not_needed(f"{_ROLLOUT}.data_parallel_size", "rollout.replicas counts servers")
 
 

@@ -152,3 +152,11 @@ def test_without_data_the_recipe_says_what_is_missing(capsys: pytest.CaptureFixt
 def test_sources_that_are_none(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"YAML|Python"):
         read_trl(words)
+
+
+def test_a_colocated_engine_shares_the_gpus_that_train() -> None:
+    found = recipe_of("DistillationConfig", use_vllm=True, num_processes=4, vllm_tensor_parallel_size=2)
+    assert found["rollout.devices"] == ["0,1", "2,3"] and found["rollout.replicas"] == 2
+    server = draft_of("DistillationConfig", use_vllm=True, vllm_mode="server", vllm_server_host="h")
+    assert "devices" not in server.tables["rollout"]
+    assert server.entries["vllm_server_host"].verdict is Verdict.UNSUPPORTED

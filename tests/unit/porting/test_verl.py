@@ -389,3 +389,12 @@ def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
 def test_the_command_does_not_import_torch() -> None:
     code = "import sys; from understudy.cli.main import main; main(['import-verl', 'a.b=1', 'c.d=2']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_engines_share_the_gpus_that_train_unless_they_have_their_own() -> None:
+    """verl's sync trainer has engines on the trainer's GPUs, its async one does not."""
+    keys = ONE_TEACHER | {"trainer.n_gpus_per_node": 4}
+    assert recipe_of(keys)["rollout.devices"] == ["0,1", "2,3"]
+    assert "rollout.devices" not in recipe_of(keys | {"async_training.partial_rollout": True})
+    assert "rollout.devices" not in recipe_of(keys | {"trainer.nnodes": 2})
+    assert any("rollout.vllm_python" in note for note in draft_of(keys).notes)
