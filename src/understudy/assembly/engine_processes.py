@@ -13,11 +13,11 @@ from understudy.engines.hosted.engine import HostedEngine
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.replicas import Restarts
 from understudy.engines.servers.vllm import Child, HostLauncher
 from understudy.nn.pretrained import AUTO
 from understudy.planning.resolved import EngineSettings
 from understudy.serving.endpoint import Endpoint
+from understudy.serving.supervisor import Restarts
 from understudy.trainers.models import LoadedModel
 from understudy.weights.snapshots import Snapshots
 

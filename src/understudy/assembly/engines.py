@@ -29,7 +29,6 @@ from understudy.engines.base import Engine, Sampling
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.replicas import Restarts
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.gpu_handover import GpuHandover
@@ -38,6 +37,7 @@ from understudy.errors import ConfigError
 from understudy.nn.rotary_border import crossing
 from understudy.planning.preflight import endpoints_of, vllm_python
 from understudy.planning.resolved import EngineSettings
+from understudy.serving.supervisor import Restarts
 from understudy.trainers.models import LoadedModel
 from understudy.types.usable_ids import UsableIds
 from understudy.weights.publish import (

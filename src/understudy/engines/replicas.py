@@ -18,25 +18,6 @@ from dataclasses import dataclass
 from understudy.errors import EngineError
 from understudy.serving.endpoint import Endpoint
 
-
-@dataclass(frozen=True, slots=True)
-class Restarts:
-    """Limits on restarts in a row of one process.
-
-    The count starts again at 0 once the process proves useful. For an engine process: it served for
-    `steady_s`. For a vLLM server, whose start alone may take minutes: it answered a request.
-    """
-
-    most: int = 5
-    first_wait_s: float = 0.5
-    longest_wait_s: float = 30.0
-    steady_s: float = 60.0
-
-    def wait_before(self, restart: int) -> float:
-        """Seconds to wait before the `restart`-th in a row, counted from 1."""
-        return float(min(self.first_wait_s * 2 ** (restart - 1), self.longest_wait_s))
-
-
 REST_AFTER = 3
 """Failures in a row."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0

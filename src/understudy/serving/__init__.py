@@ -6,6 +6,7 @@
 | `bind` | binds an address; beyond loopback only with a token |
 | `http` | token check, refusals, clients that disconnect |
 | `server` | serves an application until SIGTERM or SIGINT |
+| `supervisor` | when a lost process is started again, and when it is given up |
 | `frames` | messages with arrays as bytes |
 | `client`, `endpoint` | the HTTP client of one server and its errors; where a server answers |
 """

@@ -31,10 +31,10 @@ from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.hosted import process as host
 from understudy.engines.hosted.engine import HostedEngine
 from understudy.engines.hosted.messages import encode_call
-from understudy.engines.replicas import Restarts
 from understudy.errors import EngineError
 from understudy.observability.owned_folder import OwnedFolder
 from understudy.serving.frames import MAGIC, PREFIX
+from understudy.serving.supervisor import Restarts
 from understudy.types.trajectory import StopReason
 
 

@@ -29,9 +29,10 @@ from understudy.engines.hosted.client import HostChannel, HostLost
 from understudy.engines.hosted.messages import AbortOrder, decode_answer, encode_call
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.replicas import Replica, Replicas, Restarts
+from understudy.engines.replicas import Replica, Replicas
 from understudy.errors import EngineError, UnderstudyError
 from understudy.serving.endpoint import Endpoint, Traffic
+from understudy.serving.supervisor import RestartCount, Restarts
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +87,8 @@ class HostedEngine:
             host.name: HostChannel(host.name, host.endpoint, self.traffic) for host in self._replicas.all
         }
         self._patience_s, self._silence_s = patience_s, silence_s
-        self._restarts = restarts or Restarts()
-        self._in_vain = {host.name: 0 for host in self._replicas.all}
-        """Restarts since the host last served for `Restarts.steady_s`."""
-        self._served_since = dict.fromkeys(self._in_vain, time.monotonic())
+        limits = restarts or Restarts()
+        self._restarts = {host.name: RestartCount(limits) for host in self._replicas.all}
         self._notify = notify or (lambda message: None)
         self._version = version
         self._changing = asyncio.Lock()
@@ -195,11 +194,11 @@ class HostedEngine:
                     ) from None
 
     def _last_problems(self) -> str:
-        return "\n".join(sorted({host.last_problem for host in self._replicas.all}))
+        return "\n".join(sorted({count.problem for count in self._restarts.values()}))
 
     def _is_given_up(self, host: Replica) -> bool:
         gone = host.resting_until != 0.0 and host.name not in self._reviving
-        return gone and self._in_vain[host.name] >= self._restarts.most
+        return gone and self._restarts[host.name].spent
 
     # --- control ----------------------------------------------------------------------------------------------
 
@@ -254,34 +253,31 @@ class HostedEngine:
         """Marks a host as gone and restarts it, unless the process behind `channel` was already replaced."""
         if self._closed or host.name in self._reviving or self._channels[host.name] is not channel:
             return
-        host.last_problem = problem
+        self._restarts[host.name].lost(problem)
         self._replicas.gone(host)
         channel.give_up(problem)
-        if time.monotonic() - self._served_since[host.name] > self._restarts.steady_s:
-            self._in_vain[host.name] = 0
         waits = "" if self._serving else "; none serves now, so the run waits until one is back"
         logger.warning("engine process lost: %s; it is started again%s", problem, waits)
         self._notify(f"engine {host.name} was lost and is started again ({problem}){waits}")
         self._reviving[host.name] = asyncio.create_task(self._revive(host))
 
     async def _revive(self, host: Replica) -> None:
-        limits = self._restarts
+        count = self._restarts[host.name]
         try:
-            while self._in_vain[host.name] < limits.most:
-                self._in_vain[host.name] += 1
-                wait = limits.wait_before(self._in_vain[host.name])
+            while not count.spent:
+                wait = count.restart()
                 try:
                     await self._bring_back(host)
                     return
                 except (UnderstudyError, OSError) as error:
-                    host.last_problem = f"{host.name} could not be started again: {error}"
-                    logger.warning("%s", host.last_problem)
-                if self._in_vain[host.name] < limits.most:
+                    count.failed(f"{host.name} could not be started again: {error}")
+                    logger.warning("%s", count.problem)
+                if not count.spent:
                     await asyncio.sleep(wait)
         finally:
             del self._reviving[host.name]
-        logger.error("engine %s is given up after %d restarts", host.name, limits.most)
-        self._notify(f"engine {host.name} is given up after {limits.most} restarts: {host.last_problem}")
+        logger.error("engine %s is given up after %d restarts", host.name, count.in_vain)
+        self._notify(f"engine {host.name} is given up after {count.in_vain} restarts: {count.problem}")
         async with self._news:
             self._news.notify_all()
 
@@ -296,7 +292,7 @@ class HostedEngine:
             if self._paused:
                 await fresh.order("/v1/pause")
             self._replicas.back(host)
-        self._served_since[host.name] = time.monotonic()
+        self._restarts[host.name].serves()
         logger.warning("engine %s is back, with weights of version %d", host.name, self._version)
         self._notify(f"engine {host.name} is back, with weights of version {self._version}")
         async with self._news:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from understudy.engines.replicas import Replica, Restarts
+from understudy.engines.replicas import Replica
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import EngineError, UnderstudyError
 from understudy.serving.endpoint import Endpoint
+from understudy.serving.supervisor import RestartCount, Restarts
 
 logger = logging.getLogger(__name__)
 
@@ -121,21 +122,24 @@ class VLLMEngine(RemoteEngine):
         A replica that is restarted `Restarts.most` times without answering a request in between is given
         up. The error shows the end of its output.
         """
-        replica, limits, in_vain, answered = self._replica(name), self._restarts, 0, 0
+        replica, count, answered = self._replica(name), RestartCount(self._restarts), 0
         while True:
             await asyncio.sleep(_WATCH_S)
             if self._children[name].alive and not self.is_withdrawn(name):
                 continue
             self.withdraw(name)
-            in_vain, answered = (0 if replica.answers > answered else in_vain), replica.answers
+            if replica.answers > answered:
+                count.was_useful()
+                answered = replica.answers
             problem = self._servers.problem(name, self._children[name])
-            if in_vain >= limits.most:
-                self._surrender(replica, problem, in_vain)
+            if count.spent:
+                self._surrender(replica, problem, count.in_vain)
                 return
-            in_vain += 1
-            wait = limits.wait_before(in_vain)
+            wait = count.restart()
             what = "started again" if self._servers.must_start(name, self._children[name]) else "asked again"
-            self._tell(f"vLLM {name} {problem}; {what} in {wait:g} s ({in_vain} of {limits.most})")
+            self._tell(
+                f"vLLM {name} {problem}; {what} in {wait:g} s ({count.in_vain} of {count.limits.most})"
+            )
             await asyncio.sleep(wait)
             try:
                 await self._bring_back(name)

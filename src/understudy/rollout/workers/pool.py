@@ -18,7 +18,6 @@ import asyncio
 import itertools
 import logging
 import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -30,12 +29,13 @@ from understudy.rollout.agents.agent import LoopContext, LostOutput
 from understudy.rollout.workers import messages as wire
 from understudy.rollout.workers.connections import OpenLine, PipeWorker
 from understudy.rollout.workers.sessions import Channel, Session, Traffic, WorkerDied
+from understudy.serving.supervisor import RestartCount, Restarts
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_FIRST_PAUSE_SECONDS = 1.0
 _TRIES = 3
 """Attempts per session; a prompt that crashes its worker each time fails with `WorkersLost`."""
 
@@ -125,12 +125,9 @@ class LoopWorkers:
         )
         self._channels: list[Channel | None] = [None] * count
         self._starting = [asyncio.Lock() for _ in range(count)]
-        self._left_out_until = [0.0] * count
-        self._restarts, self._notify = restarts, notify or (lambda news: None)
-        self._starts = [0] * count
-        """By worker: starts since a session was last finished there, including that process's own start."""
-        self._problems = [""] * count
-        """By worker: how it last died, or why it could not be started."""
+        self._notify = notify or (lambda news: None)
+        self._restarts = [RestartCount(Restarts(restarts, _FIRST_PAUSE_SECONDS)) for _ in range(count)]
+        """By worker: restarts since a session was last finished there."""
 
     async def start(self) -> None:
         await asyncio.gather(*(self._channel(i) for i in range(len(self._channels))))
@@ -191,19 +188,24 @@ class LoopWorkers:
 
     def _did_something(self, channel: Channel) -> None:
         if channel in self._channels:
-            self._starts[self._channels.index(channel)] = 1
+            self._restarts[self._channels.index(channel)].was_useful()
 
     def _note(self, channel: Channel, problem: str) -> None:
         if channel in self._channels:
-            self._problems[self._channels.index(channel)] = problem
+            self._restarts[self._channels.index(channel)].problem = problem
 
     def _is_given_up(self, index: int) -> bool:
         """Not while its last start is in progress: callers that wait for it may still be served."""
         return self._is_spent(index) and not self._starting[index].locked()
 
     def _is_spent(self, index: int) -> bool:
-        channel = self._channels[index]
-        return self._starts[index] > self._restarts and not (channel is not None and channel.alive)
+        channel, count = self._channels[index], self._restarts[index]
+        alive = channel is not None and channel.alive
+        return self._was_started(index) and count.spent and not alive
+
+    def _was_started(self, index: int) -> bool:
+        """Whether a start was tried."""
+        return self._channels[index] is not None or self._restarts[index].problem != ""
 
     def _living(self, life: int | None) -> Channel | None:
         return next(
@@ -214,26 +216,25 @@ class LoopWorkers:
         """The worker with the fewest sessions, started if necessary. A worker that cannot be started is
         skipped for a backoff time. If none is alive, this waits until one is, or until all are given up."""
         while True:
-            now = time.monotonic()
             left = [one for one in range(len(self._channels)) if not self._is_given_up(one)]
             if not left:
                 raise self._none_left()
-            index = min(left, key=lambda one: (self._left_out_until[one] > now, self._load(one)))
-            if self._left_out_until[index] > now:
-                await asyncio.sleep(min(self._left_out_until[one] for one in left) - now)
+            index = min(left, key=lambda one: (self._restarts[one].left_s() > 0, self._load(one)))
+            if self._restarts[index].left_s() > 0:
+                await asyncio.sleep(min(self._restarts[one].left_s() for one in left))
                 continue
             try:
                 return await self._channel(index)
             except _LeftOutError:
                 continue
             except UnderstudyError as error:
-                pause = self._left_out_until[index] - time.monotonic()
+                pause = self._restarts[index].left_s()
                 logger.warning("rollout worker %d is left out for %.0f s: %s", index, pause, error)
 
     def _none_left(self) -> ClusterError:
-        reasons = "\n".join(dict.fromkeys(self._problems))
+        reasons = "\n".join(dict.fromkeys(count.problem for count in self._restarts))
         return ClusterError(
-            f"{reasons}\nNo rollout worker is left: each was started again {self._restarts} times in a row without having finished a "
+            f"{reasons}\nNo rollout worker is left: each was started again {self._restarts[0].limits.most} times in a row without having finished a "
             "session (cluster.restarts.workers)"
         )
 
@@ -246,22 +247,19 @@ class LoopWorkers:
             channel = self._channels[index]
             if channel is not None and channel.alive:
                 return channel
-            if self._left_out_until[index] > time.monotonic() or self._is_spent(index):
+            count = self._restarts[index]
+            if count.left_s() > 0 or self._is_spent(index):
                 raise _LeftOutError
-            if self._starts[index] > 0:
-                times = f"{self._starts[index]} of {self._restarts}"
-                self._notify(
-                    f"{self._problems[index] or f'rollout worker {index} is gone'}; started again ({times})"
-                )
-            self._starts[index] += 1
+            if self._was_started(index):
+                count.restart()
+                times = f"{count.in_vain} of {count.limits.most}"
+                self._notify(f"{count.problem or f'rollout worker {index} is gone'}; started again ({times})")
             try:
                 line = await self._open_line(index)
                 fresh = Channel(line, f"rollout worker {index}", next(self._lives), self.traffic, self._ended)
                 await fresh.begin(self._setup)
             except UnderstudyError as error:
-                self._problems[index] = f"rollout worker {index} could not be started: {error}"
-                pause = _FIRST_PAUSE_SECONDS * 2 ** (self._starts[index] - 1)
-                self._left_out_until[index] = time.monotonic() + min(pause, _LONGEST_PAUSE_SECONDS)
+                count.failed(f"rollout worker {index} could not be started: {error}")
                 raise
             self._channels[index] = fresh
             return fresh

@@ -17,9 +17,9 @@ import pytest
 
 from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import GenerateRequest, Sampling
-from understudy.engines.replicas import Restarts
 from understudy.engines.servers.vllm import VLLMEngine, VLLMSettings, start_vllm
 from understudy.errors import EngineError
+from understudy.serving.supervisor import Restarts
 
 pytestmark = pytest.mark.timeout(120)
 
