@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_SECRET_NAME = re.compile(r"(token|secret|password|api_?key|credential)s?$", re.IGNORECASE)
-_URL_CREDENTIALS = re.compile(r"(\w+://)[^/\s:@]+:[^/\s@]+@")
-_URL_QUERY = re.compile(r"([?&](?:token|key|api_key|access_token|sig)=)[^&\s]+", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(token|secret|password|(api|access)[-_]?key|credential)s?$", re.IGNORECASE)
+_URL_CREDENTIALS = re.compile(r"(\w+://)[^/\s@]+@")
+_URL_QUERY = re.compile(r"([?&](?:\w*token|key|api[-_]?key|auth|password|sig)=)[^&\s]+", re.IGNORECASE)
 _BEARER = re.compile(r"(Bearer\s+)\S+", re.IGNORECASE)
 HIDDEN = "<redacted>"
 

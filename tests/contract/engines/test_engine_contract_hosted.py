@@ -118,7 +118,15 @@ def test_whatever_it_is_sent_it_stays_up(composed: Opened) -> None:
         for frame in bad:
             reply = await http.post("/v1/generate", content=frame)
             assert reply.status_code == 400 and reply.json()["error"]["message"], frame
-        for order in (b"", b"[]", b'{"version": "x"}', b'{"version": 1, "file": "../../etc/passwd"}'):
+        for order in (
+            b"",
+            b"[]",
+            b'{"version": "x"}',
+            b'{"version": 1, "file": "../../etc/passwd"}',
+            b'{"version": 2147483648}',
+            b'{"version": 1000000000000000000000000000000}',
+            b'{"version": -2}',
+        ):
             assert (await http.post("/v1/weights", content=order)).status_code == 400
         missing = {"version": 1, "file": "v9.safetensors"}
         assert (await http.post("/v1/weights", json=missing)).status_code == 422

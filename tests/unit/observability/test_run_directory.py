@@ -68,6 +68,14 @@ def test_secrets_are_hidden_and_plain_words_are_not() -> None:
     assert hidden["teachers"]["t"]["urls"] == [f"http://{HIDDEN}@host/x?token={HIDDEN}&a=2"]
     assert hidden["teachers"]["t"]["token_env"] == "NAME" and hidden["tokens"] == 5
     assert redact_text("Authorization: Bearer s3cret") == f"Authorization: Bearer {HIDDEN}"
+    for url in ("https://s3cret@host/x", "http://:s3cret@host/x", "http://me:s3:cret@host/x"):
+        assert redact_text(url) == f"{url.partition('//')[0]}//{HIDDEN}@host/x"
+    assert redact_text("mailto me@host, http://host/a@b") == "mailto me@host, http://host/a@b"
+    for name in ("apikey", "api-key", "auth", "hf_token", "password"):
+        assert redact_text(f"http://host/?{name}=s3cret&a=2") == f"http://host/?{name}={HIDDEN}&a=2"
+    for name in ("api-key", "AWS_SECRET_ACCESS_KEY", "hf_token"):
+        assert redact({name: "s3cret"}) == {name: HIDDEN}
+    assert redact({"key": "math", "ray_auth": "token"}) == {"key": "math", "ray_auth": "token"}, "recipe keys"
 
 
 def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -55,7 +56,8 @@ class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):
     With neither, only the version changes.
     """
 
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+    """-1: the weights the engine was started with. Tokens carry it as an int32."""
     file: str | None = None
     stream: StreamOrder | None = None
 
