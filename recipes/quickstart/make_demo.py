@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DEMO = Path(__file__).parents[2] / "src" / "understudy" / "viewer" / "demo"
-STEPS, SPAN_STEPS, KEPT_BYTES = 80, 6, 260_000
+STEPS, SPAN_STEPS, KEPT_BYTES = 64, 6, 260_000
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
         if options.run is None:
             words = [
                 f"trainer.steps={STEPS}",
-                "trainer.eval_every=20",
+                "trainer.eval_every=16",
                 "trainer.eval_samples=60",
                 f"run.keep_rows={KEPT_BYTES}",
                 f"run.dir={run}",

@@ -278,7 +278,7 @@ class RowTable:
             )
             if last == 0:
                 found[-1]["before"] = self._answer(chunk, row)
-        return found
+        return sorted(found, key=lambda one: str(one["source"]))
 
     def _answer(self, chunk: Chunk, row: int | None) -> dict[str, Any] | None:
         if row is None:

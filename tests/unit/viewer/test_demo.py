@@ -26,7 +26,7 @@ def test_it_is_small_and_names_no_path_of_a_machine() -> None:
 
 def test_it_has_everything_the_page_shows(view: RunView) -> None:
     summary = view.summary()
-    assert summary["status"] in ("finished", "killed") and summary["steps"] > 50
+    assert summary["status"] == "finished" and summary["steps"] == summary["of_steps"] > 50
     assert view.held_out()["table"] and view.worst(None) and view.timeline(None, None)["spans"]
     asked = {
         "words": {"kind": "kept"},
@@ -43,7 +43,8 @@ def test_it_has_everything_the_page_shows(view: RunView) -> None:
         and row["has_candidates"]
         and "".join(row["pieces"]) == row["prompt"] + row["completion"]
     )
-    assert view.candidates(row["id"], 0, 1)[0]["teacher"]
+    assert view.candidates(row["id"], 0, 1)[0]["teacher"] and row["facts"]["replica"]
+    assert {"kl", "entropy", "ratio", "loss", "weight"} <= row["measures"].keys()
 
 
 def test_a_healthy_recorded_run_gets_no_warning(view: RunView) -> None:
