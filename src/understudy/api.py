@@ -130,12 +130,14 @@ def distill(
     data: Rows,
     eval_data: Rows | None = None,
     reward: Reward | None = None,
+    teacher_prompt: str | Sequence[Mapping[str, str]] | None = None,
     progress: bool = True,
     **overrides: Any,
 ) -> Run:
     """Distil `teacher` into `student` on the student's own rollouts.
 
-    `teacher` is one model, or `{data_source: model}`. Rows given as objects are kept in the run directory, a
+    `teacher` is one model, or `{data_source: model}`. `teacher_prompt` is a Jinja template over a row's
+    columns (or messages of templates) that every teacher reads in place of the student's prompt. Rows given as objects are kept in the run directory, a
     reward function by its name. Any other recipe key goes in as `section__key=value`, for example
     `trainer__steps=200, loss__topk=32`.
     """
@@ -144,6 +146,9 @@ def distill(
         "teachers": _teachers(teacher),
         "data": {"train": data},
     }
+    if teacher_prompt is not None:
+        for one in table["teachers"].values():
+            one["prompt"] = teacher_prompt if isinstance(teacher_prompt, str) else list(teacher_prompt)
     if eval_data is not None:
         table["data"]["eval"] = eval_data
     if reward is not None:

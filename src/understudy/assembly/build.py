@@ -17,7 +17,12 @@ from understudy.assembly.cpu_threads import collecting_seldom, products_of_lanes
 from understudy.assembly.critic import ComingCritic, critic_of, reference_of
 from understudy.assembly.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.assembly.learner import load_source, objective_of, policy_settings
-from understudy.assembly.prompt_facts import LongestPrompt, mixed_teachers
+from understudy.assembly.prompt_facts import (
+    LongestPrompt,
+    longest_own_prompt,
+    mixed_teachers,
+    teacher_prompts_of,
+)
 from understudy.assembly.ranks import start_ranks
 from understudy.assembly.teacher_admin import open_for_requests
 from understudy.assembly.teachers import (
@@ -45,6 +50,7 @@ from understudy.observability.spans import Spans
 from understudy.planning.resolved import EngineSettings, Resolved, resolve
 from understudy.planning.seating import rollout_devices
 from understudy.planning.shared_gpu import advice
+from understudy.planning.teacher_checks import judges
 from understudy.planning.this_machine import seat_here
 from understudy.policy.checkpoints.background import BackgroundSaver
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
@@ -56,6 +62,7 @@ from understudy.rollout.dataset import Dataset
 from understudy.rollout.loading import look_in
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
+from understudy.rollout.teacher_prompts import TeacherPrompts
 from understudy.rollout.timing import BatchTimings
 from understudy.rollout.workers.pool import LoopWorkers
 from understudy.teacher.scoring.model import vocabulary_of
@@ -125,11 +132,12 @@ async def build(
         )
         prompts = rows.train
         remote_scoring = RemoteScoring() if settings.rows.workers_write else None
+        own_prompts = teacher_prompts_of(recipe.teachers, recipe.rollout, student.tokenizer, usable, stack)
         teachers = await start_teachers(
             settings.teachers,
             processes,
             seating,
-            _student_facts(settings, recipe.data, student, prompts, usable),
+            _student_facts(settings, recipe, student, prompts, own_prompts, usable),
             view,
             secrets.token_urlsafe(24),
             remote_scoring,
@@ -229,6 +237,7 @@ async def build(
                 pools,
                 router_of(settings.teachers, pools),
                 teacher_queues(pools, deterministic),
+                own_prompts,
                 manifests_of(pools),
             ),
             eval_prompts=eval_prompts(rows.eval, recipe.trainer.eval_samples)
@@ -349,8 +358,21 @@ def _renderer(settings: EngineSettings, data: DataConfig, student: LoadedModel) 
 
 
 def _student_facts(
-    settings: Resolved, data: DataConfig, student: LoadedModel, prompts: Dataset, usable: UsableIds | None
+    settings: Resolved,
+    recipe: Recipe,
+    student: LoadedModel,
+    prompts: Dataset,
+    own_prompts: TeacherPrompts,
+    usable: UsableIds | None,
 ) -> StudentFacts:
+    data = recipe.data
+    external = {
+        name: partial(
+            asyncio.to_thread, longest_own_prompt, own_prompts, name, prompts, partial(judges, recipe, name)
+        )
+        for name, one in recipe.teachers.items()
+        if one.reads_own_prompt and one.placement == "external"
+    }
     return StudentFacts(
         vocabulary_of(settings.student.model, settings.student.revision),
         student.model.get_output_embeddings().weight.shape[0],
@@ -359,6 +381,7 @@ def _student_facts(
         context_of(settings.engine, student),
         LongestPrompt(_renderer(settings.engine, data, student), prompts),
         mixed_teachers(prompts, data.mixture_key),
+        external,
     )
 
 

@@ -1,16 +1,25 @@
-"""Facts about a run's prompts that its teachers must fit: the longest one, and the mixtures they name."""
+"""What a run's prompts ask of its teachers: the longest one, mixtures, prompts that teachers read themselves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
 
+from transformers import PreTrainedTokenizerBase
+
+from understudy.config import RolloutConfig, TeacherConfig
 from understudy.errors import DataError
-from understudy.rollout.dataset import Dataset
+from understudy.planning.teacher_checks import own_prompts
+from understudy.rollout.agents.registry import LoopChoice
+from understudy.rollout.dataset import Dataset, Row
 from understudy.rollout.render import Renderer
+from understudy.rollout.teacher_prompts import TeacherPrompts
+from understudy.types.usable_ids import UsableIds
 
 _AT_A_TIME = 256
 """Prompts rendered in one batch, which halves the work."""
+_NO_LIMIT = 1 << 30
 
 
 class LongestPrompt:
@@ -52,3 +61,33 @@ def mixed_teachers(dataset: Dataset, column: str) -> set[str]:
         if isinstance(weights, Mapping):
             named |= {str(name) for name, weight in weights.items() if weight}
     return named
+
+
+def teacher_prompts_of(
+    teachers: Mapping[str, TeacherConfig],
+    rollout: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    usable: UsableIds | None,
+    stack: AsyncExitStack,
+) -> TeacherPrompts:
+    """The prompts that teachers read instead of the student's; `stack` closes what their tools opened."""
+    own = own_prompts(teachers)
+    renderer = Renderer(tokenizer, context=_NO_LIMIT, reserve=0, template_options=rollout.template_options)
+    if not own:
+        return TeacherPrompts(own, renderer, lambda prompt: None, usable)
+    loops = LoopChoice(rollout.agent, rollout.agent_options)
+    stack.push_async_callback(loops.close)
+    return TeacherPrompts(own, renderer, loops.schemas, usable)
+
+
+def longest_own_prompt(
+    prompts: TeacherPrompts, teacher: str, dataset: Dataset, judged: Callable[[Row], bool]
+) -> int:
+    """Tokens of the longest prompt that a teacher reads itself, among the rows that it scores."""
+    longest = 0
+    for ordinal, row in enumerate(dataset.rows):
+        if judged(row):
+            with suppress(DataError):  # becomes a dead letter when its turn comes
+                ids = prompts.ids(teacher, dataset.prompt(ordinal, key=f"row {ordinal}", epoch=0))
+                longest = max(longest, 0 if ids is None else len(ids))
+    return longest

@@ -85,6 +85,9 @@ class StudentFacts:
     """The tokens of the longest prompt. Called only if a teacher may not hold the longest rollout."""
     mixed: Collection[str] = ()
     """Teachers that rows name in a mixture."""
+    longest_own_prompt: Mapping[str, Callable[[], Awaitable[int]]] = field(default_factory=dict)
+    """The same as `longest_prompt` for external teachers that read prompts of their own. Those of replicas
+    that this run starts were measured by `check`, which knows their context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +237,8 @@ async def _start(teachers: Teachers, name: str, settings: TeacherSettings, stude
     signals = [signal]
     if name in student.mixed:
         signals = list(dict.fromkeys([*signals, *needed_signals(signal)]))
-    check_signals(manifest, signals, settings.k, await _length(settings.max_new_tokens, student, manifest))
+    length = await _length(name, settings, student, manifest)
+    check_signals(manifest, signals, settings.k, length)
     if settings.deterministic and manifest.batching is Batching.BY_ARRIVAL:
         logger.warning(
             "teacher %s batches by arrival: its scores, and so this run, may differ in the last bits from time to time; "
@@ -264,11 +268,15 @@ async def _start(teachers: Teachers, name: str, settings: TeacherSettings, stude
             teachers.heads[name] = _head(await client.head(), settings.temperature, student.device)
 
 
-async def _length(max_new_tokens: int, student: StudentFacts, manifest: Manifest) -> int:
-    """The length that a teacher must hold: prompt + response + 1. Prompts are measured only if its context is
-    not longer than the longest rollout."""
+async def _length(name: str, settings: TeacherSettings, student: StudentFacts, manifest: Manifest) -> int:
+    """The length that a teacher must hold: prompt + response + 1. The student's prompts are measured only if
+    the teacher's context is not longer than the longest rollout."""
+    answer = settings.max_new_tokens + 1
+    if settings.teachers[name].reads_own_prompt:
+        own = student.longest_own_prompt.get(name)
+        return answer + (await own() if own else 0)
     holds_all = manifest.limits.max_length > student.context
-    return (0 if holds_all else await student.longest_prompt()) + max_new_tokens + 1
+    return answer + (0 if holds_all else await student.longest_prompt())
 
 
 def _head(wire: WireHead, temperature: float, device: torch.device) -> TeacherHead:

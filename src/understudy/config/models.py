@@ -84,6 +84,12 @@ class TeacherConfig(Section):
     """Run the modeling code that comes with the model (`auto_map` in its config.json)."""
     attention: Attention = "auto"
     """For scoring, in processes that this run starts."""
+    prompt: str | list[dict[str, str]] | None = None
+    """A Jinja template over the row's columns: what this teacher reads in place of the student's prompt. A
+    text stands for a plain prompt, or for the last user message of a chat; a list of `{role, content}`, each
+    content a template, for the whole chat. Not set: the student's prompt."""
+    prompt_column: str | None = None
+    """The same from a column of the row: text or messages."""
     key: str | None = None
     """Value of the routing column whose rows this teacher scores; a single teacher needs no key."""
     replicas: Annotated[int, Field(ge=0)] = 1
@@ -146,6 +152,23 @@ class TeacherConfig(Section):
             raise ValueError(f"`pool` = {self.pool!r} belongs to placement = 'pool'")
         _check_code_is_pinned(self.model, self.trust_remote_code, self.revision)
         return self
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> TeacherConfig:
+        if self.prompt is not None and self.prompt_column is not None:
+            raise ValueError("`prompt` and `prompt_column` are both set; keep one")
+        if self.prompt in ("", []) or self.prompt_column == "":
+            raise ValueError("an empty `prompt`; leave it out, and the teacher reads the student's")
+        for message in self.prompt if isinstance(self.prompt, list) else ():
+            if message.keys() != {"role", "content"}:
+                raise ValueError(
+                    f"`prompt` has a message with the keys {', '.join(message) or 'none'}; expected role and content"
+                )
+        return self
+
+    @property
+    def reads_own_prompt(self) -> bool:
+        return self.prompt is not None or self.prompt_column is not None
 
     def _check_external(self) -> None:
         if not self.urls:

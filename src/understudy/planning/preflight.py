@@ -27,10 +27,19 @@ from understudy.planning.models.pairs import Side, pair_notes, pair_problems
 from understudy.planning.objective import describe
 from understudy.planning.reward_check import check_reward
 from understudy.planning.seating import seat
-from understudy.planning.teacher_checks import contexts_fit, mixtures_fit, signals_fit
+from understudy.planning.teacher_checks import (
+    Measure,
+    Row,
+    contexts_fit,
+    mixtures_fit,
+    own_prompts,
+    prompts_render,
+    signals_fit,
+)
 from understudy.rollout.agents.registry import LoopChoice
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.loading import look_in
+from understudy.rollout.teacher_prompts import TeacherPrompt
 from understudy.serving.endpoint import Endpoint
 
 PYTHON_VARIABLE = "UNDERSTUDY_VLLM_PYTHON"
@@ -143,7 +152,9 @@ def preflight(
     for name in recipe.rollout.agent_options if loops else ():
         attempt(lambda name=name: loops.of_name(name))  # type: ignore[misc]
     schemas = loops.schemas if loops else None
-    measure = measured_once(prompt_length(student, recipe, schemas)) if student else None
+    whole = prompt_length(student, recipe, schemas) if student else None
+    measure = measured_once(whole) if whole else None
+    prompts = attempt(lambda: own_prompts(recipe.teachers)) or {}
     if student is None and not problems:
         findings.notes.append(
             f"prompts were not measured: config.json and tokenizer.json of student.model = {recipe.student.model!r} cannot be read here"
@@ -165,7 +176,10 @@ def preflight(
         if key == "train":
             findings.train_rows = len(checked.dataset)
             problems += mixtures_fit(recipe, checked.dataset)
-            problems += contexts_fit(recipe, checked.dataset, folders, clipped(measure, recipe, student))
+            own = {name: measured_once(_own_length(one, whole)) for name, one in prompts.items()}
+            problems += prompts_render(recipe, checked.dataset, own)
+            sent = clipped(measure, recipe, student)
+            problems += contexts_fit(recipe, checked.dataset, folders, sent, own)
     if recipe.data.reward:
         with patience.work("asking the reward about the first rows"):
             judged = check_reward(recipe, read)
@@ -176,6 +190,16 @@ def preflight(
     problems += missing_loggers(recipe.run.loggers)
     problems += missing_extras(recipe)
     return list(dict.fromkeys(problems))
+
+
+def _own_length(prompt: TeacherPrompt, length: Measure | None) -> Measure:
+    """The tokens of a teacher's own prompt; None if the student's tokenizer is not known."""
+
+    def measure(row: Row) -> int | None:
+        seen = prompt.of_row(row)
+        return None if length is None else length(seen)
+
+    return measure
 
 
 def _rollouts_can_be_made(recipe: Recipe, student: ModelFolder | None) -> None:

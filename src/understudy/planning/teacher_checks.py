@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from understudy.config import Recipe
+from understudy.config import Recipe, TeacherConfig
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder
 from understudy.rollout.dataset import Dataset
+from understudy.rollout.teacher_prompts import TeacherPrompt
 
 Row = Mapping[str, Any]
 Measure = Callable[[Row], int | None]
@@ -20,11 +21,38 @@ _CLOSED_SIGNALS = ("sampled", "topk")
 """The signals that servers other than ours can give."""
 
 
+def own_prompts(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherPrompt]:
+    """The teachers that read a prompt of their own."""
+    return {
+        name: TeacherPrompt(name, one.prompt, one.prompt_column)
+        for name, one in teachers.items()
+        if one.reads_own_prompt
+    }
+
+
+def prompts_render(recipe: Recipe, dataset: Dataset, own: Mapping[str, Measure]) -> list[str]:
+    """Every row must give the teachers that score it their own prompts; the first that does not is named."""
+    problems = []
+    for name, measure in own.items():
+        for number, row in enumerate(dataset.rows):
+            try:
+                if judges(recipe, name, row):
+                    measure(row)
+            except DataError as error:
+                problems.append(f"data.train: {dataset.place(number)}: {error}")
+                break
+    return problems
+
+
 def contexts_fit(
-    recipe: Recipe, dataset: Dataset, folders: Mapping[str, ModelFolder], measure: Measure | None
+    recipe: Recipe,
+    dataset: Dataset,
+    folders: Mapping[str, ModelFolder],
+    measure: Measure | None,
+    own_prompts: Mapping[str, Measure] | None = None,
 ) -> list[str]:
     """Every teacher's context must hold prompt + response + 1 of the rows it scores; the message shows the
-    sum."""
+    sum. `own_prompts`: the lengths of the prompts of teachers that do not read the student's."""
     problems, holds = [], {}
     for name, folder in folders.items():
         own, wanted = folder.context, recipe.teachers[name].context_length
@@ -37,9 +65,10 @@ def contexts_fit(
     if problems or not holds:
         return problems
     rows = dataset.rows
-    lengths = _lengths(rows, measure)
+    students = _lengths(rows, measure)
     for name, room in holds.items():
-        mine = [number for number, row in enumerate(rows) if _judges(recipe, name, row)]
+        lengths = _lengths(rows, own_prompts[name]) if own_prompts and name in own_prompts else students
+        mine = [number for number, row in enumerate(rows) if judges(recipe, name, row)]
         needs = {number: lengths[number] + recipe.rollout.max_new_tokens + 1 for number in mine}
         over = [number for number in mine if needs[number] > room]
         if over:
@@ -105,7 +134,7 @@ def _lengths(rows: Sequence[Row], measure: Measure | None) -> list[int]:
     return lengths
 
 
-def _judges(recipe: Recipe, name: str, row: Row) -> bool:
+def judges(recipe: Recipe, name: str, row: Row) -> bool:
     weights = row.get(recipe.data.mixture_key)
     if isinstance(weights, Mapping):
         return bool(weights.get(name))

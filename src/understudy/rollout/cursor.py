@@ -28,7 +28,6 @@ class PromptCursor:
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
         self._epoch = self._place = 0
         self._order = self._order_of(0)
-        """By key: prompts that `peek` has shown and `take` has not issued."""
 
     def _order_of(self, epoch: int) -> list[int]:
         ordinals = list(range(len(self._dataset)))
@@ -47,6 +46,12 @@ class PromptCursor:
             prompts.append(self._dataset.prompt(self._order[self._place], key=key, epoch=self._epoch))
             self._place += 1
         return prompts
+
+    def prompt(self, key: str) -> Prompt:
+        """The prompt that `take` issues, or has issued, under this key."""
+        epoch, place = map(int, key.split("-"))
+        order = self._order if epoch == self._epoch else self._order_of(epoch)
+        return self._dataset.prompt(order[place], key=key, epoch=epoch)
 
     def state(self) -> dict[str, Any]:
         """The position as JSON. A cursor over the same dataset that restores it issues the same prompts from

@@ -142,7 +142,7 @@ def _checked_row(place: str, row: Any) -> Row:
         )
     changes: dict[str, Any] = {}
     if not isinstance(content, str):
-        messages = _checked_messages(place, content)
+        messages = checked_messages(place, content)
         if messages is not content:
             changes["messages" if row.get("messages") else "prompt"] = messages
     if not isinstance(row.get("data_source", ""), str | None):
@@ -164,7 +164,7 @@ def _agent_of(place: str, row: Row) -> str | None:
     return None
 
 
-def _checked_messages(place: str, messages: Any) -> Any:
+def checked_messages(place: str, messages: Any) -> Any:
     """The checked messages, with content in text parts joined into one text."""
     if not isinstance(messages, Sequence):
         raise DataError(f"{place}: messages is a {type(messages).__name__}; expected a list of messages")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from understudy.dataplane.base import Lease
+from understudy.dataplane.base import Lease, split_key
 from understudy.dataplane.kept_rows import FOLDER_NAME, RowKeeper, choose
 from understudy.dataplane.token_measures import worst_tokens
 from understudy.policy.token_watch import TokenWatch
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 _FACTS = ("weight_versions", "turns", "metrics")
 """What a batch does not have of its rows; of judged ones, also `REPLICA`."""
-_LINE = ("source", "why")
-"""Facts that are in the row's line alone."""
+_LINE = ("source", "why", "own_prompts")
+"""Facts that are not columns of the row."""
 _PER_TOKEN = ("tokens", "loss_mask", "behaviour_logprobs")
 _PER_WRITTEN = ("teacher_logprobs", "teacher_ids", "teacher_topk_logprobs")
 
@@ -76,6 +76,7 @@ async def _keep(
         await state.kept_rows.writing  # files of two steps are not written at the same time
     try:
         facts: dict[str, Any] = await state.plane.get(some, (*_FACTS, REPLICA) if batch.teachers else _FACTS)
+        facts["own_prompts"] = [_own_prompts(producer, batch, i) for i in chosen]
     except Exception as error:
         logger.warning("step %d: its rows could not be kept: %s", step, error)
         return
@@ -93,6 +94,17 @@ async def _keep(
             logger.warning("step %d: its rows could not be kept: %s", step, error)
 
     state.kept_rows.writing = state.background.create_task(write(), name=f"keep rows of step {step}")
+
+
+def _own_prompts(producer: Producer, batch: Batch, row: int) -> dict[str, np.ndarray]:
+    """The ids that the row's teachers read in place of its prompt, if they do. They are made again from the
+    row, which gives the same ids, so the journal need not hold them."""
+    if not producer.teachers.prompts.any or not batch.teachers:
+        return {}
+    prompt = producer.cursor.prompt(split_key(batch.keys[row])[0])
+    names = batch.teachers[row].split("+")
+    found = {name: producer.teachers.prompts.ids(name, prompt) for name in names}
+    return {name: ids for name, ids in found.items() if ids is not None}
 
 
 def mean_gaps(batch: Batch) -> list[float | None]:
@@ -134,7 +146,11 @@ def _write(
         texts = [tokenizer.decode(one) for one in pieces]
     entries: list[tuple[Row, Row]] = []
     for n, (row, facts) in enumerate(zip(rows, told, strict=True)):
-        entries.append((_summary(batch.keys[chosen[n]], row, facts, texts[n], texts[n + len(rows)]), row))
+        summary = _summary(batch.keys[chosen[n]], row, facts, texts[n], texts[n + len(rows)])
+        if own := facts["own_prompts"]:
+            row |= {f"teacher_prompt_{name}": ids for name, ids in own.items()}
+            summary["teacher_prompts"] = {name: tokenizer.decode(ids.tolist()) for name, ids in own.items()}
+        entries.append((summary, row))
     kept.keeper.write(step, entries)
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from understudy.policy.reference import FrozenModel
     from understudy.rollout.cursor import PromptCursor
     from understudy.rollout.render import Renderer
+    from understudy.rollout.teacher_prompts import TeacherPrompts
     from understudy.teacher.pool.pool import TeacherPool
     from understudy.teacher.route import TeacherRouter
     from understudy.trainers.critic.local import ValueModel
@@ -112,6 +113,8 @@ class TeacherParts:
     router: TeacherRouter | None
     """None when the run has no teacher and learns from rewards alone."""
     queues: Mapping[str, CallQueue]
+    prompts: TeacherPrompts
+    """What each teacher reads in place of the student's prompt."""
     manifests: Mapping[str, Mapping[str, Any]]
     """Stored with checkpoints and compared on resume."""
 

@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.trajectory import Trajectory
 
@@ -90,6 +92,16 @@ class ScoreRef(Protocol):
 
     @property
     def place(self) -> Place | None: ...
+    @property
+    def own_prompt(self) -> np.ndarray | None:
+        """The prompt given to `after`, if the arrays are not here; None: the row's own tokens are read."""
+        ...
+
+    def after(self, prompt: np.ndarray) -> ScoreRef:
+        """The same request for a teacher that reads this prompt instead of the student's
+        (`ScoreItem.after`)."""
+        ...
+
     async def fetch(self) -> ScoreItem: ...
 
 

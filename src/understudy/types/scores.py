@@ -55,6 +55,22 @@ class ScoreItem:
     def place(self) -> None:
         return None
 
+    @property
+    def own_prompt(self) -> None:
+        return None
+
+    def after(self, prompt: np.ndarray) -> ScoreItem:
+        """The same scored tokens after another prompt (int32 [≥ 1]), for a teacher that reads its own.
+
+        The prompt takes the place of everything before the first scored token; all later tokens stay.
+
+            tokens [1, 7, 9, 8, 2]  positions [2, 3, 4]
+            after([5, 5, 6])  →  tokens [5, 5, 6, 9, 8, 2]  positions [3, 4, 5]
+        """
+        first = int(self.positions[0]) if len(self.positions) else len(self.tokens)
+        tokens = np.concatenate([prompt, self.tokens[first:]]).astype(np.int32)
+        return replace(self, tokens=tokens, positions=self.positions + np.int32(len(prompt) - first))
+
     async def fetch(self) -> ScoreItem:
         return self
 

@@ -78,6 +78,11 @@ class Trajectory:
         return int(np.count_nonzero(self.loss_mask))
 
     @property
+    def first(self) -> int:
+        """The index of the first loss-bearing token; the length if there is none."""
+        return int(self.loss_mask.argmax()) if self.loss_length else self.length
+
+    @property
     def candidates(self) -> int:
         return 0 if self.candidate_ids is None else self.candidate_ids.shape[1]
 

@@ -14,6 +14,7 @@ class Cursor(Protocol):
     """A prompt cursor that `WindowCursor` wraps."""
 
     def take(self, count: int) -> list[Prompt]: ...
+    def prompt(self, key: str) -> Prompt: ...
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -59,6 +60,9 @@ class WindowCursor:
         if self._taken % self._windows.size == 0:
             self._starts[self._taken // self._windows.size] = self._place()
         return prompts
+
+    def prompt(self, key: str) -> Prompt:
+        return self._cursor.prompt(key)
 
     def refill(self, window: int, count: int) -> list[Prompt]:
         """Other prompts for places of a window whose prompts were filtered."""

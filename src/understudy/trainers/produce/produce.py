@@ -182,6 +182,7 @@ async def _score(producer: Producer, prompt: Prompt, row: RowRef, gather: Gather
     item = _score_item(producer, row)
 
     async def ask(teacher: str, wanted: ScoreRef) -> ScoresRef:
+        wanted = producer.teachers.prompts.request(teacher, prompt, wanted)
         with producer.state.spans.span("score", key=item.key, teacher=teacher) as about:
             scores: ScoresRef = await gather.call(producer.teachers.queues[teacher], item.key, wanted)
             about["replica"] = scores.replica

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import TeacherError, TeacherReplyError, TeacherUnavailable
@@ -49,6 +50,8 @@ class KeptRow(msgspec.Struct):
     tokens: int
     loss: int
     """Loss-bearing tokens."""
+    first: int
+    """The index of the first loss-bearing token; `tokens` if there is none."""
     candidates: int
     """The student's candidate ids per loss-bearing token; 0 if the recipe needs none."""
     reward: float | None
@@ -92,6 +95,8 @@ class OrderItem(msgspec.Struct, omit_defaults=True):
     mark: str = ""
     """The id of the write that is meant, if a row was written more than once
     (`dataplane/transfer_queue/write_ids.py`)."""
+    prompt: np.ndarray | None = None
+    """int32: the ids that this teacher reads instead of the student's prompt; None: the student's."""
 
 
 class ScoreOrder(msgspec.Struct):
@@ -142,6 +147,11 @@ decode_answer = frames.Decoder[ScoreAnswer](ScoreAnswer).decode
 
 def trouble_of(error: TeacherError) -> str:
     return next(name for name, kind in TROUBLES.items() if isinstance(error, kind))
+
+
+def as_ordered(item: ScoreItem, order: OrderItem) -> ScoreItem:
+    """The row after the teacher's own prompt, if the order has one."""
+    return item if order.prompt is None else item.after(order.prompt)
 
 
 def inline_answer(scores: TeacherScores) -> ItemScores:

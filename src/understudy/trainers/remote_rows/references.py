@@ -55,6 +55,8 @@ class RemoteRow:
     key: str
     length: int
     loss_length: int
+    first: int
+    """The index of the first loss-bearing token."""
     candidates: int
     place: Place
     rows: RemotePlane
@@ -67,7 +69,9 @@ class RemoteRow:
 
     def to_score(self, signal: Signal, k: int) -> RemoteItem:
         ids_each = self.candidates if signal is Signal.AT_IDS else 0
-        return RemoteItem(self.key, signal, k, self.length, ids_each, self.place, self.rows, self.written)
+        return RemoteItem(
+            self.key, signal, k, self.length, self.first, ids_each, self.place, self.rows, self.written
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +82,28 @@ class RemoteItem:
     signal: Signal
     k: int
     length: int
+    first: int
+    """The index of the first scored token."""
     ids_each: int
     place: Place
     rows: RemotePlane
     written: Written | None = None
+    own_prompt: np.ndarray | None = None
 
     @property
     def here(self) -> None:
         return None
 
+    def after(self, prompt: np.ndarray) -> RemoteItem:
+        length = len(prompt) + self.length - self.first
+        return replace(self, length=length, first=len(prompt), own_prompt=prompt)
+
     async def fetch(self) -> ScoreItem:
         names = ["tokens", "loss_mask", *([CANDIDATES] if self.signal is Signal.AT_IDS else [])]
         tokens, mask, *ids = await self.rows.read(self.key, self.written, names)
         positions = np.flatnonzero(mask).astype(np.int32)
-        return ScoreItem(self.key, tokens, positions, self.signal, self.k, ids[0] if ids else None)
+        item = ScoreItem(self.key, tokens, positions, self.signal, self.k, ids[0] if ids else None)
+        return item if self.own_prompt is None else item.after(self.own_prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from understudy.config import DataPlaneConfig
 from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import DataPlaneError, LeaseLost
@@ -92,7 +94,9 @@ class RemoteRollouts:
             return Failed(row.key, SampleFailed(row.failed))
         self.timings.lengths(row.key, row.tokens, row.loss)
         place = Place(maker, row.written.mark)
-        return RemoteRow(row.key, row.tokens, row.loss, row.candidates, place, self.rows, row.written)
+        return RemoteRow(
+            row.key, row.tokens, row.loss, row.first, row.candidates, place, self.rows, row.written
+        )
 
     async def _adopt(self, kept: list[wire.KeptRow], session: Session) -> None:
         """Puts all outputs of a session into the ledger at once.
@@ -122,7 +126,9 @@ class RemoteRollouts:
         with suppress(DataPlaneError):  # the queue is lost: the row is scored from the run directory
             there = await plane.hand_over(meta, ("tokens", "loss_mask", *own))
             mark = there.marks.get("tokens", ("",))[0]
-        return RemoteRow(key, sizes["tokens"], sizes["loss"], width, Place(mark=mark), self.rows)
+        mask = np.asarray((await plane.get(meta, ("loss_mask",)))["loss_mask"][0])
+        first = int(mask.argmax()) if mask.any() else len(mask)
+        return RemoteRow(key, sizes["tokens"], sizes["loss"], first, width, Place(mark=mark), self.rows)
 
     def metrics(self) -> dict[str, float]:
         traffic, uploads = self.workers.traffic, self.rows.plane.uploads

@@ -140,4 +140,4 @@ def _order(item: ScoreRef) -> wire.OrderItem:
     if item.here is not None:
         return wire.OrderItem(item.key, item.signal, item.k, item.here)
     mark = "" if item.place is None else item.place.mark
-    return wire.OrderItem(item.key, item.signal, item.k, mark=mark)
+    return wire.OrderItem(item.key, item.signal, item.k, mark=mark, prompt=item.own_prompt)

@@ -98,7 +98,7 @@ class RemoteRowHandler:
             self._at_hand.put(one, written[key].mark)
         return wire.encode(
             [
-                wire.KeptRow(one.key, 0, 0, 0, None, seconds[one.key], Written({}), failed=failed[one.key])
+                wire.KeptRow(one.key, 0, 0, 0, 0, None, seconds[one.key], Written({}), failed=failed[one.key])
                 if one.key in failed
                 else self._kept(judged[one.key], seconds[one.key], written[one.key])
                 for one in trajectories
@@ -107,7 +107,7 @@ class RemoteRowHandler:
 
     def _kept(self, one: Trajectory, seconds: dict[str, float], written: Written) -> wire.KeptRow:
         return wire.KeptRow(
-            one.key, one.length, one.loss_length, one.candidates, one.reward, seconds, written
+            one.key, one.length, one.loss_length, one.first, one.candidates, one.reward, seconds, written
         )
 
     async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
@@ -167,7 +167,7 @@ class RemoteRowHandler:
             for index, item in enumerate(away):
                 tokens, mask, *ids = (np.asarray(columns[name][index]) for name in names)
                 found[item.key] = _score_item(item, tokens, mask, ids[0] if ids else None)
-        return [found[item.key] for item in wanted]
+        return [wire.as_ordered(found[item.key], item) for item in wanted]
 
     async def _client(self, door: wire.Door) -> ScoringClient:
         """The client of a replica. It is replaced if the replica's address changed after a restart."""

@@ -88,7 +88,9 @@ def producer_of(plane: EmbeddedDataPlane, score: Score, deterministic: bool) -> 
         sampling=sampling,
         engine_queue=CallQueue("engine", write, 4),
         teachers=SimpleNamespace(
-            queues={"t": CallQueue("t", score, 3)}, router=SimpleNamespace(route=lambda value: "t")
+            prompts=SimpleNamespace(request=lambda teacher, prompt, item: item),
+            queues={"t": CallQueue("t", score, 3)},
+            router=SimpleNamespace(route=lambda value: "t"),
         ),
         rollouts=LocalRollouts(Loops(), Rewards(), plane, sampling, spans, timings),  # type: ignore[arg-type]
         publish_gate=None,

@@ -25,6 +25,7 @@ from understudy.teacher.route import TeacherRouter, score_mixture
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.references import RemoteItem, RemotePlane, RemoteRow, RemoteScores
 from understudy.trainers.remote_rows.scoring import RemoteScoring
+from understudy.trainers.remote_rows.worker import RemoteRowHandler, _AtHand
 from understudy.trainers.row_columns import score_columns
 from understudy.types.jagged import Jagged
 from understudy.types.references import Place, ScoreRef, fetched
@@ -69,7 +70,7 @@ class Plane:
 
 
 def remote_row(rows: RemotePlane | None = None, key: str = "row_0_0", **place: Any) -> RemoteRow:
-    return RemoteRow(key, 5, 3, 2, Place(**place), rows or RemotePlane(Plane(), "train"))
+    return RemoteRow(key, 5, 3, 2, 2, Place(**place), rows or RemotePlane(Plane(), "train"))
 
 
 class Workers:
@@ -316,6 +317,45 @@ def test_a_remote_rows_length_is_checked_before_it_is_asked_about() -> None:
     with pytest.raises(RequestRefused, match="has 5 tokens; a sequence may have 4"):
         check_row(manifest, item)
     assert item.rows.rows_fetched == 0
+
+
+OWN_PROMPT = np.array([9, 8, 7, 6], np.int32)
+
+
+def test_a_teachers_own_prompt_goes_with_the_order_and_the_worker_reads_the_row_after_it() -> None:
+    client, direct, workers = client_of(Workers(wire.ScoreAnswer(STORED.scores)))
+    item = remote_row(maker=7).to_score(Signal.AT_IDS, 0).after(OWN_PROMPT)
+    assert item.length == 7, "what the teacher reads is what is balanced and checked"
+    asyncio.run(client.score([item, CANARY]))
+    (order,) = workers.orders
+    assert not direct.asked and order.items[1].prompt is None
+    handler = RemoteRowHandler.__new__(RemoteRowHandler)
+    handler._at_hand, handler._partition = _AtHand(), "train"
+    handler._writer = Reader()
+    row, canary = asyncio.run(handler._items(order.items))
+    assert row.tokens.tolist() == [9, 8, 7, 6, 2, 3, 4] and row.positions.tolist() == [4, 5, 6]
+    assert row.ids is not None and row.ids.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert canary.tokens.tolist() == CANARY.tokens.tolist()
+    fetched_here = asyncio.run(item.fetch())
+    assert fetched_here.tokens.tolist() == row.tokens.tolist()
+    assert fetched_here.positions.tolist() == row.positions.tolist()
+
+
+class Reader:
+    """A worker's view of the queue."""
+
+    async def read(self, partition: str, keys: Sequence[str], names: Sequence[str], marks: Any) -> Any:
+        columns = await Plane().get(SimpleNamespace(keys=keys), names)
+        return {name: [row.numpy() for row in column] for name, column in columns.items()}
+
+
+def test_a_remote_row_is_as_long_as_what_its_teacher_reads() -> None:
+    limits = msgspec.structs.replace(Limits(), max_length=6)
+    manifest = Manifest("math", "native", "m", "aa", "v", VOCAB, 8, "float32", list(Signal), limits)
+    item = remote_row().to_score(Signal.TOPK, 4)
+    check_row(manifest, item)
+    with pytest.raises(RequestRefused, match="has 7 tokens; a sequence may have 6"):
+        check_row(manifest, item.after(OWN_PROMPT))
 
 
 @pytest.mark.parametrize(
