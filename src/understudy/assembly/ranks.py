@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ from understudy.cluster.local import Child, LocalProcesses
 from understudy.cluster.monitor import Monitor, newest_mark
 from understudy.errors import ConfigError, RankLost
 from understudy.observability.live import LiveView
+from understudy.observability.owned_folder import OwnedFolder
 from understudy.observability.rundir import RunDir
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import LeadingPolicy
@@ -101,7 +100,8 @@ class RankProcesses(Monitor):
         """Ranks on the trainer's machine."""
         apart = len(self.here) < size
         # Ranks on other machines can read the run directory, but no other folder of this machine.
-        self.meeting = Path(tempfile.mkdtemp(prefix="understudy-ranks-", dir=run.path if apart else None))
+        self._folder = OwnedFolder("understudy-ranks-", run.path if apart else None, tidy=not apart)
+        self.meeting = self._folder.path
         self.rendezvous = (
             f"tcp://{processes.address}:{_free_port(processes.address)}"
             if apart
@@ -150,7 +150,7 @@ class RankProcesses(Monitor):
         while any(child.alive for child in self._children.values()) and loop.time() < deadline:
             await asyncio.sleep(0.05)
         await asyncio.gather(*(self._processes.stop(child.name) for child in self._children.values()))
-        shutil.rmtree(self.meeting, ignore_errors=True)
+        self._folder.close()
 
 
 async def start_ranks(

@@ -10,13 +10,12 @@ arguments.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
+from understudy.observability.owned_folder import OwnedFolder
 from understudy.planning.seating import Seats, teacher_role
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.pool.together import together
@@ -43,7 +42,7 @@ class LocalTeachers:
         self._batching = batching
         self._token = token
         self._seats = seats
-        self._meetings: dict[str, Path] = {}
+        self._meetings: dict[str, OwnedFolder] = {}
         self.endpoints: dict[str, Endpoint] = {}
 
     async def start(self, replica: str) -> Endpoint:
@@ -52,7 +51,8 @@ class LocalTeachers:
         ranks = range(self._teacher.tensor_parallel)
         meeting = None
         if len(ranks) > 1:
-            meeting = self._meetings[replica] = Path(tempfile.mkdtemp(prefix="understudy-teacher-"))
+            folder = self._meetings[replica] = OwnedFolder("understudy-teacher-", None)
+            meeting = folder.path
         started = await together(
             self._processes.start(
                 self._process(replica, rank),
@@ -70,7 +70,7 @@ class LocalTeachers:
         await asyncio.gather(*(self._processes.stop(self._process(replica, rank)) for rank in ranks))
         meeting = self._meetings.pop(replica, None)
         if meeting is not None:
-            shutil.rmtree(meeting, ignore_errors=True)
+            meeting.close()
 
     def alive(self, replica: str) -> bool:
         """Whether all processes of a replica live. A replica that lost a rank would wait for it for ever."""

@@ -104,7 +104,9 @@ def _stderr() -> Console:
 def _escape(text: str) -> str:
     from rich.markup import escape
 
-    return escape(text)
+    from understudy.observability.redact import printable
+
+    return escape(printable(text))
 
 
 def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:

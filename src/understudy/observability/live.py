@@ -23,6 +23,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from understudy.observability.redact import printable
+
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 
@@ -104,12 +106,12 @@ class LiveView:
 
     def _say(self, text: str) -> None:
         """Prints a plain line; paths and names in it may contain what rich would read as markup."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Prints a lasting message: a pause, a restarted replica, a dead letter."""
         if self._enabled:
-            self.console.print(Text(f"! {text}", style="yellow"), soft_wrap=not self._fancy)
+            self.console.print(Text(f"! {printable(text)}", style="yellow"), soft_wrap=not self._fancy)
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._line.update(line)

@@ -1,16 +1,17 @@
-"""One log file per process in RUN/logs, secrets redacted."""
+"""One log file per process in RUN/logs: secrets redacted, control characters escaped."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from understudy.observability.redact import redact_text
+from understudy.observability.redact import printable, redact_text
 
 
 class _Redacting(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return redact_text(super().format(record))
+        # Later lines of a record are indented: text with a newline cannot imitate a record of its own.
+        return printable(redact_text(super().format(record))).replace("\n", "\n    ")
 
 
 def log_to(path: Path, level: int = logging.INFO) -> logging.Handler:

@@ -56,8 +56,11 @@ class RunDir:
         else:
             run = cls(cls.fresh_path(name, base))
         try:
-            for folder in (run.path, run.logs, run.checkpoints):
-                folder.mkdir(parents=True, exist_ok=True)
+            run.path.parent.mkdir(parents=True, exist_ok=True)
+            # Prompts, rows and samples lie here: a new run directory is its owner's alone.
+            run.path.mkdir(mode=0o700, exist_ok=True)
+            for folder in (run.logs, run.checkpoints):
+                folder.mkdir(exist_ok=True)
         except OSError as error:
             raise cannot_be_made(run.path, error) from None
         return run

@@ -1,22 +1,95 @@
-"""Serves an application on a socket that is bound already, until a signal stops the process."""
+"""Serves an application on a socket that is bound already, until a signal stops the process.
+
+Connections that do not send a request head cannot make the server deaf: a head has a deadline, and the number
+of connections is bounded below the limit of open files.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from understudy.serving.bind import url_of
 from understudy.serving.process import Process
 
 log = logging.getLogger(__name__)
+
+HEAD_SECONDS = 20.0
+"""How long a client may take to send the head of a request, from its first byte or from the connection."""
+_OTHER_FILES = 128
+"""Open files that are left for everything but connections."""
+_MOST_CONNECTIONS = 16_384
+
+
+class _Connection(H11Protocol):
+    """Uvicorn's connection, closed if no head arrives in time.
+
+    When all places are taken, a new connection takes the place of the one that has waited longest for a head;
+    if none waits, it is refused.
+    """
+
+    limit = _MOST_CONNECTIONS
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        if len(self.server_state.connections) >= self.limit:
+            silent = [
+                one
+                for one in self.server_state.connections
+                if isinstance(one, _Connection) and one._deadline is not None
+            ]
+            if not silent:
+                transport.abort()
+                return
+            min(silent, key=lambda one: one._deadline.when() if one._deadline else 0.0)._abandon()
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        if self.transport is not None:  # None: it was refused
+            super().connection_lost(exc)
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_watching()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self._abandon)
+
+    def _stop_watching(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _abandon(self) -> None:
+        self._stop_watching()
+        self.transport.abort()
+
+
+def _connection_limit() -> int:
+    """Raises the limit of open files as far as this process may; returns how many connections that allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS: less than the hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if soft == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return min(_MOST_CONNECTIONS, max(soft - _OTHER_FILES, soft // 2))
 
 
 class _Server(uvicorn.Server):
@@ -53,8 +126,12 @@ async def serve(
 
     `hurried`: requests in flight are not waited for, because the launcher needs no more answers.
     """
+    _Connection.limit = _connection_limit()
     config = uvicorn.Config(
         app,
+        http=_Connection,
+        # asyncio accepts this many connections before it reports the first one.
+        backlog=max(16, min(2048, _Connection.limit // 8)),
         log_level="warning",
         access_log=False,
         lifespan="off",

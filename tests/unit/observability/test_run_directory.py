@@ -87,3 +87,8 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> Non
             probe_run_dir(str(wanted))
     probe_run_dir(str(tmp_path / "new" / "run"))
     assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
+def test_a_new_run_directory_is_its_owner_s_alone(tmp_path: Path) -> None:
+    run = RunDir.create(str(tmp_path / "deep" / "run"), "small")
+    assert run.path.stat().st_mode & 0o777 == 0o700

@@ -17,6 +17,7 @@ side ends.
 
 import ast
 import ctypes
+import errno
 import importlib
 import json
 import os
@@ -36,6 +37,8 @@ MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 KEPT_MOUNT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 """Mount flags that an unprivileged remount must keep: statvfs value → mount value."""
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+JOIN_SESSION_KEYRING = 1
 NOBODY = 65534
 CHILD_SUBREAPER = 36
 END_SECONDS = 2.0
@@ -227,12 +230,22 @@ def drop_privileges(*, trusted: bool) -> None:
     """Drops capabilities and the user id. A trusted function keeps the user id: its module may be readable to
     it only."""
     call("prctl", 38, 1, 0, 0, 0)  # no new privileges by exec
+    leave_keyring()
     if not trusted:
         with suppress(OSError):  # id 65534 is not mapped: keep our id, without capabilities
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     call("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
+
+
+def leave_keyring() -> None:
+    """Replaces the launcher's session keyring, which may hold Kerberos tickets, by an empty one."""
+    try:
+        call("syscall", KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):  # no keyrings here, or none that we may read
+            raise
 
 
 def set_limits(limits: dict[str, int]) -> None:

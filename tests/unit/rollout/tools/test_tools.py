@@ -114,6 +114,40 @@ print(found)
     assert result.text == str([True] * 8)
 
 
+KEYRING = """
+import asyncio, ctypes, platform
+from understudy.rollout.tools.sandbox import Isolation, Sandbox
+
+ADD, CONTROL = {"x86_64": (248, 250), "aarch64": (217, 219)}[platform.machine()]
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.syscall(CONTROL, 1, None) == -1:  # join a session keyring of our own
+    raise SystemExit("no keyrings here")
+key = libc.syscall(ADD, b"user", b"ticket", b"top-secret", 10, -3)
+if key == -1:
+    raise SystemExit("no keyrings here")
+code = f'''
+import ctypes
+libc = ctypes.CDLL(None)
+buffer = ctypes.create_string_buffer(64)
+found = libc.syscall({CONTROL}, 10, -3, b"user", b"ticket", 0)
+read = libc.syscall({CONTROL}, 11, {key}, buffer, 64)
+print(found, b"top-secret" in buffer.raw)
+'''
+print(asyncio.run(Sandbox(Isolation.NAMESPACES).run_code(code, deadline_s=20)).text)
+"""
+
+
+@needs_namespaces
+def test_the_launcher_s_keyring_is_out_of_reach() -> None:
+    """In a process of its own, whose session keyring is replaced."""
+    done = subprocess.run(
+        [sys.executable, "-c", KEYRING], capture_output=True, text=True, timeout=60, check=False
+    )
+    if "no keyrings here" in done.stderr:
+        pytest.skip("this kernel has no keyrings")
+    assert done.stdout.strip() == "-1 False", done.stdout + done.stderr
+
+
 @needs_namespaces
 def test_loopback_is_another_one() -> None:
     """A server of ours on 127.0.0.1 (a teacher, an engine) cannot be reached."""

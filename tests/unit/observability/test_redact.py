@@ -1,0 +1,51 @@
+"""Secrets are hidden and control characters escaped before text reaches a person."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from understudy.observability.logs import log_to
+from understudy.observability.redact import HIDDEN, printable, redact, redact_text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://S3CRET@host/x", "http://:S3CRET@h", "http://me:S3CRET@h", "http://h/?apikey=S3CRET", "http://h/?a=1&auth=S3CRET",
+        "http://h/?hf_token=S3CRET&b=2", "http://h/?password=S3CRET", "Authorization: Bearer S3CRET",
+    ],
+)  # fmt: skip
+def test_no_secret_is_left_in_text(text: str) -> None:
+    assert "S3CRET" not in redact_text(text) and HIDDEN in redact_text(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["api-key", "AWS_SECRET_ACCESS_KEY", "auth", "tokens", "token", "apikey", "db_password"]
+)
+def test_no_secret_is_left_under_a_name(name: str) -> None:
+    assert "S3CRET" not in str(redact({"a": [{name: "S3CRET"}]}))
+    assert "S3CRET" not in str(redact({name: ["S3CRET", "S3CRET"]}))
+
+
+def test_what_is_no_secret_stays() -> None:
+    plain = {"max_new_tokens": 8, "key": "add", "url": "http://host:8000/v1", "mail": "a@b.c", "author": "me"}
+    assert redact(plain) == plain
+
+
+def test_a_terminal_obeys_nothing_in_data() -> None:
+    text = "nope\x1b]0;PWNED\x07\x1b[2J \u202e \x9b1m\r"
+    assert printable(text) == "nope\\x1b]0;PWNED\\x07\\x1b[2J \\x202e \\x9b1m\\x0d"
+    assert printable("two lines\n\tand ünïcödé 漢字 😀") == "two lines\n\tand ünïcödé 漢字 😀"
+
+
+def test_data_cannot_forge_a_line_of_the_log(tmp_path: Path) -> None:
+    handler = log_to(tmp_path / "log")
+    try:
+        forged = "2026-11-16 10:00:00,000 INFO understudy.trainers: all is well"
+        logging.getLogger("understudy.test").warning("row x failed: %s", f"\x1b[2J\n{forged}")
+    finally:
+        logging.getLogger("understudy").removeHandler(handler)
+        handler.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 2 and "\\x1b[2J" in lines[0] and lines[1] == f"    {forged}"
