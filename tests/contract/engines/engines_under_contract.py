@@ -85,14 +85,14 @@ VLLM_PYTHON = os.environ.get("UNDERSTUDY_VLLM_PYTHON", "")
 
 
 @asynccontextmanager
-async def real_vllm(model: Any, folder: Path, address: str | None = None) -> AsyncIterator[VLLMEngine]:
+async def real_vllm(
+    model: Any, folder: Path, launcher: type[LocalProcesses] = LocalProcesses
+) -> AsyncIterator[VLLMEngine]:
     model.save_pretrained(folder / "student")
-    processes = LocalProcesses(folder / "logs", start_timeout=400)
+    processes = launcher(folder / "logs", start_timeout=400)
     options = ("--enforce-eager", "--skip-tokenizer-init") if not torch.cuda.is_available() else ()
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    settings = VLLMSettings(
-        VLLM_PYTHON, str(folder / "student"), CONTEXT, 32, "float32", options, (env,), address
-    )
+    settings = VLLMSettings(VLLM_PYTHON, str(folder / "student"), CONTEXT, 32, "float32", options, (env,))
     try:
         engine = await start_vllm(settings, processes, version=0, snapshots=folder, patience_s=400)
         try:

@@ -16,8 +16,8 @@ from understudy.engines.local.scheduler import Batching
 class RemoteProcesses(LocalProcesses):
     """Processes that are taken to be on other machines: weights must not reach them by memory."""
 
-    def __init__(self, logs: Path, local: Sequence[str] = ()) -> None:
-        super().__init__(logs)
+    def __init__(self, logs: Path, local: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(logs, **settings)
         self.local = local
 
     def is_remote(self, name: str) -> bool:

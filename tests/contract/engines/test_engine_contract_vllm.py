@@ -18,7 +18,9 @@ from engine_contract import (
     requests,
 )
 from engines_under_contract import VLLM_PYTHON, make_model, real_vllm
+from hosted_rig import RemoteProcesses
 
+from understudy.cluster.local import LocalProcesses
 from understudy.engines.base import Sampling
 from understudy.engines.servers.vllm import VLLMEngine
 
@@ -28,12 +30,12 @@ from understudy.engines.servers.vllm import VLLMEngine
 @pytest.mark.skipif(
     not VLLM_PYTHON, reason="set UNDERSTUDY_VLLM_PYTHON to the interpreter of an environment with vLLM"
 )
-@pytest.mark.parametrize("over", ["socket", "proxy"])
-def test_vllm_keeps_the_contract(tmp_path: Path, over: str) -> None:
+@pytest.mark.parametrize("launcher", [LocalProcesses, RemoteProcesses], ids=["socket", "proxy"])
+def test_vllm_keeps_the_contract(tmp_path: Path, launcher: type[LocalProcesses]) -> None:
     """Over its Unix socket, or over the proxy by which a server on another machine is reached."""
 
     async def body() -> None:
-        async with real_vllm(make_model(), tmp_path, "127.0.0.1" if over == "proxy" else None) as engine:
+        async with real_vllm(make_model(), tmp_path, launcher) as engine:
             for check in (*CHECKS, *CANDIDATE_CHECKS, *CONTROL_CHECKS):
                 await asyncio.wait_for(check(engine, make_model()), 120)
             new = make_model(seed=1)

@@ -58,19 +58,21 @@ def completions(url: str, **changes: object) -> CompletionsClient:
     return CompletionsClient(url, teacher="math", replica="a", vocab_size=VOCAB, **changes)
 
 
-def assert_plain(model: Path, items: list[ScoreItem], scores: list[TeacherScores]) -> None:
+def assert_plain(
+    model: Path, items: list[ScoreItem], scores: list[TeacherScores], atol: float = 1e-4
+) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     for item, score in zip(items, scores, strict=True):
         with torch.inference_mode():
             logits = reference(input_ids=torch.from_numpy(item.tokens.astype(np.int64))[None]).logits[0]
         plain = logits.log_softmax(-1).numpy()[item.positions - 1]
         own = np.take_along_axis(plain, item.tokens[item.positions][:, None], 1)[:, 0]
-        np.testing.assert_allclose(score.sampled_logprobs, own, atol=1e-4)
+        np.testing.assert_allclose(score.sampled_logprobs, own, atol=atol)
         assert score.key == item.key and score.teacher == "math"
         if item.signal is Signal.TOPK:
             assert score.ids is not None and score.logprobs is not None
-            np.testing.assert_allclose(score.logprobs, np.sort(plain, 1)[:, ::-1][:, : item.k], atol=1e-4)
-            np.testing.assert_allclose(np.take_along_axis(plain, score.ids, 1), score.logprobs, atol=1e-4)
+            np.testing.assert_allclose(score.logprobs, np.sort(plain, 1)[:, ::-1][:, : item.k], atol=atol)
+            np.testing.assert_allclose(np.take_along_axis(plain, score.ids, 1), score.logprobs, atol=atol)
 
 
 BACKENDS = {

@@ -79,11 +79,15 @@ def vllm(big_enough: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process.wait(60)
 
 
+VLLM_ATOL = 2e-4
+"""Of vLLM's own float32 kernels on a CPU: 1.1e-4 was seen on x86_64."""
+
+
 def test_its_scores_are_a_plain_forwards(vllm: str, big_enough: Path) -> None:
     items = random_items(6, 1, Signal.TOPK, 8) + random_items(4, 2, Signal.SAMPLED)
     scores = using(completions(vllm), lambda client: client.score(items))
     assert isinstance(scores, list)
-    assert_plain(big_enough, items, scores)
+    assert_plain(big_enough, items, scores, VLLM_ATOL)
 
 
 def test_the_probe_finds_the_best_route_and_the_largest_k(vllm: str) -> None:
@@ -97,7 +101,7 @@ def test_the_other_route_gives_the_same(vllm: str, big_enough: Path) -> None:
     items = random_items(3, 5, Signal.TOPK, 4)
     scores = using(completions(vllm, routes=[Route.PROMPT_LOGPROBS]), lambda client: client.score(items))
     assert isinstance(scores, list)
-    assert_plain(big_enough, items, scores)
+    assert_plain(big_enough, items, scores, VLLM_ATOL)
 
 
 def test_a_sequence_scored_twice_scores_the_same(vllm: str) -> None:
