@@ -137,9 +137,9 @@ def distill(
     """Distil `teacher` into `student` on the student's own rollouts.
 
     `teacher` is one model, or `{data_source: model}`. `teacher_prompt` is a Jinja template over a row's
-    columns (or messages of templates) that every teacher reads in place of the student's prompt. Rows given as objects are kept in the run directory, a
-    reward function by its name. Any other recipe key goes in as `section__key=value`, for example
-    `trainer__steps=200, loss__topk=32`.
+    columns (or messages of templates) that every teacher reads in place of the student's prompt. Rows given
+    as objects are kept in the run directory, a reward function by its name. Any other recipe key goes in as
+    `section__key=value`, for example `trainer__steps=200, loss__topk=32`.
     """
     table: dict[str, Any] = {
         "student": {"model": _model(student, "student")},

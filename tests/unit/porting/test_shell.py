@@ -46,7 +46,19 @@ def test_what_only_a_shell_knows_stays_and_is_named(text: str, word: str, named:
 
 
 @pytest.mark.parametrize(
-    "text", ["run a='x", 'run a="x', "run a=${x", "X=(a b", "run a=$((1", "run <<EOF", "run $"]
+    ("text", "commands", "unresolved"),
+    [
+        ("run a='x", [["run", "a=x"]], []),
+        ('run a="x', [["run", "a=x"]], []),
+        ("run a=${x", [["run", "a=$x"]], ["$x"]),
+        ("X=(a b", [], []),
+        ("run a=$((1", [["run", "a=$((1"]], ["$((1"]),
+        ("run <<EOF", [["run"]], []),
+        ("run $", [["run", "$"]], []),
+    ],
 )
-def test_torn_scripts_end(text: str) -> None:
-    read_script(text, {})
+def test_a_script_that_ends_in_the_middle_is_read_up_to_there(
+    text: str, commands: list[list[str]], unresolved: list[str]
+) -> None:
+    script = read_script(text, {})
+    assert script.commands == commands and script.unresolved == unresolved
