@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
     """Like `asyncio.run`, but does not wait for threads that still run when `work` is done. Their results are
-    not needed.
+    not needed. An exception that a signal handler raises in the event loop, outside of `work`, is raised as it is.
 
     Inside a running event loop, `work` runs on a new thread."""
     try:
@@ -57,11 +57,24 @@ def run_to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
     if inside_a_running_loop():
         thread: OwnThread[Result] = OwnThread(run_to_its_end)
         return thread.result(work)
+    failed = False
+
+    async def task() -> Result:
+        try:
+            return await work
+        except BaseException:
+            if failed:  # Another exception left the loop. The runner closes it and cancels this task.
+                raise asyncio.CancelledError from None
+            raise
+
     with asyncio.Runner() as runner:
         loop, threads = runner.get_loop(), ThreadPoolExecutor(thread_name_prefix=_NAME)
         loop.set_default_executor(threads)
         try:
-            return runner.run(work)
+            return runner.run(task())
+        except BaseException:
+            failed = True
+            raise
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
             # What closes with the loop uses this new executor, whose threads are waited for.

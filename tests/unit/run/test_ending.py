@@ -1,10 +1,12 @@
 """What a run came to is known, and its process gone, whatever still hangs in a thread."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
 import time
+from types import FrameType
 
 import pytest
 
@@ -28,6 +30,33 @@ def test_an_error_does_not_wait_for_a_thread() -> None:
     took = time.monotonic() - began
     release.set()
     assert took < 10
+
+
+def test_an_exception_raised_by_a_signal_handler_is_not_replaced_by_the_cancelled_task() -> None:
+    """A timeout of a test runner is raised in this way: in the event loop, outside of every task."""
+
+    class TooLate(BaseException):
+        pass
+
+    def too_late(number: int, frame: FrameType | None) -> None:
+        raise TooLate("the test took longer than 60 s")
+
+    async def work() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None  # as a run that is interrupted while it starts
+
+    previous = signal.signal(signal.SIGALRM, too_late)
+    # pytest-timeout uses the same timer.
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        with pytest.raises(TooLate, match="longer than 60 s"):
+            run_to_its_end(work())
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
 
 
 def test_what_ends_with_the_loop_has_threads_and_is_waited_for() -> None:
