@@ -18,7 +18,7 @@ TURN = "UNDERSTUDY_STUDY_TURN"
 _LOOK_SECONDS = 0.1
 
 
-async def gsm8k_in_turn(row: Mapping[str, Any], text: str) -> float:
+async def gsm8k_in_turn(row: Mapping[str, Any], text: str) -> dict[str, float]:
     turn = Path(os.environ[TURN])
     if not turn.exists():
         waiting = turn.with_suffix(".waiting")

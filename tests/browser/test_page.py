@@ -60,6 +60,9 @@ def test_hostile_text_shows_as_text_and_a_planted_disagreement_is_found(
     panel = page.inner_text(".panel")
     assert "The teacher wanted" in panel and "0.600" in panel and "all others (tail)" in panel
     assert "7.5" in panel and "weight version" in panel
+    assert "Teacher add read another prompt" in page.inner_text(".own-prompt summary")
+    page.click(".own-prompt summary")
+    assert "<script>document.title" in page.inner_text(".own-prompt pre")
     assert "owned" not in page.title() and HOSTILE not in page.title()
 
 

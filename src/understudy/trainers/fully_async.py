@@ -59,7 +59,7 @@ from understudy.trainers.learn.refused_steps import keep_weights
 from understudy.trainers.learn.update import claim_batch, step_metrics
 from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.pacing.admission import AdmissionController
-from understudy.trainers.pacing.idle_meter import BusyMeter, metered
+from understudy.trainers.pacing.idle_meter import ProducerMeters
 from understudy.trainers.pacing.publish_gate import PublishGate
 from understudy.trainers.pacing.staleness import RowAges
 from understudy.trainers.pacing.staleness_budget import StalenessBudget, WindowProgress
@@ -127,8 +127,7 @@ class _AsyncRun:
     publish_gate: PublishGate | None
     """None if a publish does not wait for rollouts."""
     controller: AdmissionController | None
-    rollout_meter: BusyMeter
-    teacher_meter: BusyMeter
+    meters: ProducerMeters
     gather: Gather | None
     """One for the whole run, so that calls of prompts admitted at different times share batches. None:
     batched by key."""
@@ -142,20 +141,10 @@ class _AsyncRun:
         step = system.learner.policy.step
         trained = step // windows.sync_every
         cursor = WindowCursor(system.producer.cursor, windows, trained, await _assigned(system, windows))
-        rollout_meter, teacher_meter = BusyMeter(), BusyMeter()
+        meters = ProducerMeters()
         publish_gate = None if trainer.partial_rollouts else PublishGate()
-        producer, queues = system.producer, system.producer.teachers.queues
-        metered_queues = {name: metered(queue, teacher_meter) for name, queue in queues.items()}
-        watched = replace(
-            system,
-            producer=replace(
-                producer,
-                cursor=cursor,
-                publish_gate=publish_gate,
-                engine_queue=metered(producer.engine_queue, rollout_meter),
-                teachers=replace(producer.teachers, queues=metered_queues),
-            ),
-        )
+        producer = replace(meters.watching(system.producer), cursor=cursor, publish_gate=publish_gate)
+        watched = replace(system, producer=producer)
         return _AsyncRun(
             system=watched,
             windows=windows,
@@ -164,8 +153,7 @@ class _AsyncRun:
             first_step=step,
             publish_gate=publish_gate,
             controller=AdmissionController(windows) if trainer.adapt_admission else None,
-            rollout_meter=rollout_meter,
-            teacher_meter=teacher_meter,
+            meters=meters,
             gather=None if system.learner.settings.deterministic else BatchByArrival(),
         )
 
@@ -396,8 +384,8 @@ class _AsyncRun:
             "perf/async/slots_in_use": float(self.slots.in_use),
             "perf/async/slots": float(self.slots.ceiling),
             "perf/async/trainer_idle": waited / seconds,
-            "perf/async/rollout_idle": self.rollout_meter.take_idle(),
-            "perf/async/teacher_idle": self.teacher_meter.take_idle(),
+            "perf/async/rollout_idle": self.meters.rollout.take_idle(),
+            "perf/async/teacher_idle": self.meters.teacher.take_idle(),
         }
 
 

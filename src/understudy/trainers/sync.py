@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from understudy.errors import PolicyError
@@ -23,6 +24,7 @@ from understudy.trainers.keep_rows import update_and_keep
 from understudy.trainers.learn.refused_steps import keep_weights
 from understudy.trainers.learn.update import claim_batch, step_metrics
 from understudy.trainers.metrics import teacher_metrics, usage_metrics
+from understudy.trainers.pacing.idle_meter import ProducerMeters
 from understudy.trainers.produce.dynamic_sampling import fill_step, install_filters, removal_metrics
 from understudy.trainers.stopping import Abandoned, Interrupts
 from understudy.trainers.system import Learner, System
@@ -32,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 async def train_sync(system: System, stop: Interrupts) -> int:
     """Run until the recipe's last step or a stop request. Returns the last step taken."""
-    trainer = system.learner.settings.trainer
+    trainer, meters = system.learner.settings.trainer, ProducerMeters()
+    system = replace(system, producer=meters.watching(system.producer))
     install_filters(system.producer)
     step = system.learner.policy.step
     if step == 0:
@@ -41,7 +44,7 @@ async def train_sync(system: System, stop: Interrupts) -> int:
     while step < trainer.steps and not stop.requested:
         before = system.producer.cursor.state()
         try:
-            line = await take_step(system, step + 1, stop)
+            line = await take_step(system, step + 1, stop, meters)
         except Abandoned:
             system.producer.cursor.restore(before)
             break
@@ -71,7 +74,7 @@ async def publish(learner: Learner, step: int, stop: Interrupts) -> None:
         logger.info("step %d: stopped while its weights were being published", step)
 
 
-async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, Any]:
+async def take_step(system: System, step: int, stop: Interrupts, meters: ProducerMeters) -> dict[str, Any]:
     """One step of the drawing above; returns its metrics. Raises `Abandoned` before the update only, so the
     student is unchanged.
 
@@ -79,12 +82,15 @@ async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, An
     always finishes.
     """
     started = time.monotonic()
+    for meter in (meters.rollout, meters.teacher):
+        meter.take_idle()  # the time of an evaluation or a checkpoint before this step is not counted
     spans = system.state.spans
     with spans.span("produce", step=step):
         filtered = await stop.waiting(fill_step(system.producer, system.learner, step))
     point("sync.after_produce")
     with spans.span("claim", step=step):
         lease, batch, metrics = await stop.waiting(claim_batch(system.learner, step))
+    waited = time.monotonic() - started
     queue_depth = (await system.state.plane.depth("train")).rows
     with spans.span("update", step=step):
         result = await update_and_keep(system, lease, batch, step)
@@ -104,6 +110,9 @@ async def take_step(system: System, step: int, stop: Interrupts) -> dict[str, An
         "time/step": seconds,
         "perf/tokens_per_second": result.tokens / seconds,
         "perf/queue_depth": float(queue_depth),
+        "perf/sync/trainer_idle": waited / seconds,
+        "perf/sync/rollout_idle": meters.rollout.take_idle(),
+        "perf/sync/teacher_idle": meters.teacher.take_idle(),
     }
     metrics |= usage_metrics(system, result, seconds)
     return metrics | teacher_metrics(system.producer.teachers.pools) | system.state.timings.take()

@@ -85,11 +85,16 @@ def _row(view: RunView, told: dict[str, Any], texts: dict[int, str]) -> dict[str
     for place in view.candidates(told["id"], 0, MOST_TOKENS):
         teacher, own = place["teacher"][:_TEACHER_CANDIDATES], place["student"][:_OWN_CANDIDATES]
         texts.update({one["id"]: one["text"] for one in (*teacher, *own)})
+        tail = place["tail"]
+        if tail is not None:
+            tail += sum(one["p"] for one in place["teacher"][_TEACHER_CANDIDATES:])
+        known = {one["id"]: one["q"] for one in (*teacher, *own) if one["q"] is not None}
         found.append(
             [
                 [[one["id"], _short(one["p"]), _short(one["q"])] for one in teacher],
                 [[one["id"], _short(one["q"])] for one in own],
-                _short(place["tail"]),
+                _short(tail),
+                _short(max(0.0, 1.0 - sum(known.values())) if known else None),
             ]
         )
     return {"summary": told, "detail": {**detail, "cut": True}, "candidates": found}

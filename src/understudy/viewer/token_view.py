@@ -60,7 +60,11 @@ def candidates(columns: dict[str, Any], text: TokenText, first: int, last: int) 
                 for i, q in zip(own_ids[place], own[place], strict=True)
             ]
         rest = None if tail is None else float(tail[place])
-        found.append({"place": place, "teacher": entries, "student": mine, "tail": rest})
+        known = {one["id"]: one["q"] for one in (*entries, *mine) if one.get("q") is not None}
+        own_rest = max(0.0, 1.0 - sum(known.values())) if known else None
+        found.append(
+            {"place": place, "teacher": entries, "student": mine, "tail": rest, "own_tail": own_rest}
+        )
     return found
 
 

@@ -21,6 +21,7 @@ from understudy.engines.servers.vllm import VLLMEngine
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.planning.preflight import PYTHON_VARIABLE
+from understudy.trainers.pacing.idle_meter import ProducerMeters
 from understudy.trainers.stopping import Interrupts
 from understudy.trainers.sync import take_step
 from understudy.trainers.system import System
@@ -57,7 +58,7 @@ def test_two_steps_with_live_weights(
                     system.producer.engine, VLLMEngine
                 )
                 before = [p.detach().clone() for p in system.learner.policy.model.parameters()]
-                first = await take_step(system, 1, Interrupts(print))
+                first = await take_step(system, 1, Interrupts(print), ProducerMeters())
                 assert any(
                     not torch.equal(old, new)
                     for old, new in zip(before, system.learner.policy.model.parameters(), strict=True)
@@ -66,7 +67,7 @@ def test_two_steps_with_live_weights(
                 if signal_kind == "topk":
                     (child,) = system.producer.engine.children.values()
                     os.kill(child.ready["pid"], signal.SIGKILL)
-                second = await take_step(system, 2, Interrupts(print))
+                second = await take_step(system, 2, Interrupts(print), ProducerMeters())
                 assert first["rollout/weight_version/min"] == 0 and second["rollout/weight_version/min"] == 1
                 await _writes_with_the_trained_weights(system, version=2)
         finally:

@@ -35,6 +35,10 @@ def test_rows_stay_after_their_checkpoint(recipe: Make, mode: str) -> None:
     run = understudy.train(recipe("kept", run__keep_rows=1 << 20, **small), progress=False)
     assert not (plain.dir / "kept_rows").exists()
     rows, line = kept(run.dir, 2), run.metrics[-1]
+    idle = [
+        line[f"perf/{mode.removeprefix('fully_')}/{part}_idle"] for part in ("trainer", "rollout", "teacher")
+    ]
+    assert all(0 <= share < 1 for share in idle) and sum(idle) > 0
     assert len(rows) == 4 and (run.dir / "kept_rows" / "tokenizer.json").exists()
     gaps = np.concatenate([measures(columns)["gap"] for _, columns in rows])
     assert gaps.mean() == pytest.approx(line["actor/distillation/k1"], abs=1e-4)

@@ -100,6 +100,11 @@ def test_a_constant_reward_of_one_is_trouble_only_where_it_is_learnt_from() -> N
     assert [one.level for one in learnt] == ["warning"] and "filter_groups" in learnt[0].turn
 
 
+def test_answers_without_a_result_are_counted() -> None:
+    (found,) = advise(facts(lambda step: {"rollout/reward/math/parsed": 0.25}))
+    assert "75%" in found.sentence and "960 of 1280 answers" in found.evidence
+
+
 def test_staleness_explains_a_distance_between_engine_and_trainer() -> None:
     stale = {"rollout_corr/abs_diff_mean": 0.2, "async/staleness/mean": 0.9}
     assert advise(facts(lambda step: stale)) == []

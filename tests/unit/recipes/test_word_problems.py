@@ -96,9 +96,9 @@ def test_the_answer_follows_from_the_question(some: list[Problem]) -> None:
 def test_the_reward_reads_the_format(some: list[Problem]) -> None:
     for problem in some:
         row, right = problem.row(), answer_of(problem)
-        assert gsm8k(row, problem.answer) == 1.0
-        assert gsm8k(row, problem.answer.replace(f"#### {right}", f"#### {right + 1}")) == 0.0
-        assert gsm8k(row, problem.answer.rpartition("####")[0]) == 0.0
+        assert gsm8k(row, problem.answer)["score"] == 1.0
+        assert gsm8k(row, problem.answer.replace(f"#### {right}", f"#### {right + 1}"))["score"] == 0.0
+        assert gsm8k(row, problem.answer.rpartition("####")[0])["score"] == 0.0
 
 
 def test_the_same_problems_everywhere() -> None:

@@ -14,6 +14,7 @@ import pytest
 from understudy.observability.spans import Spans
 from understudy.trainers import stopping as interrupts
 from understudy.trainers import sync
+from understudy.trainers.pacing.idle_meter import ProducerMeters
 from understudy.trainers.stopping import Abandoned, Interrupts
 
 
@@ -160,7 +161,7 @@ def test_a_step_that_waits_in_its_claim_or_its_publish_is_stopped(monkeypatch: p
             stop.training = True
             sender = asyncio.create_task(signalled(claim.begun, signal.SIGTERM))
             with pytest.raises(Abandoned):
-                await sync.take_step(system, 1, stop)
+                await sync.take_step(system, 1, stop, ProducerMeters())
             await sender
         with Interrupts(lambda text: None) as stop:
             stop.training = True

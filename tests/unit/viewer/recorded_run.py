@@ -107,7 +107,7 @@ def recorded_run(folder: Path, steps: int = 12, hostile: str = HOSTILE) -> RunDi
     for step in (1, steps):
         planted = token_columns(step, planted=2)
         kept = [
-            (summary("p1_0_0", planted, prompt=hostile, kl=1.5), planted),
+            (summary("p1_0_0", planted, prompt=hostile, kl=1.5, teacher_prompts={"add": hostile}), planted),
             (summary("p2_0_0", token_columns(7)), token_columns(7)),
         ]
         keeper.write(step, kept)

@@ -217,7 +217,7 @@ def reward_is_constant(facts: RunFacts) -> Iterator[Advisory]:
         if len(parsed) >= WINDOW and (share := mean(parsed.last(WINDOW))) < PARSED:
             yield Advisory(
                 "no_parsable_result", "warning", f"{1 - share:.0%} of the answers have no result that reward {name} can read",
-                f"mean of the last {WINDOW} steps",
+                _unread(facts.history, share),
                 "Say the expected format in the prompt, or raise rollout.max_new_tokens if the end is cut.",
                 (f"rollout/reward/{name}/parsed",),
             )  # fmt: skip
@@ -343,6 +343,12 @@ def disk_low(facts: RunFacts) -> Iterator[Advisory]:
 
 def _parsed(history: History) -> dict[str, Series]:
     return history.named("rollout/reward/", "/parsed")
+
+
+def _unread(history: History, share: float) -> str:
+    rows = sum(history.get("rollout/rows").last(WINDOW))
+    counted = f"{(1 - share) * rows:.0f} of {rows:.0f} answers, " if rows else "mean of "
+    return f"{counted}the last {WINDOW} steps"
 
 
 def _steps(facts: RunFacts, key: str) -> str:

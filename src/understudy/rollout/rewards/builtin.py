@@ -5,7 +5,7 @@ the same way and needs no registration (`rewards.py` lists the signatures). `row
 its columns; `text` is what the student wrote, without special tokens.
 
 No student text makes these functions raise: a wrong or unreadable answer is worth 0.0. An error means that
-the dataset row cannot be graded.
+the dataset row cannot be graded. Rewards that look for a number also report `parsed`: 1.0 if they found one.
 """
 
 from __future__ import annotations
@@ -30,24 +30,28 @@ def exact_match(row: Mapping[str, Any], text: str) -> float:
     return float(text.strip() == answer_of(row).strip())
 
 
-def gsm8k(row: Mapping[str, Any], text: str) -> float:
-    """1.0 if the last `#### number` of the text is the number of the `answer` column; else 0.0.
+def gsm8k(row: Mapping[str, Any], text: str) -> dict[str, float]:
+    """Score 1.0 if the last `#### number` of the text is the number of the `answer` column; else 0.0.
 
     The column may hold the number alone or GSM8K's worked solution, which ends in `#### number`. Numbers are
     compared as numbers: `1,000`, `$1000`, `1000.` and `1000.0` are equal.
     """
-    return float(_marked_number(text) == _expected_number(row, "gsm8k"))
+    return _compared(_marked_number(text), _expected_number(row, "gsm8k"))
 
 
-def boxed_number(row: Mapping[str, Any], text: str) -> float:
-    """1.0 if the number in the last `\\boxed{…}` of the text, or else its last number, is that of `answer`.
+def boxed_number(row: Mapping[str, Any], text: str) -> dict[str, float]:
+    """Score 1.0 if the number in the last `\\boxed{…}` of the text, or else its last, is that of `answer`.
 
     For chat models, which end with a boxed result or a sentence rather than with `#### number`. The column
     and the comparison are those of `gsm8k`.
     """
     expected = _expected_number(row, "boxed_number")
     boxed = _last_number(_boxed(text))
-    return float((boxed if boxed is not None else _last_number(text)) == expected)
+    return _compared(boxed if boxed is not None else _last_number(text), expected)
+
+
+def _compared(found: Decimal | None, expected: Decimal) -> dict[str, float]:
+    return {"score": float(found == expected), "parsed": float(found is not None)}
 
 
 def _expected_number(row: Mapping[str, Any], reward: str) -> Decimal:

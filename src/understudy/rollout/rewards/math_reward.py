@@ -3,8 +3,8 @@
     [data]
     reward = "understudy.rollout.rewards.math_reward:math_verify"
 
-A text that takes longer than the deadline to grade is worth 0.0 and counted in the metric `timeout`. A
-reference answer that cannot be parsed raises `DataError`.
+A text that takes longer than the deadline to grade is worth 0.0 and counted in the metric `timeout`. The
+metric `parsed` is the share of texts in which an expression was found. A reference answer that cannot be parsed raises `DataError`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ class MathVerify:
         result = await self._pool().call(arguments, deadline_s=self._deadline_s)
         if result.outcome is ToolOutcome.ERROR and "reference answer" in result.text:
             raise DataError(result.text)
-        right = result.outcome is ToolOutcome.OK and result.text == "true"
-        return {"score": float(right), "timeout": float(result.outcome is ToolOutcome.TIMEOUT)}
+        verdict = result.text if result.outcome is ToolOutcome.OK else ""
+        return {
+            "score": float(verdict == "right"),
+            "parsed": float(verdict in ("right", "wrong")),
+            "timeout": float(result.outcome is ToolOutcome.TIMEOUT),
+        }
 
     def _pool(self) -> FunctionWorkers:
         loop = asyncio.get_running_loop()

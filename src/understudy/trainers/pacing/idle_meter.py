@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from understudy.trainers.call_batching import CallQueue
+from understudy.trainers.system import Producer
 
 
 @dataclass(slots=True)
@@ -55,3 +56,20 @@ def metered(queue: CallQueue, meter: BusyMeter) -> CallQueue:
             meter.leave()
 
     return replace(queue, run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerMeters:
+    """The meters of a run's engine and of all its teachers together."""
+
+    rollout: BusyMeter = field(default_factory=BusyMeter)
+    teacher: BusyMeter = field(default_factory=BusyMeter)
+
+    def watching(self, producer: Producer) -> Producer:
+        """The same producer, with its calls to engine and teachers counted."""
+        queues = {name: metered(queue, self.teacher) for name, queue in producer.teachers.queues.items()}
+        return replace(
+            producer,
+            engine_queue=metered(producer.engine_queue, self.rollout),
+            teachers=replace(producer.teachers, queues=queues),
+        )

@@ -42,8 +42,8 @@ export function frozenAnswers(data) {
       return { total: found.length, of: rows.length, rows: found.slice(first, first + PAGE), choices, complete: true };
     },
     row: ({ id }) => shown(id).detail,
-    candidates: ({ id, from, to }) => (shown(id).candidates ?? []).slice(from, to).map(([teacher, student, tail], nth) => (
-      { place: Number(from) + nth, teacher: teacher.map(candidate), student: student.map(([one, q]) => candidate([one, null, q])), tail })),
+    candidates: ({ id, from, to }) => (shown(id).candidates ?? []).slice(from, to).map(([teacher, student, tail, own_tail], nth) => (
+      { place: Number(from) + nth, teacher: teacher.map(candidate), student: student.map(([one, q]) => candidate([one, null, q])), tail, own_tail })),
     worst: ({ step }) => data.worst.map((group) => ({ ...group, tokens: group.tokens.filter((one) => !step || one.step === Number(step)) })).filter((group) => group.tokens.length),
     same: ({ sum }) => rows.filter((row) => row.prompt_sum === Number(sum)),
     life: ({ key }) => data.lives[key] ?? [],

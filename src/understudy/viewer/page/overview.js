@@ -15,7 +15,7 @@ const CHARTS = [
   ["Overlap of candidates", ["actor/distillation/overlap_ratio"]],
   ["Tokens per second", ["perf/tokens_per_second"]],
   ["Staleness, versions", ["async/staleness/mean", "async/staleness/max"]],
-  ["Idle shares", ["perf/async/trainer_idle", "perf/async/rollout_idle", "perf/async/teacher_idle"]],
+  ["Idle shares", ["async", "sync"].flatMap((mode) => ["trainer", "rollout", "teacher"].map((part) => `perf/${mode}/${part}_idle`))],
   ["Seconds a step", ["time/step", "time/produce", "time/update"]],
 ];
 const added = [];

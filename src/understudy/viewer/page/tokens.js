@@ -33,7 +33,7 @@ function candidateTable(found, token) {
     h("td", {}, h("code", {}, quoted(one.text)), h("span", { class: "quiet" }, one.id === token ? " ← written" : " student's")), cell(null, "p"), cell(one.q, "q")));
   return h("table", { class: "candidates" }, h("caption", {}, "Candidates"),
     h("thead", {}, h("tr", {}, ["token", "teacher p", "student q"].map((title) => h("th", { scope: "col" }, title)))),
-    h("tbody", {}, rows, own, h("tr", { class: "quiet" }, h("td", {}, "all others (tail)"), cell(found.tail, "p"), cell(null, "q"))));
+    h("tbody", {}, rows, own, h("tr", { class: "quiet" }, h("td", {}, "all others (tail)"), cell(found.tail, "p"), cell(found.own_tail, "q"))));
 }
 
 // The tokens of one row with a panel beside them; `at` focuses one written token.
@@ -78,11 +78,15 @@ function microscope(run, row, at) {
     span.setAttribute("aria-label", `${visible(row.pieces[index])}${place >= 0 && best ? `, teacher wanted ${visible(best.text)} ${best.p.toFixed(2)}` : ""}`);
   }
 
+  let turn = 0;
   row.tokens.forEach((token, index) => {
     const place = row.written[index];
     const kind = place >= 0 ? "student" : index + row.first < (row.written.findIndex((one) => one >= 0) + row.first) || start > 0 && !spans.length ? "prompt" : "environment";
     const before = spans.at(-1)?.dataset.kind;
-    if (before !== kind) text.append(h("h3", { class: "who" }, { student: "student", prompt: "prompt", environment: "environment" }[kind]));
+    if (before !== kind) {
+      if (kind === "student") turn += 1;
+      text.append(h("h3", { class: "who" }, kind === "student" && row.turns > 1 ? `student, turn ${turn}` : kind));
+    }
     const span = h("span", { class: "token", tabindex: -1, role: "button" }, visible(row.pieces[index]).replace(/\n/g, "⏎\n"));
     span.dataset.kind = kind;
     span.dataset.index = index;
@@ -145,9 +149,15 @@ function conversation(row) {
     h("h3", { class: "who" }, "answer"), h("pre", { tabindex: 0 }, quoted(row.completion)));
 }
 
+// What a teacher read in place of the student's prompt (teachers.NAME.prompt), where it has one of its own.
+function teacherPrompts(row) {
+  return Object.entries(row.line?.teacher_prompts ?? {}).map(([name, text]) => h("details", { class: "own-prompt" },
+    h("summary", {}, "Teacher ", quoted(name), " read another prompt"), h("pre", { tabindex: 0 }, quoted(text))));
+}
+
 async function oneRow(run, id, first, at) {
   const row = await ask("row", { run, id, first: first ?? 0 });
-  return { row, element: h("article", {}, h("h2", {}, "Row ", h("bdi", {}, row.key)), facts(row), row.pieces ? microscope(run, row, at) : conversation(row)) };
+  return { row, element: h("article", {}, h("h2", {}, "Row ", h("bdi", {}, row.key)), facts(row), teacherPrompts(row), row.pieces ? microscope(run, row, at) : conversation(row)) };
 }
 
 export async function tokens(box, query) {

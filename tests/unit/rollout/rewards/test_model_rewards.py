@@ -43,7 +43,8 @@ def grade(answer: Any, text: str, **settings: Any) -> dict[str, float]:
     ],
 )
 def test_equal_mathematics_scores(answer: str, text: str, score: float) -> None:
-    assert grade(answer, text)["score"] == score
+    found = grade(answer, text)
+    assert found["score"] == score and found["parsed"] == float(text != "no number here")
 
 
 @needs_math_verify

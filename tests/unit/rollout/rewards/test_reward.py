@@ -1,5 +1,7 @@
 """The shipped rewards: what counts as the same answer, and what a dataset without answers is told."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,21 +40,21 @@ def test_exact_match_reads_an_answer_that_is_not_text() -> None:
     ],
 )
 def test_gsm8k_accepts_every_way_to_write_the_number(text: str) -> None:
-    assert gsm8k({"answer": WORKED}, text) == 1.0
-    assert gsm8k({"answer": "1,072"}, text) == 1.0
-    assert gsm8k({"answer": 1072}, text) == 1.0
+    assert gsm8k({"answer": WORKED}, text)["score"] == 1.0
+    assert gsm8k({"answer": "1,072"}, text)["score"] == 1.0
+    assert gsm8k({"answer": 1072}, text)["score"] == 1.0
 
 
 @pytest.mark.parametrize(
     "text", ["", "1072", "#### 1072 #### 5", "#### -1072", "#### 24", "#### 10 72", "#### 1072-1", "####"]
 )
 def test_gsm8k_pays_nothing_for_anything_else(text: str) -> None:
-    assert gsm8k({"answer": WORKED}, text) == 0.0
+    assert gsm8k({"answer": WORKED}, text)["score"] == 0.0
 
 
 def test_gsm8k_tells_signs_and_decimals_apart() -> None:
-    assert gsm8k({"answer": "#### -0.5"}, "#### -.50") == 1.0
-    assert gsm8k({"answer": "#### -0.5"}, "#### 0.5") == 0.0
+    assert gsm8k({"answer": "#### -0.5"}, "#### -.50")["score"] == 1.0
+    assert gsm8k({"answer": "#### -0.5"}, "#### 0.5")["score"] == 0.0
 
 
 @pytest.mark.parametrize("reward", [exact_match, gsm8k])
@@ -72,7 +74,7 @@ def test_gsm8k_refuses_an_answer_without_a_number() -> None:
 @given(st.text())
 def test_no_writing_makes_a_reward_raise(text: str) -> None:
     for written in (text, f"#### {text}"):
-        assert gsm8k({"answer": "7"}, written) in (0.0, 1.0)
+        assert gsm8k({"answer": "7"}, written)["score"] in (0.0, 1.0)
         assert exact_match({"answer": "7"}, written) in (0.0, 1.0)
 
 
@@ -95,8 +97,23 @@ def test_recipes_find_them_by_name() -> None:
     ],
 )
 def test_the_boxed_number_counts_or_else_the_last_one(text: str, reward: float) -> None:
-    assert boxed_number({"answer": "6*200+34=1234\n#### 1,234"}, text) == reward
+    assert boxed_number({"answer": "6*200+34=1234\n#### 1,234"}, text)["score"] == reward
 
 
 def test_a_boxed_zero_is_an_answer() -> None:
-    assert boxed_number({"answer": "0"}, r"\boxed{0} of 5") == 1.0
+    assert boxed_number({"answer": "0"}, r"\boxed{0} of 5")["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "text", "parsed"),
+    [
+        (gsm8k, "so #### 7", 1.0),
+        (gsm8k, "so #### 8", 1.0),
+        (gsm8k, "the answer is 7", 0.0),
+        (gsm8k, "#### seven", 0.0),
+        (boxed_number, "the answer is 8", 1.0),
+        (boxed_number, r"\boxed{seven}", 0.0),
+    ],
+)
+def test_a_reward_says_whether_it_found_a_result(reward: Any, text: str, parsed: float) -> None:
+    assert reward({"answer": "7"}, text)["parsed"] == parsed
