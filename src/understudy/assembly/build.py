@@ -24,6 +24,7 @@ from understudy.assembly.prompt_facts import (
     teacher_prompts_of,
 )
 from understudy.assembly.ranks import start_ranks
+from understudy.assembly.self_teachers import FOLDER, EarlierWeights, SelfTeachers
 from understudy.assembly.teacher_admin import open_for_requests
 from understudy.assembly.teachers import (
     StudentFacts,
@@ -75,6 +76,7 @@ from understudy.trainers.evaluation.examiner import Examiner
 from understudy.trainers.learn.batches import Batches, LocalBatches
 from understudy.trainers.learn.refused_steps import keep_refused
 from understudy.trainers.models import LoadedModel
+from understudy.trainers.pacing.publish_gate import PublishGate
 from understudy.trainers.produce.rollouts import LocalRollouts, Rollouts
 from understudy.trainers.prompt_data import PromptData, open_data
 from understudy.trainers.remote_rows.batches import RemoteBatches
@@ -156,7 +158,11 @@ async def build(
             stack,
             view,
         )
+        checkpoints = _checkpoints(recipe, run)
+        self_teachers = _self_teachers(settings, teachers, policy, run, checkpoints)
         await publisher.publish(0)
+        if self_teachers is not None:
+            await self_teachers.publish(0)
         critic = await _critic(settings, run, coming, view)
         reference = None
         if settings.reference is not None:
@@ -196,7 +202,6 @@ async def build(
             rollouts = RemoteRollouts(loops, remote, spans, timings, sampling.candidates > 0)
         else:
             rollouts = LocalRollouts(loops, rewards, plane, sampling, spans, timings)
-        checkpoints = _checkpoints(recipe, run)
         saver = BackgroundSaver(checkpoints)
         stack.push_async_callback(asyncio.to_thread, saver.close)
         background = await stack.enter_async_context(asyncio.TaskGroup())
@@ -238,7 +243,8 @@ async def build(
                 router_of(settings.teachers, pools),
                 teacher_queues(pools, deterministic),
                 own_prompts,
-                manifests_of(pools),
+                partial(manifests_of, pools),
+                None if self_teachers is None else self_teachers.gate,
             ),
             eval_prompts=eval_prompts(rows.eval, recipe.trainer.eval_samples)
             if rows.eval and recipe.data.reward
@@ -250,6 +256,7 @@ async def build(
             policy=policy,
             objective=objective_of(recipe.loss),
             publisher=publisher,
+            self_teachers=self_teachers,
             micro_batches=MicroBatches(recipe.trainer.micro_batch_tokens),
             batches=batches,
             state=state,
@@ -346,6 +353,30 @@ async def _policy_and_engine(
     return policy, engine, publisher_of(settings.engine, policy, engine)
 
 
+def _self_teachers(
+    settings: Resolved,
+    teachers: Teachers,
+    policy: Policy | LeadingPolicy,
+    run: RunDir,
+    checkpoints: CheckpointStore,
+) -> SelfTeachers | None:
+    """The teachers that follow the student; None if there are none."""
+    following = teachers.following
+    if not following:
+        return None
+    versions = {name: settings.teachers.teachers[name].version or "start" for name in following}
+    trainer = settings.learn.trainer
+    return SelfTeachers(
+        versions,
+        {name: teachers.pools[name] for name in following},
+        following,
+        policy,
+        EarlierWeights(run.path / FOLDER, checkpoints.resumable),
+        trainer.sync_every if trainer.mode == "fully_async" else 1,
+        PublishGate(),
+    )
+
+
 def _renderer(settings: EngineSettings, data: DataConfig, student: LoadedModel) -> Renderer:
     return Renderer(
         student.tokenizer,
@@ -379,6 +410,7 @@ def _student_facts(
         usable,
         student.device,
         context_of(settings.engine, student),
+        sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters()),
         LongestPrompt(_renderer(settings.engine, data, student), prompts),
         mixed_teachers(prompts, data.mixture_key),
         external,

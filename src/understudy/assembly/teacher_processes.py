@@ -13,6 +13,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from understudy.assembly.self_teachers import FollowingReplicas
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
 from understudy.observability.owned_folder import OwnedFolder
@@ -44,6 +45,8 @@ class LocalTeachers:
         self._seats = seats
         self._meetings: dict[str, OwnedFolder] = {}
         self.endpoints: dict[str, Endpoint] = {}
+        self.following: FollowingReplicas | None = None
+        """Gives replicas the student's weights; None: they keep the weights they load."""
 
     async def start(self, replica: str) -> Endpoint:
         await self.stop(replica)
@@ -62,8 +65,15 @@ class LocalTeachers:
             )
             for rank in ranks
         )
-        self.endpoints[replica] = Endpoint(started[0].ready["url"], self._token)
-        return self.endpoints[replica]
+        rank_0, process = started[0], self._process(replica, 0)
+        shares = self._processes.shares_memory(process)
+        endpoint = Endpoint(
+            rank_0.ready["url"], self._token, shares_memory=shares, gpu=rank_0.ready.get("gpu")
+        )
+        self.endpoints[replica] = endpoint
+        if self.following is not None:
+            await self.following.started(replica, endpoint)
+        return endpoint
 
     async def stop(self, replica: str) -> None:
         ranks = range(self._teacher.tensor_parallel)
@@ -127,6 +137,8 @@ class LocalTeachers:
             arguments.append("--trust-remote-code")
         if teacher.attention != "auto":
             arguments += ["--attention", teacher.attention]
+        if self.following is not None:
+            arguments += ["--weights", str(self.following.folder)]
         if meeting is not None:
             arguments += ["--world-size", str(teacher.tensor_parallel), "--rank", str(rank)]
             arguments += ["--rendezvous", f"file://{meeting / 'meet'}"]

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from understudy.assembly.self_teachers import FollowingReplicas
 from understudy.assembly.teacher_processes import LocalTeachers
 from understudy.assembly.this_machine import gpu_names
 from understudy.cluster.local import LocalProcesses
@@ -81,6 +82,8 @@ class StudentFacts:
     device: torch.device
     context: int
     """The maximum length of a rollout."""
+    weight_bytes: int
+    """The size of its weights, which teachers that follow it take."""
     longest_prompt: Callable[[], Awaitable[int]]
     """The tokens of the longest prompt. Called only if a teacher may not hold the longest rollout."""
     mixed: Collection[str] = ()
@@ -102,8 +105,16 @@ class Teachers:
     tokens: dict[str, str | None] = field(default_factory=dict)
     """The bearer token of each external teacher's servers."""
 
+    @property
+    def following(self) -> dict[str, FollowingReplicas]:
+        """The replicas of teachers that follow the student, by teacher."""
+        found = {name: launcher.following for name, launcher in self.launchers.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+        for replicas in self.following.values():
+            await replicas.close()
 
     async def add(self, teacher: str, url: str | None = None) -> str:
         """Adds a replica to a running run: a new process, or the server at `url`. Returns its name."""
@@ -154,7 +165,10 @@ async def start_teachers(
         if teacher.placement == "external":
             teachers.tokens[name] = token_of(name, teacher)
         else:
-            teachers.launchers[name] = LocalTeachers(processes, name, teacher, batching, token, seats)
+            launcher = LocalTeachers(processes, name, teacher, batching, token, seats)
+            if teacher.follows_student:
+                launcher.following = FollowingReplicas(name, student.weight_bytes, processes.address)
+            teachers.launchers[name] = launcher
         teachers.pools[name] = _pool(
             name, teacher, teachers, student, view, remote, settings.restarts, settings.teachers_choose
         )

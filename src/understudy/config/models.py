@@ -77,7 +77,10 @@ class TeacherConfig(Section):
 
     model: Model
     """Hub id or folder of the teacher; for an external vLLM or OpenAI-compatible server, the model it
-    serves."""
+    serves. `student`: the student itself, in the version that `version` names."""
+    version: Literal["start", "live", "ema"] | Annotated[int, Field(ge=1)] | None = None
+    """Of `model = "student"`: its weights at the start of the run (default), those last published, their
+    running average (`trainer.ema_decay`), or those of N publishes before the last."""
     revision: str | None = None
     """Pinned hub revision; needed for a hub id when `trust_remote_code` is on."""
     trust_remote_code: bool = False
@@ -165,6 +168,11 @@ class TeacherConfig(Section):
                     f"`prompt` has a message with the keys {', '.join(message) or 'none'}; expected role and content"
                 )
         return self
+
+    @property
+    def follows_student(self) -> bool:
+        """Whether its replicas take new weights while the run goes on."""
+        return self.version is not None and self.version != "start"
 
     @property
     def reads_own_prompt(self) -> bool:

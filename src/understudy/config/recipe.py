@@ -24,6 +24,7 @@ from understudy.config.checks.cluster import cluster_problems
 from understudy.config.checks.fully_async import async_problems
 from understudy.config.checks.idle_keys import idle_problems
 from understudy.config.checks.objective import objective_problems
+from understudy.config.checks.self_teachers import STUDENT, self_teacher_problems, with_self_teachers
 from understudy.config.messages.explain import Finding, explain
 from understudy.config.messages.keys import Kind, walk
 from understudy.config.messages.synonyms import REMOVED
@@ -48,6 +49,11 @@ class Recipe(RecipeTables):
             return self
         trainer = self.trainer.model_copy(update={"steps": self.trainer.steps_over(rows), "passes": None})
         return self.model_copy(update={"trainer": trainer})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_student(cls, table: Any) -> Any:
+        return with_self_teachers(table)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -229,6 +235,8 @@ def resolve_paths(table: dict[str, Any], base: Path) -> None:
     for section in models:
         if not isinstance(section, dict) or not isinstance(section.get("model"), str):
             continue
+        if section is not table.get("student") and section["model"] == STUDENT:
+            continue
         # The model name of an external server need not be a folder here.
         find = resolved if section.get("placement") == "external" else partial(resolved_model, base=base)
         section["model"] = find(section["model"])
@@ -324,6 +332,7 @@ def _cross_checks(recipe: Recipe) -> list[str]:
         )
     problems += objective_problems(recipe)
     problems += idle_problems(recipe)
+    problems += self_teacher_problems(recipe.student, recipe.teachers, recipe.loss, recipe.trainer)
     problems += async_problems(recipe.trainer, recipe.rollout, recipe.run, recipe.teachers, recipe.cluster)
     problems += capacity_problems(recipe.trainer, recipe.rollout, recipe.dataplane)
     problems += _routing(recipe)

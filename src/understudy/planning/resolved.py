@@ -190,6 +190,8 @@ class LearnSettings:
     lanes: int
     windows: Windows
     """The prompts that each publish of a fully async run trains on."""
+    teacher_lag: int | None
+    """The most publishes that a teacher which follows the student lags behind; None: no teacher follows it."""
     one_update_per_step: bool
     """A step has one update, so the weights before a refused update are those after the step before it."""
 
@@ -359,7 +361,8 @@ def _rows(recipe: Recipe, compute: Compute) -> RowFlow:
 def _produce(recipe: Recipe, compute: Compute) -> ProduceSettings:
     trainer, rollout = recipe.trainer, recipe.rollout
     rows = trainer.steps * trainer.batch_size * rollout.n
-    measured = {name: one for name, one in recipe.teachers.items() if one.placement != "external"}
+    others = {name: one for name, one in recipe.teachers.items() if one.version is None}
+    measured = {name: one for name, one in others.items() if one.placement != "external"}
     return ProduceSettings(
         rollout=rollout,
         loss=recipe.loss,
@@ -395,6 +398,14 @@ def _learn(recipe: Recipe, compute: Compute) -> LearnSettings:
             trainer.max_staleness,
             trainer.steps,
             max_prompts(recipe.rollout, recipe.dataplane),
+        ),
+        teacher_lag=max(
+            (
+                one.version if isinstance(one.version, int) else 0
+                for one in recipe.teachers.values()
+                if one.follows_student
+            ),
+            default=None,
         ),
         one_update_per_step=whole and trainer.epochs == 1 and recipe.loss.advantage != "gae",
     )

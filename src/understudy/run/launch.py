@@ -37,7 +37,13 @@ from understudy.run.given import GivenRows
 from understudy.run.outcome import RunOutcome
 from understudy.run.restarts import last_checkpoint_step, with_restarts
 from understudy.run.vitals import vitals, waits
-from understudy.trainers.checkpoints import finish_saving, forget_after, last_checkpoint, restore
+from understudy.trainers.checkpoints import (
+    finish_saving,
+    forget_after,
+    last_checkpoint,
+    restore,
+    verify_followers,
+)
 from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.fully_async import train_fully_async
 from understudy.trainers.prompt_data import PromptData, open_data
@@ -230,7 +236,8 @@ async def _attempt(
             system.state.tally.dead_letters = count_letters(run.dead_letters, PARTITION)
             if checkpoint:
                 await restore(system, checkpoint)
-                await system.learner.publisher.publish(checkpoint.step)
+                await system.learner.publish(checkpoint.step)
+                verify_followers(checkpoint.extra["teachers"], system.producer.teachers.manifests())
                 view.note(f"continuing after step {checkpoint.step}")
             stop.training = True
             async with watched(

@@ -54,6 +54,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """Ids below `vocab_size` without a token; usually none."""
     leaves_out_ids: bool = False
     """Whether a request may name the ids it wants (`id_limit`); older servers do not know the field."""
+    version: int = -1
+    """Of a teacher that follows the student: the version of its weights. −1: those it was loaded with."""
 
     def cut_to(self, usable: UsableIds | None) -> Manifest:
         """This manifest for a run that uses only these ids."""
@@ -63,6 +65,13 @@ class Manifest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, vocab_size=cut.limit, unused_ids=list(cut.holes))
 
     @property
-    def identity(self) -> tuple[str, str, str, int, str]:
+    def identity(self) -> tuple[str, str, str, int, str, int]:
         """What must be equal for two replicas to be the same teacher. The path of the model may differ."""
-        return (self.backend, self.weights_sha256, self.vocab_fingerprint, self.vocab_size, self.dtype)
+        return (
+            self.backend,
+            self.weights_sha256,
+            self.vocab_fingerprint,
+            self.vocab_size,
+            self.dtype,
+            self.version,
+        )

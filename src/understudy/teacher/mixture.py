@@ -106,6 +106,7 @@ def mix(partials: Sequence[PartialScores], item: ScoreItem) -> TeacherScores:
         sampled_logprobs=sampled_P.astype(np.float32),
         ids=ids,
         logprobs=None if logprobs is None else logprobs.astype(np.float32),
+        version=max(partial_scores.scores.version for partial_scores in partials),
     )
 
 

@@ -54,12 +54,13 @@ class _RequestHeader(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     """Single ids below the limit that are excluded too."""
 
 
-class _ReplyHeader(msgspec.Struct, forbid_unknown_fields=True):
+class _ReplyHeader(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     teacher: str
     keys: list[str]
     signals: list[str]
     k: list[int]
     hidden_size: int
+    version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,8 @@ class ScoreReply:
     hidden: np.ndarray
     """uint16 (bits of bfloat16), flat: P_i × H of each `hidden` sequence."""
     hidden_size: int = 0
+    version: int = -1
+    """The version of the weights that scored it; −1: those the replica was loaded with."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -150,7 +153,14 @@ class ScoreReply:
                 at_hidden = end
             scores.append(
                 TeacherScores(
-                    key, self.teacher, signal, self.sampled_P[at : at + count], ids, logprobs, hidden
+                    key,
+                    self.teacher,
+                    signal,
+                    self.sampled_P[at : at + count],
+                    ids,
+                    logprobs,
+                    hidden,
+                    version=self.version,
                 )
             )
             at += count
@@ -220,7 +230,12 @@ def encode_request(request: ScoreRequest) -> bytes:
 
 def encode_reply(reply: ScoreReply) -> bytes:
     header = _ReplyHeader(
-        reply.teacher, reply.keys, [signal.value for signal in reply.signals], reply.k_N, reply.hidden_size
+        reply.teacher,
+        reply.keys,
+        [signal.value for signal in reply.signals],
+        reply.k_N,
+        reply.hidden_size,
+        reply.version,
     )
     arrays = (
         reply.digests_N.astype("<u8", copy=False),
@@ -390,6 +405,7 @@ def decode_reply(data: bytes | memoryview) -> ScoreReply:
         logprobs,
         hidden,
         header.hidden_size,
+        header.version,
     )
 
 

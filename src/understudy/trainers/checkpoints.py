@@ -83,7 +83,7 @@ async def save_checkpoint(system: System, step: int) -> None:
         kept.spans.flush()
         extra = {
             "cursor": system.producer.cursor.state(),
-            "teachers": system.producer.teachers.manifests,
+            "teachers": system.producer.teachers.manifests(),
             "rows_trained": kept.tally.rows_trained,
         }
         state = await asyncio.to_thread(training_state, system.learner)
@@ -138,7 +138,7 @@ def forget_after(run: RunDir, step: int | None) -> None:
 
 async def restore(system: System, checkpoint: Checkpoint) -> None:
     """Load a checkpoint into a newly built system."""
-    verify_teachers(checkpoint.extra["teachers"], system.producer.teachers.manifests)
+    verify_teachers(checkpoint.extra["teachers"], system.producer.teachers.manifests())
     if isinstance(system.learner.policy, LeadingPolicy):
         await asyncio.to_thread(system.learner.policy.load_checkpoint, checkpoint)
     else:
@@ -157,8 +157,23 @@ def verify_teachers(saved: Mapping[str, Mapping[str, Any]], now: Mapping[str, Ma
         if name not in now:
             raise CheckpointError(f"teacher {name} of this run is gone; put it back, or start a new run")
         stored, found = (msgspec.convert(one, Manifest) for one in (before, now[name]))
+        if stored.version >= 0:
+            continue  # it takes the student's weights once they are restored: `verify_followers`
         try:
             check_manifest_unchanged(stored, found)
             check_scores_unchanged(found, before.get("fixed_scores", ()), now[name].get("fixed_scores", ()))
+        except TeacherError as error:
+            raise CheckpointError(str(error)) from None
+
+
+def verify_followers(saved: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> None:
+    """After a resume has published: raises unless each teacher that follows the student has the weights that
+    the checkpoint names. Not compared if it is now another version: a resume publishes inside a window."""
+    for name, before in saved.items():
+        stored, found = (msgspec.convert(one, Manifest) for one in (before, now[name]))
+        if stored.version < 0 or stored.version != found.version:
+            continue
+        try:
+            check_manifest_unchanged(stored, found)
         except TeacherError as error:
             raise CheckpointError(str(error)) from None

@@ -61,7 +61,7 @@ from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.pacing.admission import AdmissionController
 from understudy.trainers.pacing.idle_meter import ProducerMeters
 from understudy.trainers.pacing.publish_gate import PublishGate
-from understudy.trainers.pacing.staleness import RowAges
+from understudy.trainers.pacing.staleness import RowAges, ScoredVersions
 from understudy.trainers.pacing.staleness_budget import StalenessBudget, WindowProgress
 from understudy.trainers.pacing.window_cursor import WindowCursor
 from understudy.trainers.produce.dynamic_sampling import (
@@ -257,6 +257,10 @@ class _AsyncRun:
         depth = await system.state.plane.depth(PARTITION, fields=self.columns)
         ages = await RowAges.of(system.state.plane, lease, self.windows, step)
         ages.check(self.windows.oldest)
+        if (lag := system.learner.settings.teacher_lag) is not None:
+            versions = await ScoredVersions.of(system.state.plane, lease)
+            versions.check(self.windows, step, lag)
+            metrics |= versions.metrics
         with spans.span("update", step=step):
             result = await update_and_keep(system, lease, batch, step)
         point("async.after_update")

@@ -25,7 +25,7 @@ from understudy.dataplane.token_measures import worst_tokens
 from understudy.policy.token_watch import TokenWatch
 from understudy.trainers.learn.update import update
 from understudy.trainers.rollout_dump import dump_rollouts
-from understudy.trainers.row_columns import REPLICA, SCORED
+from understudy.trainers.row_columns import REPLICA, SCORED, VERSION
 from understudy.types.batch import Batch
 from understudy.types.batch_ref import BatchRef
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FACTS = ("weight_versions", "turns", "metrics")
-"""What a batch does not have of its rows; of judged ones, also `REPLICA`."""
+"""What a batch does not have of its rows; of judged ones, also `REPLICA`, and `VERSION` if teachers follow the student."""
 _LINE = ("source", "why", "own_prompts")
 """Facts that are not columns of the row."""
 _PER_TOKEN = ("tokens", "loss_mask", "behaviour_logprobs")
@@ -75,7 +75,10 @@ async def _keep(
     if state.kept_rows.writing is not None:
         await state.kept_rows.writing  # files of two steps are not written at the same time
     try:
-        facts: dict[str, Any] = await state.plane.get(some, (*_FACTS, REPLICA) if batch.teachers else _FACTS)
+        names = (*_FACTS, REPLICA) if batch.teachers else _FACTS
+        if producer.teachers.gate is not None:
+            names = (*names, VERSION)
+        facts: dict[str, Any] = await state.plane.get(some, names)
         facts["own_prompts"] = [_own_prompts(producer, batch, i) for i in chosen]
     except Exception as error:
         logger.warning("step %d: its rows could not be kept: %s", step, error)
@@ -150,6 +153,8 @@ def _write(
         if own := facts["own_prompts"]:
             row |= {f"teacher_prompt_{name}": ids for name, ids in own.items()}
             summary["teacher_prompts"] = {name: tokenizer.decode(ids.tolist()) for name, ids in own.items()}
+        if VERSION in row:
+            summary[VERSION] = row[VERSION]
         entries.append((summary, row))
     kept.keeper.write(step, entries)
 

@@ -25,6 +25,8 @@ SCORED = "teacher"
 """The column with the teacher's name, which a row has once it has scores."""
 REPLICA = "replica"
 """The column with the name of the teacher's replica that answered; empty for a mixture."""
+VERSION = "teacher_version"
+"""The column with the version of the teacher's weights; −1 if they are frozen, the newest for a mixture."""
 CANDIDATES = "candidate_ids"
 """The column of the student's top ids, for teachers that score them."""
 SIZES = "sizes"
@@ -63,6 +65,7 @@ def score_columns(scores: TeacherScores) -> dict[str, Any]:
     columns: dict[str, Any] = {
         SCORED: scores.teacher,
         REPLICA: scores.replica,
+        VERSION: scores.version,
         "teacher_logprobs": scores.sampled_logprobs,
     }
     if scores.ids is not None:

@@ -25,6 +25,7 @@ from understudy.trainers.learn.refused_steps import keep_weights
 from understudy.trainers.learn.update import claim_batch, step_metrics
 from understudy.trainers.metrics import teacher_metrics, usage_metrics
 from understudy.trainers.pacing.idle_meter import ProducerMeters
+from understudy.trainers.pacing.staleness import ScoredVersions
 from understudy.trainers.produce.dynamic_sampling import fill_step, install_filters, removal_metrics
 from understudy.trainers.stopping import Abandoned, Interrupts
 from understudy.trainers.system import Learner, System
@@ -69,7 +70,7 @@ async def publish(learner: Learner, step: int, stop: Interrupts) -> None:
     """Publishes new weights. If the engines do not take them before a stopping run's deadline, the step still
     counts."""
     try:
-        await stop.waiting(learner.publisher.publish(step))
+        await stop.waiting(learner.publish(step))
     except Abandoned:
         logger.info("step %d: stopped while its weights were being published", step)
 
@@ -91,6 +92,8 @@ async def take_step(system: System, step: int, stop: Interrupts, meters: Produce
     with spans.span("claim", step=step):
         lease, batch, metrics = await stop.waiting(claim_batch(system.learner, step))
     waited = time.monotonic() - started
+    if system.learner.settings.teacher_lag is not None:
+        metrics |= (await ScoredVersions.of(system.state.plane, lease)).metrics
     queue_depth = (await system.state.plane.depth("train")).rows
     with spans.span("update", step=step):
         result = await update_and_keep(system, lease, batch, step)

@@ -11,7 +11,7 @@ the one it needs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +115,10 @@ class TeacherParts:
     queues: Mapping[str, CallQueue]
     prompts: TeacherPrompts
     """What each teacher reads in place of the student's prompt."""
-    manifests: Mapping[str, Mapping[str, Any]]
-    """Stored with checkpoints and compared on resume."""
+    manifests: Callable[[], Mapping[str, Mapping[str, Any]]]
+    """The manifests of now, stored with checkpoints and compared on resume."""
+    gate: PublishGate | None = None
+    """Rows that are being scored are inside, if teachers take new weights (`Learner.self_teachers`)."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,18 @@ class Learner:
     state: RunState
     teacher_heads: Mapping[str, TeacherHead] = field(default_factory=dict)
     """By teacher. Empty unless rows carry hidden states."""
+    self_teachers: WeightPublisher | None = None
+    """Publishes to the teachers that follow the student; None if there are none."""
     critic: ValueModel | None = None
     """The value model of a run whose advantages need one."""
     reference: FrozenModel | None = None
     """The frozen model of a run with a KL penalty to a reference."""
+
+    async def publish(self, version: int) -> None:
+        """New weights for the engines, then for the teachers that follow the student."""
+        await self.publisher.publish(version)
+        if self.self_teachers is not None:
+            await self.self_teachers.publish(version)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,8 @@ class TeacherScores:
 
     replica: str = ""
     """The replica that answered; empty where no pool was asked."""
+    version: int = -1
+    """The version of the teacher's weights, if it follows the student; −1: the weights it was loaded with."""
 
     def by(self, replica: str) -> TeacherScores:
         return replace(self, replica=replica)

@@ -11,7 +11,7 @@ from understudy.viewer.token_text import TokenText
 
 MOST_TOKENS = 4096
 """Tokens of one answer; the page asks for more by range."""
-_FACTS = ("turns", "stop_reason", "reward", "teacher", "replica", "metrics")
+_FACTS = ("turns", "stop_reason", "reward", "teacher", "replica", "teacher_version", "metrics")
 
 
 def token_view(columns: dict[str, Any], text: TokenText, first: int) -> dict[str, Any]:

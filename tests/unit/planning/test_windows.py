@@ -109,7 +109,7 @@ def test_a_publish_that_drains_is_not_put_off_by_new_rollouts() -> None:
         leave = asyncio.Event()
 
         async def rollout(name: str) -> None:
-            async with publish_gate.rollout():
+            async with publish_gate.enter():
                 order.append(name)
                 await leave.wait()
 

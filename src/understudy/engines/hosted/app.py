@@ -13,14 +13,12 @@ Refusals are JSON {"error": {"kind", "message"}} with a 4xx. No input ends the s
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,24 +28,20 @@ from torch import Tensor
 
 from understudy.engines.base import Engine, GenerateRequest, Generation
 from understudy.engines.hosted.messages import (
-    BROKEN_TRANSFER,
     CONTENT_TYPE,
     AbortOrder,
     MessageError,
-    WeightsOrder,
     decode_call,
     encode_answer,
 )
 from understudy.errors import EngineError
-from understudy.serving.http import Gate, Refused, answering, as_json, read_body, unless_gone
+from understudy.serving.http import Gate, answering, as_json, read_body, unless_gone
 from understudy.weights.adapters import AdaptedModel, is_of_adapters
-from understudy.weights.broadcast import Receiver, TransferBroken
+from understudy.weights.broadcast import TransferBroken
+from understudy.weights.orders import BROKEN_TRANSFER, LARGEST_ORDER, OrderedWeights, WeightsOrder
 
 MAX_CALL_BYTES = 1 << 30
-_SNAPSHOT = re.compile(r"v-?\d{1,18}\.safetensors")
 _LARGEST_ORDER = 4096
-_LARGEST_WEIGHTS_ORDER = 16 << 20
-"""Large, because it names every tensor of a broadcast."""
 _REFUSED = (
     (MessageError, 400, "frame"),
     (TransferBroken, BROKEN_TRANSFER, "transfer"),
@@ -76,8 +70,8 @@ class HostApp:
         adapted: AdaptedModel | None = None,
     ) -> None:
         """`adapted` wraps the engine's own model, if it accepts adapters without whole weights."""
-        self._engine, self._weights, self._adapted = engine, weights, adapted
-        self._receiver, self._receiving = Receiver(address, device), asyncio.Lock()
+        self._engine, self._adapted = engine, adapted
+        self._incoming, self._receiving = OrderedWeights(weights, address, device), asyncio.Lock()
         self._aborted_through = -1
         routes = {
             "/v1/generate": self.generate,
@@ -108,12 +102,10 @@ class HostApp:
         return await self._engine.generate(requests)
 
     async def load_weights(self, http: Request) -> Response:
-        order = await read_order(http, WeightsOrder, _LARGEST_WEIGHTS_ORDER)
+        order = await read_order(http, WeightsOrder, LARGEST_ORDER)
         async with self._receiving:
-            tensors: Iterable[tuple[str, Tensor]] = self._tensors(order.file)
-            if order.stream is not None:
-                # Decoding continues during the transfer; the weights are copied in once all have arrived.
-                tensors = await asyncio.to_thread(self._receiver.receive, order.stream)
+            # Decoding continues during a transfer; the weights are copied in once all have arrived.
+            tensors = await self._incoming.tensors(order)
             await self._engine.update_weights(order.version, await asyncio.to_thread(self._whole, tensors))
         return as_json({"version": self._engine.version})
 
@@ -127,19 +119,6 @@ class HostApp:
             return self._adapted.weights([first, *coming])
         self._adapted.replaced()
         return chain([first], coming)
-
-    def _tensors(self, file: str | None) -> Iterator[tuple[str, Tensor]]:
-        """Reads a snapshot one tensor at a time, so that it is never in memory twice."""
-        if file is None:
-            return
-        if self._weights is None or not _SNAPSHOT.fullmatch(file):
-            raise Refused(400, "weights", f"{file!r} is no snapshot in this engine's weights folder")
-        try:
-            with safe_open(self._weights / file, framework="pt", device="cpu") as snapshot:
-                for name in snapshot.keys():  # noqa: SIM118 - not a mapping
-                    yield name, snapshot.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise EngineError(f"the snapshot {file} cannot be read: {error}") from error
 
     async def pause(self, _: Request) -> Response:
         await self._engine.pause()

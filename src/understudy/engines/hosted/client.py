@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from understudy.engines.hosted.messages import BROKEN_TRANSFER, CONTENT_TYPE
+from understudy.engines.hosted.messages import CONTENT_TYPE
 from understudy.errors import EngineError
 from understudy.serving.client import Reply, ServerClient, ServerGone
 from understudy.serving.endpoint import Endpoint, Traffic
 from understudy.weights.broadcast import TransferBroken
+from understudy.weights.orders import BROKEN_TRANSFER
 
 
 class HostLost(EngineError, ServerGone):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -11,11 +10,8 @@ import numpy as np
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.errors import EngineError
 from understudy.serving.frames import Decoder, FrameError, encode
-from understudy.weights.broadcast import StreamOrder
 
 CONTENT_TYPE = "application/x-understudy-frame"
-BROKEN_TRANSFER = 409
-"""Status of a weights order whose tensors did not all arrive: the engine keeps its current weights."""
 
 
 class MessageError(EngineError, FrameError):
@@ -48,18 +44,6 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     """Version of the engine's weights when it answered."""
     generations: list[Generation]
-
-
-class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /v1/weights`: load `file`, a name in the shared folder, or receive `stream`.
-
-    With neither, only the version changes.
-    """
-
-    version: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
-    """-1: the weights the engine was started with. Tokens carry it as an int32."""
-    file: str | None = None
-    stream: StreamOrder | None = None
 
 
 class AbortOrder(msgspec.Struct, forbid_unknown_fields=True):

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from understudy.engines.hosted.client import HostChannel, HostLost
-from understudy.engines.hosted.messages import WeightsOrder
 from understudy.errors import EngineError
 from understudy.weights.broadcast import (
     BUCKET_BYTES,
@@ -40,6 +39,7 @@ from understudy.weights.broadcast import (
     gpu_id,
     send,
 )
+from understudy.weights.orders import WeightsOrder
 from understudy.weights.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,6 @@ from starlette.types import ASGIApp
 from torch import Tensor
 
 from understudy.engines.hosted.app import read_order
-from understudy.engines.hosted.messages import BROKEN_TRANSFER, WeightsOrder
 from understudy.engines.servers.continuation import BAD_GATEWAY, PAUSED
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.errors import EngineError
@@ -34,6 +33,7 @@ from understudy.serving.client import ServerClient, ServerError
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.http import Gate, answering, as_json, read_body, unless_gone
 from understudy.weights.broadcast import Receiver, TransferBroken
+from understudy.weights.orders import BROKEN_TRANSFER, WeightsOrder
 
 MAX_BODY_BYTES = 1 << 30
 _LARGEST_ORDER = 16 << 20

@@ -47,7 +47,7 @@ async def identify(client: ScoringClient, timeout: float | None = None) -> Ident
 def check_same(expected: Identity, found: Identity, replica: str) -> None:
     """Raise unless `found` is the same teacher as `expected`."""
     teacher = expected.manifest.teacher
-    names = ("backend", "weights", "vocabulary", "vocabulary size", "dtype")
+    names = ("backend", "weights", "vocabulary", "vocabulary size", "dtype", "version of the weights")
     for name, ours, theirs in zip(names, expected.manifest.identity, found.manifest.identity, strict=True):
         if ours != theirs:
             raise TeacherError(

@@ -27,7 +27,13 @@ from understudy.teacher.pool.health import Failure
 from understudy.teacher.pool.launch import Launcher, ReplicaSpec
 from understudy.teacher.pool.metrics import PoolMetrics, PoolTotals, snapshot
 from understudy.teacher.pool.replica_record import Replica
-from understudy.teacher.pool.supervisor import Connect, ReplicaSupervisor, SupervisorOptions, connect_native
+from understudy.teacher.pool.supervisor import (
+    Connect,
+    Deliver,
+    ReplicaSupervisor,
+    SupervisorOptions,
+    connect_native,
+)
 from understudy.types.references import ScoreRef, ScoresRef, fetched
 
 HEDGE_AFTER_SEEN = 20
@@ -124,6 +130,9 @@ class TeacherPool:
     async def start(self) -> None:
         """Start every replica; raises if one cannot start, is empty, or differs from the first."""
         await self._supervisor.start(self._specs)
+        self._know_canary()
+
+    def _know_canary(self) -> None:
         if self.options.canary and self._supervisor.identity is not None:
             self._canary = Canary(self._supervisor.identity)
 
@@ -150,6 +159,12 @@ class TeacherPool:
     def width(self) -> int:
         """The number of replicas that can answer now."""
         return len(self._supervisor.usable())
+
+    async def change_version(self, version: int, deliver: Deliver) -> None:
+        """Gives the teacher other weights, while no request is under way. Manifest and fixed scores are those
+        of `version` afterwards, and only replies of `version` are accepted."""
+        await self._supervisor.change_version(version, deliver)
+        self._know_canary()
 
     async def add(self, spec: ReplicaSpec) -> None:
         """Add a replica while running."""
@@ -295,9 +310,17 @@ class TeacherPool:
     async def _checked(self, replica: Replica, items: Sequence[ScoreRef], deadline: float) -> list[ScoresRef]:
         """Ask with the fixed tokens added, so that every reply shows that this is still the same teacher."""
         assert replica.client is not None
+        version = self._supervisor.version
+        asked = items if self._canary is None else self._canary.with_items(items)
+        scores = list(await replica.client.score(asked, deadline))
+        for one in scores:
+            if one.version != version:
+                raise TeacherReplyError(
+                    f"teacher {self.name}, replica {replica.name}, row {one.key!r}: scored by weights of version "
+                    f"{one.version}, not {version}"
+                )
         if self._canary is None:
-            return list(await replica.client.score(items, deadline))
-        scores = await replica.client.score(self._canary.with_items(items), deadline)
+            return scores
         return await self._canary.taken_off(scores, self.name, replica.name)
 
     def _deadline(self, replica: Replica, attempts: _Attempts) -> float:

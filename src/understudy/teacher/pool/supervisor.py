@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from understudy.errors import TeacherError, TeacherUnavailable
+from understudy.errors import ClusterError, TeacherError, TeacherUnavailable
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
 from understudy.teacher.pool.clock import Clock
@@ -32,6 +32,10 @@ def connect_native(
     teacher: str, replica: str, endpoint: Endpoint, usable: UsableIds | None = None
 ) -> ScoringClient:
     return ReplicaClient(endpoint.url, endpoint.token, teacher=teacher, replica=replica, usable=usable)
+
+
+Deliver = Callable[[Sequence[str]], Awaitable[Mapping[str, str]]]
+"""Sends new weights to the replicas named. Returns those that did not take them, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,8 @@ class ReplicaSupervisor:
         self.teacher = teacher
         self.replicas: dict[str, Replica] = {}
         self.identity: Identity | None = None
+        self.version = -1
+        """The version of the weights that replicas must have; −1: those they were loaded with."""
         self._launcher = launcher
         self._connect = connect
         self._clock = clock
@@ -133,6 +139,28 @@ class ReplicaSupervisor:
         await asyncio.gather(*(self._stop(replica) for replica in self.replicas.values()))
         for replica in self.replicas.values():
             replica.life.retire()
+
+    async def change_version(self, version: int, deliver: Deliver) -> None:
+        """Delivers weights of `version` to all replicas in use. Returns when one of them has proved that it has
+        them; it is the new identity. One that has not is restarted. No request may be under way."""
+        self.identity, self.version = None, version
+        asked = [replica for replica in self.replicas.values() if replica.life.usable]
+        lost = await deliver([replica.name for replica in asked])
+        for replica in asked:
+            try:
+                if replica.name in lost:
+                    raise TeacherError(lost[replica.name])
+                await self._probe(replica)
+            except Exception as error:
+                replica.life.probe_failed(self._clock.now(), str(error))
+                if replica.life.usable:
+                    self._eject(replica)
+        while self.identity is None:
+            if self.hopeless is not None:
+                raise ClusterError(
+                    f"{self.hopeless}\nno replica of teacher {self.teacher} is left to take weights of version {version}"
+                )
+            await self.wait_for_change(1.0)
 
     def usable(self) -> list[Replica]:
         """The healthy replicas; if there are none, the suspect ones."""
@@ -222,7 +250,13 @@ class ReplicaSupervisor:
             raise TeacherError(f"did not score the fixed tokens within {deadline:.1f} s") from error
 
     def _check_identity(self, replica: Replica, found: Identity) -> None:
-        assert self.identity is not None
+        if found.manifest.version != self.version:
+            raise TeacherError(
+                f"teacher {self.teacher}, replica {replica.name}: its weights are of version {found.manifest.version}, "
+                f"not {self.version}"
+            )
+        if self.identity is None:
+            self.identity = found
         check_same(self.identity, found, replica.name)
 
     async def _bring_up(self, replica: Replica) -> Identity:

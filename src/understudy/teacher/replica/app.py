@@ -5,6 +5,7 @@
     GET  /v1/vocabulary   the token→id map, JSON
     GET  /manifest        what this replica is, JSON
     GET  /metrics         Prometheus text
+    POST /v1/weights      new weights of a teacher that follows the student (`weights/orders.py`)
     GET  /health          the only route that needs no token
 
 A refusal is JSON {"error": {"kind", "message"}} with a 4xx status. No request can bring the server down.
@@ -32,6 +33,7 @@ from understudy.teacher.protocol import (
     encode_head,
     encode_reply,
 )
+from understudy.teacher.replica.follower import REFUSED, Follower
 from understudy.teacher.replica.prometheus import replica_metrics
 from understudy.teacher.replica.scoring_queue import ScoringWorker
 from understudy.teacher.vocabulary import Vocabulary
@@ -39,8 +41,13 @@ from understudy.types.scores import Signal
 
 
 def build_app(
-    worker: ScoringWorker, manifest: Manifest, vocabulary: Vocabulary, token: str | None
+    worker: ScoringWorker,
+    manifest: Manifest,
+    vocabulary: Vocabulary,
+    token: str | None,
+    follower: Follower | None = None,
 ) -> ASGIApp:
+    """`follower` changes the weights on request; None: they are frozen, and there is no such route."""
     limits = manifest.limits
 
     async def score(http: Request) -> Response:
@@ -61,7 +68,7 @@ def build_app(
         return as_json({"ids": vocabulary.ids, "special": vocabulary.special})
 
     async def show_manifest(_: Request) -> Response:
-        return as_json(manifest)
+        return as_json(manifest if follower is None else follower.manifest)
 
     async def metrics(_: Request) -> Response:
         return Response(
@@ -80,7 +87,10 @@ def build_app(
     }
     routes = [Route(path, answering(handler)) for path, handler in shown.items()]
     scoring = answering(score, (ProtocolError, 400, "frame"))
-    app = Starlette(routes=[Route("/v1/score", scoring, methods=["POST"]), *routes])
+    routes.append(Route("/v1/score", scoring, methods=["POST"]))
+    if follower is not None:
+        routes.append(Route("/v1/weights", answering(follower.take, *REFUSED), methods=["POST"]))
+    app = Starlette(routes=routes)
     return Gate(app, token)
 
 

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -77,6 +77,11 @@ class ScoringWorker:
         self.counts = WorkerCounts()
         self._ahead = 1 if scorer.frozen.device.type == "cuda" else 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._turn = threading.Condition()
+        """Guards `_under_way` and `_changing`."""
+        self._under_way = 0
+        """Batches between `_begin` and `_finish`."""
+        self._changing = False
         self._threads = [
             threading.Thread(target=self._run, name=f"scoring-{lane}", daemon=True) for lane in range(lanes)
         ]
@@ -99,6 +104,30 @@ class ScoringWorker:
         self._jobs.put(job)
         return job.future
 
+    def between_batches(self, change: Callable[[], None]) -> None:
+        """Calls `change` while no batch is being scored. Waiting requests are scored after it. Blocks; calls
+        must not overlap."""
+        with self._turn:
+            self._changing = True
+            self._turn.wait_for(lambda: self._under_way == 0)
+        try:
+            change()
+        finally:
+            with self._turn:
+                self._changing = False
+                self._turn.notify_all()
+
+    def _may_begin(self) -> bool:
+        with self._turn:
+            if not self._changing:
+                self._under_way += 1
+            return not self._changing
+
+    def _ended(self) -> None:
+        with self._turn:
+            self._under_way -= 1
+            self._turn.notify_all()
+
     def _run(self) -> None:
         running: deque[_Running] = deque()
         stopping = False
@@ -108,8 +137,15 @@ class ScoringWorker:
                 continue
             batch, stopping = self._gather()
             for _, alike in groupby(batch, lambda job: job.request.usable):
+                while not self._may_begin():
+                    while running:  # a change of weights waits for them
+                        self._finish(running.popleft())
+                    with self._turn:
+                        self._turn.wait_for(lambda: not self._changing)
                 if (begun := self._begin(list(alike))) is not None:
                     running.append(begun)
+                else:
+                    self._ended()
             while len(running) > self._ahead:
                 self._finish(running.popleft())
         while running:
@@ -147,6 +183,12 @@ class ScoringWorker:
         return _Running(live, begun, started)
 
     def _finish(self, running: _Running) -> None:
+        try:
+            self._collect(running)
+        finally:
+            self._ended()
+
+    def _collect(self, running: _Running) -> None:
         try:
             reply = self.scorer.finish(running.begun)
         except Exception as error:
@@ -244,6 +286,7 @@ def divided(reply: ScoreReply, requests: Sequence[ScoreRequest]) -> list[ScoreRe
                 logprobs=reply.logprobs[candidate : candidate + candidates],
                 hidden=reply.hidden[state : state + states],
                 hidden_size=reply.hidden_size,
+                version=reply.version,
             )
         )
         row, position = rows.stop, position + positions

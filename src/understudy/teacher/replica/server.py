@@ -13,21 +13,27 @@ import argparse
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from understudy.nn.pretrained import AUTO
+from understudy.observability.owned_folder import remove_if_abandoned
 from understudy.serving.bind import StartError
 from understudy.serving.process import Process, process_arguments, process_main
 from understudy.serving.server import serve
 from understudy.teacher.manifest import Batching, Limits
 from understudy.teacher.replica.app import build_app
 from understudy.teacher.replica.assemble import build_worker, follow
+from understudy.teacher.replica.follower import Follower
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.model import DTYPES
 from understudy.teacher.scoring.scorer import ScorerOptions
+from understudy.weights.broadcast import gpu_id
+from understudy.weights.orders import OrderedWeights
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,6 +63,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--max-length", type=int, default=0, help="tokens of one sequence; 0: what the model holds"
     )
+    parser.add_argument(
+        "--weights", type=Path, help="take new weights on request; the folder their snapshots appear in"
+    )
     parser.add_argument("--max-k", type=int, default=Limits().max_k)
     parser.add_argument("--max-request-tokens", type=int, default=Limits().max_request_tokens)
     parser.add_argument("--max-request-bytes", type=int, default=Limits().max_request_bytes)
@@ -64,6 +73,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check_place(args: argparse.Namespace) -> None:
+    if args.weights is not None and args.world_size > 1:
+        raise StartError("--weights: a replica over several processes cannot take new weights")
     if not 0 <= args.rank < args.world_size:
         raise StartError(
             f"--rank {args.rank}: expected 0 … {args.world_size - 1} with --world-size {args.world_size}"
@@ -90,9 +101,14 @@ def run(process: Process) -> Coroutine[Any, Any, None] | None:
 async def score(process: Process, sock: socket.socket) -> None:
     worker, manifest, vocabulary = build_worker(process.args)
     worker.start()
-    app = build_app(worker, manifest, vocabulary, process.token)
-    what = f"teacher {process.args.name} scores"
-    await serve(process, app, sock, what=what, keep_alive=75, hurried=False)
+    args, follower = process.args, None
+    if args.weights is not None:
+        incoming = OrderedWeights(args.weights, sock.getsockname()[0], args.device)
+        follower = Follower(worker, manifest, incoming)
+    app = build_app(worker, manifest, vocabulary, process.token, follower)
+    what = f"teacher {args.name} scores"
+    gpu = {} if follower is None else {"gpu": gpu_id(args.device)}
+    await serve(process, app, sock, what=what, keep_alive=75, hurried=False, **gpu)
     worker.stop()
     worker.scorer.close()
 
@@ -100,7 +116,9 @@ async def score(process: Process, sock: socket.socket) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    return process_main(run, parse_args(argv))
+    args = parse_args(argv)
+    tidy = None if args.weights is None else partial(remove_if_abandoned, args.weights)
+    return process_main(run, args, before_orphaned_exit=tidy)
 
 
 if __name__ == "__main__":

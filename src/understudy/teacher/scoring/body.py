@@ -160,7 +160,7 @@ class Body:
     def lean_forward(self, longest: int) -> LeanForward | None:
         """The CPU forward for rows up to about this length, if the model has one.
 
-        The weights never change, so they are laid out once and not for every micro-batch.
+        Weights are laid out once, and again after `weights_changed`, not for every micro-batch.
         """
         reach, kept = _rounded_up(longest), self._lean
         if kept is None or kept[0] != reach:
@@ -206,6 +206,10 @@ class Body:
                 groups=None if packed.groups_G3 is None else torch.from_numpy(packed.groups_G3),
             ).last_hidden_state
         return hidden_1TH[0][self.to_device(packed.places(positions_P, counts_B))]
+
+    def weights_changed(self) -> None:
+        """Drops what was computed from the model's weights."""
+        self._lean = None
 
     def compile_layers(self) -> None:
         """Compile each decoder layer on its own: seconds instead of minutes, and one compiled layer serves

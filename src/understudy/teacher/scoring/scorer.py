@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +30,9 @@ from understudy.types.scores import ScoreItem, Signal
 from understudy.types.usable_ids import UsableIds
 
 log = logging.getLogger(__name__)
+
+TORN = -2
+"""The version of a model that was interrupted while it took new weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ class Scorer:
         self.options = options or ScorerOptions()
         self.head: Head = head or head_of(frozen.model)
         self.usable = usable.within(self.head.vocab) if usable is not None else None
+        self.version = -1
+        """The version of the weights; −1: those that were loaded."""
         self.body = Body(
             frozen, self.options.layout, self.options.share_prefixes, self.options.max_batch_tokens
         )
@@ -156,7 +161,28 @@ class Scorer:
             logprobs=logprobs,
             hidden=hidden,
             hidden_size=self.hidden_size,
+            version=self.version,
         )
+
+    @torch.no_grad()
+    def take_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces every weight in place. No request may be under way.
+
+        Raises if the set does not fit the model or cannot be read. The model may then hold weights of two
+        versions: its replies say `TORN` from then on, which no pool accepts."""
+        self.version = TORN
+        own = dict(self.frozen.model.named_parameters())
+        missing = set(own)
+        for name, tensor in tensors:
+            if name not in own or own[name].shape != tensor.shape:
+                found = list(own[name].shape) if name in own else "no such weight"
+                raise TeacherError(f"{name} came as {list(tensor.shape)}; this teacher has {found}")
+            own[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise TeacherError(f"{len(missing)} weights did not come, first {min(missing)}")
+        self.body.weights_changed()
+        self.version = version
 
     def _queue_group(self, request: ScoreRequest, group: _Group) -> list[_Part]:
         counts_N = request.position_counts_N.astype(np.int64)

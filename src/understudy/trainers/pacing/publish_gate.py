@@ -1,4 +1,4 @@
-"""The gate between rollouts and publishes: many rollouts at once, or one publish and no rollout."""
+"""The gate between work under one version of the weights and publishes: many at once, or one publish alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 
 class PublishGate:
-    """With `partial_rollouts = false`, a publish waits for the rollouts under way, and new rollouts wait for
-    the publish.
+    """A publish waits for the work under way, and new work waits for the publish. The work is rollouts (with
+    `partial_rollouts = false`), or the scoring of rows by teachers that follow the student.
 
-    The gate closes before the wait begins, so new rollouts cannot delay a publish for ever. Producers enter
-    `rollout`, the trainer's task calls `close` and `open`, all on the event loop.
+    The gate closes before the wait begins, so new work cannot delay a publish for ever. Producers `enter`, the
+    trainer's task calls `close` and `open`, all on the event loop.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class PublishGate:
         self._empty.set()
 
     @asynccontextmanager
-    async def rollout(self) -> AsyncIterator[None]:
+    async def enter(self) -> AsyncIterator[None]:
         while not self._open.is_set():
             await self._open.wait()
         self.inside += 1
@@ -36,7 +36,7 @@ class PublishGate:
                 self._empty.set()
 
     async def close(self) -> None:
-        """Returns when no rollout is under way. None starts until `open`."""
+        """Returns when no work is under way. None starts until `open`."""
         self._open.clear()
         await self._empty.wait()
 

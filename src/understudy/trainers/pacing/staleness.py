@@ -11,7 +11,7 @@ from understudy.dataplane.base import DataPlane, Lease
 from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
 from understudy.errors import DataPlaneError
 from understudy.planning.windows import Windows
-from understudy.trainers.row_columns import SIZES
+from understudy.trainers.row_columns import SIZES, VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,48 @@ class RowAges:
             metrics[f"async/staleness/rows/{age}"] = float(len(rows))
             metrics[f"async/loss/age/{age}"] = sum(row_losses[i] for i in rows) / max(tokens, 1)
         return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredVersions:
+    """Which weights of a teacher that follows the student scored one batch's rows."""
+
+    keys: tuple[str, ...]
+    versions: tuple[int, ...]
+    """−1 for a row that a frozen teacher scored."""
+
+    @staticmethod
+    async def of(plane: DataPlane, lease: Lease) -> ScoredVersions:
+        with serving(plane):
+            return ScoredVersions(tuple(lease.meta.keys), await _versions(lease))
+
+    def check(self, windows: Windows, step: int, lag: int) -> None:
+        """Raises for a row whose teacher was further behind than a row may be, and `lag` more. A row is scored
+        after it was written and before it is trained, so the bound of rows holds for its scores too."""
+        bound = windows.oldest + lag
+        for key, version in zip(self.keys, self.versions, strict=True):
+            age = windows.age(version, step)
+            if version >= 0 and age > bound:
+                raise DataPlaneError(
+                    f"row {key} was scored by weights of {age} publishes ago, more than the {bound} that trainer.max_staleness "
+                    "and teachers.*.version allow; this is a fault of the trainer, please report it with the run directory"
+                )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        known = [version for version in self.versions if version >= 0]
+        if not known:
+            return {}
+        return {
+            "rollout/teacher_version/min": float(min(known)),
+            "rollout/teacher_version/max": float(max(known)),
+        }
+
+
+@bridged(VERSION)
+async def _versions(columns: ColumnDict) -> tuple[int, ...]:
+    found: Any = columns[VERSION]
+    return tuple(int(version) for version in found)
 
 
 @bridged(SIZES)

@@ -21,6 +21,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -163,7 +164,8 @@ async def _complete(
     scores, failure = None, output.error if isinstance(output, Failed) else None
     if producer.teachers.router is not None and not isinstance(output, Failed):
         try:
-            scores = await _score(producer, prompt, output, gather)
+            async with _gate(producer):
+                scores = await _score(producer, prompt, output, gather)
         except Exception as error:
             failure = own_fault(error)
     if safe is not None:
@@ -172,6 +174,12 @@ async def _complete(
         await _bury(producer, output.key, failure)
     elif scores is not None:
         await scores.record(lambda arrays: journal.put(lambda: Written({output.key: score_columns(arrays)})))
+
+
+def _gate(producer: Producer) -> AbstractAsyncContextManager[None]:
+    """While a row is inside, no teacher takes new weights: all its scores are of one version."""
+    gate = producer.teachers.gate
+    return nullcontext() if gate is None else gate.enter()
 
 
 async def _score(producer: Producer, prompt: Prompt, row: RowRef, gather: Gather) -> ScoresRef:

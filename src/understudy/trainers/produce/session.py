@@ -35,7 +35,7 @@ async def roll_out(
     clock = asyncio.timeout(limit)
     context = loop_context(producer, prompt, session, gather, clock)
     key = row_key(prompt.key, session)
-    async with producer.publish_gate.rollout() if producer.publish_gate else nullcontext():
+    async with producer.publish_gate.enter() if producer.publish_gate else nullcontext():
         return await producer.rollouts.run(Session(key, prompt, context, clock, limit, tags_of, journal))
 
 

@@ -115,6 +115,8 @@ class ItemScores(msgspec.Struct, omit_defaults=True):
     written: Written | None = None
     scores: TeacherScores | None = None
     """Of an inline item: the logprobs of its tokens, which are returned and not stored."""
+    version: int = -1
+    """The version of the weights that scored it (`TeacherScores.version`)."""
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -156,5 +158,8 @@ def as_ordered(item: ScoreItem, order: OrderItem) -> ScoreItem:
 
 def inline_answer(scores: TeacherScores) -> ItemScores:
     return ItemScores(
-        scores.key, scores.teacher, scores=replace(scores, ids=None, logprobs=None, hidden=None)
+        scores.key,
+        scores.teacher,
+        scores=replace(scores, ids=None, logprobs=None, hidden=None),
+        version=scores.version,
     )

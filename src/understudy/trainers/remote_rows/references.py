@@ -118,14 +118,23 @@ class RemoteScores:
     """Held until the ledger has recorded the scores."""
     rows: RemotePlane
     replica: str = ""
+    version: int = -1
 
     def by(self, replica: str) -> RemoteScores:
         return replace(self, replica=replica)
 
     async def fetch(self) -> TeacherScores:
         cells = await self.rows.plane.cells(self.written)
-        names = ("teacher_logprobs", "teacher_ids", "teacher_topk_logprobs", "teacher_hidden")
-        return TeacherScores(self.key, self.teacher, self.signal, *(cells.get(name) for name in names))
+        return TeacherScores(
+            self.key,
+            self.teacher,
+            self.signal,
+            cells["teacher_logprobs"],
+            cells.get("teacher_ids"),
+            cells.get("teacher_topk_logprobs"),
+            cells.get("teacher_hidden"),
+            version=self.version,
+        )
 
     async def record(self, put: Callable[[TeacherScores], Awaitable[None]]) -> None:
         with suppress(LeaseLost):  # its group was removed meanwhile

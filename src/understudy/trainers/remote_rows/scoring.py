@@ -91,7 +91,17 @@ class RemoteScoring:
         found: list[ScoresRef] = []
         for item, one in zip(items, answer.scores, strict=True):
             if one.written is not None:
-                found.append(RemoteScores(one.key, one.teacher, item.signal, one.written, told.ticket, rows))
+                found.append(
+                    RemoteScores(
+                        one.key,
+                        one.teacher,
+                        item.signal,
+                        one.written,
+                        told.ticket,
+                        rows,
+                        version=one.version,
+                    )
+                )
             else:
                 assert one.scores is not None
                 found.append(one.scores)

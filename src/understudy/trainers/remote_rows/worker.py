@@ -140,7 +140,7 @@ class RemoteRowHandler:
         for key in rows:
             self._at_hand.drop(key)
         told = [
-            wire.ItemScores(one.key, one.teacher, written[one.key])
+            wire.ItemScores(one.key, one.teacher, written[one.key], version=one.version)
             if item.inline is None
             else wire.inline_answer(one)
             for item, one in zip(order.items, scores, strict=True)

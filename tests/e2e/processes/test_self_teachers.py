@@ -1,0 +1,241 @@
+"""The student as its own teacher, in whole runs: which weights score which row, schedules, lost replicas, kills."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import ASSETS, run_cli, write_toml
+from transformers import AutoModelForCausalLM
+
+import understudy
+from understudy.assembly.self_teachers import FollowingReplicas
+from understudy.assembly.teacher_processes import LocalTeachers
+from understudy.dataplane.kept_rows import read_columns
+from understudy.errors import ConfigError, UnderstudyError
+from understudy.observability.metrics import without_clock
+from understudy.serving.endpoint import Endpoint
+
+Make = Callable[..., dict[str, Any]]
+ROWS = [json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines()][:64]
+STUDENT = ASSETS / "models" / "student"
+VOCABULARY = json.loads((STUDENT / "config.json").read_text())["vocab_size"]
+DECAY = 0.5
+Weights = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Make:
+    """Tables of a run in which the student in one version scores sums, and in another one sorting."""
+
+    def make(name: str, add: Any, sort: Any, **more: Any) -> dict[str, Any]:
+        teachers = {
+            key: {"model": "student", "version": version, "key": key, "prompt": "{{ answer }}{{ prompt }}"}
+            for key, version in (("add", add), ("sort", sort))
+        }
+        table: dict[str, Any] = {
+            "student": {"model": str(STUDENT)},
+            "teachers": teachers,
+            "loss": {"topk": VOCABULARY},
+            "rollout": {"max_new_tokens": 8, "max_batch": 8},
+            "data": {"train": str(ASSETS / "data" / "train.jsonl")},
+            "trainer": {
+                "steps": 4,
+                "batch_size": 8,
+                "learning_rate": 1e-3,
+                "checkpoint_every": 1,
+                "keep_checkpoints": 9,
+            },
+            "run": {"dir": str(tmp_path / name), "threads": 1, "keep_rows": 1 << 22},
+        }
+        if "ema" in (add, sort):
+            table["trainer"]["ema_decay"] = DECAY
+        for path, value in more.items():
+            section, key = path.split("__")
+            table[section][key] = value
+        return table
+
+    return make
+
+
+def published(run: Path, version: int) -> Weights:
+    return load_file(run / "checkpoints" / f"step-{version:06d}" / "model.safetensors") if version else {}
+
+
+def averaged(run: Path, version: int) -> Weights:
+    """The running average by its definition, from the checkpoints of every step."""
+    start = dict(AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float32).named_parameters())
+    average = {name: tensor.detach().double() for name, tensor in start.items()}
+    for step in range(1, version + 1):
+        weights = published(run, step)
+        average = {name: DECAY * old + (1 - DECAY) * weights[name].double() for name, old in average.items()}
+    return average
+
+
+def logprobs(weights: Weights, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 [P, V] of a plain forward pass of the student with these weights; {}: its own."""
+    model = AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float64).eval()
+    model.load_state_dict(dict(weights), strict=False)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+    return torch.log_softmax(logits, -1).numpy()[positions - 1]
+
+
+def kept(run: Path, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    lines = [json.loads(line) for line in (run / "kept_rows" / f"{step:06d}.jsonl").open(encoding="utf-8")]
+    return [(line, read_columns(run / "kept_rows", step, line)) for line in lines]
+
+
+def apart(weights: Weights, teacher: str, columns: dict[str, Any]) -> float:
+    """The largest difference in nats between a row's stored scores and a plain forward with these weights."""
+    prompt, first = columns[f"teacher_prompt_{teacher}"], int(columns["loss_mask"].argmax())
+    written = columns["tokens"][first:]
+    p_PV = logprobs(weights, np.concatenate([prompt, written]), len(prompt) + np.arange(len(written)))
+    ids, found = columns["teacher_ids"].astype(int), columns["teacher_topk_logprobs"]
+    return float(np.abs(np.exp(np.take_along_axis(p_PV, ids, 1)) - np.exp(found)).max())
+
+
+def bits(run: Path, step: int = 4) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    weights = load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+    lines = [without_clock(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [{name: value for name, value in line.items() if not name.startswith("async/")} for line in lines]
+    return lines, {name: value.numpy().tobytes() for name, value in weights.items()}
+
+
+@pytest.mark.slow
+def test_each_version_scores_with_its_own_weights(own: Make) -> None:
+    """Whole distributions against a plain forward with the weights that the version means, in every step."""
+    first = understudy.train(own("first", "live", 2), progress=False).dir
+    second = understudy.train(own("second", "ema", "start"), progress=False).dir
+    expected: dict[str, Callable[[Path, int], tuple[int, Weights]]] = {
+        "live": lambda run, before: (before, published(run, before)),
+        "2": lambda run, before: (max(0, before - 2), published(run, max(0, before - 2))),
+        "ema": lambda run, before: (before, averaged(run, before)),
+        "start": lambda run, before: (-1, {}),
+    }
+    for run, kinds in ((first, {"add": "live", "sort": "2"}), (second, {"add": "ema", "sort": "start"})):
+        for step in (1, 2, 4):
+            rows = kept(run, step)
+            for teacher, kind in kinds.items():
+                version, weights = expected[kind](run, step - 1)
+                mine = [columns for summary, columns in rows if summary["teacher"] == teacher]
+                assert mine and {int(columns["teacher_version"]) for columns in mine} == {version}
+                assert apart(weights, teacher, mine[0]) < 1e-5
+                if step == 4:
+                    assert apart(published(run, 4), teacher, mine[0]) > 1e-4, "another version would show"
+
+
+@pytest.mark.slow
+def test_neither_replicas_nor_the_schedule_change_a_bit(own: Make) -> None:
+    one = understudy.train(own("one", "live", 1), progress=False).dir
+    table = own("other", "live", 1, trainer__mode="fully_async", trainer__max_staleness=0.0)
+    table["teachers"]["add"]["replicas"] = 2
+    assert bits(understudy.train(table, progress=False).dir) == bits(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_replica_that_dies_at_a_publish_comes_back_with_the_new_version(
+    own: Make, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The only replica of a teacher is killed just before it gets the weights of version 2, or just after."""
+    launchers: dict[str, LocalTeachers] = {}
+    start, send = LocalTeachers.start, FollowingReplicas.send
+
+    async def noted(self: LocalTeachers, replica: str) -> Endpoint:
+        launchers[self._name] = self
+        return await start(self, replica)
+
+    def kill() -> None:
+        child = launchers["add"]._processes.children["teacher-add-0"]
+        os.kill(child.process.pid, signal.SIGKILL)
+        while child.alive:
+            time.sleep(0.01)
+
+    async def sent(self: FollowingReplicas, version: int, *rest: Any) -> dict[str, str]:
+        mine = self is launchers["add"].following and version == 2
+        if mine and moment == "before":
+            kill()
+        lost = await send(self, version, *rest)
+        if mine and moment == "after":
+            kill()
+        return lost
+
+    straight = understudy.train(own("straight", "live", 1), progress=False).dir
+    monkeypatch.setattr(LocalTeachers, "start", noted)
+    monkeypatch.setattr(FollowingReplicas, "send", sent)
+    run = understudy.train(own("killed", "live", 1), progress=False).dir
+    assert "back after a restart" in (run / "logs" / "trainer.log").read_text()
+    assert bits(run) == bits(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["sync.after_metrics:3", "sync.after_update:3"])
+def test_kill_and_resume_is_bit_identical(own: Make, tmp_path: Path, fault: str) -> None:
+    """The checkpoint is of step 2 and the teacher lags by 1: it needs weights that only `teacher_weights` has."""
+    more: dict[str, Any] = {"trainer__checkpoint_every": 2, "trainer__keep_checkpoints": 2}
+    table = own("resumed", "ema", 1, **more)
+    code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
+    assert code == -signal.SIGKILL, output
+    code, output = run_cli("resume", table["run"]["dir"], "--quiet")
+    assert code == 0, output
+    straight = understudy.train(own("straight", "ema", 1, **more), progress=False).dir
+    run = Path(table["run"]["dir"])
+    assert bits(run) == bits(straight)
+    rows, others = ([line["teacher_version"] for line, _ in kept(one, 4)] for one in (run, straight))
+    assert rows == others and set(rows) == {2, 3}
+    assert sorted(one.name for one in (run / "teacher_weights").iterdir()) == [
+        f"v{version}.safetensors" for version in (1, 2, 3, 4)
+    ], "older ones are removed"
+
+
+def test_async_rows_are_scored_by_one_version_within_the_bound(own: Make) -> None:
+    """With staleness 1 and partial rollouts, versions depend on timing; each row's whole scores are those of
+    the one version that it names, and no further back than the proof allows."""
+    table = own("run", "live", 1, trainer__mode="fully_async", trainer__max_staleness=1.0, trainer__steps=6)
+    run = understudy.train(table, progress=False).dir
+    seen = set()
+    for step in (2, 4, 6):
+        for summary, columns in kept(run, step):
+            version, teacher = int(columns["teacher_version"]), summary["teacher"]
+            age = step - 1 - version
+            assert 0 <= age - (teacher == "sort") <= 1 or version == 0
+            assert apart(published(run, version), teacher, columns) < 1e-5
+            seen.add(age)
+    assert seen >= {0, 1} or seen >= {1, 2}
+
+
+@pytest.mark.slow
+def test_a_resume_without_the_earlier_weights_is_refused(own: Make) -> None:
+    table = own("run", 1, 2, trainer__steps=3)
+    run = understudy.train(table, progress=False).dir
+    (run / "teacher_weights" / "v1.safetensors").unlink()
+    with pytest.raises(UnderstudyError, match=r"v1.safetensors is missing: a teacher of this run lags"):
+        understudy.resume(run, progress=False, trainer__steps=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": "live"}, "without `prompt`"),
+        ({"version": "ema", "prompt": "{{ prompt }}"}, "set trainer.ema_decay"),
+        ({"version": 0}, "a whole number of at least 1"),
+        ({"version": 1, "tensor_parallel": 2}, "cannot take new weights"),
+        ({"model": "another/model", "version": "start"}, "belongs to model = 'student'"),
+        ({"placement": "external", "urls": ["http://127.0.0.1:1"]}, "started by the run"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    own: Make, change: dict[str, Any], words: str
+) -> None:
+    table = own("never", "start", "start")
+    table["teachers"] = {"me": {"model": "student", **change}}
+    with pytest.raises(ConfigError, match=words):
+        understudy.train(table, progress=False)
