@@ -37,6 +37,7 @@ from understudy.run.given import GivenRows
 from understudy.run.outcome import RunOutcome
 from understudy.run.restarts import last_checkpoint_step, with_restarts
 from understudy.run.vitals import vitals, waits
+from understudy.serving.process import is_full_memory
 from understudy.trainers.checkpoints import (
     finish_saving,
     forget_after,
@@ -58,7 +59,7 @@ NOT_REPEATABLE = "does not have a deterministic implementation"
 
 def explained(error: BaseException, recipe: Recipe) -> BaseException:
     """The error, or for known causes an error that names the recipe keys to change."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_full_memory(error):
         return _full_memory(error, recipe)
     if isinstance(error, RuntimeError) and NOT_REPEATABLE in str(error):
         return _not_repeatable(error)
@@ -74,10 +75,14 @@ def _not_repeatable(error: RuntimeError) -> PolicyError:
     )
 
 
-def _full_memory(error: torch.OutOfMemoryError, recipe: Recipe) -> PolicyError:
-    # "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of …": the text after that
-    # is about the allocator.
-    sentences = " ".join(str(error).split()).replace("GPU 0 has", "The GPU has").split(". ")
+def _full_memory(error: BaseException, recipe: Recipe) -> PolicyError:
+    # torch's allocator: "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of …"; the
+    # text after that is about the allocator. The driver: "CUDA error: out of memory" and general advice.
+    if isinstance(error, torch.OutOfMemoryError):
+        sentences = " ".join(str(error).split()).replace("GPU 0 has", "The GPU has").split(". ")
+        cause = ". ".join(sentences[1:3])
+    else:
+        cause = "the driver has none left; `nvidia-smi` lists the processes that hold it"
     student = recipe.student
     ways = [
         f"trainer.micro_batch_tokens (now {recipe.trainer.micro_batch_tokens}) decides what a forward and backward keeps, and "
@@ -89,9 +94,7 @@ def _full_memory(error: torch.OutOfMemoryError, recipe: Recipe) -> PolicyError:
         ways.append(
             "student.gradient_checkpointing = true computes activations twice instead of keeping them"
         )
-    return PolicyError(
-        f"the GPU's memory is full: {'. '.join(sentences[1:3])}.\n" + "\n".join(f"- {way}" for way in ways)
-    )
+    return PolicyError(f"the GPU's memory is full: {cause}.\n" + "\n".join(f"- {way}" for way in ways))
 
 
 logger = logging.getLogger(__name__)

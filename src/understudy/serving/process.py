@@ -6,7 +6,7 @@
 |---|---|
 | 0 | the work is done, or SIGTERM or SIGINT stopped it |
 | 1 | an exception that is a fault of ours; the log has the traceback |
-| 2 | an `UnderstudyError`, which is the last line of the log |
+| 2 | an `UnderstudyError` or a full GPU; the last line of the log says which |
 | 3 `LAUNCHER_GONE` | the launcher has died |
 | 4 `LOST_PEER` | another process of its group is gone |
 
@@ -24,6 +24,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
@@ -103,7 +104,20 @@ def process_main(
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except RuntimeError as error:
+        if not is_full_memory(error):
+            raise
+        traceback.print_exc()
+        print(
+            "error: the GPU's memory is full; `nvidia-smi` lists the processes that hold it", file=sys.stderr
+        )
+        return UnderstudyError.exit_code
     return 0
+
+
+def is_full_memory(error: BaseException) -> bool:
+    """Whether torch's allocator or the CUDA driver ran out of memory. torch raises other types for the two."""
+    return isinstance(error, RuntimeError) and "out of memory" in str(error)
 
 
 def end_with_launcher(fd: int, before: Callable[[], None] | None = None) -> None:

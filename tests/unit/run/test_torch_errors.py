@@ -35,6 +35,15 @@ def test_a_full_gpu_names_what_came_and_what_to_set() -> None:
     assert "student.gradient_checkpointing = true" in ways[2]
 
 
+def test_a_driver_without_memory_names_what_to_set() -> None:
+    """Other processes hold the GPU: the driver refuses, before torch's allocator counts anything."""
+    text = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda"
+    told = explained(torch.AcceleratorError(text), RECIPE)
+    assert isinstance(told, PolicyError)
+    assert "the GPU's memory is full: the driver has none left; `nvidia-smi` lists" in str(told)
+    assert "trainer.micro_batch_tokens" in str(told) and "docs.nvidia.com" not in str(told)
+
+
 def test_other_errors_stay_what_they_are() -> None:
     error = DataError("a row")
     assert explained(error, RECIPE) is error

@@ -15,6 +15,7 @@ from understudy.serving.process import process_arguments, process_main
 
 def refuses(process): raise ConfigError("student.model is missing")
 def fails(process): raise ZeroDivisionError("a fault of ours")
+def fills_the_gpu(process): raise RuntimeError("CUDA error: out of memory\\nSearch for it elsewhere")
 def loses_a_peer(process): raise SystemExit(LOST_PEER)
 def works(process): process.ready(rank=3)
 def waits(process): process.ready(); time.sleep(60)
@@ -46,6 +47,11 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
         ("works", 0, ""),
         ("fails", 1, "ZeroDivisionError: a fault of ours"),
         ("refuses", 2, "error: student.model is missing"),
+        (
+            "fills_the_gpu",
+            2,
+            "error: the GPU's memory is full; `nvidia-smi` lists the processes that hold it",
+        ),
         ("loses_a_peer", 4, ""),
     ],
 )
