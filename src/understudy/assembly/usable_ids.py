@@ -19,6 +19,7 @@ from understudy.config import TeacherConfig
 from understudy.errors import ConfigError, TeacherError
 from understudy.observability.rundir import RunDir, read_json, write_atomically
 from understudy.planning.models.folder import ModelFolder
+from understudy.planning.models.hub_files import may_ask_hub
 from understudy.planning.models.pairs import Side, pair_notes, pair_problems, usable_ids
 from understudy.planning.resolved import ModelSource
 from understudy.teacher.clients.native import ReplicaClient
@@ -90,7 +91,11 @@ def _beside(place: str, model: str, revision: str | None) -> Side | None:
     if not folder.is_dir():
         try:
             found = cached_file(
-                model, "config.json", revision=revision, _raise_exceptions_for_missing_entries=False
+                model,
+                "config.json",
+                revision=revision,
+                local_files_only=not may_ask_hub(),
+                _raise_exceptions_for_missing_entries=False,
             )
         except (OSError, ValueError):
             return None

@@ -1,6 +1,7 @@
 """Bad input: one line that says what to do, exit code 2, no stack trace, no process left, nothing lost."""
 
 import json
+import logging
 import shutil
 import socket
 from collections.abc import Callable
@@ -176,8 +177,9 @@ def test_a_folder_that_is_no_run(
 
 
 def test_an_external_teacher_that_is_not_there(
-    recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    logging.getLogger("huggingface_hub").addHandler(caplog.handler)
     table = recipe(
         "gone",
         teachers__add={"model": "x", "key": "add", "placement": "external", "urls": ["http://127.0.0.1:9"]},
@@ -185,6 +187,7 @@ def test_an_external_teacher_that_is_not_there(
     assert main(["train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "teacher add" in said and "Traceback" not in said
+    assert "Retrying" not in caplog.text, "a hub that was not reached is not asked again, which takes 25 s"
 
 
 def test_debug_shows_the_trace(recipe: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

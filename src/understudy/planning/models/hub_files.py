@@ -35,7 +35,7 @@ def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolde
     Also None if the model has no tokenizer.json. Raises `DataError` if the hub has no such model, and
     `HubNotReached` if the model is not in the cache and the hub cannot be asked.
     """
-    answers = not constants.HF_HUB_OFFLINE and hub_answers(constants.ENDPOINT)
+    answers = may_ask_hub()
 
     def fetched(name: str) -> Path | None:
         try:
@@ -74,6 +74,11 @@ def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolde
             f"({constants.ENDPOINT}) cannot be asked ({why}); give a folder with config.json, or download the model first"
         )
     return None
+
+
+def may_ask_hub() -> bool:
+    """Whether the hub is reachable and `HF_HUB_OFFLINE` is not set."""
+    return not constants.HF_HUB_OFFLINE and hub_answers(constants.ENDPOINT)
 
 
 @lru_cache(maxsize=4)
