@@ -47,8 +47,8 @@ test-ray: $(VENV)/.installed-ray
 
 # Every logger with its real package; `make test` has tensorboard's alone.
 test-loggers: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,wandb,trackio,mlflow]"
-	$(PYTEST) tests/unit/observability/test_loggers.py
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,wandb,trackio,mlflow,opentelemetry]"
+	$(PYTEST) tests/unit/observability/test_loggers.py tests/unit/observability/test_traces.py
 
 # The page of `understudy view` in a real browser: Playwright from PyPI, chromium from the system (apt install chromium).
 test-browser: $(VENV)/.installed-dev

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_run import HOSTILE, journalled, recorded_run
+from recorded_run import HOSTILE, QUICKSTART, journalled, recorded_run
 
 from understudy.viewer.frozen import write_report
 
 PICTURES = os.environ.get("UNDERSTUDY_PICTURES")
 """A folder for screenshots; docs/images when the pictures of the docs are made again."""
+
+
+_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "understudy.cli.main", *sys.argv[1:]])
+"""
+"""Under a shell's background job SIGINT is ignored, and a child would inherit that."""
 
 
 def picture(page: Any, name: str) -> None:
@@ -143,6 +154,124 @@ def test_two_runs_are_laid_over_each_other_and_rows_stand_side_by_side(
     page.click("a:has-text('beside this') >> nth=-1")
     page.wait_for_selector(".pair article >> nth=1")
     assert page.locator(".pair article").count() == 2
+
+
+@pytest.mark.browser
+def test_two_checkpoints_answer_the_same_held_out_prompt_side_by_side(
+    tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
+) -> None:
+    address = view(str(recorded_run(tmp_path / "run").path))
+    page = open_page(f"{address}#/rollouts?kind=held-out&sort=step")
+    page.wait_for_selector("table.rows td.text")
+    page.click("table.rows td.text a >> nth=0")
+    page.wait_for_selector("a:has-text('beside this')")
+    page.click("a:has-text('beside this') >> nth=0")
+    page.wait_for_selector(".pair article >> nth=1")
+    steps = [page.inner_text(f".pair article >> nth={n} >> .facts") for n in (0, 1)]
+    assert {text.split()[1] for text in steps} == {"0", "12"}
+
+
+@pytest.mark.browser
+def test_a_row_is_followed_to_its_place_on_the_timeline(
+    tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
+) -> None:
+    address = view(str(recorded_run(tmp_path / "run").path))
+    page = open_page(f"{address}#/rollouts?kind=kept&sort=kl")
+    page.click("table.rows td.text a >> nth=0")
+    page.click("text=on the timeline")
+    page.wait_for_selector("canvas")
+    assert "1 spans from" in page.inner_text(".view.timeline") or "2 spans from" in page.inner_text(
+        ".view.timeline"
+    )
+    page.click("summary:has-text('spans from')")
+    assert "p1_0_0" in page.inner_text("table")
+
+
+@pytest.mark.browser
+def test_a_screen_reader_finds_names_headings_and_values(
+    tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
+) -> None:
+    """By chromium's own accessibility tree."""
+    address = view(str(recorded_run(tmp_path / "run").path))
+    page = open_page(address)
+    page.wait_for_selector(".chart canvas")
+    for path in ("overview", "rollouts?kind=kept&sort=kl", "disagreements", "timeline"):
+        page.goto(f"{address}#/{path}")
+        page.wait_for_selector("main h2")
+        page.wait_for_timeout(200)
+        session = page.context.new_cdp_session(page)
+        nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+        shown = [node for node in nodes if not node.get("ignored")]
+        roles = {node["role"]["value"] for node in shown if "role" in node}
+        assert {"main", "navigation", "heading", "status"} <= roles
+        nameless = [
+            node["role"]["value"]
+            for node in shown
+            if node.get("role", {}).get("value") in ("button", "link", "textbox", "searchbox", "combobox", "checkbox", "slider", "spinbutton", "image", "img")
+            and not node.get("name", {}).get("value")
+        ]  # fmt: skip
+        assert nameless == []
+        if path == "overview":
+            names = [
+                node["name"]["value"]
+                for node in shown
+                if node.get("role", {}).get("value") in ("image", "img")
+            ]
+            assert any("actor/loss 0.1667 at step 12" in name for name in names)
+
+
+@pytest.mark.browser
+def test_train_view_serves_a_page_while_it_trains_and_ends_it(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    """`train --view` on the quickstart's recipe: the page follows the run, shows what it waits for, and Ctrl-C
+    still stops the run."""
+    folder = tmp_path / "run"
+    words = [
+        "train",
+        str(QUICKSTART / "recipe.toml"),
+        "--view",
+        "--quiet",
+        "trainer.steps=400",
+        "trainer.eval_every=0",
+    ]
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", _CTRL_C, *words, f"run.dir={folder}"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert trainer.stderr is not None
+        lines = iter(trainer.stderr.readline, "")
+        address = next(
+            found[0] for line in lines if (found := re.search(r"http://127\.0\.0\.1:\d+/\S+/", line))
+        )
+        page = open_page(address)
+        until(
+            page, lambda: "running" in page.inner_text("#runs") and "step 3" in page.inner_text("#runs"), 200
+        )
+        page.keyboard.press("4")
+        page.wait_for_selector(".waits .waits .node", timeout=60000)
+        assert "train waits for rows of step" in page.inner_text(".waits >> nth=0")
+        picture(page, "view-live-1440-light")
+        page.close()  # it would report that its server is gone
+        trainer.send_signal(signal.SIGINT)
+        threading.Thread(target=trainer.stderr.read, daemon=True).start()
+        assert trainer.wait(timeout=60) is not None
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                urllib.request.urlopen(address, timeout=2)
+            except OSError:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert json.loads((folder / "state.json").read_text())["status"] == "stopped"
+    finally:
+        if trainer.poll() is None:
+            trainer.kill()
+            trainer.wait()
 
 
 @pytest.mark.browser

@@ -43,7 +43,7 @@ from understudy.config.base import flatten
 from understudy.dataplane.base import DataPlane
 from understudy.engines.base import Engine
 from understudy.observability.live import LiveView
-from understudy.observability.loggers import ToldMetrics
+from understudy.observability.loggers.told_metrics import ToldMetrics
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
 from understudy.observability.rundir import RunDir
@@ -193,6 +193,7 @@ async def build(
         stack.callback(metrics.close)
         spans = Spans(run.spans)
         stack.callback(spans.close)
+        view.on_note = spans.event
         sampling, timings = sampling_of(settings.engine, student, usable), BatchTimings()
         rollouts: Rollouts
         if remote_scoring is not None:

@@ -190,9 +190,9 @@ class RunConfig(Section):
     """Begins the name of the folder made under `runs/`, which report and loggers show."""
     note: str | None = None
     """A sentence shown in the report and the terminal, for example how to read the answers."""
-    loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=[])
-    """Metric loggers besides the console and metrics.jsonl; each is an extra (`pip install
-    understudy[wandb]`)."""
+    loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "opentelemetry"]] = Field(default=[])
+    """Loggers besides the console and metrics.jsonl; each is an extra (`pip install understudy[wandb]`).
+    `trackio` also gets kept rows as traces; `opentelemetry` gets the spans."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the order of rows, of sampling and of new weights."""
     determinism: Literal["full", "fast"] | None = None

@@ -42,6 +42,7 @@ class LiveView:
         self._phase = ""
         self._losses: deque[float] = deque(maxlen=48)
         self._last_plain = 0.0
+        self.on_note: Callable[[str], None] = lambda text: None
         self._bar = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
@@ -109,7 +110,8 @@ class LiveView:
         self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Prints a lasting message: a pause, a restarted replica, a dead letter."""
+        """Prints a lasting message: a pause, a restarted replica, a dead letter. `on_note` hears it too."""
+        self.on_note(text)
         if self._enabled:
             self.console.print(Text(f"! {printable(text)}", style="yellow"), soft_wrap=not self._fancy)
 

@@ -1,6 +1,7 @@
 """spans.jsonl: one line per unit of work: name, start, end, and what it was about.
 
-Times are seconds since the run's start on the monotonic clock, so lines of one process compare exactly.
+Times are seconds since the launch on the monotonic clock, so lines of one launch compare exactly. The first
+line of a launch is `launch`, with its time of day.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Spans:
         self._encode = msgspec.json.Encoder(enc_hook=str).encode
         self.last_end = self._zero
         """When a span last ended, on the monotonic clock; shows that the run makes progress."""
+        self._write("launch", self._zero, self._zero, {"at": round(time.time(), 3)})
 
     @contextmanager
     def span(self, name: str, **about: Any) -> Iterator[dict[str, Any]]:
@@ -56,9 +58,17 @@ class Spans:
             del self._open[number]
             end = self.last_end = time.monotonic()
             self._totals[name] = self._totals.get(name, 0.0) + end - start
-            if self._handle:
-                times = {"start": round(start - self._zero, 6), "end": round(end - self._zero, 6)}
-                self._handle.write(self._encode({"name": name, **times, **about}) + b"\n")
+            self._write(name, start, end, about)
+
+    def event(self, text: str) -> None:
+        """A moment to remember: a replica was restarted, a row failed."""
+        now = time.monotonic()
+        self._write("event", now, now, {"text": text})
+
+    def _write(self, name: str, start: float, end: float, about: Mapping[str, Any]) -> None:
+        if self._handle:
+            times = {"start": round(start - self._zero, 6), "end": round(end - self._zero, 6)}
+            self._handle.write(self._encode({"name": name, **times, **about}) + b"\n")
 
     def under_way(self) -> list[OpenSpan]:
         """The open spans, oldest first."""

@@ -16,7 +16,7 @@ from understudy.cluster.devices import visible_gpus
 from understudy.config import Recipe
 from understudy.config.rollout import RolloutConfig
 from understudy.errors import ConfigError, UnderstudyError
-from understudy.observability.loggers import missing_loggers
+from understudy.observability.loggers.told_metrics import missing_loggers
 from understudy.observability.patience import Patience
 from understudy.observability.rundir import probe_run_dir
 from understudy.planning.data_checks import check_rows, clipped, measured_once, prompt_length

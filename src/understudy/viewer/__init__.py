@@ -1,12 +1,11 @@
 """`understudy view`: a page over run directories, live or dead. Reads them, never writes to them.
 
-    run directory ──> lines.py (whole lines since the last look) ──> metrics, spans, rows: indexes in memory
+    run directory ──> observability/lines.py (whole lines since the last look) ──> metrics, spans, rows: indexes in memory
                       journal_rows.py, token_text.py              ──> token columns of one row, on demand
     server.py: HTTP on loopback, JSON by range                    ──> page/: plain ES modules, uPlot
 
 | module | its job |
 |---|---|
-| `lines` | follows a growing jsonl file by offset |
 | `spans` | when which span ran: columns of numbers, lines by offset |
 | `rows` | the table of rows: figures in memory, text by offset |
 | `journal_rows` | rows in flight, from the journal, with their token columns |

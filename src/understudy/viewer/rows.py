@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from understudy.viewer.lines import line_at, record
+from understudy.observability.lines import line_at, record
 
 NUMBERS = ("step", "reward", "advantage", "tokens", "kl", "turns", "oldest", "newest", "age")
 WORDS = ("kind", "source", "teacher", "stop_reason")

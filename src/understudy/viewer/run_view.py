@@ -18,10 +18,10 @@ from understudy.dataplane import kept_rows
 from understudy.errors import UnderstudyError
 from understudy.observability.advisories.gather import advisories_of
 from understudy.observability.advisories.history import History
+from understudy.observability.lines import GrowingFile, record
 from understudy.observability.report import accuracy_table, note_of
 from understudy.observability.rundir import RunDir, read_json
 from understudy.viewer.journal_rows import JournalRows, first_written, journal_line
-from understudy.viewer.lines import GrowingFile, record
 from understudy.viewer.rows import Chunk, RowTable
 from understudy.viewer.spans import SpanIndex
 from understudy.viewer.token_text import TokenText, find_tokenizer

@@ -1,26 +1,36 @@
-"""When which span ran: name, start and end of every span in memory (25 bytes each), the rest by offset.
+"""When which span ran: lane, start and end of every span in memory (34 bytes each), the rest by offset.
 
-Times count from the start of a launch. A resumed run appends the spans of its next launch, whose times begin
-at zero again; launches are laid end to end.
+A lane is the span's name; that of a score is `score TEACHER/REPLICA`. Times count from the start of a launch. A
+resumed run appends the spans of its next launch, whose times begin at zero again; launches are laid end to end.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from understudy.viewer.lines import GrowingFile, line_at, record
+from understudy.observability.lines import GrowingFile, line_at, record
 
 ROW_SPANS = ("rollout", "reward", "score")
 """Spans of single rows; all others are the trainer's own."""
 MOST_SPANS = 1500
 """Spans of one answer; more are given as counts."""
 BINS = 240
+
+
+def _lane(span: Mapping[str, Any]) -> str:
+    if span["name"] != "score":
+        return str(span["name"])
+    return f"score {span.get('teacher', '')}/{span.get('replica', '')}".rstrip("/ ")
+
+
+def _of_rows(lane: str) -> bool:
+    return lane in ROW_SPANS or lane.startswith("score ")
 
 
 class SpanIndex:
@@ -48,16 +58,24 @@ class SpanIndex:
                 start, end = float(span["start"]), float(span["end"])
             except (KeyError, TypeError, ValueError):
                 continue
+            if span["name"] == "launch":
+                if self._latest > self._shift:
+                    self._begin_launch()
+                continue
+            # Runs of older versions have no line for a launch.
             if end + self._shift < self._latest - 1.0 and end < self._latest - self._shift:
-                self._shift = self._latest
-                self.launches.append(self._shift)
-            self._name.append(self._names.setdefault(span["name"], len(self._names)))
+                self._begin_launch()
+            self._name.append(self._names.setdefault(_lane(span), len(self._names)))
             self._start.append(start + self._shift)
             self._end.append(end + self._shift)
             self._offset.append(offset)
             self._length.append(len(line))
             self._latest = max(self._latest, end + self._shift)
         return self._file.place - before >= most
+
+    def _begin_launch(self) -> None:
+        self._shift = self._latest
+        self.launches.append(self._shift)
 
     def window(self, first: float | None, last: float | None) -> dict[str, Any]:
         """Spans between two moments: the trainer's own one by one, rows' as counts under way; one by one too
@@ -71,15 +89,18 @@ class SpanIndex:
         first = max(0.0, finish - 30.0) if first is None else first
         inside = np.flatnonzero((end >= first) & (start <= last))
         names = {number: word for word, number in self._names.items()}
-        of_rows = np.isin(name[inside], [self._names[word] for word in ROW_SPANS if word in self._names])
+        lanes = sorted(
+            filter(_of_rows, self._names), key=lambda lane: (ROW_SPANS.index(lane.split()[0]), lane)
+        )
+        of_rows = np.isin(name[inside], [self._names[lane] for lane in lanes])
         counts = {}
-        for word in ROW_SPANS:
-            mine = inside[name[inside] == self._names.get(word, -1)]
+        for lane in lanes:
+            mine = inside[name[inside] == self._names[lane]]
             if len(mine):
                 edges = np.linspace(first, last, BINS + 1)
                 begun = np.searchsorted(np.sort(start[mine]), edges[1:], "right")
                 over = np.searchsorted(np.sort(end[mine]), edges[:-1], "left")
-                counts[word] = (begun - over).tolist()
+                counts[lane] = (begun - over).tolist()
         single = inside if len(inside) <= MOST_SPANS else inside[~of_rows]
         if len(single) > MOST_SPANS:  # the longest are seen, the others would be narrower than a pixel
             single = single[np.argsort(start[single] - end[single], kind="stable")[:MOST_SPANS]]
@@ -88,7 +109,7 @@ class SpanIndex:
             for i in np.sort(single)
         ]
         for one in spans:
-            if one["name"] in ROW_SPANS or len(spans) <= 200:
+            if _of_rows(one["name"]) or len(spans) <= 200 or one["name"] == "event":
                 one["about"] = self.about(one["at"])
         bounds = {"from": first, "to": last, "end": finish, "launches": self.launches}
         return {**bounds, "spans": spans, "counts": counts}

@@ -2,13 +2,16 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recorded_run import HOSTILE, journalled, recorded_run
 
+from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
+from understudy.observability.spans import Spans
 from understudy.viewer.recipe_diff import differences
 from understudy.viewer.run_view import NotFound, RunView
 
@@ -177,3 +180,25 @@ def test_recipe_differences() -> None:
         {"a": {"b": 1, "c": 3, "d": None}, "run": {"dir": "y"}},
     ]
     assert differences(recipes) == [{"key": "a.c", "values": [2, 3]}]
+
+
+def test_scores_lie_in_a_lane_per_replica_and_notes_are_events(tmp_path: Path) -> None:
+    """Written by the trainer's own classes, in two launches."""
+    run = recorded_run(tmp_path / "run")
+    run.spans.unlink()
+    for launch in (1, 2):
+        spans, live = Spans(run.spans), LiveView(1, enabled=False)
+        live.on_note = spans.event
+        for replica in ("0", "1"):
+            with spans.span("score", key=f"p{launch}_0_0", teacher="add") as about:
+                about["replica"] = replica
+        time.sleep(0.01)
+        live.note(f"teacher add: replica 1 was restarted, launch {launch}")
+        spans.close()
+    found = opened(run).timeline(0.0, None)
+    assert list(found["counts"]) == ["score add/0", "score add/1"] and len(found["launches"]) == 2
+    events = [one["about"]["text"] for one in found["spans"] if one["name"] == "event"]
+    assert [text[-8:] for text in events] == ["launch 1", "launch 2"]
+    starts = [one["start"] for one in found["spans"]]
+    assert starts == sorted(starts) and max(starts) >= found["launches"][1] > 0
+    assert [one["name"] for one in opened(run).life("p2_0_0")] == ["score add/0", "score add/1"]

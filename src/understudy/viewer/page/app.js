@@ -56,7 +56,8 @@ async function tick() {
   try {
     const before = JSON.stringify(state.runs);
     state.runs = await ask("runs");
-    if (JSON.stringify(state.runs) !== before) {
+    const waits = place().view === "timeline" && state.runs.some((run) => run.status === "running");  // a run that stalls changes nothing else
+    if (waits || JSON.stringify(state.runs) !== before) {
       drawHead();
       await state.refresh?.();
     }

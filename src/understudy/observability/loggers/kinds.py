@@ -1,5 +1,7 @@
 """The external metric loggers (tensorboard, wandb, trackio, mlflow), each behind the same two calls.
 
+`folder` is RUN/loggers/NAME.
+
 Everything they write is in RUN/loggers/NAME unless their own environment variables say otherwise. A resumed
 run continues in the same place: ids are kept in a file there.
 """
@@ -10,9 +12,11 @@ import importlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from understudy.observability.loggers.traces import KeptRows, OtlpSpans, kept_id
 
 PROJECT = "understudy"
 
@@ -51,7 +55,7 @@ def wandb_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_st
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=run_name,
-        id=_kept_id(folder, lambda: secrets.token_hex(4)),
+        id=kept_id(folder, lambda: secrets.token_hex(4)),
         resume="allow",
         dir=str(folder),
         config=dict(facts),
@@ -75,7 +79,7 @@ class _Wandb:
 
 
 def trackio_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_step: int) -> Logger:
-    """`trackio show` with TRACKIO_DIR=RUN/loggers/trackio."""
+    """`trackio show` with TRACKIO_DIR=RUN/loggers/trackio. Kept rows (`run.keep_rows`) become traces."""
     os.environ.setdefault("TRACKIO_DIR", str(folder))
     trackio = importlib.import_module("trackio")
     config = {
@@ -83,18 +87,44 @@ def trackio_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_
         for key, value in facts.items()
     }
     run = trackio.init(project=PROJECT, name=run_name, config=config, resume="allow", embed=False)
-    return _Trackio(run)
+    return _Trackio(run, KeptRows(folder.parents[1], folder), trackio.Trace)
 
 
 class _Trackio:
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, run: Any, rows: KeptRows, trace: Any) -> None:
+        self._run, self._rows, self._trace = run, rows, trace
+        self._step = 0
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+        self._step = step
+        self._tell_rows(step - 1)  # those of this step may still be in the making
 
     def close(self) -> None:
+        self._tell_rows(self._step)
         self._run.finish()
+
+    def _tell_rows(self, last_step: int) -> None:
+        for step, rows in self._rows.new(last_step):
+            traces = [self._trace(messages=row.messages, metadata=row.facts) for row in rows]
+            self._run.log({"rows": traces}, step=step)
+
+
+def opentelemetry_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_step: int) -> Logger:
+    """Spans alone, to OTEL_EXPORTER_OTLP_ENDPOINT (http://localhost:4318 if not set)."""
+    return _OpenTelemetry(OtlpSpans(folder.parents[1] / "spans.jsonl", folder, run_name))
+
+
+class _OpenTelemetry:
+    def __init__(self, spans: OtlpSpans) -> None:
+        self._spans = spans
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._spans.send_new()
+
+    def close(self) -> None:
+        self._spans.send_new()
+        self._spans.close()
 
 
 def mlflow_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_step: int) -> Logger:
@@ -108,7 +138,7 @@ def mlflow_logger(folder: Path, run_name: str, facts: Mapping[str, Any], first_s
     place = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
     known = folder / "run_id"
     fresh = not known.exists()
-    run_id = _kept_id(folder, lambda: client.create_run(place, run_name=run_name).info.run_id)
+    run_id = kept_id(folder, lambda: client.create_run(place, run_name=run_name).info.run_id)
     if fresh:
         for key, value in facts.items():
             client.log_param(run_id, key.replace("@", "_"), str(value)[:500])
@@ -130,11 +160,3 @@ class _Mlflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-
-def _kept_id(folder: Path, make: Callable[[], str]) -> str:
-    """This run's id with a logger, made once."""
-    place = folder / "run_id"
-    if not place.exists():
-        place.write_text(make())
-    return place.read_text()

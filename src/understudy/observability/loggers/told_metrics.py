@@ -1,7 +1,7 @@
-"""Sends metrics to other programs beside metrics.jsonl: `run.loggers = ["tensorboard", "wandb"]`.
+"""Sends metrics, rows and spans to other programs beside metrics.jsonl: `run.loggers = ["tensorboard"]`.
 
     write(step, line) ──> metrics.jsonl            always, and first; everything else in this project reads it
-                     └──> queue ──> one thread ──> tensorboard, wandb, trackio, mlflow: as the run asks
+                     └──> queue ──> one thread ──> tensorboard, wandb, trackio, mlflow, opentelemetry: as the run asks
 
 Loggers run on a thread of their own. One that fails is warned about once and not called again, so an error
 of a logger never reaches the training. Each package is an extra and imported only if the recipe names it.
@@ -18,9 +18,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from understudy.observability.logger_kinds import (
+from understudy.observability.loggers.kinds import (
     Logger,
     mlflow_logger,
+    opentelemetry_logger,
     tensorboard_logger,
     trackio_logger,
     wandb_logger,
@@ -34,8 +35,11 @@ LOGGERS: Mapping[str, Callable[[Path, str, Mapping[str, Any], int], Logger]] = {
     "wandb": wandb_logger,
     "trackio": trackio_logger,
     "mlflow": mlflow_logger,
+    "opentelemetry": opentelemetry_logger,
 }
 """By name: a function of (folder, run name, recipe as dotted keys, first step)."""
+_MODULES = {"opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
+"""The module to look for, where it has another name than the logger."""
 _CLOSE_SECONDS = 30.0
 
 
@@ -44,8 +48,15 @@ def missing_loggers(names: Sequence[str]) -> list[str]:
     return [
         f'run.loggers: {name!r} needs a package that is not installed; pip install "understudy[{name}]"'
         for name in names
-        if importlib.util.find_spec(name) is None
+        if not _installed(_MODULES.get(name, name))
     ]
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
 
 
 class ToldMetrics(MetricsWriter):

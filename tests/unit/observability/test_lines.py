@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from understudy.viewer.lines import GrowingFile, line_at, record
+from understudy.observability.lines import GrowingFile, line_at, record
 
 
 def lines(file: GrowingFile, most: int = 1 << 40) -> list[tuple[int, bytes]]:
