@@ -176,7 +176,7 @@ def test_a_value_where_a_section_belongs(section: str) -> None:
     [
         (
             "run.loggers=wandb",
-            "`run.loggers` = 'wandb': expected a list of 'tensorboard', 'wandb', 'trackio' or 'mlflow'; "
+            "`run.loggers` = 'wandb': expected a list of 'tensorboard', 'wandb', 'trackio', 'mlflow' or 'opentelemetry'; "
             'write run.loggers = ["wandb"]',
         ),
         ("rollout.stop=END", "`rollout.stop` = 'END': expected a list of texts; write rollout.stop = [\"END\"]"),
