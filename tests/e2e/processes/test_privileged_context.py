@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from small_runs import ASSETS, run_cli, write_toml
+from small_runs import ASSETS, call_cli, run_cli, write_toml
 from transformers import AutoModelForCausalLM
 
 import understudy
@@ -135,7 +135,7 @@ def test_kill_and_resume_is_bit_identical(recipe: Make, tmp_path: Path, fault: s
     table = told(recipe, "killed", **more)
     code, output = run_cli("train", str(write_toml(tmp_path / "r.toml", table)), "--quiet", fault=fault)
     assert code == -signal.SIGKILL, output
-    code, output = run_cli("resume", table["run"]["dir"], "--quiet")
+    code, output = call_cli("resume", table["run"]["dir"], "--quiet")
     assert code == 0, output
     straight = understudy.train(told(recipe, "straight", **more), progress=False)
     run = Path(table["run"]["dir"])

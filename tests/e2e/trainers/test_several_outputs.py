@@ -166,7 +166,7 @@ def test_a_kill_between_outputs_and_a_resume_trains_each_once(
     recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, more: dict[str, Any]
 ) -> None:
     run = killed(recipe, tmp_path, monkeypatch, fault, **more)
-    code, output = run_cli("resume", str(run), "--quiet")
+    code, output = call_cli("resume", str(run), "--quiet")
     assert code == 0, output
     assert_each_once(run, STEPS * 12 * 2 * more.get("rollout__n", 1))
 
@@ -178,7 +178,7 @@ def test_a_killed_run_with_bad_outputs_resumes_to_the_same_bits(
 ) -> None:
     whole = understudy.train(table_of(recipe, "whole", TROUBLE), progress=False)
     run = killed(recipe, tmp_path, monkeypatch, fault, trouble=TROUBLE)
-    code, output = run_cli("resume", str(run), "--quiet")
+    code, output = call_cli("resume", str(run), "--quiet")
     assert code == 0, output
     assert_exactly_the_bad_ones(run)
     assert bits(run) == bits(whole.dir)
@@ -242,7 +242,7 @@ def test_a_kill_while_filtered_prompts_are_replaced_loses_none(
         "data__reward": "small_rewards:coarse", "loss__task_coef": 1.0, "run__determinism": "fast", "rollout__max_refills": 50,
     }  # fmt: skip
     run = killed(recipe, tmp_path, monkeypatch, f"row_journal.after_put:{count}", **more)
-    code, output = run_cli("resume", str(run), "--quiet")
+    code, output = call_cli("resume", str(run), "--quiet")
     assert code == 0, output
     report = audit(run)
     assert report.balanced and report.in_flight == 0 and report.dead == 0, str(report)

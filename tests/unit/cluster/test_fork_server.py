@@ -1,6 +1,7 @@
 """What is particular about children that are forks: here with a fork server that imports nothing."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -186,11 +187,14 @@ def test_a_dead_childs_number_is_kept_until_its_end_is_known(
         child = await processes.start("one", "forked_for_test", [], {"OMP_NUM_THREADS": "1"})
         seen = psutil.Process(child.process.pid)
         seen.kill()
+        while seen.status() != psutil.STATUS_ZOMBIE:  # raises if it is reaped: its pid could be reused
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
-        assert seen.status() == psutil.STATUS_ZOMBIE  # not reaped yet: the pid cannot be reused
+        assert seen.status() == psutil.STATUS_ZOMBIE
         assert not child.alive
-        await asyncio.sleep(0.5)
-        assert not seen.is_running() or seen.status() != psutil.STATUS_ZOMBIE
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while seen.status() == psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
         await processes.close()
 
     asyncio.run(scenario())

@@ -28,11 +28,11 @@ CHILD = textwrap.dedent("""
     def watch():
         os.read(options.watch_fd, 1); os._exit(0)
     threading.Thread(target=watch, daemon=True).start()
+    if options.how == "stubborn":
+        import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.how != "silent":
         with open(options.ready_file + ".tmp", "w") as handle: handle.write(json.dumps({"url": "here", "pid": os.getpid()}))
         os.replace(options.ready_file + ".tmp", options.ready_file)
-    if options.how == "stubborn":
-        import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
 """)
 
@@ -99,7 +99,6 @@ def test_a_stop_that_is_cancelled_still_ends_the_child(tmp_path: Path, child_mod
     async def body() -> None:
         processes = LocalProcesses(tmp_path / "logs")
         child = await processes.start("one", child_module, ["--how", "stubborn"])
-        await asyncio.sleep(0.5)  # it stops listening to SIGTERM after it is ready
         stopping = asyncio.create_task(processes.stop("one"))
         await asyncio.sleep(0.2)
         stopping.cancel()

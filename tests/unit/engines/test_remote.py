@@ -283,11 +283,11 @@ def test_a_hanging_server_is_given_up_at_the_deadline() -> None:
 
 def test_a_server_that_is_known_to_be_gone_is_not_waited_for() -> None:
     """Its machine lost power and does not close its connections; the launcher knows."""
-    asked = asyncio.Event()
+    asked, let_go = asyncio.Event(), asyncio.Event()
 
     async def hang(body: dict[str, Any]) -> Any:
         asked.set()
-        await asyncio.sleep(3)
+        await let_go.wait()
         return 500
 
     silent, good = Server(hang), Server()
@@ -296,7 +296,8 @@ def test_a_server_that_is_known_to_be_gone_is_not_waited_for() -> None:
         writing = asyncio.create_task(engine.generate([request(f"r{i}") for i in range(4)]))
         await asked.wait()
         engine.withdraw("replica-0")
-        generations = await asyncio.wait_for(writing, 2)
+        generations = await asyncio.wait_for(writing, 20)
+        let_go.set()
         assert [len(one.tokens) for one in generations] == [4] * 4 and len(good.bodies) == 4
 
     run([silent, good], body, patience_s=20)
@@ -307,12 +308,12 @@ def test_a_request_that_reaches_a_paused_server_is_asked_again_under_the_new_wei
 ) -> None:
     """The server would keep it until it goes on, and the publish would wait for its answer."""
     monkeypatch.setattr(engine_module, "QUIET_S", 0.2)
-    asked = asyncio.Event()
+    asked, let_go = asyncio.Event(), asyncio.Event()
 
     async def keep_the_first(body: dict[str, Any]) -> Any:
         if not asked.is_set():
             asked.set()
-            await asyncio.sleep(5)
+            await let_go.wait()
         return whole(body, label=server.label)
 
     server = Server(keep_the_first)
@@ -320,8 +321,9 @@ def test_a_request_that_reaches_a_paused_server_is_asked_again_under_the_new_wei
     async def body(engine: RemoteEngine) -> None:
         writing = asyncio.create_task(engine.generate([request()]))
         await asked.wait()
-        await asyncio.wait_for(engine.update_weights(1, [("w", torch.zeros(2))]), 2)
+        await asyncio.wait_for(engine.update_weights(1, [("w", torch.zeros(2))]), 20)
         (generation,) = await writing
+        let_go.set()
         assert generation.weight_versions.tolist() == [1] * 4
         assert [one["cache_salt"] for one in server.bodies] == ["weights-0", "weights-1"]
 
