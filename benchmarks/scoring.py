@@ -114,11 +114,11 @@ def sequences(workload: str, count: int, vocab: int) -> list[np.ndarray]:
     return [rng.integers(32, vocab, length).astype(np.int32) for length in lengths]
 
 
-def items_of(rows: Sequence[np.ndarray], k: int, judged: float) -> list[ScoreItem]:
-    """`judged` is the share of each sequence, counted from its end, whose tokens are scored."""
+def items_of(rows: Sequence[np.ndarray], k: int, scored: float) -> list[ScoreItem]:
+    """`scored` is the share of each sequence, counted from its end, whose tokens are scored."""
     items = []
     for i, tokens in enumerate(rows):
-        first = max(1, round(len(tokens) * (1 - judged)))
+        first = max(1, round(len(tokens) * (1 - scored)))
         positions = np.arange(first, len(tokens), dtype=np.int32)
         items.append(ScoreItem(str(i), tokens, positions, Signal.TOPK if k else Signal.SAMPLED, k))
     return items
@@ -186,12 +186,12 @@ def ours(folder: Path, shape: str, options: Sequence[str], scale: float) -> dict
         found["scores"] = asyncio.run(scores_of(url, items_of(sequences("2047", 2, VOCAB), 64, 1.0)))
         for workload in ("2047", "mixed"):
             rows = sequences(workload, max(8, int(scale * (128 if shape == "0.6b" else 48))), VOCAB)
-            for k, judged in ((0, 1.0), (64, 1.0), (64, 0.5)):
-                items = items_of(rows, k, judged)
+            for k, scored in ((0, 1.0), (64, 1.0), (64, 0.5)):
+                items = items_of(rows, k, scored)
                 asyncio.run(deliver([url], items[: 2 * PER_REQUEST], IN_FLIGHT))
                 took = [asyncio.run(deliver([url], items, IN_FLIGHT)) for _ in range(3)]
                 seconds, cpu = min(took)
-                name = f"{workload} K={k} judged={judged:g}"
+                name = f"{workload} K={k} scored={scored:g}"
                 found[name] = {
                     "tokens_per_second": tokens_in(items) / seconds,
                     "client_us": 1e6 * cpu / tokens_in(items),
@@ -312,14 +312,14 @@ def error_rows(shape: str, truth: list[Any], name: str, scores: list[Any]) -> li
     best = np.abs(np.array([s[1] for s in scores]) - np.array([t[1] for t in truth]))
     return [
         Row(
-            f"{shape} {name} error, judged token, mean",
+            f"{shape} {name} error, scored token, mean",
             float(own.mean()),
             "nats",
             goal=0.02,
             met=bool(own.mean() < 0.02),
         ),
         Row(
-            f"{shape} {name} error, judged token, worst",
+            f"{shape} {name} error, scored token, worst",
             float(own.max()),
             "nats",
             goal=0.2,
@@ -428,7 +428,7 @@ def benchmark_head() -> list[Row]:
     for name, hidden_size in (("0.6b", 1024), ("4b", 2560)):
         weight = torch.randn(VOCAB, hidden_size, device="cuda", dtype=torch.bfloat16) * 0.02
         hidden = torch.randn(8192, hidden_size, device="cuda", dtype=torch.bfloat16)
-        judged = torch.randint(0, VOCAB, (8192,), device="cuda")
+        scored = torch.randint(0, VOCAB, (8192,), device="cuda")
         head = Head(weight)
         logits = head.logits(hidden[:2816])
         maxima = head_kernel.row_summary(logits)[1]
@@ -446,7 +446,7 @@ def benchmark_head() -> list[Row]:
         }
         for k in (0, 64):
             steps[f"whole head, K={k}"] = (
-                lambda e=head, h=hidden, j=judged, k=k: score_rows(e, h, j, topk=k, chunk_bytes=2 << 30),
+                lambda e=head, h=hidden, j=scored, k=k: score_rows(e, h, j, topk=k, chunk_bytes=2 << 30),
                 1.0,
             )
         for step, (run, times) in steps.items():

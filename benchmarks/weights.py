@@ -33,7 +33,7 @@ import torch
 from safetensors import safe_open
 
 from hardware import cpu_name
-from understudy.weights.broadcast import GroupOrder, MeetingPlace, PackedWeights, Receiver, StreamOrder, send
+from understudy.weights.broadcast import GroupOrder, PackedWeights, Receiver, Rendezvous, StreamOrder, send
 from understudy.weights.snapshots import Snapshots
 
 ROUNDS = 7
@@ -118,7 +118,7 @@ class Crew:
     """The engine processes, and the methods of sending them weights."""
 
     def __init__(
-        self, count: int, size: int, named: list[tuple[str, torch.Tensor]], meeting: MeetingPlace
+        self, count: int, size: int, named: list[tuple[str, torch.Tensor]], meeting: Rendezvous
     ) -> None:
         self.named, self.total = named, sum(tensor.nbytes for _, tensor in named)
         context = multiprocessing.get_context("spawn")
@@ -172,7 +172,7 @@ class Crew:
 
 def measure(size: int, counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    named, meeting = model(size), MeetingPlace("127.0.0.1")
+    named, meeting = model(size), Rendezvous("127.0.0.1")
     rows: list[dict[str, Any]] = []
     for count in counts:
         crew = Crew(count, size, named, meeting)

@@ -21,7 +21,7 @@ from understudy.losses.advantages import grpo
 from understudy.types.batch import BatchMeta
 
 
-class Judge:
+class Advantages:
     """Adds columns to rows: group-relative advantages, and the student's mean log-probability."""
 
     @bridged("reward")
@@ -44,11 +44,11 @@ async def main(folder: Path) -> dict[str, Any]:
         await plane.put("train", {key: {"reward": reward, "logprobs": logprobs}})
 
     batch = BatchMeta("train", tuple(rewards), extra={"groups": ["a", "a", "b", "b"]})
-    judge = Judge()
+    functions = Advantages()
     with serving(plane):
-        batch = await judge.advantages(data=batch)
-        batch = await judge.confidence(batch)
-        nothing = await judge.advantages(BatchMeta("train", ()))
+        batch = await functions.advantages(data=batch)
+        batch = await functions.confidence(batch)
+        nothing = await functions.advantages(BatchMeta("train", ()))
     columns = dict(await plane.get(batch, ("advantage", "confidence")))
     await plane.close()
     return {"fields": batch.fields, "rows of an empty batch": len(nothing), **columns}

@@ -19,7 +19,7 @@ from understudy.rollout.dataset import load_dataset
 from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.trainers.evaluation.evaluate import eval_prompts, measures
-from understudy.trainers.evaluation.examiner import Examiner
+from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.trainers.models import copy_weights, load_model
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
@@ -49,7 +49,7 @@ class Grader:
         self._loops = asyncio.Runner()
         renderer = Renderer(loaded.tokenizer, context=context, reserve=max_new_tokens)
         self.decode, self._version = renderer.decode, 0
-        self._examiner = Examiner(
+        self._examiner = Evaluator(
             self._engine,
             LoopChoice("single_turn", {}),
             Rewards([load_reward(reward)], renderer),
@@ -81,11 +81,11 @@ class Grader:
         student samples at temperature 1. Each prompt has its own seed. Teachers are chosen by data source;
         the teacher named "" scores prompts of all remaining sources."""
         samples = [one[0] for one in self._loops.run(self._examiner.sampled(prompts, 1))]
-        judged: dict[str, list[Trajectory]] = {}
+        scored: dict[str, list[Trajectory]] = {}
         for prompt, row in zip(prompts, samples, strict=True):
-            judged.setdefault(prompt.data_source if prompt.data_source in teachers else "", []).append(row)
+            scored.setdefault(prompt.data_source if prompt.data_source in teachers else "", []).append(row)
         total, count = 0.0, 0
-        for source, rows in judged.items():
+        for source, rows in scored.items():
             rows.sort(key=lambda row: len(row.tokens))
             for start in range(0, len(rows), _ROWS_AT_ONCE):
                 piece = rows[start : start + _ROWS_AT_ONCE]

@@ -13,12 +13,12 @@ from small_runs import ASSETS, TOKEN_VARIABLE
 @pytest.fixture(scope="session")
 def teacher_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """One scoring server per teacher of the quickstart, composed by request as under full determinism."""
-    from teacher_rig import TOKEN, shared_nursery  # imports torch, which tests without teachers need not
+    from teacher_rig import TOKEN, shared_fork_server  # imports torch, which tests without teachers need not
 
     os.environ[TOKEN_VARIABLE] = TOKEN
-    nursery = shared_nursery(tmp_path_factory)
+    fork_server = shared_fork_server(tmp_path_factory)
     children = {
-        name: nursery.fork(ASSETS / "models" / f"teacher-{name}", name=name) for name in ("add", "sort")
+        name: fork_server.fork(ASSETS / "models" / f"teacher-{name}", name=name) for name in ("add", "sort")
     }
     yield {name: asyncio.run(child.ready(120)).url for name, child in children.items()}
     for child in children.values():

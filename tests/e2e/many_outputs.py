@@ -56,7 +56,7 @@ def _troubled(one: Trajectory, trouble: str) -> Trajectory:
 def reward(row: Mapping[str, Any], trajectory: Trajectory) -> float:
     trouble = trajectory.extra.get("trouble")
     if trouble == "raise":
-        raise ValueError("no judge for this one")
+        raise ValueError("no reward for this one")
     if trouble == "hang":
         time.sleep(3600)
     return float("nan") if trouble == "nan" else float(trajectory.tokens.sum() % 7)

@@ -29,22 +29,22 @@ def immense(row: Mapping[str, Any], text: str) -> float:
     return 1e38 if sum(map(ord, text)) % 3 == 0 else 0.0
 
 
-_judged = itertools.count(1)
+_scored = itertools.count(1)
 
 
 def hangs_later(row: Mapping[str, Any], text: str) -> float:
     """Answers as often as HANGS_AFTER says and then never again; for ever where it says nothing."""
-    if next(_judged) > int(os.environ.get("HANGS_AFTER", sys.maxsize)):
+    if next(_scored) > int(os.environ.get("HANGS_AFTER", sys.maxsize)):
         time.sleep(3600)
     return varied(row, text)
 
 
 def broken_held_out(row: Mapping[str, Any], text: str) -> float:
-    """As rows of a held-out file say: `trouble` 1 gives NaN, 2 raises, 3 hangs, 0 is judged; training rows have no trouble."""
+    """As rows of a held-out file say: `trouble` 1 gives NaN, 2 raises, 3 hangs, 0 is scored; training rows have no trouble."""
     if row.get("trouble") == 3:
         time.sleep(3600)
     if row.get("trouble") == 2:
-        raise ValueError("no judge for this one")
+        raise ValueError("no reward for this one")
     return float("nan") if row.get("trouble") == 1 else varied(row, text)
 
 

@@ -18,9 +18,9 @@ import torch
 
 from understudy.weights.broadcast import (
     GroupOrder,
-    MeetingPlace,
     PackedWeights,
     Receiver,
+    Rendezvous,
     Stage,
     StreamOrder,
     TransferBroken,
@@ -51,10 +51,10 @@ def digest(named: list[tuple[str, torch.Tensor]]) -> str:
     return told.hexdigest()
 
 
-def meeting_of(folder: Path, rank: int) -> tuple[MeetingPlace | None, str, int]:
+def meeting_of(folder: Path, rank: int) -> tuple[Rendezvous | None, str, int]:
     place = folder / "meeting.json"
     if rank == 0:
-        meeting = MeetingPlace("127.0.0.1")
+        meeting = Rendezvous("127.0.0.1")
         (folder / "half").write_text(json.dumps([meeting.host, meeting.port]))
         (folder / "half").rename(place)
         return meeting, meeting.host, meeting.port

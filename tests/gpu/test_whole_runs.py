@@ -229,7 +229,7 @@ def test_an_engine_in_the_trained_modules_would_be_seen(
 ) -> None:
     """The mistake these runs are here for, made on purpose: the kernels refuse to be trained; without that lock the step does."""
     kernels_on_the_host(monkeypatch)
-    monkeypatch.setattr(LoadedModel, "sharing_twin", lambda loaded: loaded)
+    monkeypatch.setattr(LoadedModel, "sharing_copy", lambda loaded: loaded)
     if guards == "off":
         for place in (fused_norm, fused_decode):
             monkeypatch.setattr(place, "refuse_gradients", lambda module: None)

@@ -1,4 +1,4 @@
-"""A process to be started elsewhere: it serves nothing, but does what every child of ours does."""
+"""A process to be started on another machine: it serves nothing, but does what every child of ours does."""
 
 import argparse
 import json

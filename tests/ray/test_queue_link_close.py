@@ -22,8 +22,10 @@ class MuteController:
 
     def __init__(self) -> None:
         self._context = zmq.Context()
-        self._doors = {name: self._context.socket(zmq.ROUTER) for name in ("handshake", "requests")}
-        self.ports = {name: door.bind_to_random_port("tcp://127.0.0.1") for name, door in self._doors.items()}
+        self._sockets = {name: self._context.socket(zmq.ROUTER) for name in ("handshake", "requests")}
+        self.ports = {
+            name: socket.bind_to_random_port("tcp://127.0.0.1") for name, socket in self._sockets.items()
+        }
         self.heard = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -37,16 +39,16 @@ class MuteController:
 
     def _listen(self) -> None:
         poller = zmq.Poller()
-        for door in self._doors.values():
-            poller.register(door, zmq.POLLIN)
+        for socket in self._sockets.values():
+            poller.register(socket, zmq.POLLIN)
         yes = ZMQMessage.create(ZMQRequestType.HANDSHAKE_ACK, "mute", {}).serialize()
         while not self._ended.is_set():
             ready = dict(poller.poll(50))
-            if self._doors["handshake"] in ready:
-                who, *_ = self._doors["handshake"].recv_multipart()
-                self._doors["handshake"].send_multipart([who, *yes])
-            if self._doors["requests"] in ready:
-                self._doors["requests"].recv_multipart()
+            if self._sockets["handshake"] in ready:
+                who, *_ = self._sockets["handshake"].recv_multipart()
+                self._sockets["handshake"].send_multipart([who, *yes])
+            if self._sockets["requests"] in ready:
+                self._sockets["requests"].recv_multipart()
                 self.heard += 1
         self._context.destroy(linger=0)
 

@@ -44,7 +44,7 @@ def ppo(folder: Path, steps: int, **changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_pool(cluster: Any) -> dict[str, Any]:
-    pool = {"pools": {"judge": {"nodes": 1, "cpus_per_node": 1}}, "roles": {"critic": "judge"}}
+    pool = {"pools": {"values": {"nodes": 1, "cpus_per_node": 1}}, "roles": {"critic": "values"}}
     return {"backend": "ray", "address": cluster.address, **pool}
 
 
@@ -113,5 +113,5 @@ def test_without_another_machine_that_is_said_within_seconds(cluster: Any, tmp_p
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 2, output[-3000:]
     assert time.monotonic() - lost < 60
-    assert "pool judge wants 1 × (1 CPU); room was found for 0" in output, output[-3000:]
+    assert "pool values wants 1 × (1 CPU); room was found for 0" in output, output[-3000:]
     assert audit(tmp_path / "run" / "dataplane").balanced

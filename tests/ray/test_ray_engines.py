@@ -108,7 +108,7 @@ def test_a_run_whose_last_engine_lost_its_node_waits_or_ends_with_the_reason(
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
-def test_fully_async_with_a_teacher_an_engine_and_workers_elsewhere(cluster: Any, tmp_path: Path) -> None:
+def test_fully_async_with_a_teacher_an_engine_and_remote_workers(cluster: Any, tmp_path: Path) -> None:
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
     changes = with_engines(cluster, 2, 2)

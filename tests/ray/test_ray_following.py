@@ -1,4 +1,4 @@
-"""What is known here of a process elsewhere when its log cannot be written, and what a killed supervisor leaves on its machine."""
+"""What is known here of a remote process when its log cannot be written, and what a killed supervisor leaves on its machine."""
 
 import asyncio
 import os

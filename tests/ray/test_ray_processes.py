@@ -12,7 +12,7 @@ import ray
 
 from understudy.cluster.ray import RayProcesses
 from understudy.cluster.ray_cluster import RaySettings
-from understudy.cluster.ray_layout import Bundle, GroupWish, Home, RayLayout, Spread
+from understudy.cluster.ray_layout import Bundle, GroupRequest, RayLayout, Spread, UnitBundle
 from understudy.errors import ChildDied, ClusterError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -21,8 +21,10 @@ ONE = Bundle(1)
 
 
 def layout(*units: str, spread: Spread = Spread.LOOSE) -> RayLayout:
-    wish = GroupWish("crew", tuple(ONE for _ in units), spread)
-    return RayLayout({"crew": wish}, {unit: Home("crew", place, ONE) for place, unit in enumerate(units)})
+    request = GroupRequest("crew", tuple(ONE for _ in units), spread)
+    return RayLayout(
+        {"crew": request}, {unit: UnitBundle("crew", place, ONE) for place, unit in enumerate(units)}
+    )
 
 
 async def open_on(cluster: Any, logs: Path, where: RayLayout) -> RayProcesses:
@@ -125,7 +127,7 @@ def test_the_childs_own_words_come_first_and_an_end_is_told(cluster: Any, tmp_pa
             with pytest.raises(ChildDied, match="No module named"):
                 await processes.start("crew-0", "no_such_module", [])
 
-            # What has no home here runs beside the trainer; a second name twice is refused.
+            # What has no bundle here runs beside the trainer; a second name twice is refused.
             local = await processes.start("neighbour", "node_child", [])
             assert psutil.Process(local.process.pid).ppid() == os.getpid()
             with pytest.raises(ClusterError, match="runs already"):

@@ -13,8 +13,8 @@ import torch
 
 from understudy.assembly.agent_loops import RowWorkerSettings, open_loops
 from understudy.assembly.backends import open_plane
-from understudy.assembly.cpu_threads import collecting_seldom, products_of_lanes, steady_torch
-from understudy.assembly.critic import ComingCritic, critic_of, reference_of
+from understudy.assembly.cpu_threads import products_of_lanes, rare_collection, steady_torch
+from understudy.assembly.critic import StartingCritic, critic_of, reference_of
 from understudy.assembly.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.assembly.learner import load_source, objective_of, policy_settings
 from understudy.assembly.prompt_facts import (
@@ -43,7 +43,7 @@ from understudy.config.base import flatten
 from understudy.dataplane.base import DataPlane
 from understudy.engines.base import Engine
 from understudy.observability.live import LiveView
-from understudy.observability.loggers.told_metrics import ToldMetrics
+from understudy.observability.loggers.logged_metrics import LoggedMetrics
 from understudy.observability.metrics import read_metrics
 from understudy.observability.redact import redact
 from understudy.observability.rundir import RunDir
@@ -51,7 +51,7 @@ from understudy.observability.spans import Spans
 from understudy.planning.resolved import EngineSettings, Resolved, resolve
 from understudy.planning.seating import rollout_devices
 from understudy.planning.shared_gpu import advice
-from understudy.planning.teacher_checks import judges
+from understudy.planning.teacher_checks import scores_row
 from understudy.planning.this_machine import seat_here
 from understudy.policy.checkpoints.background import BackgroundSaver
 from understudy.policy.checkpoints.checkpoint import CheckpointStore
@@ -72,7 +72,7 @@ from understudy.trainers.critic.local import ValueModel
 from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.evaluation.best_checkpoint import BestSoFar
 from understudy.trainers.evaluation.evaluate import eval_prompts
-from understudy.trainers.evaluation.examiner import Examiner
+from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.trainers.learn.batches import Batches, LocalBatches
 from understudy.trainers.learn.refused_steps import keep_refused
 from understudy.trainers.models import LoadedModel
@@ -105,7 +105,7 @@ async def build(
         steady_torch(settings.compute)
         stack.enter_context(products_of_lanes(settings.compute))
         if settings.compute.device == "cpu":
-            stack.enter_context(collecting_seldom())
+            stack.enter_context(rare_collection())
         if recipe.cluster.backend != "local":
             view.phase(f"connecting to {recipe.cluster.backend}")
         await processes.ready()
@@ -115,7 +115,7 @@ async def build(
                 view.note(words)
         coming = None
         if settings.critic is not None and settings.critic.own_process:
-            coming = ComingCritic(settings.critic, run, processes, seating, gpus, stack)
+            coming = StartingCritic(settings.critic, run, processes, seating, gpus, stack)
         with view.work(f"loading the student {recipe.student.model}"):
             student = await asyncio.to_thread(load_source, settings.student)
         usable = await find_usable_ids(
@@ -182,7 +182,7 @@ async def build(
         loops = await _loops(settings, recipe, run, renderer, processes, plane, stack, view.note)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
         stack.push_async_callback(rewards.close)
-        metrics = ToldMetrics(
+        metrics = LoggedMetrics(
             run.metrics,
             recipe.run.loggers,
             run.path / "loggers",
@@ -207,9 +207,9 @@ async def build(
         stack.push_async_callback(asyncio.to_thread, saver.close)
         background = await stack.enter_async_context(asyncio.TaskGroup())
         if isinstance(policy, LeadingPolicy):
-            stack.callback(policy.expect_the_end)
+            stack.callback(policy.expect_exit)
         if isinstance(critic, RemoteCritic):
-            stack.callback(critic.expect_the_end)
+            stack.callback(critic.expect_exit)
         state = RunState(
             run=run,
             plane=plane,
@@ -228,7 +228,7 @@ async def build(
             engine=engine,
             engine_queue=CallQueue("generate", engine.generate, recipe.rollout.max_batch),
             rollouts=rollouts,
-            examiner=Examiner(
+            evaluator=Evaluator(
                 engine,
                 loops,
                 rewards,
@@ -269,7 +269,7 @@ async def build(
 
 
 async def _critic(
-    settings: Resolved, run: RunDir, coming: ComingCritic | None, view: LiveView
+    settings: Resolved, run: RunDir, coming: StartingCritic | None, view: LiveView
 ) -> ValueModel | None:
     """The critic in its own process (`coming`), or in this process; None if the recipe has none."""
     on_bad_rows = partial(keep_refused, run, "critic")
@@ -317,12 +317,12 @@ async def _batches(
     teachers: Teachers,
     stack: AsyncExitStack,
 ) -> Batches:
-    judged, heads = bool(teachers.pools), list(teachers.heads.values())
+    scored, heads = bool(teachers.pools), list(teachers.heads.values())
     dtype = heads[0].weight_VH.dtype if heads else torch.bfloat16
-    local = LocalBatches(plane, training_columns(loss, judged), dtype)
+    local = LocalBatches(plane, training_columns(loss, scored), dtype)
     if not isinstance(policy, LeadingPolicy) or not settings.rows.ranks_fetch:
         return local
-    columns = fact_columns(judged), token_columns(loss, judged)
+    columns = fact_columns(scored), token_columns(loss, scored)
     remote = await RemoteBatches.open(plane, policy, settings.rows.fetch_seconds, local, *columns)
     stack.callback(remote.close)
     return remote
@@ -400,7 +400,12 @@ def _student_facts(
     data = recipe.data
     external = {
         name: partial(
-            asyncio.to_thread, longest_own_prompt, own_prompts, name, prompts, partial(judges, recipe, name)
+            asyncio.to_thread,
+            longest_own_prompt,
+            own_prompts,
+            name,
+            prompts,
+            partial(scores_row, recipe, name),
         )
         for name, one in recipe.teachers.items()
         if one.reads_own_prompt and one.placement == "external"

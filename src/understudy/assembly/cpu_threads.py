@@ -28,7 +28,7 @@ def steady_torch(compute: Compute, share_of: int = 1) -> None:
 
 
 @contextmanager
-def collecting_seldom() -> Iterator[None]:
+def rare_collection() -> Iterator[None]:
     """Raises the gc threshold while a CPU run trains. A disabled collector or a higher threshold is left as
     it is."""
     before = gc.get_threshold()

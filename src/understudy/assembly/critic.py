@@ -34,7 +34,7 @@ from understudy.types.usable_ids import UsableIds
 MODULE = "understudy.assembly.processes.critic"
 
 
-class ComingCritic:
+class StartingCritic:
     """A critic's process that starts while the run starts its other parts. Created and awaited on the event
     loop."""
 
@@ -74,7 +74,7 @@ class ComingCritic:
         channel = HostChannel(CRITIC, Endpoint(child.ready["url"], token=self._token), traffic)
         self._stack.push_async_callback(channel.close)
         watchers = await self._stack.enter_async_context(asyncio.TaskGroup())
-        for task in (watch.watch_channel(channel), watch.feel_pulse(channel)):
+        for task in (watch.watch_channel(channel), watch.check_health(channel)):
             self._stack.callback(watchers.create_task(task).cancel)
 
         def leave() -> None:

@@ -113,7 +113,7 @@ async def open_engine(
         length = context_of(settings, student)
         return await hosts_of(settings, student, launcher, devices, max_length=length, notify=notes.note)
     batching = Batching.COMPOSED if settings.deterministic else Batching.CONTINUOUS
-    own = student.sharing_twin() if settings.shares_tensors else student.twin()
+    own = student.sharing_copy() if settings.shares_tensors else student.copy()
     return own.engine(rollout.max_batch, batching, context_of(settings, student), KeptAs(rollout.kv_cache))
 
 

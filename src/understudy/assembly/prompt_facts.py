@@ -81,12 +81,12 @@ def teacher_prompts_of(
 
 
 def longest_own_prompt(
-    prompts: TeacherPrompts, teacher: str, dataset: Dataset, judged: Callable[[Row], bool]
+    prompts: TeacherPrompts, teacher: str, dataset: Dataset, scored: Callable[[Row], bool]
 ) -> int:
     """Tokens of the longest prompt that a teacher reads itself, among the rows that it scores."""
     longest = 0
     for ordinal, row in enumerate(dataset.rows):
-        if judged(row):
+        if scored(row):
             with suppress(DataError):  # becomes a dead letter when its turn comes
                 ids = prompts.ids(teacher, dataset.prompt(ordinal, key=f"row {ordinal}", epoch=0))
                 longest = max(longest, 0 if ids is None else len(ids))

@@ -38,7 +38,7 @@ from understudy.policy.ranks.shard import Group, join, leave
 from understudy.policy.step import BadRows, PolicySettings
 from understudy.trainers.models import LoadedModel
 
-_DOOR_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _LEAVE_SECONDS = 10.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -77,7 +77,7 @@ def mark_file(meeting: Path, rank: int) -> Path:
     return meeting / f"pulse-{rank}"
 
 
-def door_file(meeting: Path, rank: int) -> Path:
+def joining_file(meeting: Path, rank: int) -> Path:
     """The file that rank `rank` creates when it is about to join the group."""
     return meeting / f"here-{rank}"
 
@@ -125,11 +125,11 @@ class RankProcesses(Monitor):
             mark=partial(newest_mark, mark_file(self.meeting, rank)),
         )
 
-    async def at_the_door(self) -> None:
+    async def all_joining(self) -> None:
         """Returns once all ranks are about to join. If one fails before that, `start` raises in its own
         task."""
-        while not all(door_file(self.meeting, rank).exists() for rank in range(1, self._size)):
-            await asyncio.sleep(_DOOR_SECONDS)
+        while not all(joining_file(self.meeting, rank).exists() for rank in range(1, self._size)):
+            await asyncio.sleep(_POLL_SECONDS)
 
     def refused(self, number: int) -> dict[int, str]:
         found: dict[int, str] = {}
@@ -178,7 +178,7 @@ async def start_ranks(
     async def join() -> tuple[Group, Policy]:
         # Not sooner: a wait in torch's rendezvous for a missing rank cannot be cancelled. And torch numbers
         # the groups of a process, so a later group of this process would never match that of its ranks.
-        await ranks.at_the_door()
+        await ranks.all_joining()
         return await asyncio.wrap_future(thread.submit(lead))
 
     stack.callback(thread.close)
@@ -191,14 +191,14 @@ async def start_ranks(
             mine = tasks.create_task(join())
     group, policy = mine.result()
     leading = LeadingPolicy(policy, group, thread, ranks)
-    stack.push_async_exit(partial(_go_home, leading, ranks, thread))
+    stack.push_async_exit(partial(_end_ranks, leading, ranks, thread))
     watchers = await stack.enter_async_context(asyncio.TaskGroup())
     watcher = watchers.create_task(ranks.watch())
     stack.callback(watcher.cancel)
     return leading
 
 
-async def _go_home(
+async def _end_ranks(
     leading: LeadingPolicy,
     ranks: RankProcesses,
     thread: RankThread,

@@ -40,7 +40,7 @@ from understudy.teacher.pool.supervisor import Connect, SupervisorOptions, conne
 from understudy.teacher.protocol import WireHead
 from understudy.teacher.route import TeacherRouter
 from understudy.teacher.vocabulary import Vocabulary
-from understudy.trainers.call_batching import CallQueue, Sharing
+from understudy.trainers.call_batching import BatchSplit, CallQueue
 from understudy.trainers.remote_rows.messages import External
 from understudy.trainers.remote_rows.scoring import RemoteScoring
 from understudy.types.loss import TeacherHead
@@ -323,7 +323,7 @@ def teacher_queues(pools: Mapping[str, TeacherPool], deterministic: bool) -> dic
             f"score/{name}",
             pool.score,
             limit,
-            Sharing(partial(_width, pool), _tokens, _TOGETHER_TOKENS),
+            BatchSplit(partial(_width, pool), _tokens, _TOGETHER_TOKENS),
             check=partial(_check_row, pool),
         )
         for name, pool in pools.items()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from understudy import __version__
 from understudy.cli.parser import Parser
-from understudy.cli.terminal import outlive_the_terminal
+from understudy.cli.terminal import survive_closed_terminal
 from understudy.errors import ConfigError, UnderstudyError
 from understudy.trainers.early_interrupt import raise_if_interrupted, remembered
 
@@ -48,7 +48,7 @@ _COMMANDS = {
 
 def program() -> int:
     """The entry point: runs `main`, then ends the process even if a thread still hangs."""
-    outlive_the_terminal()
+    survive_closed_terminal()
     code = main()
     from understudy.run.entry import leave_soon
 

@@ -12,7 +12,7 @@ import sys
 from typing import Any, TextIO, cast
 
 
-def outlive_the_terminal() -> None:
+def survive_closed_terminal() -> None:
     """From now on the command survives the closing of its terminal."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is not None:

@@ -5,7 +5,7 @@
       .ready["url"]  <──────────────────────────────────── its address, with the run's token
       logs/teacher-math-0.log  <─────────────────────────── its output, copied while it runs
 
-`RayLayout` says which process runs on which machine; a process without a home there is started on this
+`RayLayout` says which process runs on which machine; a process without a bundle there is started on this
 machine. The caller of `start` decides what is restarted:
 
     process          restarted by
@@ -31,8 +31,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from understudy.cluster.local import SUPERVISOR_GONE, Child, LocalProcesses
 from understudy.cluster.ray_cluster import RayCluster, RaySettings
-from understudy.cluster.ray_layout import Home, NodeFacts, RayLayout, draw, unit_of
-from understudy.cluster.ray_supervisor import News, supervisor_of
+from understudy.cluster.ray_layout import NodeFacts, RayLayout, UnitBundle, draw, unit_of
+from understudy.cluster.ray_supervisor import ProcessUpdate, supervisor_of
 from understudy.errors import ChildDied, ClusterError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class RemoteProcess:
 
 
 class RayProcesses(LocalProcesses):
-    """Starts processes on a Ray cluster; those without a home in the layout on this machine.
+    """Starts processes on a Ray cluster; those without a bundle in the layout on this machine.
 
     Holds one supervisor actor per unit, the remote children by name and one task per child that copies its
     log. Called on the trainer's event loop.
@@ -91,7 +91,7 @@ class RayProcesses(LocalProcesses):
         return str(ray.util.get_node_ip_address())
 
     def is_remote(self, name: str) -> bool:
-        return self.layout.home(name) is not None
+        return self.layout.bundle_of(name) is not None
 
     def shares_memory(self, name: str) -> bool:
         process = self._remote[name].process if name in self._remote else None
@@ -124,17 +124,17 @@ class RayProcesses(LocalProcesses):
         self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
     ) -> Child:
         await self.ready()
-        home = self.layout.home(name)
-        if home is None:
+        unit_bundle = self.layout.bundle_of(name)
+        if unit_bundle is None:
             return await super().start(name, module, arguments, env)
         if name in self._remote and self._remote[name].alive:
             raise ClusterError(f"process {name} runs already")
         log = self._logs / f"{name}.log"
         self._logs.mkdir(parents=True, exist_ok=True)
-        supervisor = await self._supervisor(unit_of(name), home)
+        supervisor = await self._supervisor(unit_of(name), unit_bundle)
         try:
             told = await supervisor.start.remote(
-                name, module, _with_device(arguments, name, home), dict(env or {})
+                name, module, _with_device(arguments, name, unit_bundle), dict(env or {})
             )
         except ray.exceptions.RayActorError as error:
             self._supervisors.pop(unit_of(name), None)
@@ -158,23 +158,23 @@ class RayProcesses(LocalProcesses):
         logger.info("process %s runs on %s (pid %d)", name, process.node, process.pid)
         return child
 
-    async def _supervisor(self, unit: str, home: Home) -> Any:
+    async def _supervisor(self, unit: str, unit_bundle: UnitBundle) -> Any:
         """The unit's actor; a new one if there is none or the old one was lost with its machine."""
         if unit in self._supervisors:
             return self._supervisors[unit]
         assert self.cluster is not None
         strategy = PlacementGroupSchedulingStrategy(
-            self.cluster.group(home.group), placement_group_bundle_index=home.bundle
+            self.cluster.group(unit_bundle.group), placement_group_bundle_index=unit_bundle.bundle
         )
         actor = supervisor_of(
             self._start_timeout,
-            num_cpus=home.share.cpus,
-            num_gpus=home.share.gpus,
+            num_cpus=unit_bundle.share.cpus,
+            num_gpus=unit_bundle.share.gpus,
             scheduling_strategy=strategy,
         )
         self._supervisors[unit] = actor
         try:
-            await self._seated(unit, home, actor)
+            await self._seated(unit, unit_bundle, actor)
         except ClusterError:
             self._kill(unit)
             raise
@@ -186,7 +186,7 @@ class RayProcesses(LocalProcesses):
             raise
         return actor
 
-    async def _seated(self, unit: str, home: Home, actor: Any) -> None:
+    async def _seated(self, unit: str, unit_bundle: UnitBundle, actor: Any) -> None:
         """Wait until an actor runs in its bundle; `ClusterError` once no machine can hold the bundle."""
         assert self.cluster is not None
         seating = asyncio.ensure_future(actor.where.remote())
@@ -198,7 +198,7 @@ class RayProcesses(LocalProcesses):
                     await seating
                     return
                 problem = await asyncio.to_thread(
-                    self.cluster.homeless, self.layout.groups[home.group], home.bundle
+                    self.cluster.why_not_placed, self.layout.groups[unit_bundle.group], unit_bundle.bundle
                 )
                 now = time.monotonic()
                 homeless_since = None if problem is None else homeless_since or now
@@ -206,7 +206,7 @@ class RayProcesses(LocalProcesses):
                     raise ClusterError(f"{unit} has no machine now: {problem}")
                 if now - began > _SEAT_SECONDS:
                     raise ClusterError(
-                        f"{unit}: no machine has its bundle ({home.share}) now\n{draw(self.cluster.nodes())}"
+                        f"{unit}: no machine has its bundle ({unit_bundle.share}) now\n{draw(self.cluster.nodes())}"
                     )
         finally:
             seating.cancel()
@@ -221,7 +221,7 @@ class RayProcesses(LocalProcesses):
         offset, writable = 0, True
         while process.returncode is None:
             try:
-                news: News = await supervisor.follow.remote(name, offset, _FOLLOW_SECONDS)
+                news: ProcessUpdate = await supervisor.follow.remote(name, offset, _FOLLOW_SECONDS)
             except ray.exceptions.RayError as error:
                 with contextlib.suppress(OSError):
                     _append(log, f"{SUPERVISOR_GONE}: {_reason(error)})\n".encode())
@@ -301,13 +301,13 @@ def _append(log: Path, said: bytes) -> int:
         return sink.write(said) if said else 0
 
 
-def _with_device(arguments: Sequence[str], name: str, home: Home) -> list[str]:
+def _with_device(arguments: Sequence[str], name: str, unit_bundle: UnitBundle) -> list[str]:
     """The arguments with `--device` as the remote machine names it: a unit sees only its own GPUs, one per
     rank."""
     given = list(arguments)
     if "--device" in given:
         rank = name.removeprefix(unit_of(name)).removeprefix("-rank") or "0"
-        given[given.index("--device") + 1] = f"cuda:{rank}" if home.share.gpus else "cpu"
+        given[given.index("--device") + 1] = f"cuda:{rank}" if unit_bundle.share.gpus else "cpu"
     return given
 
 

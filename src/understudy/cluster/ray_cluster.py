@@ -26,7 +26,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from understudy.cluster.ray_layout import Bundle, GroupWish, NodeFacts, Spread, draw, misfit
+from understudy.cluster.ray_layout import Bundle, GroupRequest, NodeFacts, Spread, draw, misfit
 from understudy.cluster.ray_probe import require_answer
 from understudy.errors import ClusterError
 
@@ -119,52 +119,52 @@ class RayCluster:
                 )
         return found
 
-    def take(self, wishes: Sequence[GroupWish], timeout: float) -> None:
+    def take(self, requests: Sequence[GroupRequest], timeout: float) -> None:
         """Reserve these groups; `ClusterError` within seconds if they do not fit, after `timeout` if Ray does
         not place them."""
         deadline = time.monotonic() + _SETTLE_SECONDS
-        while (problem := misfit(wishes, self.nodes())) is not None:
+        while (problem := misfit(requests, self.nodes())) is not None:
             if time.monotonic() > deadline:
                 raise ClusterError(problem)
             time.sleep(0.2)
-        for wish in wishes:
+        for request in requests:
             group = placement_group(
-                [bundle.resources() for bundle in wish.bundles],
-                strategy=wish.spread.value,
-                bundle_label_selector=_pinned(wish),
+                [bundle.resources() for bundle in request.bundles],
+                strategy=request.spread.value,
+                bundle_label_selector=_pinned(request),
             )
-            self._groups[wish.name] = group
-            refusal = self._refusal(wish, group, timeout)
+            self._groups[request.name] = group
+            refusal = self._refusal(request, group, timeout)
             if refusal is not None:
-                self.give_back(wish.name)
+                self.give_back(request.name)
                 raise ClusterError(refusal)
 
-    def _refusal(self, wish: GroupWish, group: PlacementGroup, timeout: float) -> str | None:
+    def _refusal(self, request: GroupRequest, group: PlacementGroup, timeout: float) -> str | None:
         """None once Ray has placed the group, else the reason. A machine may be lost while we wait."""
         deadline, misfit_since = time.monotonic() + timeout, math.inf
         while not group.wait(1):
-            now, problem = time.monotonic(), misfit([wish], self.nodes())
+            now, problem = time.monotonic(), misfit([request], self.nodes())
             misfit_since = math.inf if problem is None else min(misfit_since, now)
             if problem is not None and now - misfit_since > _SETTLE_SECONDS:
                 return problem
             if now > deadline:
-                found = f"Ray did not find room for {len(wish.bundles)} bundles within {timeout:.0f} s"
-                return f"{wish.name}: {found}\n{draw(self.nodes())}"
+                found = f"Ray did not find room for {len(request.bundles)} bundles within {timeout:.0f} s"
+                return f"{request.name}: {found}\n{draw(self.nodes())}"
         return None
 
     def group(self, name: str) -> PlacementGroup:
         return self._groups[name]
 
-    def homeless(self, wish: GroupWish, bundle: int) -> str | None:
+    def why_not_placed(self, request: GroupRequest, bundle: int) -> str | None:
         """Why a bundle that lost its machine gets no other now; None if it has one or will get one."""
-        places = placement_group_table(self._groups[wish.name])["bundles_to_node_id"]
+        places = placement_group_table(self._groups[request.name])["bundles_to_node_id"]
         nodes = {node["NodeID"]: node["Alive"] for node in ray.nodes()}
         if nodes.get(places.get(bundle, "")):
             return None
         taken = {place for other, place in places.items() if other != bundle and place}
-        strict = wish.spread is Spread.STRICT
+        strict = request.spread is Spread.STRICT
         room = [node for node in self.nodes() if not (strict and node.node_id in taken)]
-        return misfit([replace(wish, bundles=(wish.bundles[bundle],))], room)
+        return misfit([replace(request, bundles=(request.bundles[bundle],))], room)
 
     def give_back(self, name: str) -> None:
         group = self._groups.pop(name, None)
@@ -184,12 +184,12 @@ class RayCluster:
             os.environ.pop("RAY_AUTH_TOKEN", None)
 
 
-def _pinned(wish: GroupWish) -> list[dict[str, str]] | None:
+def _pinned(request: GroupRequest) -> list[dict[str, str]] | None:
     """`leads` as Ray's label selector: the first bundle goes to the node of this process."""
-    if not wish.leads:
+    if not request.leads:
         return None
     own = ray.get_runtime_context().get_node_id()
-    return [{"ray.io/node-id": own}, *({} for _ in wish.bundles[1:])]
+    return [{"ray.io/node-id": own}, *({} for _ in request.bundles[1:])]
 
 
 def _local_options(settings: RaySettings) -> dict[str, Any]:

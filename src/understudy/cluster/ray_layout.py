@@ -2,9 +2,9 @@
 
     pool teachers: 2 nodes × 4 GPUs     ─>  one group, STRICT_SPREAD: a bundle per node, each on a machine of its own
     teacher-math, 3 replicas, no pool   ─>  one group, SPREAD: a bundle per replica, on different machines if there are
-    teacher-math-1, its ranks           ─>  one home: the ranks of a unit share a bundle and so a machine
+    teacher-math-1, its ranks           ─>  one bundle: the ranks of a unit share a bundle and so a machine
 
-A process without a home here is started on the trainer's machine.
+A process without a bundle here is started on the trainer's machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupWish:
+class GroupRequest:
     """Bundles that are reserved together or not at all."""
 
     name: str
@@ -59,7 +59,7 @@ class GroupWish:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class UnitBundle:
     """The bundle that the processes of one unit run in, and the share of it they take."""
 
     group: str
@@ -69,14 +69,14 @@ class Home:
 
 @dataclass(frozen=True)
 class RayLayout:
-    """The placement groups to reserve and the home of each unit."""
+    """The placement groups to reserve and the bundle of each unit."""
 
-    groups: Mapping[str, GroupWish] = field(default_factory=dict)
-    homes: Mapping[str, Home] = field(default_factory=dict)
+    groups: Mapping[str, GroupRequest] = field(default_factory=dict)
+    units: Mapping[str, UnitBundle] = field(default_factory=dict)
     """By unit: `teacher-math-0`."""
 
-    def home(self, process: str) -> Home | None:
-        return self.homes.get(unit_of(process))
+    def bundle_of(self, process: str) -> UnitBundle | None:
+        return self.units.get(unit_of(process))
 
 
 def unit_of(process: str) -> str:
@@ -100,23 +100,27 @@ class NodeFacts:
     """Ray's id of the machine."""
 
 
-def misfit(wishes: Sequence[GroupWish], nodes: Sequence[NodeFacts]) -> str | None:
+def misfit(requests: Sequence[GroupRequest], nodes: Sequence[NodeFacts]) -> str | None:
     """Why these groups do not fit now, with a drawing of the cluster; None if they fit.
 
     Bundles are placed largest first on free devices, each group by its own spread.
     """
     left = {node.name: node.free for node in nodes}
     own = [node.name for node in nodes if node.is_trainers]
-    for wish in sorted(wishes, key=lambda wish: (wish.leads, max(map(_weight, wish.bundles))), reverse=True):
+    for request in sorted(
+        requests, key=lambda request: (request.leads, max(map(_weight, request.bundles))), reverse=True
+    ):
         used: set[str] = set()
-        bundles = list(wish.bundles) if wish.leads else sorted(wish.bundles, key=_weight, reverse=True)
+        bundles = (
+            list(request.bundles) if request.leads else sorted(request.bundles, key=_weight, reverse=True)
+        )
         for place, bundle in enumerate(bundles):
-            among = own if wish.leads and not place else list(left)
+            among = own if request.leads and not place else list(left)
             fitting = [name for name in among if _fits(bundle, left[name])]
             fresh = [name for name in fitting if name not in used]
-            choice = fresh or ([] if wish.spread is Spread.STRICT else fitting)
+            choice = fresh or ([] if request.spread is Spread.STRICT else fitting)
             if not choice:
-                return _explain(wish, bundle, place, fitting, nodes)
+                return _explain(request, bundle, place, fitting, nodes)
             chosen = max(choice, key=lambda name: _weight(left[name]))
             used.add(chosen)
             free = left[chosen]
@@ -125,18 +129,18 @@ def misfit(wishes: Sequence[GroupWish], nodes: Sequence[NodeFacts]) -> str | Non
 
 
 def _explain(
-    wish: GroupWish, bundle: Bundle, place: int, fitting: Sequence[str], nodes: Sequence[NodeFacts]
+    request: GroupRequest, bundle: Bundle, place: int, fitting: Sequence[str], nodes: Sequence[NodeFacts]
 ) -> str:
     if any(_fits(bundle, node.total) for node in nodes):
         why = "the machines that are large enough are taken"
     else:
         why = "no machine is that large"
-    if wish.leads and not place:
+    if request.leads and not place:
         why = "the first belongs on the trainer's own machine, which has not that much left"
     elif fitting:
         why = "each wants a machine of its own, and there are too few"
     return (
-        f"{wish.name} wants {len(wish.bundles)} × ({bundle}); room was found for {place}: {why}\n{draw(nodes)}\n"
+        f"{request.name} wants {len(request.bundles)} × ({bundle}); room was found for {place}: {why}\n{draw(nodes)}\n"
         "add machines (`ray start --address=…`), ask for fewer replicas or threads, or wait until others are done"
     )
 

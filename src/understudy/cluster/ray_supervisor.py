@@ -29,7 +29,7 @@ _LOOPBACK = "127.0.0.1:"
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class ProcessUpdate:
     """What `follow` returns about a process."""
 
     said: bytes
@@ -70,7 +70,7 @@ class Supervisor:
         node_id = ray.get_runtime_context().get_node_id()
         return {"ready": child.ready, "pid": child.process.pid, "node": address, "node_id": node_id}
 
-    async def follow(self, name: str, offset: int, patience: float) -> News:
+    async def follow(self, name: str, offset: int, patience: float) -> ProcessUpdate:
         """Its log from `offset` on, as soon as there is more or it ends, or after `patience` seconds."""
         log = self._folder.path / f"{name}.log"
         deadline = asyncio.get_running_loop().time() + patience
@@ -79,7 +79,7 @@ class Supervisor:
             child = self._processes.children.get(name)
             code = self._codes.get(name) if child is None else child.process.poll()
             if said or code is not None or asyncio.get_running_loop().time() >= deadline:
-                return News(said, code)
+                return ProcessUpdate(said, code)
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def stop(self, name: str) -> None:

@@ -169,11 +169,11 @@ def _mend(table: Any, finding: Finding) -> bool:
         around is not None and around.values is not None
     )  # a teacher or a pool: other sections refer to it by name
     if kind is not None and (named or (field is not None and field.is_required())):
-        holder[key] = _stand_in(kind)
+        holder[key] = _placeholder(kind)
     return True
 
 
-def _stand_in(kind: Kind) -> Any:
+def _placeholder(kind: Kind) -> Any:
     """The smallest placeholder for a required key."""
     if kind.section is None:
         return NOT_GIVEN
@@ -305,7 +305,7 @@ def _cross_checks(recipe: Recipe) -> list[str]:
             "no teacher: add a [teachers.NAME] table, or set loss.distill_coef = 0 to train on rewards alone"
         )
     if loss.task_coef > 0 and recipe.data.reward is None:
-        problems.append("loss.task_coef > 0 needs data.reward, a function that judges an answer")
+        problems.append("loss.task_coef > 0 needs data.reward, a function that scores an answer")
     if loss.teacher_temperature != 1.0 and loss.signal != "hidden":
         problems.append(
             f"loss.teacher_temperature = {loss.teacher_temperature} needs loss.signal = 'hidden': "
@@ -372,7 +372,7 @@ def _routing(recipe: Recipe) -> list[str]:
     if len(teachers) > 1:
         keyless = [name for name, teacher in teachers.items() if teacher.key is None and name != default]
         problems += [
-            f"teachers.{name}.key is missing: with several teachers each names the rows it judges"
+            f"teachers.{name}.key is missing: with several teachers each names the rows it scores"
             for name in keyless
         ]
     keys = [teacher.key for teacher in teachers.values() if teacher.key is not None]

@@ -180,7 +180,7 @@ class EmbeddedDataPlane:
             request = ClaimRequest(n, least, kind, lease_seconds)
             lease = await self._claims.wait_in_line(home, view, request, timeout)
         if wanted is not RowStatus.FINISHED:
-            await self._claims.put_on_record(lease)
+            await self._claims.record(lease)
         return lease
 
     async def get(

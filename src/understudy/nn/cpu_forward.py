@@ -96,14 +96,16 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turns:
+class _Rotations:
     """Rotary cosines and sines. Sines of the first half are negated, so a rotation needs no negated copy."""
 
     cosine_RD: Tensor
     sine_RD: Tensor
 
-    def at(self, positions_R: Tensor) -> _Turns:
-        return _Turns(self.cosine_RD.index_select(0, positions_R), self.sine_RD.index_select(0, positions_R))
+    def at(self, positions_R: Tensor) -> _Rotations:
+        return _Rotations(
+            self.cosine_RD.index_select(0, positions_R), self.sine_RD.index_select(0, positions_R)
+        )
 
     def __call__(self, heads_RXD: Tensor) -> Tensor:
         half = heads_RXD.shape[-1] // 2
@@ -158,7 +160,7 @@ class LeanForward:
         cosine_1TD, sine_1TD = body.rotary_emb(self._embedding, torch.arange(longest)[None])
         sine_TD = sine_1TD[0].clone()
         sine_TD[:, : self._size // 2].neg_()
-        self._turns = _Turns(cosine_1TD[0], sine_TD)
+        self._turns = _Rotations(cosine_1TD[0], sine_TD)
 
     def prompts(
         self, tree: PrefixTree, lengths_B: np.ndarray, hidden_BT: Tensor | None, cache: Cache
@@ -197,7 +199,7 @@ class LeanForward:
         mixed_PF = self._mixed(layer, states_UF, turns, rows).index_select(0, rows.places_U[nodes_P])
         return self._norm(layer.feed_forward(states_UF.index_select(0, nodes_P) + layer.mixed(mixed_PF)))
 
-    def _mixed(self, layer: _Layer, states_UF: Tensor, turns: _Turns, rows: _Rows) -> Tensor:
+    def _mixed(self, layer: _Layer, states_UF: Tensor, turns: _Rotations, rows: _Rows) -> Tensor:
         """[B · L, Q · D]: a layer's attention over whole rows."""
         query_UQD, key_UHD, value_UHD = self._heads(layer, layer.entry_norm(states_UF), turns)
         return rows.attend(query_UQD, rows.spread(key_UHD), rows.spread(value_UHD), layer.scale)
@@ -217,7 +219,7 @@ class LeanForward:
             states_BF = layer.feed_forward(states_BF + layer.mixed(mixed_BF))
         return self._logits(states_BF)
 
-    def _heads(self, layer: _Layer, normed_RF: Tensor, turns: _Turns) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, layer: _Layer, normed_RF: Tensor, turns: _Rotations) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [R, Q, D], keys and values [R, H, D]; queries and keys are normed and rotated together."""
         rows, size = normed_RF.shape[0], self._size
         query_RF, key_RF = layer.query(normed_RF), layer.key(normed_RF)

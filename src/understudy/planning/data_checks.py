@@ -98,7 +98,7 @@ def _routes(recipe: Recipe, dataset: Dataset, role: str) -> list[str]:
         return []
     sole = next(iter(recipe.teachers)) if len(recipe.teachers) == 1 else None
     way_out = (
-        f"leave teachers.{sole}.key out (understudy.distill: give the model alone), and it judges every row"
+        f"leave teachers.{sole}.key out (understudy.distill: give the model alone), and it scores every row"
         if sole
         else "set data.default_teacher to send the rest to one"
     )

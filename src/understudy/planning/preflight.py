@@ -16,7 +16,7 @@ from understudy.cluster.devices import visible_gpus
 from understudy.config import Recipe
 from understudy.config.rollout import RolloutConfig
 from understudy.errors import ConfigError, UnderstudyError
-from understudy.observability.loggers.told_metrics import missing_loggers
+from understudy.observability.loggers.logged_metrics import missing_loggers
 from understudy.observability.patience import Patience
 from understudy.observability.rundir import probe_run_dir
 from understudy.planning.data_checks import check_rows, clipped, measured_once, prompt_length
@@ -182,9 +182,9 @@ def preflight(
             problems += contexts_fit(recipe, checked.dataset, folders, sent, own)
     if recipe.data.reward:
         with patience.work("asking the reward about the first rows"):
-            judged = check_reward(recipe, read)
-        problems += judged.problems
-        findings.notes += judged.notes
+            reward = check_reward(recipe, read)
+        problems += reward.problems
+        findings.notes += reward.notes
     attempt(lambda: _rollouts_can_be_made(recipe, student))
     attempt(lambda: probe_run_dir(recipe.run.dir))
     problems += missing_loggers(recipe.run.loggers)

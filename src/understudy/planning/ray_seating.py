@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from understudy.cluster.placement import DeviceKind, Placement, Seat
-from understudy.cluster.ray_layout import Bundle, GroupWish, Home, NodeFacts, RayLayout, Spread
+from understudy.cluster.ray_layout import Bundle, GroupRequest, NodeFacts, RayLayout, Spread, UnitBundle
 from understudy.config import Recipe, TeacherConfig
 from understudy.errors import ClusterError
 from understudy.planning.seating import (
@@ -30,8 +30,8 @@ from understudy.planning.seating import (
 def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
     """The layout of the recipe's processes on a cluster of these machines; raises `ClusterError` if they do
     not fit."""
-    groups: dict[str, GroupWish] = {}
-    homes: dict[str, Home] = {}
+    groups: dict[str, GroupRequest] = {}
+    units: dict[str, UnitBundle] = {}
     placement = seat(recipe, None).placement
     has_gpus = any(node.total.gpus for node in nodes)
     students = recipe.cluster.roles.get(STUDENT)
@@ -40,22 +40,22 @@ def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
     for name, pool in recipe.cluster.pools.items():
         if name in used:
             bundle = Bundle(pool.cpus_per_node, pool.gpus_per_node)
-            groups[f"pool {name}"] = GroupWish(
+            groups[f"pool {name}"] = GroupRequest(
                 f"pool {name}", (bundle,) * pool.nodes, Spread.STRICT, leads=name == students
             )
     if students is not None:
         for rank in range(1, recipe.trainer.ranks):
             seats = placement.of(STUDENT, rank)
             if seats[0].node > 0:
-                homes[f"rank-{rank}"] = Home(f"pool {students}", seats[0].node, _share(seats))
+                units[f"rank-{rank}"] = UnitBundle(f"pool {students}", seats[0].node, _share(seats))
     if recipe.rollout.processes:
-        homes |= _in_pool(recipe, placement, ROLLOUT, "rollout", recipe.rollout.processes)
+        units |= _in_pool(recipe, placement, ROLLOUT, "rollout", recipe.rollout.processes)
     elif recipe.rollout.starts_servers:
-        homes |= _in_pool(recipe, placement, ROLLOUT, "vllm-replica", recipe.rollout.replicas)
-    homes |= _in_pool(recipe, placement, WORKERS, "rollout-worker", recipe.rollout.workers)
+        units |= _in_pool(recipe, placement, ROLLOUT, "vllm-replica", recipe.rollout.replicas)
+    units |= _in_pool(recipe, placement, WORKERS, "rollout-worker", recipe.rollout.workers)
     if CRITIC in recipe.cluster.roles:
         seats = _of_one_node(placement, CRITIC, 0)
-        homes[CRITIC] = Home(f"pool {recipe.cluster.roles[CRITIC]}", seats[0].node, _share(seats))
+        units[CRITIC] = UnitBundle(f"pool {recipe.cluster.roles[CRITIC]}", seats[0].node, _share(seats))
     for name, teacher in recipe.teachers.items():
         role = teacher_role(name)
         if teacher.placement == "pool":
@@ -66,12 +66,12 @@ def ray_layout(recipe: Recipe, nodes: Sequence[NodeFacts]) -> RayLayout:
                         f"{role}/{unit} sits on several machines; on Ray the ranks of a replica share one: lower "
                         f"teachers.{name}.tensor_parallel\n{placement.draw(seats[0].pool, seats[0].kind)}"
                     )
-                homes[f"{role}-{unit}"] = Home(f"pool {teacher.pool}", seats[0].node, _share(seats))
+                units[f"{role}-{unit}"] = UnitBundle(f"pool {teacher.pool}", seats[0].node, _share(seats))
         elif teacher.placement == "standalone":
             share = _standalone(teacher, has_gpus)
-            groups[role] = GroupWish(role, (share,) * teacher.replicas, Spread.LOOSE)
-            homes |= {f"{role}-{unit}": Home(role, unit, share) for unit in range(teacher.replicas)}
-    return RayLayout(groups, homes)
+            groups[role] = GroupRequest(role, (share,) * teacher.replicas, Spread.LOOSE)
+            units |= {f"{role}-{unit}": UnitBundle(role, unit, share) for unit in range(teacher.replicas)}
+    return RayLayout(groups, units)
 
 
 def beside_the_trainer(recipe: Recipe) -> Recipe:
@@ -127,7 +127,7 @@ def cpus_of_own_ray(recipe: Recipe) -> int:
 
 def _in_pool(
     recipe: Recipe, placement: Placement, role: Literal["rollout", "workers"], process: str, units: int
-) -> dict[str, Home]:
+) -> dict[str, UnitBundle]:
     """Homes of a role's processes, if the recipe gives it a pool. All seats of a unit are on one node."""
     pool = recipe.cluster.roles.get(role)
     if pool is None:
@@ -135,7 +135,7 @@ def _in_pool(
     found = {}
     for unit in range(units):
         seats = _of_one_node(placement, role, unit)
-        found[f"{process}-{unit}"] = Home(f"pool {pool}", seats[0].node, _share(seats))
+        found[f"{process}-{unit}"] = UnitBundle(f"pool {pool}", seats[0].node, _share(seats))
     return found
 
 

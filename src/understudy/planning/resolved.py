@@ -157,7 +157,7 @@ class ProduceSettings:
 
     rollout: RolloutConfig
     loss: LossConfig
-    judged: bool
+    scored: bool
     """Teachers score every row; otherwise the run learns from rewards alone."""
     teacher_key: str
     mixture_key: str
@@ -183,7 +183,7 @@ class LearnSettings:
     student: StudentConfig
     loss: LossConfig
     rollout: RolloutConfig
-    judged: bool
+    scored: bool
     """Rows carry scores of a teacher."""
     seed: int
     deterministic: bool
@@ -366,7 +366,7 @@ def _produce(recipe: Recipe, compute: Compute) -> ProduceSettings:
     return ProduceSettings(
         rollout=rollout,
         loss=recipe.loss,
-        judged=bool(recipe.teachers),
+        scored=bool(recipe.teachers),
         teacher_key=recipe.data.teacher_key,
         mixture_key=recipe.data.mixture_key,
         seed=compute.seed,
@@ -388,7 +388,7 @@ def _learn(recipe: Recipe, compute: Compute) -> LearnSettings:
         student=recipe.student,
         loss=recipe.loss,
         rollout=recipe.rollout,
-        judged=bool(recipe.teachers),
+        scored=bool(recipe.teachers),
         seed=compute.seed,
         deterministic=compute.deterministic,
         lanes=compute.lanes,

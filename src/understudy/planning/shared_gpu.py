@@ -13,13 +13,13 @@ from understudy.cluster.placement import Placement
 
 _PIPES = ("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
 """Where MPS listens: the variable that sets it, and the driver's default."""
-_DOOR = "control"
+_CONTROL_PIPE = "control"
 
 
 def advice(placement: Placement) -> str | None:
     """A hint for the user; None if no processes share a GPU, or MPS is running."""
     shared = placement.shared()
-    if not shared or (Path(os.environ.get(_PIPES[0]) or _PIPES[1]) / _DOOR).exists():
+    if not shared or (Path(os.environ.get(_PIPES[0]) or _PIPES[1]) / _CONTROL_PIPE).exists():
         return None
     sharing = " and ".join(dict.fromkeys(seat.role for seat in shared[0]))
     return (

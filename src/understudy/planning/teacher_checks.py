@@ -36,7 +36,7 @@ def prompts_render(recipe: Recipe, dataset: Dataset, own: Mapping[str, Measure])
     for name, measure in own.items():
         for number, row in enumerate(dataset.rows):
             try:
-                if judges(recipe, name, row):
+                if scores_row(recipe, name, row):
                     measure(row)
             except DataError as error:
                 problems.append(f"data.train: {dataset.place(number)}: {error}")
@@ -68,7 +68,7 @@ def contexts_fit(
     students = _lengths(rows, measure)
     for name, room in holds.items():
         lengths = _lengths(rows, own_prompts[name]) if own_prompts and name in own_prompts else students
-        mine = [number for number, row in enumerate(rows) if judges(recipe, name, row)]
+        mine = [number for number, row in enumerate(rows) if scores_row(recipe, name, row)]
         needs = {number: lengths[number] + recipe.rollout.max_new_tokens + 1 for number in mine}
         over = [number for number in mine if needs[number] > room]
         if over:
@@ -134,7 +134,7 @@ def _lengths(rows: Sequence[Row], measure: Measure | None) -> list[int]:
     return lengths
 
 
-def judges(recipe: Recipe, name: str, row: Row) -> bool:
+def scores_row(recipe: Recipe, name: str, row: Row) -> bool:
     weights = row.get(recipe.data.mixture_key)
     if isinstance(weights, Mapping):
         return bool(weights.get(name))

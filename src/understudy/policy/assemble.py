@@ -219,7 +219,7 @@ class Assembler:
         name = self.whole.teachers[rows[0]]
         if name not in self.teacher_heads:
             raise PolicyError(
-                f"rows judged by teacher {name!r} carry hidden states, but its head was not given; "
+                f"rows scored by teacher {name!r} carry hidden states, but its head was not given; "
                 f"heads are known for {sorted(self.teacher_heads) or 'no teacher'}"
             )
         return self.teacher_heads[name]

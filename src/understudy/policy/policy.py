@@ -53,7 +53,7 @@ from understudy.policy.lora import (
 from understudy.policy.optim.adamw import MasterAdamW, assign
 from understudy.policy.optim.ema import WeightAverage
 from understudy.policy.plan import Plan, border_of, by_length, lanes_of, plan_step
-from understudy.policy.ranks.shard import Alone, Ranks, whole
+from understudy.policy.ranks.shard import Ranks, SingleRank, whole
 from understudy.policy.rows import hold_rows, row_sums, trainable_rows
 from understudy.policy.step import BadRows, PolicySettings, StepResult
 from understudy.policy.token_watch import TokenWatch
@@ -82,7 +82,7 @@ class Policy:
         self.model = model
         self.settings = settings
         self.on_bad_rows = on_bad_rows
-        self.ranks: Ranks = ranks or Alone()
+        self.ranks: Ranks = ranks or SingleRank()
         if settings.lanes > 1 and (self.ranks.size > 1 or settings.compile):
             raise PolicyError("lanes are for a student on one rank whose layers are not compiled")
         self.rotary_border = border_of(model)

@@ -70,9 +70,9 @@ def _optimizer(draft: Draft, steps: int | None) -> None:
 
 
 def _evaluation(draft: Draft) -> None:
-    judged = "reward" in draft.tables.get("data", {}) and "eval" in draft.tables.get("data", {})
+    can_evaluate = "reward" in draft.tables.get("data", {}) and "eval" in draft.tables.get("data", {})
     every = max(draft.get("trainer.test_freq", -1), 0)
-    if judged or not every:
+    if can_evaluate or not every:
         draft.put("trainer.eval_every", every, "trainer.test_freq")
     else:
         draft.unsupported("trainer.test_freq", f"set data.reward, then trainer.eval_every = {every}")
@@ -84,11 +84,11 @@ def _evaluation(draft: Draft) -> None:
             "a run with data.eval and data.reward evaluates before its first step always",
         )
     samples = draft.get("data.val_max_samples", -1)
-    if samples > 0 and judged:
+    if samples > 0 and can_evaluate:
         draft.put("trainer.eval_samples", samples, "data.val_max_samples")
     draft.not_needed("data.val_max_samples", "all held-out problems are taken")
     k = draft.get(f"{_ROLLOUT}.val_kwargs.n", 1)
-    if judged and (k > 1 or draft.get(f"{_ROLLOUT}.val_kwargs.do_sample", False)):
+    if can_evaluate and (k > 1 or draft.get(f"{_ROLLOUT}.val_kwargs.do_sample", False)):
         draft.put("trainer.eval_k", k, f"{_ROLLOUT}.val_kwargs.n")
 
 

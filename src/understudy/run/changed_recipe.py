@@ -108,7 +108,7 @@ REFUSED: Mapping[str, str] = {
     "run.determinism": "the rows in the journal were composed under the old rule",
     "run.dir": "a run stays in its folder; move the folder and resume it there",
     "student": "a run trains one model",
-    "teachers": "the rows trained so far were judged by the old teachers",
+    "teachers": "the rows trained so far were scored by the old teachers",
     "loss": "the steps taken so far learnt from another objective",
     "critic": "the critic in the checkpoint was trained under the old value",
     "reference": "the steps taken so far were kept near another model",

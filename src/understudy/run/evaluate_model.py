@@ -29,7 +29,7 @@ from understudy.rollout.rewards.rewards import Rewards, load_reward
 from understudy.run.measurable import check_measurable
 from understudy.trainers.evaluation.best_checkpoint import best_step
 from understudy.trainers.evaluation.evaluate import _MAX_BATCH, _SHOWN, eval_prompts, measures
-from understudy.trainers.evaluation.examiner import Examiner
+from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.trainers.models import LoadedModel, load_model, put_student
 from understudy.trainers.prompt_data import without_overlong
 
@@ -57,8 +57,8 @@ async def evaluate_model(
         check_present(recipe.student.model, "student.model", recipe.student.revision)
     look_in([*(recipe.run.python_path if recipe else []), str(Path.cwd())])
     source = data if data is not None else recipe.data.eval if recipe else None
-    judge = reward or (recipe.data.reward if recipe else None)
-    assert source is not None and judge is not None
+    reward_name = reward or (recipe.data.reward if recipe else None)
+    assert source is not None and reward_name is not None
     view = view or LiveView(0, enabled=False)
     with view.work(f"loading {recipe.student.model if recipe else model}"):
         student = _student_of(recipe.student) if recipe else load_model(model)
@@ -103,22 +103,22 @@ async def evaluate_model(
             "--k: this run samples at temperature 0, where all samples of a problem are the same"
         )
     loops = LoopChoice(agent or rollout.agent, rollout.agent_options)
-    rewards = Rewards([load_reward(judge)], renderer)
-    examiner = Examiner(
+    rewards = Rewards([load_reward(reward_name)], renderer)
+    evaluator = Evaluator(
         engine, loops, rewards, renderer, sampling, context, max_batch, rollout.deadline_seconds,
         recipe.run.seed if recipe else 0,
     )  # fmt: skip
     try:
         with view.work(f"evaluating on {len(prompts)} problems", len(prompts) * (1 + k)) as advance:
-            answers = await examiner.greedy(prompts, advance)
-            judged = await examiner.sampled(prompts, k, advance) if k else []
+            answers = await evaluator.greedy(prompts, advance)
+            sampled = await evaluator.sampled(prompts, k, advance) if k else []
     finally:
         await rewards.close()
         await loops.close()
         await engine.close()
-    for failure in examiner.failures[:_SHOWN]:
+    for failure in evaluator.failures[:_SHOWN]:
         view.note(f"{failure.prompt.key} failed and counts as unsolved: {failure.reason}")
-    return measures(prompts, answers, judged, trainer.solved_at)
+    return measures(prompts, answers, sampled, trainer.solved_at)
 
 
 def _student_of(student: StudentConfig) -> LoadedModel:

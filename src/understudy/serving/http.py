@@ -99,7 +99,7 @@ def answering(
 
 async def unless_gone(http: Request, work: asyncio.Future[Result]) -> Result:
     """The result of `work`, which is cancelled if the client disconnects first."""
-    leaving = asyncio.ensure_future(_hung_up(http))
+    leaving = asyncio.ensure_future(_disconnected(http))
     waiting: Sequence[asyncio.Future[Any]] = [work, leaving]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +111,7 @@ async def unless_gone(http: Request, work: asyncio.Future[Result]) -> Result:
         work.cancel()
 
 
-async def _hung_up(http: Request) -> None:
+async def _disconnected(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
 

@@ -119,7 +119,7 @@ class ScoreReply:
     k_N: list[int]
     position_counts_N: np.ndarray
     digests_N: np.ndarray
-    judged_P: np.ndarray
+    scored_P: np.ndarray
     """int32: the token each entry scores, so that the client detects a reply shifted by one position."""
     sampled_P: np.ndarray
     """float32."""
@@ -240,7 +240,7 @@ def encode_reply(reply: ScoreReply) -> bytes:
     arrays = (
         reply.digests_N.astype("<u8", copy=False),
         reply.position_counts_N.astype("<u4", copy=False),
-        reply.judged_P.astype("<i4", copy=False),
+        reply.scored_P.astype("<i4", copy=False),
         reply.sampled_P.astype("<f4", copy=False),
         reply.ids.astype("<i4", copy=False),
         reply.logprobs.astype("<f4", copy=False),
@@ -370,7 +370,7 @@ def _check_positions(request: ScoreRequest, error: type[TeacherError]) -> None:
         row = int(rows_P[at])
         raise error(
             f"row {request.keys[row]!r}: position {positions_P[at]} of a sequence of {request.token_counts_N[row]} tokens; "
-            "positions rise and lie in 1 … tokens − 1 (the first token is never judged)"
+            "positions rise and lie in 1 … tokens − 1 (the first token is never scored)"
         )
 
 
@@ -383,7 +383,7 @@ def decode_reply(data: bytes | memoryview) -> ScoreReply:
     digests_N = body.take("digests", "<u8", len(signals))
     position_counts_N = body.take("position counts", "<u4", len(signals))
     positions = _total(position_counts_N)
-    judged_P = body.take("judged tokens", "<i4", positions)
+    scored_P = body.take("scored tokens", "<i4", positions)
     sampled_P = body.take("sampled logprobs", "<f4", positions)
     counts = position_counts_N.tolist()
     candidates = sum(n * k for n, k in zip(counts, header.k, strict=True))
@@ -399,7 +399,7 @@ def decode_reply(data: bytes | memoryview) -> ScoreReply:
         header.k,
         position_counts_N,
         digests_N,
-        judged_P,
+        scored_P,
         sampled_P,
         ids,
         logprobs,

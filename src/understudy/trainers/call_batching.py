@@ -48,7 +48,7 @@ take this long."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class BatchSplit:
     """How calls that arrive together are split into batches."""
 
     servers: Callable[[], int]
@@ -67,7 +67,7 @@ class CallQueue:
     run: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
     limit: int
     """The maximum number of calls in one batch."""
-    sharing: Sharing | None = None
+    sharing: BatchSplit | None = None
     """None: every arriving call goes alone. So for an engine, whose rows end one by one while a batch is
     answered as a whole."""
     check: Callable[[Any], None] | None = None

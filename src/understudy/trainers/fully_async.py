@@ -161,7 +161,7 @@ class _AsyncRun:
     def columns(self) -> tuple[str, ...]:
         """The columns that a row must have to be trained on."""
         settings = self.system.learner.settings
-        return training_columns(settings.loss, settings.judged)
+        return training_columns(settings.loss, settings.scored)
 
     # --- admit
     # ------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class _AsyncRun:
         most, refills, progress = self.system.producer.settings.rollout.max_refills, 0, self.progress(window)
         while missing := await without_rows(self.system.producer, prompts):
             progress.filtered += missing
-            owed = self.cursor.owes(window)
+            owed = self.cursor.has_unfilled(window)
             if refills == most and not owed:
                 break
             refills += not owed

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FACTS = ("weight_versions", "turns", "metrics")
-"""What a batch does not have of its rows; of judged ones, also `REPLICA`, and `VERSION` if teachers follow the student."""
+"""What a batch does not have of its rows; of scored ones, also `REPLICA`, and `VERSION` if teachers follow the student."""
 _LINE = ("source", "why", "own_prompts")
 """Facts that are not columns of the row."""
 _PER_TOKEN = ("tokens", "loss_mask", "behaviour_logprobs")

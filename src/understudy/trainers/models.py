@@ -49,11 +49,11 @@ class LoadedModel:
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else self.stop_ids[0]
 
-    def twin(self) -> LoadedModel:
+    def copy(self) -> LoadedModel:
         """A copy of the model with its own tensors."""
         return replace(self, model=copy.deepcopy(self.model))
 
-    def sharing_twin(self) -> LoadedModel:
+    def sharing_copy(self) -> LoadedModel:
         """A copy with its own modules and the same tensors. An engine may replace the modules' code; the
         trained model keeps its."""
         return replace(self, model=sharing_copy(self.model))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WRITTEN = ("tokens", "loss_mask", "behaviour_logprobs", "reward", "stop_reason", "turns")
-_JUDGED = (SCORED, "teacher_logprobs")
+_SCORED = (SCORED, "teacher_logprobs")
 
 
 class RolloutDump:
@@ -80,7 +80,7 @@ class RolloutDump:
 
 async def dump_rollouts(producer: Producer, lease: Lease, step: int) -> None:
     """Writes the file. An error here is logged and does not fail the step."""
-    names = _WRITTEN if producer.teachers.router is None else (*_WRITTEN, *_JUDGED)
+    names = _WRITTEN if producer.teachers.router is None else (*_WRITTEN, *_SCORED)
     try:
         with serving(producer.state.plane):
             lines = await RolloutDump(producer.renderer.tokenizer).lines(

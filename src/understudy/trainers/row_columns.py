@@ -95,23 +95,23 @@ def storable(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
-def fact_columns(judged: bool) -> tuple[str, ...]:
-    return (*FACTS, SCORED) if judged else FACTS
+def fact_columns(scored: bool) -> tuple[str, ...]:
+    return (*FACTS, SCORED) if scored else FACTS
 
 
-def token_columns(loss: LossConfig, judged: bool) -> tuple[str, ...]:
+def token_columns(loss: LossConfig, scored: bool) -> tuple[str, ...]:
     """Columns with an entry per token, which the model and the loss read."""
-    if not judged:
+    if not scored:
         return STREAMS
-    scored = (*STREAMS, "teacher_logprobs")
+    columns = (*STREAMS, "teacher_logprobs")
     if loss.signal in ("topk", "at_ids"):
-        return (*scored, "teacher_ids", "teacher_topk_logprobs")
-    return (*scored, "teacher_hidden") if loss.signal == "hidden" else scored
+        return (*columns, "teacher_ids", "teacher_topk_logprobs")
+    return (*columns, "teacher_hidden") if loss.signal == "hidden" else columns
 
 
-def training_columns(loss: LossConfig, judged: bool) -> tuple[str, ...]:
+def training_columns(loss: LossConfig, scored: bool) -> tuple[str, ...]:
     """The columns that a row must have to be trained on."""
-    return (*token_columns(loss, judged), *fact_columns(judged))
+    return (*token_columns(loss, scored), *fact_columns(scored))
 
 
 def assemble(

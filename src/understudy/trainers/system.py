@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from understudy.teacher.route import TeacherRouter
     from understudy.trainers.critic.local import ValueModel
     from understudy.trainers.evaluation.best_checkpoint import BestSoFar
-    from understudy.trainers.evaluation.examiner import Examiner
+    from understudy.trainers.evaluation.evaluator import Evaluator
     from understudy.trainers.learn.batches import Batches
     from understudy.trainers.pacing.publish_gate import PublishGate
     from understudy.trainers.pacing.window_cursor import WindowCursor
@@ -133,7 +133,7 @@ class Producer:
     engine_queue: CallQueue
     rollouts: Rollouts
     """Runs the sessions of training steps, here or by remote workers."""
-    examiner: Examiner
+    evaluator: Evaluator
     """Answers held-out prompts with the student's engine."""
     teachers: TeacherParts
     eval_prompts: Sequence[Prompt]

@@ -91,7 +91,7 @@ class RunView:
 
     @staticmethod
     def _process_lives(state: dict[str, Any]) -> bool:
-        """On this machine alone; a run elsewhere is judged by the age of waits.json."""
+        """On this machine alone; a run on another machine counts as alive by the age of waits.json."""
         if state.get("host", socket.gethostname()) != socket.gethostname():
             return False
         try:

@@ -274,7 +274,7 @@ class PackedWeights:
         ]
 
 
-class MeetingPlace:
+class Rendezvous:
     """The trainer's TCP store for joining groups. It listens on the given address only."""
 
     def __init__(self, address: str) -> None:

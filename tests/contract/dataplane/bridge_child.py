@@ -1,4 +1,4 @@
-"""A process that knows a queue, a run directory and some bridged functions: it runs errands, one line each, until its input ends."""
+"""A process that knows a queue, a run directory and some bridged functions: it runs calls, one line each, until its input ends."""
 
 import asyncio
 import base64
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from understudy.dataplane.transfer_queue.bridge import ColumnDict, Errand, RemoteBridge, bridged
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, RemoteBridge, RemoteCall, bridged
 from understudy.dataplane.transfer_queue.link import QueueAddress
 from understudy.dataplane.transfer_queue.writer import RowWriter
 from understudy.types.jagged import Jagged
@@ -39,8 +39,8 @@ async def main() -> None:
     writer = RowWriter(Path(told["folder"]), QueueAddress.load(told["address"]), prefix=told["prefix"])
     far = RemoteBridge(writer)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        name, errand, arguments = json.loads(line)
-        given = msgspec.msgpack.decode(base64.b64decode(errand), type=Errand)
+        name, call, arguments = json.loads(line)
+        given = msgspec.msgpack.decode(base64.b64decode(call), type=RemoteCall)
         try:
             answer = await far.run(FUNCTIONS[name], given, **arguments)
             said = base64.b64encode(msgspec.msgpack.encode([answer.result, answer.written])).decode()

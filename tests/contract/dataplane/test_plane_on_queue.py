@@ -1,4 +1,4 @@
-"""What only a plane on TransferQueue has: readers elsewhere, TransferQueue's own names, and a queue that can be lost."""
+"""What only a plane on TransferQueue has: remote readers, TransferQueue's own names, and a queue that can be lost."""
 
 import asyncio
 import json

@@ -85,7 +85,7 @@ def test_engines_with_adapters_alone_write_what_the_merged_student_would(tmp_pat
             os.kill(processes.children["rollout-0"].ready["pid"], signal.SIGKILL)
             os.kill(processes.children["rollout-1"].ready["pid"], signal.SIGKILL)
             await engine.generate(ASKED[0])
-            while engine._reviving:
+            while engine._restarting:
                 await asyncio.sleep(0.05)
             assert await worst_difference(engine, policy, 5) < 1e-5, (
                 "started again from the base, with the newest"

@@ -70,16 +70,16 @@ def test_bits_equal_the_in_process_engine_s_over_updates_and_deaths(
             began = time.monotonic()
             for engine in (inside, outside):
                 await engine.update_weights(9, new_weights(9))
-            assert time.monotonic() - began < 20 and set(outside._reviving) == {"replica-1"}
+            assert time.monotonic() - began < 20 and set(outside._restarting) == {"replica-1"}
             await same_bits(inside, outside)
-            while outside._reviving:
+            while outside._restarting:
                 await asyncio.sleep(0.05)
             kill("rollout-2")  # what only the local host had is packed again, and the other way round
             processes.local = ["rollout-0"]
             kill("rollout-0")
             await asyncio.sleep(0.1)
             await same_bits(inside, outside)
-            while outside._reviving:
+            while outside._restarting:
                 await asyncio.sleep(0.05)
             await same_bits(inside, outside)
             for engine in (inside, outside):
@@ -108,7 +108,7 @@ def test_a_host_that_stops_in_the_middle_of_a_publish_costs_its_deadline(
             for engine in (inside, outside):
                 await engine.update_weights(2, new_weights(2))
             assert 1 < time.monotonic() - began < 30
-            assert outside.version == 2 and set(outside._reviving) == {"replica-1"}
+            assert outside.version == 2 and set(outside._restarting) == {"replica-1"}
             await same_bits(inside, outside)
 
     asyncio.run(asyncio.wait_for(body(), 200))

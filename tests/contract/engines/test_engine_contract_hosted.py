@@ -215,7 +215,7 @@ def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Op
         assert engine.version == 2, "a dead host does not hold a publish up"
         asked = requests(2, Sampling(10))
         waiting = asyncio.create_task(engine.generate(asked))
-        while engine._reviving:
+        while engine._restarting:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.3)
         assert not waiting.done(), "the new process is paused, as the old one was"
@@ -228,12 +228,12 @@ def test_death_in_the_middle_of_a_batch_during_a_pause_and_for_good(composed: Op
         kill()
         asked = requests(2, Sampling(CONTEXT - 20))
         lost = asyncio.create_task(engine.generate(asked))
-        while not engine._reviving:
+        while not engine._restarting:
             await asyncio.sleep(0.01)
         await engine.abort()
         assert [g.stop_reason for g in await asyncio.wait_for(lost, 30)] == [StopReason.ABORTED] * 2
         running = asyncio.create_task(engine.generate(asked))
-        await until(lambda: not engine._reviving and any(engine.outstanding_tokens.values()))
+        await until(lambda: not engine._restarting and any(engine.outstanding_tokens.values()))
         await engine.close()
         await engine.close()
         with pytest.raises(EngineError, match="closed"):

@@ -7,7 +7,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from teacher_rig import Nursery, shared_nursery, write_model
+from teacher_rig import ReplicaForkServer, shared_fork_server, write_model
 
 torch.set_num_threads(1)
 
@@ -18,13 +18,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Nursery:
-    return shared_nursery(tmp_path_factory)
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> ReplicaForkServer:
+    return shared_fork_server(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def server(model: Path, nursery: Nursery) -> str:
-    """The URL of a real replica process with small limits; it ends with the nursery."""
+def server(model: Path, fork_server: ReplicaForkServer) -> str:
+    """The URL of a real replica process with small limits; it ends with the fork server."""
     limits = [
         "--max-length",
         "64",
@@ -35,4 +35,4 @@ def server(model: Path, nursery: Nursery) -> str:
         "--max-request-bytes",
         "100000",
     ]
-    return asyncio.run(nursery.fork(model, limits).ready()).url
+    return asyncio.run(fork_server.fork(model, limits).ready()).url

@@ -39,7 +39,7 @@ def read_reply(frame, sequences):
     digests, counts = take("Q", count), take("I", count)
     assert header["keys"] == [s["key"] for s in sequences]
     assert list(counts) == [len(s["positions"]) for s in sequences]
-    judged, sampled = take("i", sum(counts)), take("f", sum(counts))
+    scored, sampled = take("i", sum(counts)), take("f", sum(counts))
     sizes = [n * k for n, k in zip(counts, header["k"], strict=True)]
     ids, logprobs = take("i", sum(sizes)), take("f", sum(sizes))
     width = header["hidden_size"]
@@ -56,7 +56,7 @@ def read_reply(frame, sequences):
     ):
         tokens = struct.pack(f"<{len(s['tokens'])}i", *s["tokens"])
         assert digest == struct.unpack("<Q", hashlib.sha256(tokens).digest()[:8])[0]
-        assert list(judged[p : p + n]) == [s["tokens"][position] for position in s["positions"]]
+        assert list(scored[p : p + n]) == [s["tokens"][position] for position in s["positions"]]
         answers.append(
             {
                 "key": s["key"],

@@ -166,13 +166,13 @@ def await_ready(replica: ReplicaProcess, folder: Path, seconds: float = 90) -> s
     raise RuntimeError(f"replica not ready: {replica.log.read_text()[-2000:]}")
 
 
-class Nursery:
-    """Forks real replica processes from one that has already imported everything; see replica_nursery.py."""
+class ReplicaForkServer:
+    """Forks real replica processes from one that has already imported everything; see replica_fork_server.py."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        script = Path(__file__).with_name("replica_nursery.py")
+        script = Path(__file__).with_name("replica_fork_server.py")
         self.process = subprocess.Popen(
             [sys.executable, str(script)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -183,7 +183,7 @@ class Nursery:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError("the nursery ended")
+            raise RuntimeError("the fork server ended")
         return json.loads(line)
 
     def fork(
@@ -227,13 +227,13 @@ class Nursery:
         self.process.wait(30)
 
 
-_SHARED: list[Nursery] = []
+_SHARED: list[ReplicaForkServer] = []
 
 
-def shared_nursery(folders: pytest.TempPathFactory) -> Nursery:
+def shared_fork_server(folders: pytest.TempPathFactory) -> ReplicaForkServer:
     """One for all tests of this process, in whichever room: it takes seconds to import everything. It ends with the process."""
     if not _SHARED:
-        _SHARED.append(Nursery(folders.mktemp("nursery")))
+        _SHARED.append(ReplicaForkServer(folders.mktemp("fork_server")))
         atexit.register(_SHARED[0].close)
     return _SHARED[0]
 
@@ -290,10 +290,10 @@ class Child:
 
 
 @dataclass
-class NurseryLauncher:
+class ForkServerLauncher:
     """A launcher over real processes, as a cluster would be."""
 
-    nursery: Nursery
+    fork_server: ReplicaForkServer
     model: Path
     options: Sequence[str] = ()
     lies: dict[str, tuple[str, float, int]] = field(default_factory=dict)
@@ -307,7 +307,7 @@ class NurseryLauncher:
         if self.down:
             raise RuntimeError("the machine is down")
         lie, rate, seed = self.lies.get(replica, (None, 0.0, 0))
-        child = self.nursery.fork(self.model, self.options, lie, rate, seed)
+        child = self.fork_server.fork(self.model, self.options, lie, rate, seed)
         self.children[replica] = child
         self.every.append(child)
         return await child.ready()

@@ -23,7 +23,7 @@ from understudy.teacher.pool.integrity import check_signals, identify
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.metrics import PoolMetrics
 from understudy.teacher.pool.pool import TeacherPool
-from understudy.trainers.call_batching import BatchByArrival, BatchByKey, CallQueue, Gather, Sharing
+from understudy.trainers.call_batching import BatchByArrival, BatchByKey, BatchSplit, CallQueue, Gather
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 from understudy.types.usable_ids import UsableIds
 
@@ -138,7 +138,9 @@ def test_a_row_that_the_server_refuses_costs_only_itself(
         )
         await pool.start()
         fake.refused = items[6].tokens.tolist()
-        queue = CallQueue("math", pool.score, 64, Sharing(lambda: 1, lambda item: len(item.tokens), 1 << 20))
+        queue = CallQueue(
+            "math", pool.score, 64, BatchSplit(lambda: 1, lambda item: len(item.tokens), 1 << 20)
+        )
 
         async def one(item: ScoreItem) -> TeacherScores:
             async with gather.member():

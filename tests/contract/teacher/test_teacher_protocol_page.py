@@ -48,7 +48,7 @@ def test_both_clients_get_the_same_scores(server: str) -> None:
         + random_items(2, 4, Signal.HIDDEN)
     )
     items.append(
-        ScoreItem("nothing to judge", np.arange(3, dtype=np.int32), np.empty(0, np.int32), Signal.TOPK, 2)
+        ScoreItem("nothing to score", np.arange(3, dtype=np.int32), np.empty(0, np.int32), Signal.TOPK, 2)
     )
 
     async def ask() -> list[TeacherScores]:

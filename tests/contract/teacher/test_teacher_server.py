@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from teacher_rig import TOKEN, VOCAB, Nursery, await_ready, random_items, spawn_replica
+from teacher_rig import TOKEN, VOCAB, ReplicaForkServer, await_ready, random_items, spawn_replica
 
 from understudy.teacher.clients.http import RequestRefused
 from understudy.teacher.clients.native import ReplicaClient
@@ -121,9 +121,11 @@ def test_every_route_but_health_needs_the_token(server: str, path: str, token: s
     assert HTTP.get(f"{server}/health", headers=headers).status_code == 200
 
 
-def test_without_a_token_only_loopback_names_are_answered(model: Path, nursery: Nursery) -> None:
+def test_without_a_token_only_loopback_names_are_answered(
+    model: Path, fork_server: ReplicaForkServer
+) -> None:
     """A page that makes its own name point here (DNS rebinding) carries that name in the Host header."""
-    url = asyncio.run(nursery.fork(model, ["--token-env", "NO_SUCH_VARIABLE"]).ready()).url
+    url = asyncio.run(fork_server.fork(model, ["--token-env", "NO_SUCH_VARIABLE"]).ready()).url
     assert HTTP.get(f"{url}/manifest").status_code == 200
     assert HTTP.get(f"{url}/manifest", headers={"Host": "localhost:1"}).status_code == 200
     assert HTTP.get(f"{url}/manifest", headers={"Host": "[::1]:1"}).status_code == 200
@@ -286,8 +288,8 @@ def test_it_ends_with_its_launcher(model: Path, tmp_path: Path) -> None:
         orphan.end()
 
 
-def test_it_finishes_and_exits_on_sigterm(model: Path, nursery: Nursery) -> None:
-    polite = nursery.fork(model, ["--batching", "by_arrival"])
+def test_it_finishes_and_exits_on_sigterm(model: Path, fork_server: ReplicaForkServer) -> None:
+    polite = fork_server.fork(model, ["--batching", "by_arrival"])
     url = asyncio.run(polite.ready()).url
     assert json.loads((polite.folder / "ready.json").read_text()) == {"url": url, "pid": polite.pid}
     merged = [scored(url, random_items(4, seed, Signal.TOPK, 4)) for seed in range(3)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from teacher_rig import TOKEN, Child, Nursery, random_items, write_model
+from teacher_rig import TOKEN, Child, ReplicaForkServer, random_items, write_model
 
 from understudy.errors import TeacherError
 from understudy.teacher.clients.native import ReplicaClient
@@ -18,9 +18,9 @@ from understudy.teacher.scoring.scorer import Scorer
 from understudy.types.scores import ScoreItem, Signal, TeacherScores
 
 
-def two_processes(nursery: Nursery, model: Path, folder: Path, *options: str) -> list[Child]:
+def two_processes(fork_server: ReplicaForkServer, model: Path, folder: Path, *options: str) -> list[Child]:
     rendezvous = ["--world-size", "2", "--rendezvous", f"file://{folder}/meet", *options]
-    return [nursery.fork(model, ["--rank", str(rank), *rendezvous]) for rank in range(2)]
+    return [fork_server.fork(model, ["--rank", str(rank), *rendezvous]) for rank in range(2)]
 
 
 def all_signals() -> list[ScoreItem]:
@@ -54,12 +54,12 @@ def all_signals() -> list[ScoreItem]:
     ],
 )
 def test_two_processes_score_as_one(
-    kind: str, changes: dict[str, bool], options: list[str], tmp_path: Path, nursery: Nursery
+    kind: str, changes: dict[str, bool], options: list[str], tmp_path: Path, fork_server: ReplicaForkServer
 ) -> None:
     model = write_model(tmp_path / "model", kind, seed=3, **changes)
     frozen = load_frozen(str(model))
     right = Scorer("math", frozen).score(request_of(all_signals())).split()
-    processes = two_processes(nursery, model, tmp_path, *options)
+    processes = two_processes(fork_server, model, tmp_path, *options)
 
     async def ask() -> tuple[list[TeacherScores], str, tuple[int, ...]]:
         async with ReplicaClient((await processes[0].ready()).url, TOKEN) as client:
@@ -79,9 +79,9 @@ def test_two_processes_score_as_one(
     assert [process.exit_code() for process in processes] == [0, 0]
 
 
-def test_the_other_process_ends_when_one_dies(tmp_path: Path, nursery: Nursery) -> None:
+def test_the_other_process_ends_when_one_dies(tmp_path: Path, fork_server: ReplicaForkServer) -> None:
     model = write_model(tmp_path / "model")
-    processes = two_processes(nursery, model, tmp_path)
+    processes = two_processes(fork_server, model, tmp_path)
     asyncio.run(processes[0].ready())
     processes[0].signal(signal.SIGKILL)
     assert processes[1].exit_code() != 0

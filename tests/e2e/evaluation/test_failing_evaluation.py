@@ -21,7 +21,7 @@ Make = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def held_out(recipe: Make, tmp_path: Path) -> str:
-    """Twelve problems: four are judged, four get NaN, for four the reward raises."""
+    """Twelve problems: four are scored, four get NaN, for four the reward raises."""
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[:12]
     rows = [{**json.loads(line), "trouble": place % 3} for place, line in enumerate(lines)]
     path = tmp_path / "held-out.jsonl"
@@ -30,7 +30,7 @@ def held_out(recipe: Make, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.slow)])
-def test_answers_that_cannot_be_judged_are_unsolved(recipe: Make, held_out: str, mode: str) -> None:
+def test_answers_that_cannot_be_scored_are_unsolved(recipe: Make, held_out: str, mode: str) -> None:
     run = understudy.train(
         recipe(
             data__eval=held_out, data__reward="small_rewards:broken_held_out", trainer__eval_k=2, trainer__steps=2,
@@ -45,17 +45,17 @@ def test_answers_that_cannot_be_judged_are_unsolved(recipe: Make, held_out: str,
         assert line["val/failed"] == sum(v for k, v in line.items() if k.startswith("val/failed/"))
         assert line["val/accuracy"] <= 4 / 12
         assert line["val/pass@2"] == pytest.approx(4 / 12), (
-            "every judged answer reaches −5, no failed one does"
+            "every scored answer reaches −5, no failed one does"
         )
     letters = [
         json.loads(line) for line in (run.dir / "dataplane/dead_letters.jsonl").read_text().splitlines()
     ]
     assert Counter(letter["step"] for letter in letters) == {0: 24, 2: 24}
-    reasons = Counter("no judge" in letter["reason"] for letter in letters)
+    reasons = Counter("no reward" in letter["reason"] for letter in letters)
     assert reasons == {True: 24, False: 24} and all(letter["partition"] == "eval" for letter in letters)
     samples = [json.loads(line) for line in (run.dir / "samples.jsonl").read_text().splitlines()]
-    unjudged = [sample for sample in samples if sample["reward"] is None]
-    assert unjudged and all(sample["text"] and sample["stop_reason"] != "aborted" for sample in unjudged)
+    unrewarded = [sample for sample in samples if sample["reward"] is None]
+    assert unrewarded and all(sample["text"] and sample["stop_reason"] != "aborted" for sample in unrewarded)
     report = audit(run.dir)
     assert report.balanced and report.dead == 48 and report.trained == 32
     assert json.loads((run.dir / "state.json").read_text())["dead_letters"] == 0, (
@@ -64,7 +64,7 @@ def test_answers_that_cannot_be_judged_are_unsolved(recipe: Make, held_out: str,
 
 
 def test_rewards_that_hang_are_unsolved_after_their_deadline(recipe: Make, tmp_path: Path) -> None:
-    """More of them than there are threads for rewards, before the first step and after the last: the others are judged."""
+    """More of them than there are threads for rewards, before the first step and after the last: the others are scored."""
     lines = Path(recipe()["data"]["train"]).read_text().splitlines()[: 8 + 2 * _MOST]
     hanging = range(8, len(lines))
     rows = [{**json.loads(line), "trouble": 3 * (place in hanging)} for place, line in enumerate(lines)]

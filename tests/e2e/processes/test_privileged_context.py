@@ -168,8 +168,8 @@ def test_a_row_that_does_not_fit_its_teacher(recipe: Make, monkeypatch: pytest.M
     rows = [{**row, "hint": "1" * 120 if i == 3 else "1"} for i, row in enumerate(ROWS[:8])]
     more: dict[str, Any] = {"data__train": rows, "data__shuffle": False, "trainer__steps": 1}
     more |= {f"teachers__{teacher}__prompt": "{{ hint }}{{ prompt }}" for teacher in OWN}
-    judge = rows[3]["data_source"]
-    with pytest.raises(UnderstudyError, match=rf"teacher {judge}: .*holds 128 tokens"):
+    teacher = rows[3]["data_source"]
+    with pytest.raises(UnderstudyError, match=rf"teacher {teacher}: .*holds 128 tokens"):
         understudy.train(told(recipe, "refused", **more), progress=False)
     monkeypatch.setattr("understudy.assembly.build.longest_own_prompt", lambda *_: 1)
     run = understudy.train(told(recipe, "run", **more), progress=False)
@@ -186,7 +186,7 @@ def test_a_column_that_a_row_lacks_is_refused_before_anything_starts(recipe: Mak
     with pytest.raises(ConfigError, match=rf"row {first + 1}: teachers.add.prompt: 'answer' is undefined"):
         understudy.train(table, progress=False)
     table["teachers"]["add"]["prompt"] = "{{ prompt }}"
-    assert understudy.train(table, progress=False).steps == 2, "no other teacher judges that row"
+    assert understudy.train(table, progress=False).steps == 2, "no other teacher scores that row"
 
 
 def test_distill_takes_a_teachers_prompt(recipe: Make, tmp_path: Path) -> None:

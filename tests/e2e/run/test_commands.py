@@ -23,7 +23,7 @@ def flaky_reward(row: dict[str, Any], text: str) -> float:
     """Raises on some rows and gives NaN on others: both must become dead letters."""
     question = row["messages"][0]["content"]
     if question.startswith("9"):
-        raise RuntimeError("judge fell over")
+        raise RuntimeError("reward failed")
     return float("nan") if question.startswith("8") else 1.0
 
 

@@ -1,4 +1,4 @@
-"""While teachers judge a step's rows the student reads them already, and no number shows it."""
+"""While teachers score a step's rows the student reads them already, and no number shows it."""
 
 from __future__ import annotations
 

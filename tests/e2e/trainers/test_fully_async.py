@@ -103,7 +103,7 @@ def test_prompts_that_teach_nothing_are_replaced_within_their_window(recipe: Mak
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("max_rows", [20, pytest.param(28, marks=pytest.mark.slow)])
 def test_a_replaced_prompt_never_waits_for_a_place_behind_a_later_window(recipe: Make, max_rows: int) -> None:
-    """Windows of 15 rows in a plane of 20: the next window stands at the door while places of this one are filled again. In one of
+    """Windows of 15 rows in a plane of 20: the next window waits for admission while places of this one are filled again. In one of
     28, it would enter by the room of the very rows that are to be replaced."""
     run = understudy.train(
         recipe(trainer__max_staleness=1.0, dataplane__max_rows=max_rows, **FILTERED, **ASYNC), progress=False
@@ -223,9 +223,9 @@ def test_what_cannot_be_is_refused(recipe: Make, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_teachers_may_have_a_pool_of_their_own(recipe: Make) -> None:
-    table = recipe(trainer__steps=2, cluster={"pools": {"judges": {"cpus_per_node": 1}}}, **ASYNC)
+    table = recipe(trainer__steps=2, cluster={"pools": {"scoring": {"cpus_per_node": 1}}}, **ASYNC)
     model = table["teachers"]["add"]["model"]
-    table["teachers"] = {"add": {"model": model, "placement": "pool", "pool": "judges"}}
+    table["teachers"] = {"add": {"model": model, "placement": "pool", "pool": "scoring"}}
     run = understudy.train(table, progress=False)
     report = audit(run.dir)
     assert report.balanced and report.per_step == {1: 16, 2: 16}

@@ -33,7 +33,7 @@ REASONS = {
     "00000-0000001_0_1": "row '00000-0000001_0_1' has",
     "00000-0000002_0_0": "row '00000-0000002_0_0' has",
     "00000-0000003_0_1": "row '00000-0000003_0_1': token id 60 at position",
-    "00000-0000005_0_1": "reward reward raised on row 00000-0000005_0_1: ValueError: no judge for this one",
+    "00000-0000005_0_1": "reward reward raised on row 00000-0000005_0_1: ValueError: no reward for this one",
     "00000-0000006_0_0": "reward reward gave nan for row 00000-0000006_0_0",
     "00000-0000007_0_1": "row 00000-0000007_0_1 cannot be stored: column 'metrics': the dict key 1 is not a string",
     "00000-0000011_0_0": "reward reward raised on row 00000-0000011_0_0",

@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
-from teacher_rig import Nursery, shared_nursery, write_model
+from teacher_rig import ReplicaForkServer, shared_fork_server, write_model
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Nursery:
-    return shared_nursery(tmp_path_factory)
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> ReplicaForkServer:
+    return shared_fork_server(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

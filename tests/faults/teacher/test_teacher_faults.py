@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from replica_nursery import LIES
-from teacher_rig import Nursery, NurseryLauncher, random_items
+from replica_fork_server import LIES
+from teacher_rig import ForkServerLauncher, ReplicaForkServer, random_items
 
 from understudy.errors import TeacherReplyError
 from understudy.teacher.pool.events import EventKind, PoolEvent
@@ -47,7 +47,7 @@ OPTIONS = PoolOptions(
 class Trial:
     """A pool of real replicas under a stream of requests, and what happened to it."""
 
-    nursery: Nursery
+    fork_server: ReplicaForkServer
     model: Path
     seed: int
     names: tuple[str, ...] = ("a", "b", "c")
@@ -60,7 +60,7 @@ class Trial:
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
         self.rng = random.Random(self.seed)
-        self.launcher = NurseryLauncher(self.nursery, self.model, lies=self.lies)
+        self.launcher = ForkServerLauncher(self.fork_server, self.model, lies=self.lies)
         self.returned: dict[int, list[TeacherScores]] = {}
         self.asked = 0
         self.pool = TeacherPool(
@@ -129,7 +129,7 @@ def trials(few: int, many: int) -> list[object]:
 
 
 @pytest.mark.parametrize("seed", trials(2, 24))
-def test_kill_9_of_one_replica_costs_no_row(seed: int, nursery: Nursery, model: Path) -> None:
+def test_kill_9_of_one_replica_costs_no_row(seed: int, fork_server: ReplicaForkServer, model: Path) -> None:
     async def kill_at_random_moments(trial: Trial) -> None:
         for _ in range(2):
             await asyncio.sleep(trial.rng.uniform(0.0, 0.4))
@@ -139,13 +139,15 @@ def test_kill_9_of_one_replica_costs_no_row(seed: int, nursery: Nursery, model: 
         await trial.until(lambda: bool(trial.told(EventKind.RESTARTED)), 30)
         await trial.until(lambda: all(r.state is State.HEALTHY for r in trial.pool.metrics().replicas), 30)
 
-    trial = Trial(nursery, model, seed)
+    trial = Trial(fork_server, model, seed)
     trial.run(kill_at_random_moments)
     assert not trial.told(EventKind.PAUSED)
 
 
 @pytest.mark.parametrize("seed", trials(1, 20))
-def test_a_stopped_replica_is_ejected_within_two_deadlines(seed: int, nursery: Nursery, model: Path) -> None:
+def test_a_stopped_replica_is_ejected_within_two_deadlines(
+    seed: int, fork_server: ReplicaForkServer, model: Path
+) -> None:
     """SIGSTOP: the process exists, its port accepts, nothing ever comes back."""
 
     async def stop_one(trial: Trial) -> None:
@@ -157,11 +159,13 @@ def test_a_stopped_replica_is_ejected_within_two_deadlines(seed: int, nursery: N
         assert time.monotonic() - stopped < 2 * DEADLINE + 0.5
         await trial.until(lambda: trial.replica_state(victim) is State.HEALTHY, 30)
 
-    Trial(nursery, model, seed).run(stop_one)
+    Trial(fork_server, model, seed).run(stop_one)
 
 
 @pytest.mark.parametrize("seed", trials(1, 20))
-def test_a_wedged_replica_whose_health_answers_is_ejected(seed: int, nursery: Nursery, model: Path) -> None:
+def test_a_wedged_replica_whose_health_answers_is_ejected(
+    seed: int, fork_server: ReplicaForkServer, model: Path
+) -> None:
     """Its event loop lives and /health says ok; only scoring hangs, from the seeded request on."""
     wedged_after = 3 + seed % 7
 
@@ -172,7 +176,7 @@ def test_a_wedged_replica_whose_health_answers_is_ejected(seed: int, nursery: Nu
         trial.launcher.lies.clear()
         await trial.until(lambda: trial.replica_state("b") is State.HEALTHY, 30)
 
-    trial = Trial(nursery, model, seed, lies={"b": ("wedged", 1.0, wedged_after)})
+    trial = Trial(fork_server, model, seed, lies={"b": ("wedged", 1.0, wedged_after)})
     trial.run(watch)
     assert "no answer" in trial.told(EventKind.RETRIED, "b")[0].message
 
@@ -181,7 +185,7 @@ def test_a_wedged_replica_whose_health_answers_is_ejected(seed: int, nursery: Nu
     ("seed", "seconds"), [(0, 1.5), *(pytest.param(s, 10.0, marks=pytest.mark.faults) for s in range(1, 21))]
 )
 def test_all_replicas_down_pauses_the_run_and_says_so(
-    seed: int, seconds: float, nursery: Nursery, model: Path
+    seed: int, seconds: float, fork_server: ReplicaForkServer, model: Path
 ) -> None:
     async def lights_out(trial: Trial) -> None:
         await asyncio.sleep(trial.rng.uniform(0.0, 0.3))
@@ -192,7 +196,7 @@ def test_all_replicas_down_pauses_the_run_and_says_so(
         assert trial.pool.metrics().paused
         trial.launcher.down = False
 
-    trial = Trial(nursery, model, seed)
+    trial = Trial(fork_server, model, seed)
     trial.run(lights_out)
     assert len(trial.told(EventKind.PAUSED)) == len(trial.told(EventKind.RESUMED)) == 1
     assert "nothing is dropped" in trial.told(EventKind.PAUSED)[0].message
@@ -214,7 +218,7 @@ def assert_caught(trial: Trial, lies: list[str]) -> None:
     assert len(placed) >= sum(lie not in unplaced for lie in lies)
 
 
-def test_no_kind_of_lie_reaches_the_loss(nursery: Nursery, model: Path) -> None:
+def test_no_kind_of_lie_reaches_the_loss(fork_server: ReplicaForkServer, model: Path) -> None:
     """A lone replica tells every kind of lie in turn and is kept on purpose, so that it can tell them all."""
     patient = HealthRules(eject_after=10**6, eject_after_bad_replies=10**6)
     options = replace(OPTIONS, max_bad_attempts=10**6, keeper=replace(OPTIONS.keeper, health=patient))
@@ -223,7 +227,7 @@ def test_no_kind_of_lie_reaches_the_loss(nursery: Nursery, model: Path) -> None:
         liar = trial.launcher.children["b"]
         await trial.until(lambda: set(liar.lies) == set(LIES), 60)
 
-    trial = Trial(nursery, model, 0, names=("b",), lies={"b": ("every", 0.7, 0)}, options=options)
+    trial = Trial(fork_server, model, 0, names=("b",), lies={"b": ("every", 0.7, 0)}, options=options)
     trial.run(until_all_are_told)
     assert_caught(trial, trial.launcher.every[0].lies)
 
@@ -231,18 +235,22 @@ def test_no_kind_of_lie_reaches_the_loss(nursery: Nursery, model: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("seed", range(20))
-def test_no_lie_reaches_the_loss(lie: str, seed: int, nursery: Nursery, model: Path) -> None:
+def test_no_lie_reaches_the_loss(lie: str, seed: int, fork_server: ReplicaForkServer, model: Path) -> None:
     """One replica of two lies now and then, is ejected for it, restarted, and lies again."""
-    trial = Trial(nursery, model, seed, names=("a", "b"), lies={"b": (lie, 0.3, seed)})
+    trial = Trial(fork_server, model, seed, names=("a", "b"), lies={"b": (lie, 0.3, seed)})
     trial.run(nothing_more)
     assert_caught(trial, [told for child in trial.launcher.every for told in child.lies])
 
 
-def test_when_every_replica_lies_the_error_reaches_the_caller(nursery: Nursery, model: Path) -> None:
+def test_when_every_replica_lies_the_error_reaches_the_caller(
+    fork_server: ReplicaForkServer, model: Path
+) -> None:
     """Nothing is made up: the row fails with who, what and where, and its owner decides."""
 
     async def run() -> None:
-        trial = Trial(nursery, model, 0, names=("a", "b"), lies={"a": ("nan", 1.0, 0), "b": ("nan", 1.0, 0)})
+        trial = Trial(
+            fork_server, model, 0, names=("a", "b"), lies={"a": ("nan", 1.0, 0), "b": ("nan", 1.0, 0)}
+        )
         await trial.pool.start()
         try:
             with pytest.raises(

@@ -40,7 +40,7 @@ MUTATIONS = {
     "no restart": Mutation(
         "teacher/pool/supervisor.py",
         "                await self._restart(replica)\n",
-        "                replica.life.retire()\n",
+        "                replica.health.retire()\n",
         f"{FAULTS}::test_kill_9_of_one_replica_costs_no_row[0]",
     ),
     "no deadline": Mutation(
@@ -96,7 +96,7 @@ MUTATIONS = {
     ),
     "the last one is ejected too": Mutation(
         "teacher/pool/supervisor.py",
-        "        return any(other.life.usable for other in self.replicas.values() if other is not replica)\n",
+        "        return any(other.health.usable for other in self.replicas.values() if other is not replica)\n",
         "        return True\n",
         "unit/teacher/test_teacher_pool.py",
     ),

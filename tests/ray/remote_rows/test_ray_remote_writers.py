@@ -31,7 +31,7 @@ def on_two_nodes(cluster: Any, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
-def test_rows_are_written_and_judged_without_passing_the_trainer(cluster: Any, tmp_path: Path) -> None:
+def test_rows_are_written_and_scored_without_passing_the_trainer(cluster: Any, tmp_path: Path) -> None:
     for _ in range(2):
         cluster.add_node(num_cpus=3, object_store_memory=STORE)
     wide: dict[str, Any] = {
@@ -73,7 +73,7 @@ def traffic(run: Path) -> dict[str, float]:
     return {**told, "besides": told["sent"] + told["received"] - told["of_generation"]}
 
 
-@pytest.mark.parametrize("fault", ["row_worker.written:6", "row_worker.judged:2"])
+@pytest.mark.parametrize("fault", ["row_worker.written:6", "row_worker.scored:2"])
 @pytest.mark.parametrize("cluster", [2], indirect=True, ids=["head-has-cpus"])
 def test_a_worker_that_dies_between_writing_and_telling_costs_no_row_and_trains_none_twice(
     cluster: Any, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -87,7 +87,7 @@ def test_a_worker_that_dies_between_writing_and_telling_costs_no_row_and_trains_
     table = ranks_recipe(tmp_path / "run", steps, **on_two_nodes(cluster, rollout=small))
     run = understudy.train(table, progress=False)
     log = (run.dir / "logs" / "trainer.log").read_text()
-    what = "work request score" if "judged" in fault else "_0_0"
+    what = "work request score" if "scored" in fault else "_0_0"
     assert f"{what} is begun again" in log, "a process was killed"
     report = audit(run.dir / "dataplane")
     assert report.balanced and (report.trained, report.dead) == (8 * steps, 0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from understudy.assembly.cpu_threads import NEW_OBJECTS, collecting_seldom
+from understudy.assembly.cpu_threads import NEW_OBJECTS, rare_collection
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ class Cycle:
 
 def test_seldom_inside_and_as_before_afterwards() -> None:
     gc.set_threshold(700, 10, 10)
-    with pytest.raises(ZeroDivisionError), collecting_seldom():
+    with pytest.raises(ZeroDivisionError), rare_collection():
         assert gc.get_threshold() == (NEW_OBJECTS, 10, 10)
         raise ZeroDivisionError
     assert gc.get_threshold() == (700, 10, 10)
@@ -34,12 +34,12 @@ def test_seldom_inside_and_as_before_afterwards() -> None:
 @pytest.mark.parametrize("told", [0, 2 * NEW_OBJECTS])
 def test_whoever_said_more_is_obeyed(told: int) -> None:
     gc.set_threshold(told, 10, 10)
-    with collecting_seldom():
+    with rare_collection():
         assert gc.get_threshold() == (told, 10, 10)
 
 
 def test_cycles_are_found_all_the_same() -> None:
-    with collecting_seldom():
+    with rare_collection():
         gone = weakref.ref(Cycle())
         kept: list[list[int]] = []
         while gone() is not None and len(kept) <= 2 * NEW_OBJECTS:

@@ -4,11 +4,11 @@ import pytest
 
 from understudy.cluster.ray_layout import (
     Bundle,
-    GroupWish,
-    Home,
+    GroupRequest,
     NodeFacts,
     RayLayout,
     Spread,
+    UnitBundle,
     misfit,
     unit_of,
 )
@@ -20,51 +20,62 @@ def node(
     return NodeFacts(name, Bundle(cpus, gpus), Bundle(cpus if free is None else free, gpus), trainers)
 
 
-def wish(count: int, bundle: Bundle, spread: Spread = Spread.LOOSE, leads: bool = False) -> GroupWish:
-    return GroupWish("teachers", (bundle,) * count, spread, leads)
+def request(count: int, bundle: Bundle, spread: Spread = Spread.LOOSE, leads: bool = False) -> GroupRequest:
+    return GroupRequest("teachers", (bundle,) * count, spread, leads)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "nodes", "fits"),
+    ("requests", "nodes", "fits"),
     [
-        ([wish(3, Bundle(1))], [node("a", 2), node("b", 1)], True),
-        ([wish(3, Bundle(1), Spread.STRICT)], [node("a", 2), node("b", 1)], False),
-        ([wish(2, Bundle(1), Spread.STRICT)], [node("a", 2), node("b", 1)], True),
-        ([wish(1, Bundle(2))], [node("a", 1), node("b", 1)], False),
-        ([wish(1, Bundle(0, 2))], [node("a", 8, 1), node("b", 8, 1)], False),
-        ([wish(1, Bundle(1)), wish(1, Bundle(2))], [node("a", 2), node("b", 1)], True),
-        ([wish(1, Bundle(1))], [node("a", 4, free=0)], False),
-        ([wish(2, Bundle(1), Spread.STRICT, leads=True)], [node("a", 1), node("b", 1, trainers=True)], True),
-        ([wish(2, Bundle(2), Spread.STRICT, leads=True)], [node("a", 2), node("b", 1, trainers=True)], False),
+        ([request(3, Bundle(1))], [node("a", 2), node("b", 1)], True),
+        ([request(3, Bundle(1), Spread.STRICT)], [node("a", 2), node("b", 1)], False),
+        ([request(2, Bundle(1), Spread.STRICT)], [node("a", 2), node("b", 1)], True),
+        ([request(1, Bundle(2))], [node("a", 1), node("b", 1)], False),
+        ([request(1, Bundle(0, 2))], [node("a", 8, 1), node("b", 8, 1)], False),
+        ([request(1, Bundle(1)), request(1, Bundle(2))], [node("a", 2), node("b", 1)], True),
+        ([request(1, Bundle(1))], [node("a", 4, free=0)], False),
+        (
+            [request(2, Bundle(1), Spread.STRICT, leads=True)],
+            [node("a", 1), node("b", 1, trainers=True)],
+            True,
+        ),
+        (
+            [request(2, Bundle(2), Spread.STRICT, leads=True)],
+            [node("a", 2), node("b", 1, trainers=True)],
+            False,
+        ),
         ([], [], True),
     ],
 )
-def test_what_fits(wishes: list[GroupWish], nodes: list[NodeFacts], fits: bool) -> None:
-    assert (misfit(wishes, nodes) is None) == fits
+def test_what_fits(requests: list[GroupRequest], nodes: list[NodeFacts], fits: bool) -> None:
+    assert (misfit(requests, nodes) is None) == fits
 
 
 def test_a_misfit_says_who_how_much_why_and_draws_the_machines() -> None:
     nodes = [node("10.0.0.1/abc", 4, free=1, trainers=True), node("10.0.0.2/def", 2, 1)]
-    taken = misfit([wish(2, Bundle(4))], nodes)
+    taken = misfit([request(2, Bundle(4))], nodes)
     assert taken is not None and "teachers wants 2 × (4 CPU); room was found for 0" in taken
     assert "the machines that are large enough are taken" in taken
     assert "10.0.0.1/abc │ has 4 CPU │ free 1 CPU │ the trainer is here" in taken
     assert "10.0.0.2/def │ has 2 CPU + 1 GPU │ free 2 CPU + 1 GPU" in taken
-    assert "no machine is that large" in str(misfit([wish(1, Bundle(9))], nodes))
-    assert "a machine of its own" in str(misfit([wish(3, Bundle(1), Spread.STRICT)], nodes))
-    assert "trainer's own machine" in str(misfit([wish(1, Bundle(2), Spread.STRICT, leads=True)], nodes))
+    assert "no machine is that large" in str(misfit([request(1, Bundle(9))], nodes))
+    assert "a machine of its own" in str(misfit([request(3, Bundle(1), Spread.STRICT)], nodes))
+    assert "trainer's own machine" in str(misfit([request(1, Bundle(2), Spread.STRICT, leads=True)], nodes))
 
 
 def test_a_wish_in_words() -> None:
-    assert str(wish(2, Bundle(1, 2))) == "teachers: 2 × (1 CPU + 2 GPU) on different machines if there are"
-    assert str(wish(2, Bundle(1), Spread.STRICT, leads=True)).endswith(
+    assert str(request(2, Bundle(1, 2))) == "teachers: 2 × (1 CPU + 2 GPU) on different machines if there are"
+    assert str(request(2, Bundle(1), Spread.STRICT, leads=True)).endswith(
         "on machines of their own, the first the trainer's own"
     )
 
 
 def test_ranks_of_a_unit_share_its_home_and_others_have_none() -> None:
-    home = Home("teacher-math", 1, Bundle(0, 2))
-    layout = RayLayout({}, {"teacher-math-1": home})
-    assert layout.home("teacher-math-1") is home and layout.home("teacher-math-1-rank1") is home
-    assert layout.home("teacher-math-0") is None and layout.home("engine-0") is None
+    unit_bundle = UnitBundle("teacher-math", 1, Bundle(0, 2))
+    layout = RayLayout({}, {"teacher-math-1": unit_bundle})
+    assert (
+        layout.bundle_of("teacher-math-1") is unit_bundle
+        and layout.bundle_of("teacher-math-1-rank1") is unit_bundle
+    )
+    assert layout.bundle_of("teacher-math-0") is None and layout.bundle_of("engine-0") is None
     assert unit_of("rank-1") == "rank-1", "a rank of the student is a unit of its own"

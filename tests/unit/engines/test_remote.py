@@ -47,7 +47,7 @@ class Server:
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.label = "default"
-        self.dead_behind_its_door = False
+        self.dead_behind_its_proxy = False
         self._http: uvicorn.Server | None = None
 
     @staticmethod
@@ -59,7 +59,7 @@ class Server:
     async def handle(self, request: Request) -> Response:
         path = request.url.path
         self.calls.append(path)
-        if self.dead_behind_its_door:
+        if self.dead_behind_its_proxy:
             return JSONResponse({"error": "vLLM does not answer"}, status_code=502)
         if path != "/inference/v1/generate":
             told = await request.json()

@@ -67,9 +67,9 @@ def test_nobody_brings_it_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Mended, RemoteEngine])
-def test_dead_behind_its_door_it_is_as_gone_as_without(kind: type[RemoteEngine], tmp_path: Path) -> None:
+def test_a_server_that_died_behind_its_proxy_counts_as_gone(kind: type[RemoteEngine], tmp_path: Path) -> None:
     async def body(engine: RemoteEngine, servers: list[Server]) -> None:
-        servers[1].dead_behind_its_door = True
+        servers[1].dead_behind_its_proxy = True
         if kind is RemoteEngine:
             with pytest.raises(EngineError, match=r"replica-1 \(vllm\) answered /pause\?mode=abort with 502"):
                 await engine.pause()
@@ -77,7 +77,7 @@ def test_dead_behind_its_door_it_is_as_gone_as_without(kind: type[RemoteEngine],
         await engine.pause()
         assert engine.is_withdrawn("replica-1")
         await engine.resume()
-        servers[0].dead_behind_its_door = True
+        servers[0].dead_behind_its_proxy = True
         await engine.update_weights(1, WEIGHTS)
         assert engine.version == 1 and engine.is_withdrawn("replica-0")
 

@@ -11,7 +11,7 @@ from engine_models import EOS, VOCAB, engine_over, make_model, make_requests
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.engines.local.engine import Layout
-from understudy.engines.servers.dialects import DIALECTS, Ask
+from understudy.engines.servers.dialects import DIALECTS, PieceRequest
 from understudy.serving.frames import Decoder, encode
 from understudy.types.usable_ids import UsableIds
 
@@ -76,7 +76,9 @@ def test_servers_are_told_which_ids_not_to_draw(dialect: str) -> None:
     tokens = np.array([1], np.int32)
 
     def body(sampling: Sampling) -> dict[str, Any]:
-        told = DIALECTS[dialect].body(Ask(GenerateRequest("r", tokens, sampling, 0), tokens, 4, 0, "", "m"))
+        told = DIALECTS[dialect].body(
+            PieceRequest(GenerateRequest("r", tokens, sampling, 0), tokens, 4, 0, "", "m")
+        )
         return {**told, **told.get("sampling_params", {})}
 
     assert body(sampling)["logit_bias"] == {"3": -100.0, "8": -100.0, "9": -100.0}

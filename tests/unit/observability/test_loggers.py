@@ -10,8 +10,8 @@ import pytest
 
 from understudy.config import parse_recipe
 from understudy.errors import ConfigError
-from understudy.observability.loggers import told_metrics
-from understudy.observability.loggers.told_metrics import ToldMetrics, missing_loggers
+from understudy.observability.loggers import logged_metrics
+from understudy.observability.loggers.logged_metrics import LoggedMetrics, missing_loggers
 from understudy.observability.metrics import read_metrics
 
 LINE = {
@@ -25,7 +25,7 @@ NUMBERS = {"actor/loss", "val/pass@4", "val/accuracy/add"}
 
 
 def write(folder: Path, name: str, first: int, warnings: list[str]) -> None:
-    metrics = ToldMetrics(
+    metrics = LoggedMetrics(
         folder / "metrics.jsonl", [name], run_name="trial", facts={"trainer.steps": 4}, warn=warnings.append
     )
     for step in range(first, first + 3):
@@ -50,7 +50,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder()
-    monkeypatch.setattr(told_metrics, "LOGGERS", {"wandb": lambda *arguments: found})
+    monkeypatch.setattr(logged_metrics, "LOGGERS", {"wandb": lambda *arguments: found})
     return found
 
 
@@ -76,7 +76,7 @@ def test_a_logger_that_cannot_even_start_is_left_out(tmp_path: Path, monkeypatch
     def refuse(*arguments: Any) -> Any:
         raise RuntimeError("please log in")
 
-    monkeypatch.setattr(told_metrics, "LOGGERS", {"wandb": refuse})
+    monkeypatch.setattr(logged_metrics, "LOGGERS", {"wandb": refuse})
     write(tmp_path, "wandb", 0, warnings := [])
     assert len(warnings) == 1 and "please log in" in warnings[0]
 

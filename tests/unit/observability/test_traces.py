@@ -17,17 +17,17 @@ import pytest
 from recorded_run import HOSTILE, summary, token_columns
 
 from understudy.dataplane.kept_rows import RowKeeper
-from understudy.observability.loggers.told_metrics import ToldMetrics
+from understudy.observability.loggers.logged_metrics import LoggedMetrics
 from understudy.observability.metrics import read_metrics
 from understudy.observability.spans import Spans
 
 _TRACKIO_CHILD = """
 import sys, json
 from pathlib import Path
-from understudy.observability.loggers.told_metrics import ToldMetrics
+from understudy.observability.loggers.logged_metrics import LoggedMetrics
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 warnings = []
-metrics = ToldMetrics(folder / "metrics.jsonl", ["trackio"], run_name="trial", warn=warnings.append)
+metrics = LoggedMetrics(folder / "metrics.jsonl", ["trackio"], run_name="trial", warn=warnings.append)
 for step in range(first, first + 2):
     metrics.write(step, {"actor/loss": 1.0 / step})
 metrics.close()
@@ -101,7 +101,7 @@ def test_spans_reach_a_collector_once(tmp_path: Path, collector: type[Collector]
     before = time.time()
     for launch in (1, 2):
         spans = Spans(tmp_path / "spans.jsonl")
-        metrics = ToldMetrics(
+        metrics = LoggedMetrics(
             tmp_path / "metrics.jsonl", ["opentelemetry"], run_name="trial", warn=(warnings := []).append
         )
         with spans.span("update", step=launch):
@@ -143,7 +143,7 @@ def test_spans_reach_a_collector_once(tmp_path: Path, collector: type[Collector]
 def test_a_collector_that_refuses_costs_one_warning(tmp_path: Path, collector: type[Collector]) -> None:
     collector.status = 400
     spans = Spans(tmp_path / "spans.jsonl")
-    metrics = ToldMetrics(tmp_path / "metrics.jsonl", ["opentelemetry"], warn=(warnings := []).append)
+    metrics = LoggedMetrics(tmp_path / "metrics.jsonl", ["opentelemetry"], warn=(warnings := []).append)
     spans.flush()
     for step in (1, 2):
         metrics.write(step, {"actor/loss": 1.0})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from understudy.cli.main import main
-from understudy.cluster.ray_layout import Bundle, Home, NodeFacts
+from understudy.cluster.ray_layout import Bundle, NodeFacts, UnitBundle
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
 from understudy.planning.processes import plan_processes
@@ -16,7 +16,7 @@ from understudy.planning.seating import CRITIC, STUDENT, critic_device, critic_s
 
 QUICKSTART = Path(str(resources.files("understudy.assets") / "quickstart" / "recipe.toml"))
 NODES = [NodeFacts("a", Bundle(8), Bundle(8), True), NodeFacts("b", Bundle(8), Bundle(8))]
-POOL = {"pools": {"judge": {"gpus_per_node": 1}}, "roles": {"critic": "judge"}}
+POOL = {"pools": {"values": {"gpus_per_node": 1}}, "roles": {"critic": "values"}}
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -30,7 +30,7 @@ def recipe(**sections: Any) -> Recipe:
 
 
 def on_ray(**pool: int) -> dict[str, Any]:
-    return {"backend": "ray", "pools": {"judge": pool}, "roles": {"critic": "judge"}}
+    return {"backend": "ray", "pools": {"values": pool}, "roles": {"critic": "values"}}
 
 
 def test_it_sits_with_the_student_unless_told() -> None:
@@ -44,7 +44,7 @@ def test_it_sits_with_the_student_unless_told() -> None:
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"cluster": POOL}, r"cluster\.roles\.critic = 'judge' changes nothing .* needs loss\.advantage = 'gae'"),
+        ({"cluster": POOL}, r"cluster\.roles\.critic = 'values' changes nothing .* needs loss\.advantage = 'gae'"),
         ({"critic": {"process": True}}, r"\[critic\] is only used by loss\.advantage = 'gae'"),
     ],
 )  # fmt: skip
@@ -62,7 +62,7 @@ def test_a_device_is_for_a_process_of_its_own() -> None:
     on_cpu = recipe(student={"model": "org/student", "device": "cpu"}, critic={"process": True})
     assert critic_device(on_cpu) == "cpu", "the student's, where that is said"
     assert critic_device(recipe(critic={"process": True})) == "auto"
-    with pytest.raises(ConfigError, match="did you mean 'judge'"):
+    with pytest.raises(ConfigError, match="did you mean 'values'"):
         recipe(cluster={**POOL, "roles": {"critic": "juge"}})
 
 
@@ -87,27 +87,27 @@ def test_on_one_machine_it_takes_a_gpu_of_its_own_where_there_are_several() -> N
 def test_a_pool_is_a_slice_of_this_machine_too() -> None:
     seating = seat(recipe(cluster=POOL), 2)
     assert seating.gpus(STUDENT, 0) == [0] and seating.gpus(CRITIC, 0) == [1], "the student comes first"
-    cpus = {"pools": {"judge": {"cpus_per_node": 4}}, "roles": {"critic": "judge"}}
+    cpus = {"pools": {"values": {"cpus_per_node": 4}}, "roles": {"critic": "values"}}
     threads = seat(recipe(cluster=cpus, run={"threads": 3}), 1)
     assert threads.claims[CRITIC].world_size == 3, "a CPU a thread"
     assert threads.gpus(CRITIC, 0) == []
-    with pytest.raises(ClusterError, match=r"critic\.device = 'cuda': pool judge has no GPUs"):
+    with pytest.raises(ClusterError, match=r"critic\.device = 'cuda': pool values has no GPUs"):
         seat(recipe(cluster=cpus, critic={"device": "cuda"}), 1)
-    with pytest.raises(ClusterError, match="a unit of 6 CPUs would end inside a node of pool judge"):
+    with pytest.raises(ClusterError, match="a unit of 6 CPUs would end inside a node of pool values"):
         seat(recipe(cluster=cpus, run={"threads": 6}), 1)
 
 
 def test_on_ray_its_home_is_a_bundle_of_its_pool() -> None:
     one = recipe(cluster=on_ray(nodes=1, cpus_per_node=2), run={"threads": 2})
     layout = ray_layout(one, NODES)
-    assert layout.homes == {"critic": Home("pool judge", 0, Bundle(2))}
-    assert layout.groups["pool judge"].bundles == (Bundle(2),)
+    assert layout.units == {"critic": UnitBundle("pool values", 0, Bundle(2))}
+    assert layout.groups["pool values"].bundles == (Bundle(2),)
     gpu = recipe(cluster=on_ray(nodes=1, gpus_per_node=1), critic={"process": True})
-    assert ray_layout(gpu, NODES).homes["critic"].share == Bundle(0, 1)
+    assert ray_layout(gpu, NODES).units["critic"].share == Bundle(0, 1)
     here = beside_the_trainer(gpu)
     assert not critic_sits_apart(here), "it takes nothing of the trainer's machine"
     beside = recipe(cluster={"backend": "ray"}, critic={"process": True})
-    assert not ray_layout(beside, NODES).homes and critic_sits_apart(beside_the_trainer(beside))
+    assert not ray_layout(beside, NODES).units and critic_sits_apart(beside_the_trainer(beside))
     wide = recipe(cluster=on_ray(nodes=2, cpus_per_node=2), run={"threads": 4})
     with pytest.raises(ClusterError, match=r"critic/0 sits on several machines; lower run\.threads"):
         ray_layout(wide, NODES)
@@ -119,16 +119,16 @@ def test_plan_draws_it_with_its_pool_and_its_memory(
     monkeypatch.setenv("COLUMNS", "200")
     words = ["loss.task_coef=1.0", "loss.advantage=gae", "run.threads=1", "cluster.backend=ray"]
     pool = [
-        "cluster.pools.judge.nodes=1",
-        "cluster.pools.judge.cpus_per_node=2",
-        "cluster.roles.critic=judge",
+        "cluster.pools.values.nodes=1",
+        "cluster.pools.values.cpus_per_node=2",
+        "cluster.roles.critic=values",
     ]
     assert main(["plan", str(QUICKSTART), *words, *pool]) == 0
     drawn = capsys.readouterr().out
     assert "node 0 │ 0 critic/0 │ 1 free │" in drawn
-    assert "on Ray, pool judge: 1 × (2 CPU) on machines of their own" in drawn
+    assert "on Ray, pool values: 1 × (2 CPU) on machines of their own" in drawn
     (row,) = [line for line in drawn.splitlines() if "its own updates" in line]
-    assert "critic" in row and "judge node 0, cpu" in row
+    assert "critic" in row and "values node 0, cpu" in row
 
 
 def test_what_the_trainer_holds_shrinks_by_its_critic() -> None:

@@ -84,8 +84,8 @@ def test_what_asks_for_no_gpu_is_content_without_one() -> None:
 
 def test_on_ray_only_the_trainers_own_machine_is_looked_at() -> None:
     pools = {"nodes": 2, "gpus_per_node": 4}
-    cluster = {"backend": "ray", "pools": {"judges": pools}}
-    far = recipe({"placement": "pool", "pool": "judges", "device": "cuda"}, cluster=cluster)
+    cluster = {"backend": "ray", "pools": {"scoring": pools}}
+    far = recipe({"placement": "pool", "pool": "scoring", "device": "cuda"}, cluster=cluster)
     assert seat(beside_the_trainer(far), 0).claims == {}
     here = recipe(student=student("cuda"), cluster={"backend": "ray"})
     with pytest.raises(ClusterError, match=r"student\.device = 'cuda': this machine has no GPU"):

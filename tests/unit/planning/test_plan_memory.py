@@ -78,10 +78,10 @@ def test_an_offloaded_optimizer_is_the_hosts_on_a_gpu_and_the_same_memory_on_a_c
 def test_on_ray_the_table_says_which_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = {
         "backend": "ray",
-        "pools": {"judges": {"nodes": 2, "gpus_per_node": 2}, "write": {"nodes": 2, "gpus_per_node": 1, "cpus_per_node": 1}},
+        "pools": {"scoring": {"nodes": 2, "gpus_per_node": 2}, "write": {"nodes": 2, "gpus_per_node": 1, "cpus_per_node": 1}},
         "roles": {"rollout": "write", "workers": "write"},
     }  # fmt: skip
-    teacher = {"model": "org/t", "placement": "pool", "pool": "judges", "replicas": 2, "tensor_parallel": 2}
+    teacher = {"model": "org/t", "placement": "pool", "pool": "scoring", "replicas": 2, "tensor_parallel": 2}
     one = recipe(cluster=cluster, teachers={"t": teacher}, rollout={"processes": 2, "workers": 2})
     planned = {process.name: process.device for process in plan_processes(one, seat(one, None))}
     assert planned == {
@@ -90,10 +90,10 @@ def test_on_ray_the_table_says_which_machine(tmp_path: Path, capsys: pytest.Capt
         "rollout-1": "write node 1, cuda:0",
         "rollout-worker-0": "write node 0, cpu",
         "rollout-worker-1": "write node 1, cpu",
-        "teacher-t-0": "judges node 0, cuda:0",
-        "teacher-t-0-rank1": "judges node 0, cuda:1",
-        "teacher-t-1": "judges node 1, cuda:0",
-        "teacher-t-1-rank1": "judges node 1, cuda:1",
+        "teacher-t-0": "scoring node 0, cuda:0",
+        "teacher-t-0-rank1": "scoring node 0, cuda:1",
+        "teacher-t-1": "scoring node 1, cuda:0",
+        "teacher-t-1-rank1": "scoring node 1, cuda:1",
     }
 
 

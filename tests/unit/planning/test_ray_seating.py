@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from understudy.cli.main import main
-from understudy.cluster.ray_layout import Bundle, Home, NodeFacts, Spread
+from understudy.cluster.ray_layout import Bundle, NodeFacts, Spread, UnitBundle
 from understudy.config import Recipe, parse_recipe
 from understudy.errors import ClusterError, ConfigError
 from understudy.planning.preflight import missing_extras
@@ -33,8 +33,8 @@ def test_standalone_teachers_get_a_bundle_each() -> None:
     layout = ray_layout(recipe(), NODES)
     assert layout.groups["teacher-math"].bundles == (Bundle(3), Bundle(3))
     assert layout.groups["teacher-math"].spread is Spread.LOOSE
-    assert layout.home("teacher-math-1-rank1") == layout.home("teacher-math-1")
-    assert layout.homes["teacher-math-1"].bundle == 1
+    assert layout.bundle_of("teacher-math-1-rank1") == layout.bundle_of("teacher-math-1")
+    assert layout.units["teacher-math-1"].bundle == 1
     tensor_parallel = recipe(teachers={"math": {"model": "teacher", "tensor_parallel": 2}})
     assert ray_layout(tensor_parallel, WITH_GPUS).groups["teacher-math"].bundles == (Bundle(1, 2),)
     by_hand = recipe(teachers={"math": {"model": "teacher", "device": "cpu"}})
@@ -72,8 +72,8 @@ def test_pools_are_a_bundle_per_node_and_the_students_first_is_the_trainers() ->
         "pool t": (2, Spread.STRICT, False),
         "pool s": (2, Spread.STRICT, True),
     }
-    assert [layout.homes[f"teacher-math-{unit}"].bundle for unit in (0, 1)] == [0, 1]
-    assert layout.homes["rank-1"].bundle == 1 and layout.homes["rank-1"].share == Bundle(1)
+    assert [layout.units[f"teacher-math-{unit}"].bundle for unit in (0, 1)] == [0, 1]
+    assert layout.units["rank-1"].bundle == 1 and layout.units["rank-1"].share == Bundle(1)
     here = beside_the_trainer(whole)
     assert here.trainer.ranks == 1 and not here.teachers and not here.cluster.pools
 
@@ -84,8 +84,8 @@ def test_a_fully_async_run_takes_teachers_from_a_pool_that_only_teachers_sit_in(
     teacher = {"model": "teacher", "placement": "pool", "pool": "t", "replicas": 2, "threads": 2}
     trainer = {"mode": "fully_async", "ranks": 2}
     layout = ray_layout(recipe(teachers={"math": teacher}, cluster=cluster, trainer=trainer), NODES)
-    assert layout.homes["teacher-math-0"] == Home("pool t", 0, Bundle(2))
-    assert layout.homes["teacher-math-1"] == Home("pool t", 1, Bundle(2))
+    assert layout.units["teacher-math-0"] == UnitBundle("pool t", 0, Bundle(2))
+    assert layout.units["teacher-math-1"] == UnitBundle("pool t", 1, Bundle(2))
     with pytest.raises(
         ConfigError, match=r"teachers\.math\.pool = 's' is the pool of cluster\.roles\.student too"
     ):
@@ -152,19 +152,19 @@ def test_engines_and_workers_sit_in_the_pool_they_are_given() -> None:
     )
     layout = ray_layout(whole, NODES)
     assert layout.groups["pool write"].bundles == (Bundle(4), Bundle(4))
-    assert [layout.homes[f"rollout-{unit}"].bundle for unit in range(3)] == [0, 0, 1]
-    assert {layout.homes[f"rollout-{unit}"].share for unit in range(3)} == {Bundle(2)}, "one CPU a thread"
-    assert [layout.homes[f"rollout-worker-{unit}"].bundle for unit in range(2)] == [1, 1]
+    assert [layout.units[f"rollout-{unit}"].bundle for unit in range(3)] == [0, 0, 1]
+    assert {layout.units[f"rollout-{unit}"].share for unit in range(3)} == {Bundle(2)}, "one CPU a thread"
+    assert [layout.units[f"rollout-worker-{unit}"].bundle for unit in range(2)] == [1, 1]
     on_gpus = {**cluster, "pools": {"write": {"nodes": 1, "gpus_per_node": 2, "cpus_per_node": 1}}}
     shared = recipe(
         student={"model": "s"}, cluster=on_gpus, rollout={"processes": 2, "workers": 1}, run={"threads": 2}
     )
     layout = ray_layout(shared, WITH_GPUS)
-    assert layout.homes["rollout-1"].share == Bundle(0, 1) and layout.homes[
+    assert layout.units["rollout-1"].share == Bundle(0, 1) and layout.units[
         "rollout-worker-0"
     ].share == Bundle(1)
     beside = recipe(rollout={"processes": 2, "workers": 2})
-    assert not [name for name in ray_layout(beside, NODES).homes if name.startswith("rollout")]
+    assert not [name for name in ray_layout(beside, NODES).units if name.startswith("rollout")]
 
 
 def test_vllm_servers_sit_in_the_pool_of_rollouts_and_take_nothing_of_the_trainers_machine() -> None:
@@ -176,8 +176,8 @@ def test_vllm_servers_sit_in_the_pool_of_rollouts_and_take_nothing_of_the_traine
         rollout={"engine": "vllm", "replicas": 2, "engine_args": ["--tensor-parallel-size=2"]},
     )
     layout = ray_layout(whole, WITH_GPUS)
-    assert [layout.homes[f"vllm-replica-{unit}"].bundle for unit in range(2)] == [0, 1]
-    assert {layout.homes[f"vllm-replica-{unit}"].share for unit in range(2)} == {Bundle(0, 2)}
+    assert [layout.units[f"vllm-replica-{unit}"].bundle for unit in range(2)] == [0, 1]
+    assert {layout.units[f"vllm-replica-{unit}"].share for unit in range(2)} == {Bundle(0, 2)}
     assert not beside_the_trainer(whole).rollout.starts_servers
 
 

@@ -98,7 +98,7 @@ class Story:
             moves.append(("admit", 0))
         if self.kept[self.step] == len(self.windows.prompts_of(self.step)):
             moves.append(("train", 0))
-        assert moves, "nobody can move: the schedule stalls"
+        assert moves, "no prompt can move: the schedule stalls"
         move, window = self.chance.choice(moves)
         if move == "look":
             self.look(window)
@@ -138,7 +138,7 @@ def test_a_second_crash_still_finds_what_was_passed_on_the_way() -> None:
     order = [prompt.key for prompt in PromptCursor(DATASET, 0, False).take(8)]
     cursor = WindowCursor(PromptCursor(DATASET, 0, False), windows, 0, {order[0]: 1, order[3]: 0})
     assert [prompt.key for prompt in cursor.take(2)] == [order[1], order[2]]
-    assert cursor.owes(1) and cursor.owes(0)
+    assert cursor.has_unfilled(1) and cursor.has_unfilled(0)
     cursor.window_trained()
     again = PromptCursor(DATASET, 0, False)
     again.restore(cursor.state())

@@ -68,14 +68,14 @@ POOLED = {
             "model": "org/m",
             "key": "m",
             "placement": "pool",
-            "pool": "judges",
+            "pool": "scoring",
             "replicas": 2,
             "tensor_parallel": 2,
         },
         "code": {"model": "org/c", "key": "c", "placement": "external", "urls": ["http://elsewhere:8000"]},
     },
     "cluster": {
-        "pools": {"judges": {"gpus_per_node": 4}, "train": {"gpus_per_node": 2}},
+        "pools": {"scoring": {"gpus_per_node": 4}, "train": {"gpus_per_node": 2}},
         "roles": {"student": "train"},
     },
     "trainer": {"ranks": 2},
@@ -86,7 +86,7 @@ def test_pools_are_slices_of_the_machine_and_the_students_comes_first() -> None:
     seating = seat(recipe(**POOLED), 6)
     assert [seating.gpus(STUDENT, rank) for rank in range(2)] == [[0], [1]]
     assert [seating.gpus("teacher-math", unit) for unit in range(2)] == [[2, 3], [4, 5]]
-    with pytest.raises(ClusterError, match=r"ask for 6 GPUs \(judges 4 \+ train 2\); this machine has 5"):
+    with pytest.raises(ClusterError, match=r"ask for 6 GPUs \(scoring 4 \+ train 2\); this machine has 5"):
         seat(recipe(**POOLED), 5)
     assert seat(recipe(**POOLED), None).claims.keys() == {STUDENT, "teacher-math"}
 
@@ -165,18 +165,18 @@ def test_a_gpu_named_for_an_engine_is_no_teachers_while_another_is_free() -> Non
     with pytest.raises(ClusterError, match=r"rollout\.devices names GPU 5; this machine has 4 GPUs"):
         seat(named, 4)
     # A pool's own GPU, named by hand.
-    pool = {"pools": {"judges": {"gpus_per_node": 2}}}
-    pooled = {"t": {"model": "org/t", "placement": "pool", "pool": "judges", "replicas": 2}}
+    pool = {"pools": {"scoring": {"gpus_per_node": 2}}}
+    pooled = {"t": {"model": "org/t", "placement": "pool", "pool": "scoring", "replicas": 2}}
     taken = seat(recipe(pooled, cluster=pool, rollout={"processes": 1, "devices": ["3"]}), 4)
     assert "GPU 3: teacher-t/1 + rollout/0." in (taken.shared() or "")
 
 
 def test_engines_without_a_gpu_of_their_own_sit_with_the_student() -> None:
     cluster = {
-        "pools": {"train": {"gpus_per_node": 2}, "judges": {"gpus_per_node": 2}},
+        "pools": {"train": {"gpus_per_node": 2}, "scoring": {"gpus_per_node": 2}},
         "roles": {"student": "train"},
     }
-    pooled = {"t": {"model": "org/t", "placement": "pool", "pool": "judges", "replicas": 2}}
+    pooled = {"t": {"model": "org/t", "placement": "pool", "pool": "scoring", "replicas": 2}}
     one = recipe(pooled, cluster=cluster, trainer={"ranks": 2}, rollout={"processes": 1})
     assert seats_of(one, 4)["rollout-0"] == "cuda:0"
     assert "GPU 0: student/0 + rollout/0." in (seat(one, 4).shared() or "")
@@ -233,8 +233,8 @@ def test_no_gpu_is_given_twice_unless_it_is_said(
         ({"pool": "p"}, {}, "belongs to placement = 'pool'"),
         (
             {"placement": "pool", "pool": "juges"},
-            {"pools": {"judges": {"gpus_per_node": 1}}},
-            "did you mean 'judges'?",
+            {"pools": {"scoring": {"gpus_per_node": 1}}},
+            "did you mean 'scoring'?",
         ),
         ({}, {"pools": {"p": {"nodes": 2, "gpus_per_node": 1}}}, "is this one machine; set nodes = 1"),
         ({}, {"pools": {"p": {}}}, "an empty pool"),

@@ -1,4 +1,4 @@
-"""Every token is judged by the hidden state before it, whatever else lies in the batch."""
+"""Every token is scored by the hidden state before it, whatever else lies in the batch."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def jagged(rows: list[torch.Tensor]) -> Jagged:
 
 
 @torch.no_grad()
-def judged(teacher: LlamaForCausalLM, tokens: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
+def scored(teacher: LlamaForCausalLM, tokens: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
     """Ids and logprobs of the teacher's K best, and its logprob of what was written, from `start` on."""
     logprobs = (
         teacher(input_ids=tokens[None].to(teacher.device)).logits[0].float().log_softmax(-1)[start - 1 : -1]
@@ -106,7 +106,7 @@ def test_a_steps_gradient_is_that_of_plain_transformers(
     starts = [length // 3 for length in lengths]
     teacher = build(widths, 3, seed=1, device=device, dtype=dtype).eval()
     ids, best, written = zip(
-        *(judged(teacher, row, start) for row, start in zip(rows, starts, strict=True)), strict=True
+        *(scored(teacher, row, start) for row, start in zip(rows, starts, strict=True)), strict=True
     )
     counts = [len(one) for one in written]
 
@@ -171,8 +171,8 @@ def test_a_teachers_verdict_is_that_of_plain_transformers(device: str, tmp_path:
     items = []
     for index in range(2 * widths.rows):
         tokens = rng.integers(3, widths.vocab, int(rng.integers(30, 300))).astype(np.int32)
-        judged_from = np.arange(len(tokens) // 2, len(tokens), dtype=np.int32)
-        items.append(ScoreItem(f"{index}", tokens, judged_from, Signal.TOPK, K))
+        scored_from = np.arange(len(tokens) // 2, len(tokens), dtype=np.int32)
+        items.append(ScoreItem(f"{index}", tokens, scored_from, Signal.TOPK, K))
     scorer = Scorer("t", load_frozen(str(tmp_path), dtype=str(dtype).removeprefix("torch."), device=device))
     scorer.warm_up()
     scores = scorer.score(request_of(items)).split()

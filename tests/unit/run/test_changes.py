@@ -49,7 +49,7 @@ def test_harmless_changes_are_listed_with_their_reasons(run: RunDir) -> None:
         ("trainer.batch_size=32", "batches of the old size"),
         ("trainer.learning_rate=1e-3", "optimizer"),
         ("data.train=other.jsonl", "place in the data"),
-        ("teachers.add.model=other", "judged"),
+        ("teachers.add.model=other", "scored"),
         ("rollout.temperature=0.5", "other rules"),
         ("rollout.max_new_tokens=9", "other rules"),
     ],
@@ -181,7 +181,7 @@ def test_a_critic_may_move_and_nothing_else_of_it_may_change(tmp_path: Path, wri
 
 
 def test_a_teacher_more_or_less_is_refused(run: RunDir) -> None:
-    with pytest.raises(ConfigError, match="judged by the old teachers"):
+    with pytest.raises(ConfigError, match="scored by the old teachers"):
         changed_recipe(run, ["teachers.third.model=x", "teachers.third.key=third"])
 
 

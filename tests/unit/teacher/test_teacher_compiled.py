@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from understudy.teacher.protocol import request_of
 from understudy.teacher.scoring import body, varlen
 from understudy.teacher.scoring.model import load_frozen
-from understudy.teacher.scoring.probe import judged
+from understudy.teacher.scoring.probe import probe_item
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 
 
@@ -83,9 +83,9 @@ def test_no_lengths_of_later_requests_make_it_compile_again(tmp_path: Path, grap
     shapes = ([64] * 4, [64], [128, 128, 64], [5], [200], [2, 2], [33, 7, 100], [61] * 9, [256], [63, 64, 65])
     for lengths in shapes:
         rows = [rng.integers(0, VOCAB, length).astype(np.int32) for length in lengths]
-        scorer.score(request_of([judged(f"{i}", row) for i, row in enumerate(rows)]))
+        scorer.score(request_of([probe_item(f"{i}", row) for i, row in enumerate(rows)]))
         for row in rows[1:]:
             shared = min(len(row), len(rows[0])) - 1
             row[:shared] = rows[0][:shared]
-        scorer.score(request_of([judged(f"{i}", row) for i, row in enumerate(rows)]))
+        scorer.score(request_of([probe_item(f"{i}", row) for i, row in enumerate(rows)]))
     assert len(graphs) == first

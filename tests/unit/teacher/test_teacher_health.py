@@ -1,146 +1,146 @@
-"""A replica's life, without waiting for any of it."""
+"""The health of a replica, on a clock that the test moves."""
 
 import pytest
 
 from understudy.teacher.pool.balance import DEBT_HALF_LIFE, Load, least_loaded
-from understudy.teacher.pool.health import Failure, HealthRules, ReplicaLife, State
+from understudy.teacher.pool.health import Failure, HealthRules, ReplicaHealth, State
 
 RULES = HealthRules(
     eject_after=3, eject_after_bad_replies=2, backoff_first=1.0, backoff_most=8.0, forgive_after=60.0
 )
 
 
-def healthy(now: float = 0.0) -> ReplicaLife:
-    life = ReplicaLife(RULES)
-    life.started()
-    life.probe_passed(now)
-    return life
+def healthy(now: float = 0.0) -> ReplicaHealth:
+    health = ReplicaHealth(RULES)
+    health.started()
+    health.probe_passed(now)
+    return health
 
 
 def test_a_replica_serves_only_after_its_probe() -> None:
-    life = ReplicaLife(RULES)
-    assert life.state is State.STARTING and not life.usable
-    life.started()
-    assert life.state is State.PROBING and not life.usable
-    life.probe_passed(0.0)
-    assert life.state is State.HEALTHY and life.usable
+    health = ReplicaHealth(RULES)
+    assert health.state is State.STARTING and not health.usable
+    health.started()
+    assert health.state is State.PROBING and not health.usable
+    health.probe_passed(0.0)
+    assert health.state is State.HEALTHY and health.usable
 
 
 def test_one_failure_makes_a_suspect_and_a_success_clears_it() -> None:
-    life = healthy()
-    life.request_failed(Failure.TIMEOUT, "slow")
-    assert life.state is State.SUSPECT and life.usable and not life.deserves_ejection
-    life.request_ok(1.0)
-    assert life.state is State.HEALTHY and life.streak == 0
+    health = healthy()
+    health.request_failed(Failure.TIMEOUT, "slow")
+    assert health.state is State.SUSPECT and health.usable and not health.deserves_ejection
+    health.request_ok(1.0)
+    assert health.state is State.HEALTHY and health.streak == 0
 
 
 def test_a_streak_deserves_ejection_and_a_success_breaks_it() -> None:
-    life = healthy()
+    health = healthy()
     for _ in range(2):
-        life.request_failed(Failure.CONNECTION, "refused")
-    life.request_ok(0.0)
+        health.request_failed(Failure.CONNECTION, "refused")
+    health.request_ok(0.0)
     for _ in range(2):
-        life.request_failed(Failure.CONNECTION, "refused")
-    assert not life.deserves_ejection
-    life.request_failed(Failure.SERVER, "503")
-    assert life.deserves_ejection
-    life.eject(10.0)
-    assert life.state is State.EJECTED and not life.usable and life.last_reason == "503"
+        health.request_failed(Failure.CONNECTION, "refused")
+    assert not health.deserves_ejection
+    health.request_failed(Failure.SERVER, "503")
+    assert health.deserves_ejection
+    health.eject(10.0)
+    assert health.state is State.EJECTED and not health.usable and health.last_reason == "503"
 
 
 def test_bad_replies_are_not_excused_by_successes() -> None:
-    life = healthy()
-    life.request_failed(Failure.BAD_REPLY, "NaN")
-    life.request_ok(0.0)
-    assert not life.deserves_ejection
-    life.request_failed(Failure.BAD_REPLY, "NaN")
-    assert life.deserves_ejection
+    health = healthy()
+    health.request_failed(Failure.BAD_REPLY, "NaN")
+    health.request_ok(0.0)
+    assert not health.deserves_ejection
+    health.request_failed(Failure.BAD_REPLY, "NaN")
+    assert health.deserves_ejection
 
 
 def test_a_passed_probe_does_not_break_a_streak() -> None:
     """A replica wedged on real requests may still score twelve tokens."""
-    life = healthy()
+    health = healthy()
     for _ in range(3):
-        life.request_failed(Failure.TIMEOUT, "slow")
-        life.probe_passed(0.0)
-    assert life.state is State.HEALTHY and life.deserves_ejection
+        health.request_failed(Failure.TIMEOUT, "slow")
+        health.probe_passed(0.0)
+    assert health.state is State.HEALTHY and health.deserves_ejection
 
 
 def test_backoff_doubles_up_to_its_bound() -> None:
-    life = healthy()
+    health = healthy()
     waits = []
     now = 100.0
     for _ in range(6):
-        life.request_failed(Failure.TIMEOUT, "slow")
-        life.eject(now)
-        waits.append(life.retry_at - now)
-        now = life.retry_at
-        assert not life.revival_due(now - 0.01) and life.revival_due(now)
-        life.restarting()
-        assert life.state is State.RESTARTING
-        life.started()
-        life.probe_passed(now)
+        health.request_failed(Failure.TIMEOUT, "slow")
+        health.eject(now)
+        waits.append(health.retry_at - now)
+        now = health.retry_at
+        assert not health.restart_due(now - 0.01) and health.restart_due(now)
+        health.restarting()
+        assert health.state is State.RESTARTING
+        health.started()
+        health.probe_passed(now)
     assert waits == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
 def test_long_health_is_forgiven() -> None:
-    life = healthy()
-    life.eject(0.0)
-    life.started()
-    life.probe_passed(1.0)
-    assert life.setbacks == 1
-    life.request_ok(30.0)
-    assert life.setbacks == 1
-    life.request_ok(61.0)
-    assert life.setbacks == 0
+    health = healthy()
+    health.eject(0.0)
+    health.started()
+    health.probe_passed(1.0)
+    assert health.setbacks == 1
+    health.request_ok(30.0)
+    assert health.setbacks == 1
+    health.request_ok(61.0)
+    assert health.setbacks == 0
 
 
 def test_the_first_death_is_followed_at_once_later_ones_wait() -> None:
-    life = healthy()
-    life.died(5.0, "killed")
-    assert life.state is State.EJECTED and life.revival_due(5.0)
-    life.restarting()
-    life.started()
-    life.probe_passed(6.0)
-    life.died(7.0, "killed again")
-    assert not life.revival_due(7.0) and life.revival_due(9.0)
+    health = healthy()
+    health.died(5.0, "killed")
+    assert health.state is State.EJECTED and health.restart_due(5.0)
+    health.restarting()
+    health.started()
+    health.probe_passed(6.0)
+    health.died(7.0, "killed again")
+    assert not health.restart_due(7.0) and health.restart_due(9.0)
 
 
 def test_a_failed_restart_waits_longer_and_stays_out() -> None:
-    life = healthy()
-    life.died(0.0, "killed")
-    life.restarting()
-    life.restart_failed(1.0, "port in use")
-    assert life.state is State.EJECTED and life.retry_at == 3.0
-    life.restarting()
-    life.started()
-    life.probe_failed(4.0, "other weights")
-    assert life.state is State.EJECTED and life.retry_at == 8.0 and life.last_reason == "other weights"
+    health = healthy()
+    health.died(0.0, "killed")
+    health.restarting()
+    health.restart_failed(1.0, "port in use")
+    assert health.state is State.EJECTED and health.retry_at == 3.0
+    health.restarting()
+    health.started()
+    health.probe_failed(4.0, "other weights")
+    assert health.state is State.EJECTED and health.retry_at == 8.0 and health.last_reason == "other weights"
 
 
 @pytest.mark.parametrize(
     "event", ["request_ok", "request_failed", "died", "probe_passed", "started", "eject"]
 )
 def test_retired_is_final(event: str) -> None:
-    life = healthy()
-    life.retire()
+    health = healthy()
+    health.retire()
     {
-        "request_ok": lambda: life.request_ok(1.0),
-        "request_failed": lambda: life.request_failed(Failure.TIMEOUT, ""),
-        "died": lambda: life.died(1.0, ""),
-        "probe_passed": lambda: life.probe_passed(1.0),
-        "started": life.started,
-        "eject": lambda: life.eject(1.0),
+        "request_ok": lambda: health.request_ok(1.0),
+        "request_failed": lambda: health.request_failed(Failure.TIMEOUT, ""),
+        "died": lambda: health.died(1.0, ""),
+        "probe_passed": lambda: health.probe_passed(1.0),
+        "started": health.started,
+        "eject": lambda: health.eject(1.0),
     }[event]()
-    assert life.state is State.RETIRED
+    assert health.state is State.RETIRED
 
 
 def test_late_news_of_an_ejected_replica_changes_nothing() -> None:
-    life = healthy()
-    life.eject(0.0)
-    life.request_ok(1.0)
-    life.request_failed(Failure.TIMEOUT, "late")
-    assert life.state is State.EJECTED and life.streak == 0
+    health = healthy()
+    health.eject(0.0)
+    health.request_ok(1.0)
+    health.request_failed(Failure.TIMEOUT, "late")
+    assert health.state is State.EJECTED and health.streak == 0
 
 
 def test_balance_counts_tokens_not_requests() -> None:

@@ -129,7 +129,7 @@ def test_a_head_arrives_as_it_was_sent(weight: np.ndarray, bias: bool) -> None:
         ([-1], "position -1"),
     ],
 )
-def test_positions_that_cannot_be_judged_are_refused_by_name(positions: list[int], told: str) -> None:
+def test_positions_that_cannot_be_scored_are_refused_by_name(positions: list[int], told: str) -> None:
     item = ScoreItem("row-9", np.arange(4, dtype=np.int32), np.array(positions, np.int32), Signal.SAMPLED)
     with pytest.raises(TeacherError, match=f"row-9.*{told}"):
         request_of([item])

@@ -1,4 +1,4 @@
-"""Which teacher judges what, and whether it may: routes, vocabularies, capabilities."""
+"""Which teacher scores what, and whether it may: routes, vocabularies, capabilities."""
 
 import asyncio
 import json

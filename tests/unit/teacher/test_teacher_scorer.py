@@ -61,9 +61,9 @@ def assert_same_as_plain(
     for item, score in zip(items, scores, strict=True):
         plain_PV = plain_logprobs(folder, item)
         assert score.key == item.key
-        judged = item.tokens[item.positions]
+        scored = item.tokens[item.positions]
         np.testing.assert_allclose(
-            score.sampled_logprobs, np.take_along_axis(plain_PV, judged[:, None], 1)[:, 0], atol=atol
+            score.sampled_logprobs, np.take_along_axis(plain_PV, scored[:, None], 1)[:, 0], atol=atol
         )
         if item.signal is Signal.TOPK:
             assert score.ids is not None and score.logprobs is not None
@@ -89,7 +89,7 @@ def all_signals() -> list[ScoreItem]:
 def samples_of_prompts(signal: Signal = Signal.TOPK, k: int = 6) -> list[ScoreItem]:
     """Groups that share a prompt, one row that is another's beginning, some rows of their own; in mixed order.
 
-    Positions reach back into the shared prompt, as they do in a conversation whose first turn is judged again.
+    Positions reach back into the shared prompt, as they do in a conversation whose first turn is scored again.
     """
     rng = np.random.default_rng(3)
     items = []
@@ -212,9 +212,9 @@ def test_hidden_states_and_the_head_give_back_every_logprob(qwen3: Path) -> None
         assert score.hidden is not None
         hidden = torch.from_numpy(score.hidden.copy()).view(torch.bfloat16)
         logprobs = head.logits(hidden).log_softmax(-1)
-        judged = torch.from_numpy(item.tokens[item.positions].astype(np.int64))
+        scored = torch.from_numpy(item.tokens[item.positions].astype(np.int64))
         np.testing.assert_allclose(
-            logprobs.gather(1, judged[:, None])[:, 0].numpy(), score.sampled_logprobs, atol=1e-5
+            logprobs.gather(1, scored[:, None])[:, 0].numpy(), score.sampled_logprobs, atol=1e-5
         )
 
 
@@ -289,10 +289,10 @@ def test_the_head_never_holds_more_than_a_chunk(qwen3: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Head, "logits", watched)
     hidden = torch.randn(100, 32)
-    judged = torch.arange(100) % VOCAB
-    chunked = score_rows(head, hidden, judged, topk=5, chunk_bytes=7 * 4 * VOCAB + 3)
+    scored = torch.arange(100) % VOCAB
+    chunked = score_rows(head, hidden, scored, topk=5, chunk_bytes=7 * 4 * VOCAB + 3)
     assert len(seen) == 15 and max(seen) <= 7 * 4 * VOCAB
-    at_once = score_rows(head, hidden, judged, topk=5, chunk_bytes=1 << 30)
+    at_once = score_rows(head, hidden, scored, topk=5, chunk_bytes=1 << 30)
     torch.testing.assert_close(chunked.sampled_P, at_once.sampled_P)
     assert chunked.ids_PK is not None and at_once.ids_PK is not None
     torch.testing.assert_close(chunked.ids_PK, at_once.ids_PK)

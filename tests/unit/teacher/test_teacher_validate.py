@@ -66,7 +66,7 @@ def shifted(reply: ScoreReply, asked: ScoreRequest) -> ScoreReply:
 
 
 LIES: dict[str, tuple[Callable[[ScoreReply, ScoreRequest], ScoreReply], str]] = {
-    "NaN for the judged token": (
+    "NaN for the scored token": (
         lambda r, a: replace(r, sampled_P=altered(r.sampled_P, 1, np.nan)),
         "finite number ≤ 0",
     ),
@@ -92,8 +92,8 @@ LIES: dict[str, tuple[Callable[[ScoreReply, ScoreRequest], ScoreReply], str]] = 
     "a negative id": (lambda r, a: replace(r, ids=altered(r.ids, K + 1, -1)), "negative"),
     "an id twice": (lambda r, a: replace(r, ids=altered(r.ids, K + 1, r.ids[K])), "twice"),
     "shifted by one": (shifted, "shifted|likelier"),
-    "judges other tokens": (
-        lambda r, a: replace(r, judged_P=altered(r.judged_P, 1, (r.judged_P[1] + 1) % VOCAB)),
+    "scores other tokens": (
+        lambda r, a: replace(r, scored_P=altered(r.scored_P, 1, (r.scored_P[1] + 1) % VOCAB)),
         "shifted",
     ),
 }

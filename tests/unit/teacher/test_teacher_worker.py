@@ -12,7 +12,7 @@ from understudy.teacher.protocol import ScoreReply, ScoreRequest, request_of
 from understudy.teacher.replica.scoring_queue import ScoringWorker, divided, merged
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.model import load_frozen
-from understudy.teacher.scoring.scorer import Begun, Scorer, ScorerOptions
+from understudy.teacher.scoring.scorer import QueuedRequest, Scorer, ScorerOptions
 from understudy.types.scores import Signal
 
 
@@ -29,7 +29,7 @@ def requests() -> list[ScoreRequest]:
 
 def assert_equal(a: ScoreReply, b: ScoreReply, atol: float = 0.0) -> None:
     assert a.keys == b.keys and a.signals == b.signals and a.k_N == b.k_N
-    for name in ("position_counts_N", "digests_N", "judged_P", "ids"):
+    for name in ("position_counts_N", "digests_N", "scored_P", "ids"):
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
     np.testing.assert_allclose(a.sampled_P, b.sampled_P, atol=atol)
     np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
@@ -48,7 +48,7 @@ def test_lanes_score_side_by_side(qwen3: Path, layout: Layout) -> None:
     meeting = threading.Barrier(3, timeout=30)
 
     class Meeting(Scorer):
-        def begin(self, request: ScoreRequest) -> Begun:
+        def begin(self, request: ScoreRequest) -> QueuedRequest:
             if threading.current_thread() is not threading.main_thread():
                 meeting.wait()
             return super().begin(request)
@@ -86,7 +86,7 @@ def test_requests_waiting_together_each_get_their_own_reply(scorer: Scorer, batc
 class Fragile(Scorer):
     """Cannot score the row called `poison`."""
 
-    def begin(self, request: ScoreRequest) -> Begun:
+    def begin(self, request: ScoreRequest) -> QueuedRequest:
         if any("poison" in key for key in request.keys):
             raise RuntimeError("out of memory")
         return super().begin(request)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from understudy.errors import EngineError, TeacherError, TeacherUnavailable
-from understudy.trainers.call_batching import BatchByArrival, BatchByKey, CallQueue, Sharing
+from understudy.trainers.call_batching import BatchByArrival, BatchByKey, BatchSplit, CallQueue
 
 
 async def run_cohort(seed: int, turns: dict[str, int], limit: int = 3) -> list[tuple[str, ...]]:
@@ -182,7 +182,7 @@ def served(
 
     async def scenario() -> list[Any]:
         queue, gather = (
-            CallQueue("score/t", serve, 4, Sharing(lambda: servers, weight, 100)),
+            CallQueue("score/t", serve, 4, BatchSplit(lambda: servers, weight, 100)),
             BatchByArrival(),
         )
         asked = (gather.call(queue, str(number), number) for number in numbers)
@@ -235,7 +235,7 @@ def test_a_teacher_nobody_can_reach_is_not_asked_again_one_by_one() -> None:
         raise TeacherUnavailable("gone")
 
     async def scenario() -> list[Any]:
-        queue, gather = CallQueue("score/t", serve, 4, Sharing(lambda: 1, int, 100)), BatchByArrival()
+        queue, gather = CallQueue("score/t", serve, 4, BatchSplit(lambda: 1, int, 100)), BatchByArrival()
         return await asyncio.gather(
             *(gather.call(queue, str(n), n) for n in range(3)), return_exceptions=True
         )
@@ -256,7 +256,7 @@ def test_a_request_goes_on_while_one_caller_waits_and_is_given_up_after_the_last
             told.append(f"{len(items)} answered")
             return list(items)
 
-        queue, gather = CallQueue("score/t", serve, 8, Sharing(lambda: 1, int, 100)), BatchByArrival()
+        queue, gather = CallQueue("score/t", serve, 8, BatchSplit(lambda: 1, int, 100)), BatchByArrival()
         some = [asyncio.create_task(gather.call(queue, str(n), n)) for n in (1, 2, 3)]
         await asyncio.sleep(0.01)
         some[0].cancel()

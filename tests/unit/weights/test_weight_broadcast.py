@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from understudy.weights.broadcast import (
     GroupOrder,
-    MeetingPlace,
     PackedWeights,
     Receiver,
+    Rendezvous,
     Stage,
     StreamOrder,
     TransferBroken,
@@ -46,7 +46,7 @@ def bits(named: Named) -> list[tuple[str, torch.dtype, tuple[int, ...], bytes]]:
     ]
 
 
-def orders(meeting: MeetingPlace, name: str, size: int, stall_s: float = 20.0) -> list[GroupOrder]:
+def orders(meeting: Rendezvous, name: str, size: int, stall_s: float = 20.0) -> list[GroupOrder]:
     return [GroupOrder(meeting.host, meeting.port, name, rank, size, stall_s) for rank in range(size)]
 
 
@@ -67,7 +67,7 @@ def test_buckets_hold_every_tensor_once_aligned_and_within_their_size(sizes: lis
 @pytest.mark.parametrize("staged", [False, True], ids=["host-memory", "through-a-stage"])
 def test_what_arrives_is_what_was_sent_to_the_bit_again_and_again_through_one_group(staged: bool) -> None:
     """Through a stage as on GPUs, where NCCL carries the buckets; here the stage's device is the CPU."""
-    meeting = MeetingPlace("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1")
     stage = Stage("cpu") if staged else None
     lead, *others = orders(meeting, "all", 4)
     receivers = [Receiver("127.0.0.1") for _ in others]
@@ -101,7 +101,7 @@ def test_packed_weights_keep_their_bytes_when_the_tensors_move_on() -> None:
 
 
 def test_a_damaged_bucket_is_refused() -> None:
-    meeting = MeetingPlace("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1")
     lead, other = orders(meeting, "damaged", 2)
     packed = PackedWeights(weights(), bucket_bytes=512)
     packed.complete()
@@ -116,7 +116,7 @@ def test_a_damaged_bucket_is_refused() -> None:
 
 
 def test_who_never_comes_or_sends_nothing_costs_a_deadline_and_not_a_hang() -> None:
-    meeting = MeetingPlace("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1")
     lead, other = orders(meeting, "absent", 2, stall_s=1.0)
     began = time.monotonic()
     with pytest.raises(RuntimeError):

@@ -20,7 +20,7 @@ import torch
 
 from understudy.assembly.cpu_threads import steady_torch
 from understudy.assembly.learner import load_source, objective_of, policy_settings
-from understudy.assembly.ranks import door_file, join_at, mark_file, refusal_file
+from understudy.assembly.ranks import join_at, joining_file, mark_file, refusal_file
 from understudy.assembly.this_machine import settings_of_run
 from understudy.assembly.usable_ids import kept_usable_ids
 from understudy.cluster.monitor import beat
@@ -43,7 +43,7 @@ def run(process: Process) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(options.rank % torch.cuda.device_count())
     student = load_source(settings.student)
-    door_file(options.meeting, options.rank).touch()
+    joining_file(options.meeting, options.rank).touch()
     group = join_at(options.rank, options.size, options.rendezvous, student.device)
     try:
         beat(mark_file(options.meeting, options.rank))

@@ -36,7 +36,7 @@ def _optimizer(recipe: RecipeTables) -> list[str]:
 def _roles(recipe: RecipeTables) -> list[str]:
     loss, problems = recipe.loss, []
     if loss.advantage == "gae" and loss.task_coef == 0:
-        problems.append("loss.advantage = 'gae' judges task rewards: set loss.task_coef above 0")
+        problems.append("loss.advantage = 'gae' needs task rewards: set loss.task_coef above 0")
     problems += _groups(recipe)
     if recipe.teachers and loss.distill_coef == 0 and loss.task_coef > 0:
         problems.append(

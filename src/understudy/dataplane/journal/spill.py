@@ -66,7 +66,7 @@ class SpillFiles:
         self._highest += 1
         self._segment, self._offset = self._highest, 0
 
-    def lend(self) -> int:
+    def lend_segment(self) -> int:
         """A segment for a remote writer. Its file is created now, so that a restarted plane cannot reuse the
         number."""
         self._highest += 1

@@ -184,13 +184,13 @@ class View:
         elif self._strict and self._awaits(unit):
             self._place(unit)
         elif unit in self._members:
-            self._strike(unit)
+            self._remove_unit(unit)
 
     def _awaits(self, unit: Unit) -> bool:
         members = list(unit.members)
         return bool(members) and all(map(self.spec.awaits, members))
 
-    def _strike(self, unit: Unit) -> None:
+    def _remove_unit(self, unit: Unit) -> None:
         del self._members[unit]
         self._tidy()
 

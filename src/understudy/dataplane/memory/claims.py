@@ -44,7 +44,7 @@ class Claims:
         store.expire()
         return None if view.line else self._try(home, view, n, at_least, count, seconds)
 
-    async def put_on_record(self, lease: Lease) -> None:
+    async def record(self, lease: Lease) -> None:
         """Commit the attempt counts of a producer's lease before its work starts."""
         try:
             await self._store.journal.durable()

@@ -27,12 +27,12 @@ Functions may be sync or async. Sync functions run on a thread, so they do not b
 the event loop, they return an awaitable. Called with a meta on a thread without an event loop, they block
 until done.
 
-`call_elsewhere` runs a bridged function in another process, where `RemoteBridge` executes it:
+`call_remote` runs a bridged function in another process, where `RemoteBridge` executes it:
 
     plane's process                                     remote process
-    call_elsewhere ── Errand: meta, segment ─────────>  FarBridge.run: reads columns from the queue,
+    call_remote ── RemoteCall: meta, segment ────────>  RemoteBridge.run: reads columns from the queue,
                                                         writes columns to segment and queue
-    adopt          <── Answer: result, Written ───────
+    adopt       <── RemoteResult: result, Written ────
 """
 
 from __future__ import annotations
@@ -77,22 +77,22 @@ class ColumnPlace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
+class _Serving:
     plane: ColumnPlace
     loop: asyncio.AbstractEventLoop
 
 
-_here: ContextVar[_Here | None] = ContextVar("understudy_data_plane", default=None)
+_serving: ContextVar[_Serving | None] = ContextVar("understudy_data_plane", default=None)
 
 
 @contextmanager
 def serving(plane: ColumnPlace) -> Iterator[None]:
     """Bridged functions called in this context (also on threads of `asyncio.to_thread`) use this plane."""
-    token = _here.set(_Here(plane, asyncio.get_running_loop()))
+    token = _serving.set(_Serving(plane, asyncio.get_running_loop()))
     try:
         yield
     finally:
-        _here.reset(token)
+        _serving.reset(token)
 
 
 def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -118,7 +118,7 @@ def bridged(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                     f"{function.__name__} was called with the names of rows in {len(places)} arguments; one call works on one "
                     "batch: fetch the others with plane.get, or join rows of one partition with BatchMeta.concat"
                 )
-            here = _here.get()
+            here = _serving.get()
             if here is None:
                 raise DataPlaneError(
                     f"{function.__name__} was called with the names of rows, and no data plane is at hand: "
@@ -202,7 +202,7 @@ def _no_rows(fields: Sequence[str]) -> ColumnDict:
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class RemoteCall:
     """A request to a remote process: the rows by name, and the spill segment for what it writes."""
 
     meta: BatchMeta
@@ -210,18 +210,18 @@ class Errand:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RemoteResult:
     result: Any
     """The function's result: the meta with its new fields, or a value that is not columns."""
     written: tuple[Mapping[str, Written], ...]
     """Announcements of new columns, by key; one per write."""
 
 
-async def call_elsewhere(
+async def call_remote(
     plane: TransferQueueDataPlane,
     batch: BatchMeta | Lease,
     fields: Sequence[str],
-    ask: Callable[[Errand], Awaitable[Answer]],
+    ask: Callable[[RemoteCall], Awaitable[RemoteResult]],
     *,
     site: int = 0,
 ) -> Any:
@@ -231,7 +231,7 @@ async def call_elsewhere(
     meta, lease = (batch.meta, batch) if isinstance(batch, Lease) else (batch, None)
     handed = await plane.hand_over(meta, fields)
     ticket = plane.writer_segments.take(site)  # keeps the segment until the columns written there are adopted
-    answer = await ask(Errand(handed, ticket.number))
+    answer = await ask(RemoteCall(handed, ticket.number))
     for written in answer.written:
         await plane.adopt(meta.partition, written, lease=lease)
     if not isinstance(answer.result, BatchMeta):
@@ -241,21 +241,23 @@ async def call_elsewhere(
 
 
 class RemoteBridge:
-    """Executes errands in the remote process. Many may run concurrently."""
+    """Executes calls in the remote process. Many may run concurrently."""
 
     def __init__(self, writer: RowWriter) -> None:
         self._writer = writer
 
-    async def run(self, function: Callable[..., Any], errand: Errand, *args: Any, **kwargs: Any) -> Answer:
-        desk = _RecordedColumns(self._writer, errand.segment)
-        with serving(desk):
-            result = await function(errand.meta, *args, **kwargs)
-        return Answer(result, tuple(desk.written))
+    async def run(
+        self, function: Callable[..., Any], call: RemoteCall, *args: Any, **kwargs: Any
+    ) -> RemoteResult:
+        columns = _RecordedColumns(self._writer, call.segment)
+        with serving(columns):
+            result = await function(call.meta, *args, **kwargs)
+        return RemoteResult(result, tuple(columns.written))
 
 
 @dataclass(slots=True)
 class _RecordedColumns:
-    """The `ColumnPlace` of one errand: reads from the queue, writes through the `RowWriter`."""
+    """The `ColumnPlace` of one call: reads from the queue, writes through the `RowWriter`."""
 
     writer: RowWriter
     segment: int
@@ -267,8 +269,8 @@ class _RecordedColumns:
         names = tuple(fields or meta.fields)
         if missing := [name for name in names if name not in meta.fields]:
             raise DataPlaneError(
-                f"the function reads {', '.join(missing)}, and the errand was sent with {', '.join(meta.fields) or 'nothing'}; "
-                "name every column it reads in `call_elsewhere`"
+                f"the function reads {', '.join(missing)}, and the call was sent with {', '.join(meta.fields) or 'nothing'}; "
+                "name every column it reads in `call_remote`"
             )
         return await self.writer.read(meta.partition, meta.keys, names, meta.marks)
 

@@ -85,7 +85,7 @@ class QueueLink:
         self._thread = threading.Thread(target=self._loop.run_forever, name="transfer-queue", daemon=True)
         self._thread.start()
         self._calls: set[Future[Any]] = set()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         """Held by `close` while it lists the open calls, and by each new call: none starts after the list is
         taken."""
         self._client = AsyncTransferQueueClient(
@@ -218,7 +218,7 @@ class QueueLink:
         )
 
     async def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        with self._door:
+        with self._lock:
             if self._closed:
                 work.close()
                 raise DataPlaneError("the link to TransferQueue is closed")
@@ -239,7 +239,7 @@ class QueueLink:
 
     def close(self) -> None:
         """Calls still in progress raise `DataPlaneError`. A link that started the queue also stops it."""
-        with self._door:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True

@@ -63,7 +63,7 @@ class WriterSegments:
             self._retire(writer)
             segment = None
         if segment is None:
-            segment = self._current[writer] = self._spill.lend()
+            segment = self._current[writer] = self._spill.lend_segment()
             self._bytes[segment] = 0
         self._tickets[segment] += 1
         ticket = Ticket(segment)

@@ -164,7 +164,7 @@ class QueueStore(Store):
             name: cell.length if isinstance(cell := cells[name], SpillRef) else 0 for name in written.queued
         }
         if not self.admission.hold(sum(sizes.values())):
-            self.disown(home.name, {row.key: written})
+            self.reject(home.name, {row.key: written})
             return
         # The name is unique to this write, so other uploads of this row cannot overwrite it.
         self._known(home.name, row.key).add(queue_key(row.key, written.mark))
@@ -172,7 +172,7 @@ class QueueStore(Store):
         self._marks.setdefault(row.id, {}).update(dict.fromkeys(sizes, written.mark))
         row.resident += sum(sizes.values())
 
-    def disown(self, partition: str, rows: Mapping[str, Written]) -> None:
+    def reject(self, partition: str, rows: Mapping[str, Written]) -> None:
         """Clear copies in the queue that will not be read."""
         if self.uploads is not None:
             self.uploads.clear(
@@ -280,7 +280,7 @@ class QueueIntake(Intake):
                     store.admission.serve()
                     raise
         except LeaseLost:
-            store.disown(partition, rows)
+            store.reject(partition, rows)
             raise
         self._write(home, rows, given, status, room)  # type: ignore[arg-type]
         await store.journal.durable()

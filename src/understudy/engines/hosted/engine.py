@@ -98,8 +98,8 @@ class HostedEngine:
         self._calls = self._aborts = 0
         self._aborting = asyncio.Lock()
         self._paused = self._closed = False
-        self._reviving: dict[str, asyncio.Task[None]] = {}
-        self._pulse = asyncio.create_task(self._feel_pulse())
+        self._restarting: dict[str, asyncio.Task[None]] = {}
+        self._pulse = asyncio.create_task(self._check_health())
 
     @property
     def version(self) -> int:
@@ -197,7 +197,7 @@ class HostedEngine:
         return "\n".join(sorted({count.problem for count in self._restarts.values()}))
 
     def _is_given_up(self, host: Replica) -> bool:
-        gone = host.resting_until != 0.0 and host.name not in self._reviving
+        gone = host.resting_until != 0.0 and host.name not in self._restarting
         return gone and self._restarts[host.name].spent
 
     # --- control ----------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class HostedEngine:
 
     def _lost(self, host: Replica, channel: HostChannel, problem: str) -> None:
         """Marks a host as gone and restarts it, unless the process behind `channel` was already replaced."""
-        if self._closed or host.name in self._reviving or self._channels[host.name] is not channel:
+        if self._closed or host.name in self._restarting or self._channels[host.name] is not channel:
             return
         self._restarts[host.name].lost(problem)
         self._replicas.gone(host)
@@ -259,9 +259,9 @@ class HostedEngine:
         waits = "" if self._serving else "; none serves now, so the run waits until one is back"
         logger.warning("engine process lost: %s; it is started again%s", problem, waits)
         self._notify(f"engine {host.name} was lost and is started again ({problem}){waits}")
-        self._reviving[host.name] = asyncio.create_task(self._revive(host))
+        self._restarting[host.name] = asyncio.create_task(self._restart_lost(host))
 
-    async def _revive(self, host: Replica) -> None:
+    async def _restart_lost(self, host: Replica) -> None:
         count = self._restarts[host.name]
         try:
             while not count.spent:
@@ -275,7 +275,7 @@ class HostedEngine:
                 if not count.spent:
                     await asyncio.sleep(wait)
         finally:
-            del self._reviving[host.name]
+            del self._restarting[host.name]
         logger.error("engine %s is given up after %d restarts", host.name, count.in_vain)
         self._notify(f"engine {host.name} is given up after {count.in_vain} restarts: {count.problem}")
         async with self._news:
@@ -298,7 +298,7 @@ class HostedEngine:
         async with self._news:
             self._news.notify_all()
 
-    async def _feel_pulse(self) -> None:
+    async def _check_health(self) -> None:
         """Finds hosts that died while idle and hosts that hang; requests have no timeout of their own."""
 
         async def feel(host: Replica) -> None:
@@ -318,7 +318,7 @@ class HostedEngine:
         if self._closed:
             return
         self._closed = True
-        tasks = [self._pulse, *self._reviving.values()]
+        tasks = [self._pulse, *self._restarting.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

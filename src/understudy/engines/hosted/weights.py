@@ -28,9 +28,9 @@ from understudy.weights.broadcast import (
     BUCKET_BYTES,
     GroupBackend,
     GroupOrder,
-    MeetingPlace,
     Member,
     PackedWeights,
+    Rendezvous,
     Stage,
     StreamOrder,
     TransferBroken,
@@ -77,7 +77,7 @@ class WeightDelivery:
         """`address`: this machine's address as seen from remote hosts."""
         self._snapshots, self._address = snapshots, address
         self._stall_s, self._bucket_bytes = stall_s, bucket_bytes
-        self._meeting: MeetingPlace | None = None
+        self._meeting: Rendezvous | None = None
         self._group: _Group | None = None
         self._groups = 0
         self._file: str | None = None
@@ -206,7 +206,7 @@ class WeightDelivery:
         """
         assert self._packed is not None
         if self._meeting is None:
-            self._meeting = MeetingPlace(self._address)
+            self._meeting = Rendezvous(self._address)
         orders = [self._group_order(group, rank) for rank in range(len(group.members) + 1)]
         staged = group.backend is GroupBackend.NCCL
         stream = [

@@ -18,7 +18,7 @@ FIRST_ROOM = 64
 """Columns allocated for new tokens from the start."""
 
 
-class RoomyLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):
     """One layer's keys and values, [B, H, C, D]; the first `used` columns are valid.
 
     `room` is the number of allocated columns, `most` its upper limit.
@@ -68,7 +68,7 @@ def _grown(old_BHTD: Tensor, used: int, room: int) -> Tensor:
 def new_cache(layers: int, width: int, most: int) -> Cache:
     """A cache for prompts of `width` columns. It starts small, because few rows grow to `most`."""
     room = min(width + FIRST_ROOM, most)
-    return Cache(layers=[RoomyLayer(room, most) for _ in range(layers)])
+    return Cache(layers=[GrowingLayer(room, most) for _ in range(layers)])
 
 
 def keep_rows(cache: Cache, rows_B: Tensor, skip: int) -> None:

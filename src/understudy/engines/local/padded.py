@@ -31,7 +31,7 @@ class PaddedBatch:
         most = self._mask_BT.shape[1]
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.cache: Cache = kv.new_cache(layers, self._width, most)
-        self._go_lean()
+        self._use_lean_forward()
         ids = [row.ids for row in writing.rows]
         self.logits_BV = self._read_plainly(ids, pad_id) if self._lean is None else self._read_lean(ids)
 
@@ -59,7 +59,7 @@ class PaddedBatch:
         self._mask_BT = torch.from_numpy(mask_BT).to(self._device)
         self._position_B1 = torch.from_numpy(lengths_B[:, None]).to(self._device)
 
-    def _go_lean(self) -> None:
+    def _use_lean_forward(self) -> None:
         self._lean = lean_forward(self._model, longest=self._mask_BT.shape[1])
         self._hide_filling()
 
@@ -121,4 +121,4 @@ class PaddedBatch:
         self._lay_out()
         self.cache = kv.merge(self.cache, other.cache, most=self._mask_BT.shape[1])
         self.logits_BV = torch.cat([self.logits_BV, other.logits_BV])
-        self._go_lean()
+        self._use_lean_forward()

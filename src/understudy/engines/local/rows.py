@@ -62,7 +62,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class PendingDraw:
     """A draw whose result may still be copied to the host."""
 
     news_3B: Tensor
@@ -145,7 +145,7 @@ class DecodingRows:
         """Appends one token to every row; returns the rows that ended with it."""
         return self.end_draw(self.begin_draw(logits_BV))
 
-    def begin_draw(self, logits_BV: Tensor) -> Drawn:
+    def begin_draw(self, logits_BV: Tensor) -> PendingDraw:
         """The device's part: sets `newest_B` to the drawn tokens and starts their copy to the host."""
         if self._drawn_ids < logits_BV.shape[1]:
             logits_BV = logits_BV[:, : self._drawn_ids]
@@ -166,14 +166,14 @@ class DecodingRows:
         # One copy for everything the host needs; float64 holds every id and every fp32 logprob exactly.
         news_3B = torch.stack([tokens_B.double(), logprobs_B.double(), stopped_B.double()])
         if not news_3B.is_cuda:
-            return Drawn(news_3B)
+            return PendingDraw(news_3B)
         told_3B = torch.empty(news_3B.shape, dtype=news_3B.dtype, pin_memory=True)
         told_3B.copy_(news_3B, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Drawn(told_3B, arrived)
+        return PendingDraw(told_3B, arrived)
 
-    def end_draw(self, drawn: Drawn) -> list[Row]:
+    def end_draw(self, drawn: PendingDraw) -> list[Row]:
         """The host's part: waits for the copy, then returns the rows that ended."""
         if drawn.arrived is not None:
             drawn.arrived.synchronize()

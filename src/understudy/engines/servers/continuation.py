@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
-from understudy.engines.servers.dialects import Ask, Dialect, Json, Piece
+from understudy.engines.servers.dialects import Dialect, Json, Piece, PieceRequest
 from understudy.errors import EngineError
 from understudy.serving.client import Reply, ServerClient, ServerGone
 from understudy.serving.endpoint import Endpoint, Traffic
@@ -70,7 +70,7 @@ class Continuation:
     def written(self) -> int:
         return sum(len(piece.tokens) for piece, _ in self._pieces)
 
-    def ask(self, order: ServerOrder) -> Ask:
+    def ask(self, order: ServerOrder) -> PieceRequest:
         """The request for the remaining tokens."""
         request = self.request
         seed = request.seed if order.seeded else None
@@ -80,7 +80,7 @@ class Continuation:
             seed = int.from_bytes(digest, "little") >> 1
         tokens = np.concatenate([request.tokens, *(piece.tokens for piece, _ in self._pieces)])
         left = request.sampling.max_new_tokens - self.written
-        return Ask(request, tokens, left, seed, salt=order.salt, model=order.model)
+        return PieceRequest(request, tokens, left, seed, salt=order.salt, model=order.model)
 
     def add(self, piece: Piece, version: int) -> None:
         self._pieces.append((piece, version))
@@ -115,7 +115,7 @@ class GenerationClient(ServerClient):
         super().__init__(f"{name} ({dialect.name})", endpoint, most=most, connect_s=None)
         self._dialect, self._traffic = dialect, traffic
 
-    async def fetch(self, order: ServerOrder, ask: Ask) -> Piece:
+    async def fetch(self, order: ServerOrder, ask: PieceRequest) -> Piece:
         """Asks for one piece. Raises `RefusedError`, `UnreachableError` or another `EngineError`."""
         path, content = self._dialect.generate, msgspec.json.encode(self._dialect.body(ask))
         self._traffic.sent += len(content)

@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PieceRequest:
     """One HTTP request for a generation, or for the rest of one."""
 
     request: GenerateRequest
@@ -68,8 +68,8 @@ class Dialect:
 
     name: str
     generate: str
-    body: Callable[[Ask], Json]
-    read: Callable[[bytes, Ask], Piece]
+    body: Callable[[PieceRequest], Json]
+    read: Callable[[bytes, PieceRequest], Piece]
     pause: tuple[str, Json] | None = None
     """Path and body. In-flight requests must return the tokens they have."""
     resume: tuple[str, Json] | None = None
@@ -86,7 +86,7 @@ class Dialect:
     """Whether answers can name the model's best ids at each token."""
 
 
-def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -> Piece:
+def check_piece(tokens: Any, logprobs: Any, ask: PieceRequest, stop_reason: StopReason) -> Piece:
     """Refuses answers that would corrupt a row: wrong lengths, invalid ids, invalid log-probabilities."""
     key = ask.request.key
     ids = np.array(tokens) if isinstance(tokens, list) else None
@@ -112,7 +112,7 @@ def check_piece(tokens: Any, logprobs: Any, ask: Ask, stop_reason: StopReason) -
     return Piece(ids.astype(np.int32), np.minimum(values, 0.0).astype(np.float32), stop_reason)
 
 
-def best_ids(entries: Iterable[tuple[Any, Any]], ask: Ask) -> list[int]:
+def best_ids(entries: Iterable[tuple[Any, Any]], ask: PieceRequest) -> list[int]:
     """The K likeliest of one token's (id, logprob) entries, which may include a drawn token of lower rank."""
     wanted = ask.request.sampling.candidates
     found = {int(i): float(x) for i, x in entries if isinstance(x, (int, float)) and math.isfinite(x)}
@@ -142,7 +142,7 @@ def _no_filters(sampling: Sampling) -> Json:
     }
 
 
-def _vllm_body(ask: Ask) -> Json:
+def _vllm_body(ask: PieceRequest) -> Json:
     sampling = ask.request.sampling
     params = {
         **_no_filters(sampling),
@@ -213,7 +213,7 @@ _vllm_reply = msgspec.json.Decoder(_VLLMReply[_Token])
 _vllm_reply_with_candidates = msgspec.json.Decoder(_VLLMReply[_TokenWithCandidates])
 
 
-def _vllm_read(body: bytes, ask: Ask) -> Piece:
+def _vllm_read(body: bytes, ask: PieceRequest) -> Piece:
     wanted = ask.request.sampling.candidates
     decoder: Any = _vllm_reply_with_candidates if wanted else _vllm_reply
     choices = _decoded(body, ask, decoder).choices
@@ -234,7 +234,7 @@ def _vllm_read(body: bytes, ask: Ask) -> Piece:
     return replace(piece, labels=labels, candidates=candidates)
 
 
-def _openai_body(ask: Ask) -> Json:
+def _openai_body(ask: PieceRequest) -> Json:
     sampling = ask.request.sampling
     return {
         **_no_filters(sampling),
@@ -250,7 +250,7 @@ def _openai_body(ask: Ask) -> Json:
     }
 
 
-def _openai_read(body: bytes, ask: Ask) -> Piece:
+def _openai_read(body: bytes, ask: PieceRequest) -> Piece:
     reply = _decoded(body, ask, _json_object)
     choices = reply.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -270,7 +270,7 @@ def _openai_read(body: bytes, ask: Ask) -> Piece:
     return check_piece(tokens, logprobs.get("token_logprobs"), ask, stop)
 
 
-def _sglang_body(ask: Ask) -> Json:
+def _sglang_body(ask: PieceRequest) -> Json:
     sampling = ask.request.sampling
     params = {
         **_no_filters(sampling),
@@ -288,7 +288,7 @@ def _sglang_body(ask: Ask) -> Json:
     }
 
 
-def _sglang_read(body: bytes, ask: Ask) -> Piece:
+def _sglang_read(body: bytes, ask: PieceRequest) -> Piece:
     meta = _decoded(body, ask, _json_object).get("meta_info") or {}
     entries = meta.get("output_token_logprobs") or []
     finish = meta.get("finish_reason") or {}
@@ -307,7 +307,7 @@ def _sglang_read(body: bytes, ask: Ask) -> Piece:
 _json_object = msgspec.json.Decoder(Json)
 
 
-def _decoded(body: bytes, ask: Ask, decoder: Any) -> Any:
+def _decoded(body: bytes, ask: PieceRequest, decoder: Any) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
@@ -316,12 +316,12 @@ def _decoded(body: bytes, ask: Ask, decoder: Any) -> Any:
         ) from error
 
 
-def _without(ask: Ask, name: str, body: bytes) -> EngineError:
+def _without(ask: PieceRequest, name: str, body: bytes) -> EngineError:
     text = body[:200].decode(errors="replace")
     return EngineError(f"{ask.request.key}: the server's answer has no {name}: {text}")
 
 
-def _stop_reason(finish: Any, matched: Any, ask: Ask) -> StopReason:
+def _stop_reason(finish: Any, matched: Any, ask: PieceRequest) -> StopReason:
     if finish == "length":
         return StopReason.LENGTH
     if finish == "abort":

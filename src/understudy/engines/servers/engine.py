@@ -31,7 +31,7 @@ from understudy.engines.servers.continuation import (
     UnreachableError,
     check_candidates,
 )
-from understudy.engines.servers.dialects import Ask, Dialect, Json, Piece
+from understudy.engines.servers.dialects import Dialect, Json, Piece, PieceRequest
 from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.engines.servers.weights import WeightDelivery
 from understudy.errors import EngineError
@@ -176,7 +176,7 @@ class RemoteEngine:
                 return
             replica = self._replicas.pick(request.session, size)
             if replica is None:
-                self._check_hope()
+                self._check_any_left()
                 await asyncio.sleep(min(self._replicas.next_awake() + 0.01, 1.0))
                 continue
             try:
@@ -201,7 +201,7 @@ class RemoteEngine:
             f"no server generated {request.key} within {self._patience_s:g} s; the last problem: {problem}"
         )
 
-    async def _fetch(self, replica: Replica, order: ServerOrder, ask: Ask) -> Piece:
+    async def _fetch(self, replica: Replica, order: ServerOrder, ask: PieceRequest) -> Piece:
         """Asks for one piece; an empty one, aborted, if `_return_all` cancels the request."""
         fetching = asyncio.ensure_future(self._clients[replica.name].fetch(order, ask))
         self._fetching.add(fetching)
@@ -346,7 +346,7 @@ class RemoteEngine:
         """Whether an unreachable server will be restarted: only subclasses that own their servers do that."""
         return False
 
-    def _check_hope(self) -> None:
+    def _check_any_left(self) -> None:
         """Raises if no server will ever serve again; only subclasses that own their servers can know."""
 
     async def close(self) -> None:

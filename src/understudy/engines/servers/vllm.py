@@ -133,7 +133,7 @@ class VLLMEngine(RemoteEngine):
                 answered = replica.answers
             problem = self._servers.problem(name, self._children[name])
             if count.spent:
-                self._surrender(replica, problem, count.in_vain)
+                self._drop_server(replica, problem, count.in_vain)
                 return
             wait = count.restart()
             what = "started again" if self._servers.must_start(name, self._children[name]) else "asked again"
@@ -155,7 +155,7 @@ class VLLMEngine(RemoteEngine):
             self._children[name] = await self._servers.start(name)
         await self.replace(name, self._servers.endpoint(name, self._children[name]))
 
-    def _surrender(self, replica: Replica, problem: str, restarts: int) -> None:
+    def _drop_server(self, replica: Replica, problem: str, restarts: int) -> None:
         times = f"after {restarts} restarts without an answer (cluster.restarts.rollout)"
         self._given_up[replica.name] = f"vLLM {replica.name} {problem}; it was given up {times}"
         self._tell(self._given_up[replica.name])
@@ -165,7 +165,7 @@ class VLLMEngine(RemoteEngine):
         logger.warning("%s", news)
         self._notify(_in_one_line(news))
 
-    def _check_hope(self) -> None:
+    def _check_any_left(self) -> None:
         if len(self._given_up) == len(self._children):
             raise EngineError("no vLLM server is left. " + "\n".join(sorted(set(self._given_up.values()))))
 

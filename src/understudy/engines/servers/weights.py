@@ -57,7 +57,7 @@ class WeightDelivery:
         """The trained tensors themselves and their version, if servers copy from them directly."""
         self._address = address
         self._broadcast: Broadcast | None = None
-        self._doors: dict[str, HostChannel] = {}
+        self._channels: dict[str, HostChannel] = {}
         """Connections to the proxies of remote servers, by replica name."""
         self._sent: int | None = None
         """The version last broadcast."""
@@ -101,27 +101,29 @@ class WeightDelivery:
         """Broadcasts to all remote servers at once."""
         if self._broadcast is None:
             self._broadcast = Broadcast(Snapshots(0), self._address)
-        doors = {self._door(one): one for one in replicas}
-        lost = await self._broadcast.publish(version, tensors, list(doors))
+        channels = {self._channel(one): one for one in replicas}
+        lost = await self._broadcast.publish(version, tensors, list(channels))
         self._sent = version
-        for door, problem in lost.items():
-            if not self._give_up(doors[door]):
+        for channel, problem in lost.items():
+            if not self._give_up(channels[channel]):
                 raise UnreachableError(str(problem)) from problem
-        await asyncio.gather(*(self._renew(one, version) for door, one in doors.items() if door not in lost))
+        await asyncio.gather(
+            *(self._renew(one, version) for channel, one in channels.items() if channel not in lost)
+        )
 
     async def _send_again(self, replica: Replica) -> None:
         """Sends the newest weights to a restarted remote server."""
-        old = self._doors.pop(replica.name, None)
+        old = self._channels.pop(replica.name, None)
         if old is not None:
             await old.close()
         if self._broadcast is not None and self._sent is not None:
-            await self._broadcast.give(self._sent, self._door(replica))
+            await self._broadcast.give(self._sent, self._channel(replica))
             await self._renew(replica, self._sent)
 
-    def _door(self, replica: Replica) -> HostChannel:
-        if replica.name not in self._doors:
-            self._doors[replica.name] = HostChannel(replica.name, replica.endpoint)
-        return self._doors[replica.name]
+    def _channel(self, replica: Replica) -> HostChannel:
+        if replica.name not in self._channels:
+            self._channels[replica.name] = HostChannel(replica.name, replica.endpoint)
+        return self._channels[replica.name]
 
     async def _hand_over(self, replica: Replica, version: int, tensors: Sequence[tuple[str, Tensor]]) -> bool:
         """Tries the device copy. False if the server needs a snapshot; True if it is done or given up."""
@@ -195,7 +197,7 @@ class WeightDelivery:
             replica.label = None  # an older server without this route: do not ask again
 
     async def close(self) -> None:
-        await asyncio.gather(*(door.close() for door in self._doors.values()))
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
         if self._folder is not None:
             self._folder.close()
         if self._broadcast is not None:

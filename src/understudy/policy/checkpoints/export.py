@@ -125,7 +125,7 @@ def model_card(card: Mapping[str, Any], title: str, library: str = "transformers
     lines += ["# license: yours to name; the base model's and the data's bind you"]
     lines += ["tags:", "- on-policy-distillation", "- understudy", "---", "", f"# {title}", ""]
     lines += [
-        "Trained on its own rollouts under the judgement of teachers (on-policy distillation) with Understudy.",
+        "Trained on its own rollouts which teachers score token by token (on-policy distillation), with Understudy.",
         "",
     ]
     lines += ["| | |", "|---|---|"]

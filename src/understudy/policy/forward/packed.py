@@ -35,7 +35,7 @@ LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PackedInput:
     """The input of the body: rows one after another, padded or not, or the nodes of their prefix tree."""
 
     ids_1U: torch.Tensor
@@ -48,7 +48,7 @@ class Line:
 
 def lay_out(
     ids_1T: torch.Tensor, lengths: Sequence[int], *, share: bool = False, group: bool = False
-) -> Line:
+) -> PackedInput:
     """`share`: compute shared prefixes once; `group`: pad rows into groups of equal length. Each is applied
     only if it saves time.
 
@@ -63,7 +63,7 @@ def lay_out(
     if share and (line := _shared(ids_1T, lengths, options)):
         return line
     positions_T = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
-    return Line(ids_1T, _to(positions_T, ids_1T.device)[None], options, None)
+    return PackedInput(ids_1T, _to(positions_T, ids_1T.device)[None], options, None)
 
 
 def _bounds(bounds: np.ndarray, device: torch.device) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def _grouped(ids_1T: torch.Tensor, lengths: Sequence[int]) -> Line | None:
+def _grouped(ids_1T: torch.Tensor, lengths: Sequence[int]) -> PackedInput | None:
     own_B, device = np.asarray(lengths, dtype=np.int64), ids_1T.device
     groups = in_groups(own_B)
     if groups is None:
@@ -88,10 +88,10 @@ def _grouped(ids_1T: torch.Tensor, lengths: Sequence[int]) -> Line | None:
     ids_U = ids_1T.new_zeros(groups.total).index_copy(0, nodes_T, ids_1T[0])
     positions_U = np.arange(groups.total) - np.repeat(groups.bounds[:-1], np.diff(groups.bounds))
     options = _bounds(groups.bounds, device) | {"groups": torch.from_numpy(groups.table_G3)}
-    return Line(ids_U[None], _to(positions_U, device)[None], options, nodes_T)
+    return PackedInput(ids_U[None], _to(positions_U, device)[None], options, nodes_T)
 
 
-def _shared(ids_1T: torch.Tensor, lengths: Sequence[int], options: dict[str, Any]) -> Line | None:
+def _shared(ids_1T: torch.Tensor, lengths: Sequence[int], options: dict[str, Any]) -> PackedInput | None:
     ids_T = ids_1T[0].numpy()
     tree = prefix_tree(np.split(ids_T, np.cumsum(lengths)[:-1]))
     if len(tree) > (1 - WORTH_SHARING) * len(ids_T):
@@ -103,7 +103,9 @@ def _shared(ids_1T: torch.Tensor, lengths: Sequence[int], options: dict[str, Any
     nodes_T = torch.from_numpy(tree.nodes_BL[real_BL])
     places_U = torch.from_numpy(line_BL.ravel()[tree.places_U])
     ids_1U, position_ids_1U = (torch.from_numpy(a)[None] for a in (tree.tokens_U, tree.positions_U))
-    return Line(ids_1U, position_ids_1U, {**options, "nodes_T": nodes_T, "places_U": places_U}, nodes_T)
+    return PackedInput(
+        ids_1U, position_ids_1U, {**options, "nodes_T": nodes_T, "places_U": places_U}, nodes_T
+    )
 
 
 def packed_states(body: nn.Module, ids_1T: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -111,7 +113,7 @@ def packed_states(body: nn.Module, ids_1T: torch.Tensor, lengths: Sequence[int])
     return _through(body, lay_out(ids_1T, lengths))
 
 
-def _through(body: nn.Module, line: Line) -> torch.Tensor:
+def _through(body: nn.Module, line: PackedInput) -> torch.Tensor:
     states: torch.Tensor = body(
         input_ids=line.ids_1U, position_ids=line.position_ids_1U, use_cache=False, **line.options
     ).last_hidden_state

@@ -59,7 +59,7 @@ class MasterAdamW:
             if weight.dtype == torch.float32 and not settings.offload:
                 self.masters[name] = weight
             else:
-                self.masters[name] = _at_home(weight.detach(), settings.offload).requires_grad_()
+                self.masters[name] = _on_master_device(weight.detach(), settings.offload).requires_grad_()
                 weight.register_post_accumulate_grad_hook(_into_master(self.masters[name], settings.offload))
         self.separate = tuple(
             name for name, weight in self.weights.items() if self.masters[name] is not weight
@@ -229,7 +229,7 @@ def _distribute(full: torch.Tensor, target: DTensor) -> DTensor:
     return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
 
 
-def _at_home(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
+def _on_master_device(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
     """A float32 copy, in host memory if the optimizer is offloaded; a shard stays a shard, on the same
     ranks."""
     home = torch.device("cpu") if offload else tensor.device
@@ -262,7 +262,9 @@ def _into_master(master: torch.Tensor, offload: bool) -> Callable[[torch.Tensor]
         if master.grad is None:
             shard = isinstance(master, DTensor)
             master.grad = (
-                _at_home(weight.grad, offload) if shard else weight.grad.to(master.device, torch.float32)
+                _on_master_device(weight.grad, offload)
+                if shard
+                else weight.grad.to(master.device, torch.float32)
             )
         else:
             local(master.grad).add_(local(weight.grad).to(master.device))

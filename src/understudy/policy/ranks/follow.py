@@ -217,7 +217,7 @@ class LeadingPolicy:
             lambda: self.policy.load_state(checkpoint.policy),
         )
 
-    def expect_the_end(self) -> None:
+    def expect_exit(self) -> None:
         """The run is ending: from now on a rank that ends is not an error."""
         if self._monitor is not None:
             self._monitor.expect_exit()

@@ -59,7 +59,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """One process, whole weights."""
 
     rank = 0

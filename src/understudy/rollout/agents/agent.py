@@ -34,7 +34,7 @@ class LoopContext:
     """The maximum length of a rollout in tokens."""
     max_generated: int | None = None
     """Tokens the student may write in all turns of one trajectory; None: limited by the context only."""
-    judging: Callable[[int], None] | None = None
+    loop_returned: Callable[[int], None] | None = None
     """Called with the number of outputs when a worker starts to compute their rewards itself. Not called by
     loops."""
 

@@ -84,7 +84,7 @@ class Rewards:
     def names(self) -> str:
         return ", ".join(reward.name for reward in self._rewards)
 
-    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its reward (the weighted sum) and each function's numbers as metrics."""
         if not self._rewards:
             return trajectory

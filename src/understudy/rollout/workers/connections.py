@@ -27,7 +27,7 @@ _GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
 
-class Line(Protocol):
+class WorkerConnection(Protocol):
     """The run's connection to one worker."""
 
     reader: asyncio.StreamReader
@@ -43,7 +43,7 @@ class Line(Protocol):
         ...
 
 
-OpenLine = Callable[[int], Awaitable[Line]]
+OpenLine = Callable[[int], Awaitable[WorkerConnection]]
 """Starts the worker with this number and returns the connection to it."""
 
 

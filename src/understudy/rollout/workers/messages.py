@@ -6,7 +6,7 @@
 | `Setup`, `Ready` | run, worker | what the worker needs to make loops; it has made them |
 | `Begin` | run | start a session |
 | `Done`, `Stored`, `Failed` | worker | end of a session: its trajectories; or the `RowHandler`'s answer; or an error |
-| `Judging` | worker | the loop has returned, the `RowHandler` computes rewards |
+| `LoopReturned` | worker | the loop has returned, the `RowHandler` computes rewards |
 | `WorkRequest`, `WorkDone` | run, worker | other work of the `RowHandler`, and its answer |
 | `CancelSession` | run | cancel a session or a work request |
 | `Generate`, `Generated` | worker, run | a generation: its context, and what was written |
@@ -111,7 +111,7 @@ class Done(msgspec.Struct, tag=True):
     """Each output's key, the frame of its `Trajectory`'s fields, and why it cannot be sent, if so."""
 
 
-class Judging(msgspec.Struct, tag=True):
+class LoopReturned(msgspec.Struct, tag=True):
     """The loop returned this many trajectories; the worker's `RowHandler` now computes their rewards."""
 
     session_id: int
@@ -139,7 +139,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 ToWorker = Setup | Begin | WorkRequest | Generated | CancelSession
-ToRun = Ready | Generate | CancelGeneration | Done | Judging | Stored | WorkDone | Failed
+ToRun = Ready | Generate | CancelGeneration | Done | LoopReturned | Stored | WorkDone | Failed
 OF_GENERATION = (Generate, Generated, CancelGeneration)
 
 _from_run: frames.Decoder[ToWorker] = frames.Decoder(ToWorker)

@@ -155,7 +155,7 @@ class Worker:
         trajectories = checked_outputs(await self._loops.of(prompt).run(prompt, context), context)
         if begin.ticket is None or self._handler is None:
             return wire.Done(session_id, [wire.pack_output(one) for one in trajectories])
-        self.say(wire.Judging(session_id, len(trajectories)))
+        self.say(wire.LoopReturned(session_id, len(trajectories)))
         return wire.Stored(
             session_id, await self._handler.store(prompt, trajectories, begin.ticket, sampling)
         )

@@ -18,7 +18,7 @@ from understudy.engines.base import Generation, Sampling
 from understudy.errors import ConfigError, DataError
 from understudy.rollout.agents.agent import LoopContext, LostOutput
 from understudy.rollout.workers import messages as wire
-from understudy.rollout.workers.connections import Line
+from understudy.rollout.workers.connections import WorkerConnection
 from understudy.types.prompt import Prompt
 from understudy.types.trajectory import Trajectory
 
@@ -73,7 +73,7 @@ class Channel:
     a task reads the worker's messages."""
 
     def __init__(
-        self, line: Line, name: str, life: int, traffic: Traffic, on_end: Callable[[int], None]
+        self, line: WorkerConnection, name: str, life: int, traffic: Traffic, on_end: Callable[[int], None]
     ) -> None:
         self._line, self._name, self.life = line, name, life
         self._traffic, self._on_end = traffic, on_end
@@ -181,10 +181,10 @@ class Channel:
                 self._cancel_generation(message)
             elif isinstance(message, wire.Done):
                 self._settle(message.session_id, [wire.unpack_output(*one) for one in message.outputs])
-            elif isinstance(message, wire.Judging):
+            elif isinstance(message, wire.LoopReturned):
                 session = self._sessions.get(message.session_id)
-                if session is not None and session.context.judging is not None:
-                    session.context.judging(message.outputs)
+                if session is not None and session.context.loop_returned is not None:
+                    session.context.loop_returned(message.outputs)
             elif isinstance(message, wire.Stored | wire.WorkDone):
                 self._settle(message.session_id, message.body)
             elif isinstance(message, wire.Failed):

@@ -209,7 +209,7 @@ class CompletionsClient:
             k_N=request.k_N,
             position_counts_N=request.position_counts_N,
             digests_N=request.digests_N,
-            judged_P=np.concatenate([answer.judged_P for answer in answers]),
+            scored_P=np.concatenate([answer.scored_P for answer in answers]),
             sampled_P=np.concatenate([answer.sampled_P for answer in answers]),
             ids=np.concatenate([answer.ids_PK.reshape(-1) for answer in answers]),
             logprobs=np.concatenate([answer.logprobs_PK.reshape(-1) for answer in answers]),

@@ -20,7 +20,7 @@ TOKEN_ID = "token_id:"
 class Candidates:
     """The scores of one sequence."""
 
-    judged_P: np.ndarray
+    scored_P: np.ndarray
     sampled_P: np.ndarray
     ids_PK: np.ndarray
     logprobs_PK: np.ndarray
@@ -54,15 +54,15 @@ def from_prompt_logprobs(body: bytes, item: ScoreItem) -> Candidates:
     if len(given) != len(item.tokens):
         raise ValueError(f"{len(given)} prompt_logprobs for {len(item.tokens)} tokens")
     columns = item.k if item.signal is Signal.TOPK else 0
-    judged_P = item.tokens[item.positions].astype(np.int32)
-    sampled_P = np.empty(len(judged_P), np.float32)
-    ids_PK = np.empty((len(judged_P), columns), np.int32)
-    logprobs_PK = np.empty((len(judged_P), columns), np.float32)
+    scored_P = item.tokens[item.positions].astype(np.int32)
+    sampled_P = np.empty(len(scored_P), np.float32)
+    ids_PK = np.empty((len(scored_P), columns), np.int32)
+    logprobs_PK = np.empty((len(scored_P), columns), np.float32)
     for p, position in enumerate(item.positions.tolist()):
         entries = given[position]
-        own = None if entries is None else entries.get(str(judged_P[p]))
+        own = None if entries is None else entries.get(str(scored_P[p]))
         if entries is None or own is None:
-            raise ValueError(f"position {position}: no logprob for token {judged_P[p]}, which was sent there")
+            raise ValueError(f"position {position}: no logprob for token {scored_P[p]}, which was sent there")
         sampled_P[p] = own.logprob
         if columns:
             best = sorted(entries.items(), key=lambda pair: (-pair[1].logprob, pair[1].rank or 0))[:columns]
@@ -72,7 +72,7 @@ def from_prompt_logprobs(body: bytes, item: ScoreItem) -> Candidates:
                 )
             ids_PK[p] = [int(token) for token, _ in best]
             logprobs_PK[p] = [entry.logprob for _, entry in best]
-    return Candidates(judged_P, sampled_P, ids_PK, logprobs_PK)
+    return Candidates(scored_P, sampled_P, ids_PK, logprobs_PK)
 
 
 class _Echoed(msgspec.Struct):
@@ -104,7 +104,7 @@ def from_echo(body: bytes, item: ScoreItem) -> Candidates:
     columns = item.k if item.signal is Signal.TOPK else 0
     wanted = item.positions.tolist()
     expected = item.tokens[item.positions].astype(np.int32)
-    judged_P = np.array(
+    scored_P = np.array(
         [_token_id(echoed.tokens[at], int(own)) for at, own in zip(wanted, expected, strict=True)], np.int32
     )
     sampled_P = np.empty(len(wanted), np.float32)
@@ -117,7 +117,7 @@ def from_echo(body: bytes, item: ScoreItem) -> Candidates:
         sampled_P[p] = own
         if columns:
             _fill(ids_PK[p], logprobs_PK[p], echoed.top_logprobs, position)
-    return Candidates(judged_P, sampled_P, ids_PK, logprobs_PK)
+    return Candidates(scored_P, sampled_P, ids_PK, logprobs_PK)
 
 
 def _fill(

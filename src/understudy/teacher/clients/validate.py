@@ -95,12 +95,12 @@ def _check_echo(request: ScoreRequest, reply: ScoreReply, wrong: Wrong) -> None:
     if different_N.any():
         raise wrong("the reply echoes other tokens than were sent", int(different_N.argmax()))
     expected_P = request.tokens_T[request.flat_positions_P]
-    different_P = reply.judged_P != expected_P
+    different_P = reply.scored_P != expected_P
     if different_P.any():
         at = int(different_P.argmax())
         row = int(np.repeat(np.arange(len(request)), request.position_counts_N)[at])
         raise wrong(
-            f"judges token {reply.judged_P[at]} where {expected_P[at]} was sent: the reply is shifted",
+            f"scores token {reply.scored_P[at]} where {expected_P[at]} was sent: the reply is shifted",
             row,
             int(request.positions_P[at]),
         )
@@ -113,7 +113,7 @@ def _check_sampled(
     if not possible_P.all():
         at, row, position = first(~possible_P)
         raise wrong(
-            f"logprob {reply.sampled_P[at]} of the judged token is not a finite number ≤ 0", row, position
+            f"logprob {reply.sampled_P[at]} of the scored token is not a finite number ≤ 0", row, position
         )
 
 
@@ -133,7 +133,7 @@ def _check_candidates(
             block = _Block(
                 ids_PK=_rows(reply.ids, starts_P[chosen], k),
                 logprobs_PK=_rows(reply.logprobs, starts_P[chosen], k),
-                judged_P=reply.judged_P[chosen],
+                scored_P=reply.scored_P[chosen],
                 sampled_P=reply.sampled_P[chosen],
             )
             named_PK = None if is_topk else _rows(request.ids, named_starts_P[chosen], k)
@@ -158,7 +158,7 @@ class _Block:
 
     ids_PK: np.ndarray
     logprobs_PK: np.ndarray
-    judged_P: np.ndarray
+    scored_P: np.ndarray
     sampled_P: np.ndarray
 
     def problems(self, named_PK: np.ndarray | None, vocab: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -193,17 +193,17 @@ class _Block:
         twice_P: np.ndarray = np.any(ordered_PK[:, 1:] == ordered_PK[:, :-1], axis=1)
         yield "a candidate appears twice", twice_P
         yield self._twin_problem()
-        absent_P: np.ndarray = ~(self.ids_PK == self.judged_P[:, None]).any(1)
+        absent_P: np.ndarray = ~(self.ids_PK == self.scored_P[:, None]).any(1)
         hidden_P = np.logical_and(absent_P, self.sampled_P > last_P + DISAGREE)
-        yield "the judged token is likelier than the last candidate yet not among them", hidden_P
+        yield "the scored token is likelier than the last candidate yet not among them", hidden_P
 
     def _twin_problem(self) -> tuple[str, np.ndarray]:
         """If the scored token is among the candidates, its two logprobs must be equal up to rounding."""
-        place_P, column_P = np.nonzero(self.ids_PK == self.judged_P[:, None])
+        place_P, column_P = np.nonzero(self.ids_PK == self.scored_P[:, None])
         apart = np.abs(self.logprobs_PK[place_P, column_P] - self.sampled_P[place_P])
-        wrong_P = np.zeros(len(self.judged_P), bool)
+        wrong_P = np.zeros(len(self.scored_P), bool)
         wrong_P[place_P[~(apart <= DISAGREE)]] = True
-        return "the judged token has two different logprobs: the reply is shifted or mixed up", wrong_P
+        return "the scored token has two different logprobs: the reply is shifted or mixed up", wrong_P
 
 
 def _check_hidden(request: ScoreRequest, reply: ScoreReply, rows_P: np.ndarray, wrong: Wrong) -> None:

@@ -54,7 +54,7 @@ class HealthRules:
 
 
 @dataclass(slots=True)
-class ReplicaLife:
+class ReplicaHealth:
     """One replica's state. Every method is an event at time `now` (seconds of the injected clock).
 
     `ReplicaSupervisor` and `Replica` call it on the pool's event loop.
@@ -127,7 +127,7 @@ class ReplicaLife:
         if self.state not in (State.RETIRED, State.EJECTED, State.RESTARTING, State.STARTING):
             self._eject(now, reason, wait=self.setbacks > 0)
 
-    def revival_due(self, now: float) -> bool:
+    def restart_due(self, now: float) -> bool:
         return self.state is State.EJECTED and now >= self.retry_at
 
     def restarting(self) -> None:

@@ -117,7 +117,7 @@ def _of(replica: Replica, all_tokens: int) -> ReplicaMetrics:
     latency_mean, latency_p95 = _latency(replica.latencies)
     return ReplicaMetrics(
         name=replica.name,
-        state=replica.life.state,
+        state=replica.health.state,
         share=replica.tokens / all_tokens if all_tokens else 0.0,
         tokens=replica.tokens,
         requests=replica.requests,

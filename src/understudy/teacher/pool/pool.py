@@ -346,9 +346,9 @@ class TeacherPool:
 
         Raises `ClusterError` if every replica was given up: then no row is at fault.
         """
-        if self._supervisor.hopeless is not None:
+        if self._supervisor.given_up_reason is not None:
             raise ClusterError(
-                f"{self._supervisor.hopeless}\nno replica of teacher {self.name} is left; no row is lost"
+                f"{self._supervisor.given_up_reason}\nno replica of teacher {self.name} is left; no row is lost"
             )
         if attempts.answers_seen != self._answers:
             attempts.answers_seen, attempts.rounds = self._answers, 0
@@ -364,7 +364,7 @@ class TeacherPool:
             self._paused_at = self._clock.now()
             self._totals.pauses += 1
             replicas = self._supervisor.replicas.values()
-            states = "; ".join(f"{r.name} {r.life.state.value} ({r.life.last_reason})" for r in replicas)
+            states = "; ".join(f"{r.name} {r.health.state.value} ({r.health.last_reason})" for r in replicas)
             self._supervisor.tell(
                 EventKind.PAUSED, None, f"no replica answers, scoring waits and nothing is dropped: {states}"
             )

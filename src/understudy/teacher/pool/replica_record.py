@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.pool.balance import Load
-from understudy.teacher.pool.health import Failure, ReplicaLife
+from understudy.teacher.pool.health import Failure, ReplicaHealth
 from understudy.teacher.pool.launch import ReplicaSpec
 
 LATENCIES_KEPT = 512
@@ -19,13 +19,13 @@ class Replica:
     """Held by `ReplicaSupervisor`; the pool updates it on its event loop."""
 
     spec: ReplicaSpec
-    life: ReplicaLife
+    health: ReplicaHealth
     slots: asyncio.Semaphore
     """Limits its requests in flight; further ones wait in the pool, where their deadline has not started."""
     client: ScoringClient | None = None
     load: Load = field(default_factory=Load)
     probing: asyncio.Task[None] | None = None
-    reviving: asyncio.Task[None] | None = None
+    restarting: asyncio.Task[None] | None = None
     requests: int = 0
     tokens: int = 0
     """Tokens scored; failed requests do not count."""
@@ -47,9 +47,9 @@ class Replica:
         self.tokens += tokens
         self.latencies.append(seconds)
         self.load.settled()
-        self.life.request_ok(now)
+        self.health.request_ok(now)
 
     def failed(self, failure: Failure, tokens: int, reason: str, now: float) -> None:
         self.failures[failure] = self.failures.get(failure, 0) + 1
         self.load.failed(tokens, now)
-        self.life.request_failed(failure, reason)
+        self.health.request_failed(failure, reason)

@@ -17,7 +17,7 @@ from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
 from understudy.teacher.pool.clock import Clock
 from understudy.teacher.pool.events import EventKind, PoolEvent
-from understudy.teacher.pool.health import Failure, HealthRules, ReplicaLife, State
+from understudy.teacher.pool.health import Failure, HealthRules, ReplicaHealth, State
 from understudy.teacher.pool.integrity import Identity, check_same, identify
 from understudy.teacher.pool.launch import Launcher, ReplicaSpec, Witness
 from understudy.teacher.pool.replica_record import Replica
@@ -89,7 +89,7 @@ class ReplicaSupervisor:
     async def start(self, specs: Sequence[ReplicaSpec]) -> None:
         """Start all replicas and check that they agree. If one cannot start, all are stopped."""
         for spec in specs:
-            self._enrol(spec)
+            self._add(spec)
         try:
             found = await together(self._bring_up(self.replicas[spec.name]) for spec in specs)
             self.identity = found[0]
@@ -99,19 +99,19 @@ class ReplicaSupervisor:
             await self.close()
             raise
         for spec in specs:
-            self.replicas[spec.name].life.probe_passed(self._clock.now())
+            self.replicas[spec.name].health.probe_passed(self._clock.now())
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{self.teacher}")
 
     async def add(self, spec: ReplicaSpec) -> None:
         """Start a further replica; it gets traffic once the identity probe has passed."""
-        replica = self._enrol(spec)
+        replica = self._add(spec)
         try:
             self._check_identity(replica, await self._bring_up(replica))
         except BaseException:
             del self.replicas[spec.name]
             await self._stop(replica)
             raise
-        replica.life.probe_passed(self._clock.now())
+        replica.health.probe_passed(self._clock.now())
         self.tell(EventKind.ADDED, replica.name, "joined")
         self._notify()
 
@@ -122,11 +122,11 @@ class ReplicaSupervisor:
             raise TeacherError(
                 f"teacher {self.teacher} has no replica {name!r}; it has {', '.join(self.replicas)}"
             )
-        if replica.life.usable and sum(other.life.usable for other in self.replicas.values()) == 1:
+        if replica.health.usable and sum(other.health.usable for other in self.replicas.values()) == 1:
             raise TeacherError(
                 f"teacher {self.teacher}: {name!r} is the last usable replica; add another one first"
             )
-        replica.life.retire()
+        replica.health.retire()
         until = self._clock.now() + drain
         while replica.load.outstanding_requests and self._clock.now() < until:
             await self._clock.sleep(min(0.05, drain))
@@ -138,13 +138,13 @@ class ReplicaSupervisor:
         await _cancelled(self._watching)
         await asyncio.gather(*(self._stop(replica) for replica in self.replicas.values()))
         for replica in self.replicas.values():
-            replica.life.retire()
+            replica.health.retire()
 
     async def change_version(self, version: int, deliver: Deliver) -> None:
         """Delivers weights of `version` to all replicas in use. Returns when one of them has proved that it has
         them; it is the new identity. One that has not is restarted. No request may be under way."""
         self.identity, self.version = None, version
-        asked = [replica for replica in self.replicas.values() if replica.life.usable]
+        asked = [replica for replica in self.replicas.values() if replica.health.usable]
         lost = await deliver([replica.name for replica in asked])
         for replica in asked:
             try:
@@ -152,21 +152,21 @@ class ReplicaSupervisor:
                     raise TeacherError(lost[replica.name])
                 await self._probe(replica)
             except Exception as error:
-                replica.life.probe_failed(self._clock.now(), str(error))
-                if replica.life.usable:
+                replica.health.probe_failed(self._clock.now(), str(error))
+                if replica.health.usable:
                     self._eject(replica)
         while self.identity is None:
-            if self.hopeless is not None:
+            if self.given_up_reason is not None:
                 raise ClusterError(
-                    f"{self.hopeless}\nno replica of teacher {self.teacher} is left to take weights of version {version}"
+                    f"{self.given_up_reason}\nno replica of teacher {self.teacher} is left to take weights of version {version}"
                 )
             await self.wait_for_change(1.0)
 
     def usable(self) -> list[Replica]:
         """The healthy replicas; if there are none, the suspect ones."""
-        healthy = [replica for replica in self.replicas.values() if replica.life.state is State.HEALTHY]
+        healthy = [replica for replica in self.replicas.values() if replica.health.state is State.HEALTHY]
         return healthy or [
-            replica for replica in self.replicas.values() if replica.life.state is State.SUSPECT
+            replica for replica in self.replicas.values() if replica.health.state is State.SUSPECT
         ]
 
     def request_failed(self, replica: Replica, failure: Failure, tokens: int, reason: str) -> None:
@@ -175,13 +175,13 @@ class ReplicaSupervisor:
         Eject the replica if its record is bad and another can serve; otherwise probe it.
         """
         replica.failed(failure, tokens, reason, self._clock.now())
-        if replica.life.deserves_ejection and self._spare(replica):
+        if replica.health.deserves_ejection and self._spare(replica):
             self._eject(replica)
-        elif replica.life.state is State.SUSPECT and replica.probing is None:
+        elif replica.health.state is State.SUSPECT and replica.probing is None:
             replica.probing = asyncio.create_task(self._prove(replica), name=f"probe-{replica.name}")
 
     @property
-    def hopeless(self) -> str | None:
+    def given_up_reason(self) -> str | None:
         """The reason, if every replica was given up: starts with the last one's own error. None otherwise."""
         problems = [replica.given_up for replica in self.replicas.values()]
         return problems[-1] if problems and all(problems) else None
@@ -202,7 +202,7 @@ class ReplicaSupervisor:
         await self._clock.sleep(seconds)
         return True
 
-    def _enrol(self, spec: ReplicaSpec) -> Replica:
+    def _add(self, spec: ReplicaSpec) -> Replica:
         if spec.name in self.replicas:
             raise TeacherError(f"teacher {self.teacher} already has a replica {spec.name!r}")
         if not spec.external and self._launcher is None:
@@ -210,30 +210,30 @@ class ReplicaSupervisor:
                 f"teacher {self.teacher}, replica {spec.name}: neither an address nor a launcher"
             )
         replica = Replica(
-            spec, ReplicaLife(self._options.health), asyncio.Semaphore(self._options.max_in_flight)
+            spec, ReplicaHealth(self._options.health), asyncio.Semaphore(self._options.max_in_flight)
         )
         self.replicas[spec.name] = replica
         return replica
 
     def _spare(self, replica: Replica) -> bool:
-        return any(other.life.usable for other in self.replicas.values() if other is not replica)
+        return any(other.health.usable for other in self.replicas.values() if other is not replica)
 
     def _eject(self, replica: Replica) -> None:
         replica.ejections += 1
-        replica.life.eject(self._clock.now())
-        self.tell(EventKind.EJECTED, replica.name, replica.life.last_reason)
+        replica.health.eject(self._clock.now())
+        self.tell(EventKind.EJECTED, replica.name, replica.health.last_reason)
 
     async def _prove(self, replica: Replica) -> None:
         """Probe a suspect by scoring the fixed tokens; /health would prove nothing."""
         try:
             await self._probe(replica)
         except Exception as error:
-            replica.life.probe_failed(self._clock.now(), str(error))
+            replica.health.probe_failed(self._clock.now(), str(error))
             # A lone external replica is kept: we cannot restart it, so all we can do is try it again.
-            if replica.life.usable and (self._spare(replica) or not replica.spec.external):
+            if replica.health.usable and (self._spare(replica) or not replica.spec.external):
                 self._eject(replica)
         else:
-            replica.life.probe_passed(self._clock.now())
+            replica.health.probe_passed(self._clock.now())
         finally:
             replica.probing = None
 
@@ -274,7 +274,7 @@ class ReplicaSupervisor:
         if replica.client is not None:
             await replica.client.close()
         replica.client = self._connect(self.teacher, replica.name, endpoint)
-        replica.life.started()
+        replica.health.started()
         return await self._first_contact(replica)
 
     async def _first_contact(self, replica: Replica) -> Identity:
@@ -303,71 +303,71 @@ class ReplicaSupervisor:
                     and not replica.spec.external
                     and not self._launcher.alive(replica.name)
                 ):
-                    was_usable = replica.life.usable
-                    replica.life.died(self._clock.now(), "its process died")
+                    was_usable = replica.health.usable
+                    replica.health.died(self._clock.now(), "its process died")
                     if was_usable:
                         replica.ejections += 1
                         self.tell(EventKind.EJECTED, replica.name, "its process died")
-                if replica.life.revival_due(self._clock.now()) and replica.reviving is None:
-                    replica.reviving = asyncio.create_task(
-                        self._revive(replica), name=f"revive-{replica.name}"
+                if replica.health.restart_due(self._clock.now()) and replica.restarting is None:
+                    replica.restarting = asyncio.create_task(
+                        self._restart_lost(replica), name=f"revive-{replica.name}"
                     )
 
-    async def _revive(self, replica: Replica) -> None:
+    async def _restart_lost(self, replica: Replica) -> None:
         """Probe the replica if it still runs; restart it if it does not run or fails the probe."""
         try:
             if await self._still_sound(replica):
                 self._readmit(replica, EventKind.READMITTED, "proved itself again")
             elif not replica.spec.external:
-                replica.in_vain = 0 if replica.life.setbacks <= 1 else replica.in_vain
+                replica.in_vain = 0 if replica.health.setbacks <= 1 else replica.in_vain
                 if self._options.max_restarts is not None and replica.in_vain >= self._options.max_restarts:
                     self._abandon(replica)
                 else:
                     await self._restart(replica)
         finally:
-            replica.reviving = None
+            replica.restarting = None
 
     def _abandon(self, replica: Replica) -> None:
         """Give the replica up: it does not stay up, and is not restarted again."""
-        said = replica.life.last_reason
+        said = replica.health.last_reason
         if isinstance(self._launcher, Witness) and (words := self._launcher.last_words(replica.name)):
             said = said if words in said else f"{words}\n{said}"
         times = f"given up after {replica.in_vain} restarts in a row (cluster.restarts.teacher)"
         replica.given_up = f"{said}\n(teacher {self.teacher}, replica {replica.name}: {times})"
-        replica.life.retire()
-        self.tell(EventKind.EJECTED, replica.name, f"{times}: {replica.life.last_reason}")
+        replica.health.retire()
+        self.tell(EventKind.EJECTED, replica.name, f"{times}: {replica.health.last_reason}")
         self._notify()
 
     async def _still_sound(self, replica: Replica) -> bool:
         alive = replica.spec.external or (self._launcher is not None and self._launcher.alive(replica.name))
         if not alive or replica.client is None:
             return False
-        replica.life.started()
+        replica.health.started()
         try:
             await self._probe(replica)
         except Exception as error:
-            replica.life.probe_failed(self._clock.now(), str(error))
+            replica.health.probe_failed(self._clock.now(), str(error))
             return False
         return True
 
     async def _restart(self, replica: Replica) -> None:
         assert self._launcher is not None
-        replica.life.restarting()
+        replica.health.restarting()
         try:
             await self._launcher.stop(replica.name)
             replica.restarts += 1
             replica.in_vain += 1
             self._check_identity(replica, await self._bring_up(replica))
         except Exception as error:
-            replica.life.restart_failed(self._clock.now(), str(error))
-            replica.life.probe_failed(self._clock.now(), str(error))
+            replica.health.restart_failed(self._clock.now(), str(error))
+            replica.health.probe_failed(self._clock.now(), str(error))
             self.tell(EventKind.EJECTED, replica.name, f"restart failed: {error}")
         else:
             self._readmit(replica, EventKind.RESTARTED, "back after a restart")
 
     def _readmit(self, replica: Replica, kind: EventKind, message: str) -> None:
-        replica.life.probe_passed(self._clock.now())
-        if replica.life.usable:
+        replica.health.probe_passed(self._clock.now())
+        if replica.health.usable:
             self.tell(kind, replica.name, message)
             self._notify()
 
@@ -377,7 +377,7 @@ class ReplicaSupervisor:
 
     async def _stop(self, replica: Replica) -> None:
         await _cancelled(replica.probing)
-        await _cancelled(replica.reviving)
+        await _cancelled(replica.restarting)
         if replica.client is not None:
             await replica.client.close()
         if self._launcher is not None and not replica.spec.external:

@@ -22,7 +22,7 @@ from understudy.teacher.replica.tensor_parallel import Place, shard_head, shard_
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.head import Head, head_of, to_wire
 from understudy.teacher.scoring.model import FrozenModel
-from understudy.teacher.scoring.scorer import Begun, Scorer, ScorerOptions, plain_truth
+from understudy.teacher.scoring.scorer import QueuedRequest, Scorer, ScorerOptions, plain_scores
 from understudy.types.usable_ids import UsableIds
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class LockstepScorer(Scorer):
         head = head_of(whole.model)
         own = usable.within(head.vocab) if usable is not None else None
         # The model's own forward of the probe, before sharding: what the shards together must reproduce.
-        self._truth = plain_truth(whole, own) if place.rank == 0 else np.empty(0, np.float32)
+        self._truth = plain_scores(whole, own) if place.rank == 0 else np.empty(0, np.float32)
         self._wire = to_wire(head) if place.rank == 0 else None
         shard_layers(whole.model, place)
         own_head = shard_head(head, place)
@@ -62,7 +62,7 @@ class LockstepScorer(Scorer):
         assert self._wire is not None
         return self._wire
 
-    def begin(self, request: ScoreRequest) -> Begun:
+    def begin(self, request: ScoreRequest) -> QueuedRequest:
         if self.place.rank == 0:
             # The layout decides how the forward is cut into steps, so it is sent with every request.
             send(LAYOUTS.index(self.body.layout).to_bytes() + encode_request(request))

@@ -6,9 +6,9 @@ from understudy.teacher.replica.scoring_queue import WorkerCounts
 
 _SERIES = (
     ("requests", "counter", "requests_total", "score requests answered"),
-    ("sequences", "counter", "sequences_total", "sequences judged"),
+    ("sequences", "counter", "sequences_total", "sequences scored"),
     ("tokens", "counter", "tokens_total", "tokens prefilled"),
-    ("positions", "counter", "positions_total", "positions judged"),
+    ("positions", "counter", "positions_total", "positions scored"),
     ("batches", "counter", "batches_total", "times the model was busy with one or more requests"),
     ("failures", "counter", "failures_total", "requests whose scoring raised"),
     ("busy_seconds", "counter", "busy_seconds_total", "seconds spent scoring"),

@@ -21,7 +21,7 @@ import numpy as np
 
 from understudy.teacher.manifest import Batching
 from understudy.teacher.protocol import ScoreReply, ScoreRequest
-from understudy.teacher.scoring.scorer import Begun, Scorer
+from understudy.teacher.scoring.scorer import QueuedRequest, Scorer
 from understudy.types.scores import Signal
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class _Running:
     """Jobs whose forward is queued on the device as one batch."""
 
     jobs: list[_Job]
-    begun: Begun
+    begun: QueuedRequest
     started: float
 
 
@@ -280,7 +280,7 @@ def divided(reply: ScoreReply, requests: Sequence[ScoreRequest]) -> list[ScoreRe
                 k_N=request.k_N,
                 position_counts_N=request.position_counts_N,
                 digests_N=reply.digests_N[rows],
-                judged_P=reply.judged_P[position : position + positions],
+                scored_P=reply.scored_P[position : position + positions],
                 sampled_P=reply.sampled_P[position : position + positions],
                 ids=reply.ids[candidate : candidate + candidates],
                 logprobs=reply.logprobs[candidate : candidate + candidates],

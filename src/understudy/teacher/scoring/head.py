@@ -114,7 +114,7 @@ def rows_per_chunk(columns: int, chunk_bytes: int) -> int:
 def score_rows(
     head: Head,
     hidden_PH: torch.Tensor,
-    judged_P: torch.Tensor,
+    scored_P: torch.Tensor,
     *,
     topk: int = 0,
     at_ids_PK: torch.Tensor | None = None,
@@ -141,7 +141,7 @@ def score_rows(
         if usable is not None:
             logits_CV = head.reader.cut(logits_CV, usable)
         total_C, best = head.reader.read(logits_CV, topk)
-        torch.sub(head.reader.at(logits_CV, judged_P[part, None]).squeeze(1), total_C, out=sampled_P[part])
+        torch.sub(head.reader.at(logits_CV, scored_P[part, None]).squeeze(1), total_C, out=sampled_P[part])
         if best is not None and ids_PK is not None and logprobs_PK is not None:
             torch.sub(best[0], total_C[:, None], out=logprobs_PK[part])
             ids_PK[part] = best[1]

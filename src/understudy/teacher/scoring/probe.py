@@ -19,7 +19,7 @@ def probe_items(vocab: int, max_length: int, unused: Sequence[int] = ()) -> list
     if unused:  # an id without a token is replaced by the next that has one
         known = np.setdiff1d(np.arange(vocab, dtype=np.int32), np.asarray(unused, dtype=np.int32))
         tokens = known[np.searchsorted(known, tokens) % len(known)]
-    return [judged("probe", tokens)]
+    return [probe_item("probe", tokens)]
 
 
 def probe_family(vocab: int, max_length: int, unused: Sequence[int] = ()) -> list[ScoreItem]:
@@ -28,10 +28,10 @@ def probe_family(vocab: int, max_length: int, unused: Sequence[int] = ()) -> lis
     other = whole.tokens.copy()
     other[-(len(other) // 3) :] = other[: len(other) // 3]
     short = whole.tokens[: max(2, len(other) // 2)][::-1].copy()
-    return [whole, *(judged(f"probe-{i}", tokens) for i, tokens in enumerate((other, short)))]
+    return [whole, *(probe_item(f"probe-{i}", tokens) for i, tokens in enumerate((other, short)))]
 
 
-def judged(key: str, tokens: np.ndarray) -> ScoreItem:
+def probe_item(key: str, tokens: np.ndarray) -> ScoreItem:
     """An item that scores every token of a sequence but the first."""
     return ScoreItem(key, tokens, np.arange(1, len(tokens), dtype=np.int32), Signal.SAMPLED)
 

@@ -25,7 +25,7 @@ from understudy.teacher.scoring.body import Body, Layout
 from understudy.teacher.scoring.head import Head, head_of, score_rows, to_wire
 from understudy.teacher.scoring.model import FrozenModel
 from understudy.teacher.scoring.packing import as_slice, ragged_ranges
-from understudy.teacher.scoring.probe import is_uniform, judged, probe_family
+from understudy.teacher.scoring.probe import is_uniform, probe_family, probe_item
 from understudy.types.scores import ScoreItem, Signal
 from understudy.types.usable_ids import UsableIds
 
@@ -80,7 +80,7 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class QueuedRequest:
     """A request whose work is queued on the device."""
 
     request: ScoreRequest
@@ -130,16 +130,16 @@ class Scorer:
         return self.finish(self.begin(request))
 
     @torch.inference_mode()
-    def begin(self, request: ScoreRequest) -> Begun:
+    def begin(self, request: ScoreRequest) -> QueuedRequest:
         groups = _groups_of(request)
         parts = [self._queue_group(request, group) for group in groups]
         done = None
         if self.frozen.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return Begun(request, groups, parts, done)
+        return QueuedRequest(request, groups, parts, done)
 
-    def finish(self, begun: Begun) -> ScoreReply:
+    def finish(self, begun: QueuedRequest) -> ScoreReply:
         if begun.done is not None:
             begun.done.synchronize()
         request = begun.request
@@ -155,7 +155,7 @@ class Scorer:
             k_N=request.k_N,
             position_counts_N=request.position_counts_N,
             digests_N=request.digests_N,
-            judged_P=request.tokens_T[request.flat_positions_P],
+            scored_P=request.tokens_T[request.flat_positions_P],
             sampled_P=sampled_P,
             ids=ids,
             logprobs=logprobs,
@@ -192,9 +192,9 @@ class Scorer:
         flat_P = request.flat_positions_P
         lengths_N = _needed_lengths(request, self.body.rotary_border)
         named = named_ids(request, group)
-        judged_rows = [row for row in group.rows if counts_N[row]]
+        scored_rows = [row for row in group.rows if counts_N[row]]
         parts = []
-        for batch in self.body.plan(request, judged_rows, lengths_N):
+        for batch in self.body.plan(request, scored_rows, lengths_N):
             rows = batch.rows
             wanted = ragged_ranges(starts_N[rows], counts_N[rows])
             places = ragged_ranges(place_N[rows], counts_N[rows])
@@ -202,10 +202,10 @@ class Scorer:
             states_PH = self.body.states(
                 request, batch, lengths_N, request.positions_P[wanted] - 1, counts_N[rows]
             )
-            judged_P = self.body.to_device(request.tokens_T[flat_P[wanted]].astype(np.int64))
+            scored_P = self.body.to_device(request.tokens_T[flat_P[wanted]].astype(np.int64))
             named_PK = None if named is None else self.body.to_device(named[places].astype(np.int64))
             usable = request.usable or self.usable
-            parts.append(self._queue_head(group, places, states_PH, judged_P, named_PK, usable))
+            parts.append(self._queue_head(group, places, states_PH, scored_P, named_PK, usable))
         return parts
 
     def _queue_head(
@@ -213,14 +213,14 @@ class Scorer:
         group: _Group,
         places: np.ndarray,
         states_PH: torch.Tensor,
-        judged_P: torch.Tensor,
+        scored_P: torch.Tensor,
         named_PK: torch.Tensor | None,
         usable: UsableIds | None,
     ) -> _Part:
         scores = score_rows(
             self.head,
             states_PH,
-            judged_P,
+            scored_P,
             topk=group.k if group.signal is Signal.TOPK else 0,
             at_ids_PK=named_PK,
             chunk_bytes=self.options.chunk_bytes,
@@ -287,9 +287,9 @@ class Scorer:
         for size, count in (*large, *small):
             length = max(2, min(size, self.frozen.max_length))
             rows = rng.integers(0, self.vocab, (count, length)).astype(np.int32)
-            self.score(request_of([judged(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
+            self.score(request_of([probe_item(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
             rows[:, : length // 2] = rows[0, : length // 2]
-            self.score(request_of([judged(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
+            self.score(request_of([probe_item(f"rehearsal-{i}", row) for i, row in enumerate(rows)]))
 
     def _try_packing(self, wanted: Layout, items: Sequence[ScoreItem], theirs: np.ndarray) -> None:
         self.body.layout = Layout.PACKED
@@ -307,7 +307,7 @@ class Scorer:
 
     def _expected(self) -> np.ndarray:
         """The probe's logprobs by the model's own forward."""
-        return plain_truth(self.frozen, self.usable)
+        return plain_scores(self.frozen, self.usable)
 
     @property
     def wire_head(self) -> WireHead:
@@ -327,7 +327,7 @@ class Scorer:
             )
 
 
-def plain_truth(frozen: FrozenModel, usable: UsableIds | None) -> np.ndarray:
+def plain_scores(frozen: FrozenModel, usable: UsableIds | None) -> np.ndarray:
     """The probe's logprobs by the model's own forward, over the ids that have a token."""
     vocab = frozen.model.get_output_embeddings().weight.shape[0] if usable is None else usable.limit
     items = probe_family(vocab, frozen.max_length, () if usable is None else usable.holes)
@@ -359,12 +359,12 @@ def _needed_lengths(request: ScoreRequest, rotary_border: int | None = None) -> 
     embedding.
     """
     lengths_N = np.zeros(len(request), dtype=np.int64)
-    judged = np.flatnonzero(request.position_counts_N)
+    scored = np.flatnonzero(request.position_counts_N)
     ends_N = np.cumsum(request.position_counts_N, dtype=np.int64)
-    lengths_N[judged] = request.positions_P[ends_N[judged] - 1]
+    lengths_N[scored] = request.positions_P[ends_N[scored] - 1]
     if rotary_border is not None:
         whole_N = np.diff(request.starts_N, append=len(request.tokens_T))
-        beyond = judged[whole_N[judged] > rotary_border]
+        beyond = scored[whole_N[scored] > rotary_border]
         lengths_N[beyond] = np.maximum(lengths_N[beyond], rotary_border + 1)
     return lengths_N
 

@@ -77,7 +77,7 @@ class CriticWatch(Monitor):
             channel.give_up(str(gone))
             raise
 
-    async def feel_pulse(self, channel: HostChannel) -> None:
+    async def check_health(self, channel: HostChannel) -> None:
         """Detects a stopped process, and a machine that is gone without closing its connections."""
         while True:
             self._answered += await channel.answers(SILENCE_S)
@@ -116,7 +116,7 @@ class RemoteCritic:
     def untouched(self) -> bool:
         return self._untouched
 
-    def expect_the_end(self) -> None:
+    def expect_exit(self) -> None:
         """The run ends: from now on the end of the critic's process is expected."""
         self._watch.expect_exit()
 

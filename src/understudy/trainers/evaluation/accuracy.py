@@ -34,7 +34,7 @@ def sampled_measures(
 ) -> dict[str, float]:
     """`avg@k` (mean reward) and `pass@1`, `pass@2`, `pass@4` … `pass@k` over problems with k rewards each."""
     k = len(rewards[0])
-    solved = [sum(reward >= solved_at for reward in judged) for judged in rewards]
+    solved = [sum(reward >= solved_at for reward in samples) for samples in rewards]
 
     def measure(value: Callable[[int], float]) -> dict[str, float]:
         return mean_by_source(sources, [value(index) for index in range(len(rewards))])

@@ -1,4 +1,4 @@
-"""Held-out accuracy: the student answers held-out problems and the recipe's reward judges the answers.
+"""Held-out accuracy: the student answers held-out problems and the recipe's reward scores the answers.
 
 `val/accuracy` is measured on greedy answers. With `trainer.eval_k` each problem is also sampled k times at
 the rollout's temperature: `val/avg@k`, `val/pass@1` … `val/pass@k`. Every metric comes over all problems and
@@ -24,7 +24,7 @@ from understudy.errors import RankLost
 from understudy.rollout.dataset import Dataset
 from understudy.trainers.checkpoints import finish_saving, save_checkpoint
 from understudy.trainers.evaluation.accuracy import mean_by_source, sampled_measures
-from understudy.trainers.evaluation.examiner import Failure
+from understudy.trainers.evaluation.evaluator import Failure
 from understudy.trainers.models import load_model
 from understudy.trainers.produce.produce import routing_value
 from understudy.trainers.stopping import Abandoned, Interrupts
@@ -45,18 +45,19 @@ async def evaluate(producer: Producer, step: int, teachers: bool = False) -> dic
     prompts, settings = producer.eval_prompts, producer.settings.evaluation
     if not prompts:
         return {}
-    examiner = replace(producer.examiner, failures=[])
+    evaluator = replace(producer.evaluator, failures=[])
     text = f"evaluating on {len(prompts)} held-out problems"
     with (
         producer.state.spans.span("evaluate", step=step),
         producer.state.view.work(text, total=len(prompts) * (1 + settings.k)) as advance,
     ):
-        answers = await examiner.greedy(prompts, advance)
-        judged = await examiner.sampled(prompts, settings.k, advance) if settings.k else []
+        answers = await evaluator.greedy(prompts, advance)
+        sampled = await evaluator.sampled(prompts, settings.k, advance) if settings.k else []
     _keep(producer, step, prompts, answers, "student")
-    await _bury(producer, step, examiner.failures, "")
+    await _dead_letter(producer, step, evaluator.failures, "")
     metrics = {
-        f"val/{name}": value for name, value in measures(prompts, answers, judged, settings.solved_at).items()
+        f"val/{name}": value
+        for name, value in measures(prompts, answers, sampled, settings.solved_at).items()
     }
     if teachers:
         metrics |= await _teacher_accuracy(producer)
@@ -66,20 +67,20 @@ async def evaluate(producer: Producer, step: int, teachers: bool = False) -> dic
 def measures(
     prompts: Sequence[Prompt],
     answers: Sequence[Trajectory],
-    judged: Sequence[Sequence[Trajectory]],
+    sampled: Sequence[Sequence[Trajectory]],
     solved_at: float,
 ) -> dict[str, float]:
     """`accuracy` of the greedy answers, `sampled_measures` of the sampled ones, and how many of all
     `failed`."""
     sources = [prompt.data_source for prompt in prompts]
     found = {f"accuracy{name}": value for name, value in _accuracy(prompts, answers).items()}
-    if judged:
+    if sampled:
         unsolved = 0.0 if solved_at > 0 else solved_at - 1.0
-        rewards = [[_reward(one, unsolved) for one in samples] for samples in judged]
+        rewards = [[_reward(one, unsolved) for one in samples] for samples in sampled]
         found |= sampled_measures(sources, rewards, solved_at)
     failed = Counter(
         source or "all"
-        for source, *attempts in zip(sources, answers, *zip(*judged, strict=True), strict=True)
+        for source, *attempts in zip(sources, answers, *zip(*sampled, strict=True), strict=True)
         for one in attempts
         if one.reward is None
     )
@@ -102,7 +103,7 @@ def _reward(trajectory: Trajectory, failed: float = 0.0) -> float:
     return failed if trajectory.reward is None else float(trajectory.reward)
 
 
-async def _bury(producer: Producer, step: int, failures: Sequence[Failure], who: str) -> None:
+async def _dead_letter(producer: Producer, step: int, failures: Sequence[Failure], who: str) -> None:
     """Issues and dead-letters each failed answer, so that it is in the dead-letter file and an audit still
     balances."""
     for failure in failures:
@@ -133,18 +134,18 @@ async def _teacher_accuracy(producer: Producer) -> dict[str, float]:
             revision=teacher.revision,
             attention=teacher.attention,
         )
-        engine = loaded.engine(producer.examiner.max_batch)
-        examiner = replace(
-            producer.examiner, engine=engine, context=loaded.steady_context, seed=0, failures=[]
+        engine = loaded.engine(producer.evaluator.max_batch)
+        evaluator = replace(
+            producer.evaluator, engine=engine, context=loaded.steady_context, seed=0, failures=[]
         )
         text = f"evaluating teacher {name} on {len(mine)} held-out problems"
         try:
             with producer.state.view.work(text, total=len(mine)) as advance:
-                answers = await examiner.greedy(mine, advance)
+                answers = await evaluator.greedy(mine, advance)
         finally:
             await engine.close()
         _keep(producer, 0, mine, answers, f"teacher {name}")
-        await _bury(producer, 0, examiner.failures, f"teacher-{name}-")
+        await _dead_letter(producer, 0, evaluator.failures, f"teacher-{name}-")
         metrics |= {
             f"val/teacher_accuracy{key}": value for key, value in _accuracy(mine, answers).items() if key
         }

@@ -43,7 +43,7 @@ async def claim_batch(learner: Learner, step: int) -> tuple[Lease, BatchRef, dic
 
     Called after the step's producers have ended: a row that is incomplete then raises an error.
     """
-    fields, mine = training_columns(learner.settings.loss, learner.settings.judged), {"step": step}
+    fields, mine = training_columns(learner.settings.loss, learner.settings.scored), {"step": step}
     depth = await learner.state.plane.depth(PARTITION, fields=fields, where=mine, step=step)
     if depth.ready < depth.rows:
         raise await _never_complete(learner, step, fields)

@@ -68,7 +68,7 @@ class WindowCursor:
         """Other prompts for places of a window whose prompts were filtered."""
         return self._next(window, count)
 
-    def owes(self, window: int) -> bool:
+    def has_unfilled(self, window: int) -> bool:
         """Whether prompts that the journal holds for this window have not been handed out again yet."""
         return window in self._passed or window in self._assigned.values()
 

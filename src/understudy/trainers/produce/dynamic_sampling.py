@@ -83,6 +83,6 @@ async def prompts_held(producer: Producer, step: int) -> int:
     Replacements that an earlier launch took may have incomplete rows in flight. They are taken from the
     cursor again."""
     rows, settings = await producer.state.plane.list(PARTITION), producer.settings
-    fields = set(training_columns(settings.loss, settings.judged))
+    fields = set(training_columns(settings.loss, settings.scored))
     complete = {key for key, row in rows.items() if row.tags.get("step") == step and fields <= {*row.columns}}
     return len({split_key(key)[0] for key in complete})

@@ -40,7 +40,7 @@ def timed(error: Exception, clock: asyncio.Timeout, what: str, limit: float) -> 
     return SampleFailed(f"{what} took longer than rollout.deadline_seconds = {limit:g}")
 
 
-class ClockStopped:
+class PausedClock:
     """Stops a session's clock while it waits for the engine, and in a cohort for the other members.
 
     A class, because a step has hundreds of them and a generator costs several times as much."""

@@ -61,7 +61,7 @@ def head_start_of(learner: Learner, samples: int) -> HeadStartTrigger | None:
     It does not help on a GPU, which works through its queue anyway, nor on a single core."""
     settings, policy = learner.settings, learner.policy
     useful = (
-        settings.judged
+        settings.scored
         and learner.critic is None  # its update needs memory while the states are kept
         and settings.loss.signal != "hidden"  # micro-batches are grouped by teacher then
         and not settings.rollout.filter_groups

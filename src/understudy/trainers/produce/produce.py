@@ -144,7 +144,7 @@ async def _produce(
                     await safe
         except Exception as error:
             # None of the session's outputs is in the journal, so the key of its first output stands for it.
-            await _bury(producer, row_key(prompt.key, session), own_fault(error))
+            await _dead_letter(producer, row_key(prompt.key, session), own_fault(error))
 
 
 async def _complete(
@@ -171,7 +171,7 @@ async def _complete(
     if safe is not None:
         await safe
     if failure is not None:
-        await _bury(producer, output.key, failure)
+        await _dead_letter(producer, output.key, failure)
     elif scores is not None:
         await scores.record(lambda arrays: journal.put(lambda: Written({output.key: score_columns(arrays)})))
 
@@ -218,7 +218,7 @@ def routing_value(producer: Producer, prompt: Prompt) -> Any:
     return prompt.data_source if column == "data_source" else prompt.columns.get(column)
 
 
-async def _bury(producer: Producer, key: str, error: Exception) -> None:
+async def _dead_letter(producer: Producer, key: str, error: Exception) -> None:
     """Dead-letters a row. The run ends when there are more than `trainer.max_dead_letters` allows."""
     reason = reason_of(error)
     logger.warning("dead letter %s: %s", key, reason)

@@ -119,10 +119,10 @@ class LocalRollouts:
             self.timings.lengths(one.key, one.length, one.loss_length)
         # `due` is None if the loop returned while a generation was still running, which stops the clock.
         left = session.limit if due is None else due - asyncio.get_running_loop().time()
-        judged = [await self._judged(session, one, left) for one in outputs]
-        return RolledOut(judged, self._journal(session, judged))
+        rewarded = [await self._rewarded(session, one, left) for one in outputs]
+        return RolledOut(rewarded, self._journal(session, rewarded))
 
-    async def _judged(
+    async def _rewarded(
         self, session: Session, trajectory: Trajectory | LostOutput, seconds: float
     ) -> Trajectory | Failed:
         """Each reward gets the time that the loop left, so that one hanging reward fails its own output
@@ -134,7 +134,7 @@ class LocalRollouts:
             with self.spans.span("reward", key=key), self.timings.during(key, "reward"):
                 check_ids(trajectory, self.sampling)
                 async with clock:
-                    return storable(await self.rewards.judge(session.prompt, trajectory))
+                    return storable(await self.rewards.score(session.prompt, trajectory))
         except Exception as error:
             what = f"reward {self.rewards.names} timed out: {key}"
             return Failed(key, own_fault(timed(error, clock, what, session.limit)))

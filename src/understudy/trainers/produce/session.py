@@ -20,7 +20,7 @@ from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.seeds import derive_seed
 from understudy.trainers.call_batching import Gather
-from understudy.trainers.produce.failures import ClockStopped
+from understudy.trainers.produce.failures import PausedClock
 from understudy.trainers.produce.rollouts import RolledOut, Session, TagsOf
 from understudy.trainers.produce.row_journal import RowJournal
 from understudy.trainers.system import Producer
@@ -50,7 +50,7 @@ def loop_context(
 
     async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
         request = GenerateRequest(f"{key}/{turn}", tokens, sampling, seed(turn), session=key)
-        with ClockStopped(clock):
+        with PausedClock(clock):
             result: Generation = await gather.call(producer.engine_queue, request.key, request)
         return result
 

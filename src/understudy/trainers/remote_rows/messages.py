@@ -72,7 +72,7 @@ class External(msgspec.Struct, frozen=True):
     """The recipe's K, tried first when the client probes how many logprobs the server returns."""
 
 
-class Door(msgspec.Struct, frozen=True):
+class ReplicaAddress(msgspec.Struct, frozen=True):
     """The address of one teacher replica."""
 
     teacher: str
@@ -102,7 +102,7 @@ class OrderItem(msgspec.Struct, omit_defaults=True):
 class ScoreOrder(msgspec.Struct):
     """A scoring request that a worker sends to one replica."""
 
-    door: Door
+    address: ReplicaAddress
     items: list[OrderItem]
     seconds: float | None
 

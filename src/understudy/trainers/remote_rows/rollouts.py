@@ -72,7 +72,7 @@ class RemoteRollouts:
         not answer."""
         clock, limit, what = session.clock, session.limit, "agent loop"
 
-        def judging(outputs: int) -> None:
+        def loop_returned(outputs: int) -> None:
             nonlocal what
             what = "reward"
             clock.reschedule(asyncio.get_running_loop().time() + limit * (outputs + 1))
@@ -80,7 +80,7 @@ class RemoteRollouts:
         try:
             async with clock:
                 with self.spans.span("rollout", key=session.key):
-                    context = replace(session.context, judging=judging)
+                    context = replace(session.context, loop_returned=loop_returned)
                     answer = await self.workers.run_and_store(session.prompt, context)
                     kept = wire.decode_kept(answer.body)
                     await self._adopt(kept, session)

@@ -56,22 +56,22 @@ class RemoteScoring:
 
         def both(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
             direct = connect(teacher, replica, endpoint)
-            door = wire.Door(teacher, replica, endpoint.url, endpoint.token, external, usable)
+            address = wire.ReplicaAddress(teacher, replica, endpoint.url, endpoint.token, external, usable)
             # Our own replicas report an address that other machines reach. An external server may be on the
             # loopback.
-            reachable = None if external and endpoint.on_loopback else door
+            reachable = None if external and endpoint.on_loopback else address
             return RemoteClient(self, direct, reachable)
 
         return both
 
     async def ask(
-        self, door: wire.Door, items: Sequence[ScoreRef], timeout: float | None
+        self, address: wire.ReplicaAddress, items: Sequence[ScoreRef], timeout: float | None
     ) -> list[ScoresRef] | None:
         """Scores by way of a worker; None if no worker can."""
         workers, rows = self._workers, self._rows
         if workers is None or rows is None or rows.lost:
             return None
-        order = wire.encode(wire.ScoreOrder(door, [_order(item) for item in items], timeout))
+        order = wire.encode(wire.ScoreOrder(address, [_order(item) for item in items], timeout))
         keys = [item.key for item in items if item.place is not None]
         self._asked.update(keys)
         try:
@@ -121,17 +121,19 @@ class RemoteScoring:
 class RemoteClient:
     """A `ScoringClient` of one replica. Remote rows are scored through a worker, everything else directly."""
 
-    def __init__(self, scoring: RemoteScoring, direct: ScoringClient, door: wire.Door | None) -> None:
+    def __init__(
+        self, scoring: RemoteScoring, direct: ScoringClient, address: wire.ReplicaAddress | None
+    ) -> None:
         self._scoring = scoring
         self._direct = direct
-        self._door = door
+        self._address = address
 
     async def score(self, items: Sequence[ScoreRef], timeout: float | None = None) -> Sequence[ScoresRef]:
         remote = sum(item.place is not None for item in items)
         # Only the fixed tokens may be sent inline beside remote rows: an inline answer carries no candidates.
         inline = sum(item.key == FIXED_TOKENS for item in items)
-        if remote and remote + inline == len(items) and self._door is not None:
-            found = await self._scoring.ask(self._door, items, timeout)
+        if remote and remote + inline == len(items) and self._address is not None:
+            found = await self._scoring.ask(self._address, items, timeout)
             if found is not None:
                 return found
         return await self._direct.score(items, timeout)

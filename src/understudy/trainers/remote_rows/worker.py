@@ -47,7 +47,7 @@ from understudy.types.prompt import Prompt
 from understudy.types.scores import ScoreItem, Signal
 from understudy.types.trajectory import Trajectory
 
-_AT_HAND_BYTES = 256 * 2**20
+_UNSCORED_BYTES = 256 * 2**20
 """Memory for the token ids of rows that were not scored yet. Rows beyond it are read from the queue."""
 
 
@@ -72,8 +72,8 @@ class RemoteRowHandler:
         self._partition = settings.partition
         self._rewards = Rewards([load_reward(settings.reward)] if settings.reward else [], renderer)
         self._deadline_seconds = settings.deadline_seconds
-        self._at_hand = _AtHand()
-        self._clients: dict[tuple[str, str], tuple[wire.Door, ScoringClient]] = {}
+        self._at_hand = _UnscoredRows()
+        self._clients: dict[tuple[str, str], tuple[wire.ReplicaAddress, ScoringClient]] = {}
 
     @property
     def work(self) -> Mapping[str, Callable[[bytes, int | None], Awaitable[bytes]]]:
@@ -82,25 +82,25 @@ class RemoteRowHandler:
     async def store(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], ticket: int, sampling: Sampling
     ) -> bytes:
-        judged, seconds, failed = {}, {}, {}
+        rewarded, seconds, failed = {}, {}, {}
         for one in trajectories:
             began = time.perf_counter()
             try:
                 check_ids(one, sampling)
-                judged[one.key] = await self._judge(prompt, one)
+                rewarded[one.key] = await self._reward(prompt, one)
             except Exception as error:
                 failed[one.key] = reason_of(error)
             seconds[one.key] = {**one.extra.get("seconds", {}), "reward": time.perf_counter() - began}
-        columns = {key: rollout_columns(one) for key, one in judged.items()}
+        columns = {key: rollout_columns(one) for key, one in rewarded.items()}
         written = await self._writer.write(self._partition, columns, ticket) if columns else {}
         point("row_worker.written")
-        for key, one in judged.items():
+        for key, one in rewarded.items():
             self._at_hand.put(one, written[key].mark)
         return wire.encode(
             [
                 wire.KeptRow(one.key, 0, 0, 0, 0, None, seconds[one.key], Written({}), failed=failed[one.key])
                 if one.key in failed
-                else self._kept(judged[one.key], seconds[one.key], written[one.key])
+                else self._kept(rewarded[one.key], seconds[one.key], written[one.key])
                 for one in trajectories
             ]
         )
@@ -110,11 +110,11 @@ class RemoteRowHandler:
             one.key, one.length, one.loss_length, one.first, one.candidates, one.reward, seconds, written
         )
 
-    async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+    async def _reward(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         clock = asyncio.timeout(self._deadline_seconds)
         try:
             async with clock:
-                return storable(await self._rewards.judge(prompt, trajectory))
+                return storable(await self._rewards.score(prompt, trajectory))
         except Exception as error:
             what = f"reward {self._rewards.names} timed out: {trajectory.key}"
             raise timed(error, clock, what, self._deadline_seconds) from error
@@ -124,7 +124,7 @@ class RemoteRowHandler:
         assert ticket is not None
         try:
             items = await self._items(order.items)
-            found = await (await self._client(order.door)).score(items, order.seconds)
+            found = await (await self._client(order.address)).score(items, order.seconds)
         except RowsUnreachable as error:
             return wire.encode(wire.ScoreAnswer([], wire.ROWS, str(error)))
         except TeacherError as error:
@@ -136,7 +136,7 @@ class RemoteRowHandler:
             if item.inline is None
         }
         written = await self._writer.write(self._partition, rows, ticket) if rows else {}
-        point("row_worker.judged")
+        point("row_worker.scored")
         for key in rows:
             self._at_hand.drop(key)
         told = [
@@ -169,14 +169,14 @@ class RemoteRowHandler:
                 found[item.key] = _score_item(item, tokens, mask, ids[0] if ids else None)
         return [wire.as_ordered(found[item.key], item) for item in wanted]
 
-    async def _client(self, door: wire.Door) -> ScoringClient:
+    async def _client(self, address: wire.ReplicaAddress) -> ScoringClient:
         """The client of a replica. It is replaced if the replica's address changed after a restart."""
-        place = (door.teacher, door.replica)
+        place = (address.teacher, address.replica)
         known = self._clients.get(place)
-        if known is not None and known[0] == door:
+        if known is not None and known[0] == address:
             return known[1]
-        client = client_of(door)
-        self._clients[place] = (door, client)
+        client = client_of(address)
+        self._clients[place] = (address, client)
         if known is not None:
             await known[1].close()
         return client
@@ -188,20 +188,20 @@ class RemoteRowHandler:
         self._writer.close()
 
 
-def client_of(door: wire.Door) -> ScoringClient:
-    endpoint = Endpoint(door.url, door.token)
-    if door.external is None:
-        return connect_native(door.teacher, door.replica, endpoint, door.usable)
-    told = door.external
+def client_of(address: wire.ReplicaAddress) -> ScoringClient:
+    endpoint = Endpoint(address.url, address.token)
+    if address.external is None:
+        return connect_native(address.teacher, address.replica, endpoint, address.usable)
+    told = address.external
     connect = connect_external(
         told.vocab_size,
         told.vocab_fingerprint,
         told.model,
         Backend(told.backend),
-        usable=door.usable,
+        usable=address.usable,
         k=told.k,
     )
-    return connect(door.teacher, door.replica, endpoint)
+    return connect(address.teacher, address.replica, endpoint)
 
 
 def _score_item(
@@ -212,9 +212,9 @@ def _score_item(
     return ScoreItem(item.key, tokens, positions, item.signal, item.k, ids)
 
 
-class _AtHand:
+class _UnscoredRows:
     """Rows that this worker wrote and that have no scores yet. The oldest are dropped beyond
-    `_AT_HAND_BYTES`."""
+    `_UNSCORED_BYTES`."""
 
     def __init__(self) -> None:
         self._rows: OrderedDict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = OrderedDict()
@@ -226,7 +226,7 @@ class _AtHand:
         self._rows[one.key] = (one.tokens, one.loss_mask, one.candidate_ids)
         self._marks[one.key] = mark
         self._bytes += _size(self._rows[one.key])
-        while self._bytes > _AT_HAND_BYTES and len(self._rows) > 1:
+        while self._bytes > _UNSCORED_BYTES and len(self._rows) > 1:
             self.drop(next(iter(self._rows)))
 
     def get(self, key: str, mark: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:

@@ -63,9 +63,9 @@ function heldOut(runs, tables) {
 }
 
 function answersTable(runs, tables) {
-  const judged = (one) => one && h("span", { class: one.reward > 0 ? "right" : "wrong" }, one.reward > 0 ? "✓ " : "✗ ", h("code", {}, quoted(one.text)));
+  const graded = (one) => one && h("span", { class: one.reward > 0 ? "right" : "wrong" }, one.reward > 0 ? "✓ " : "✗ ", h("code", {}, quoted(one.text)));
   const rows = runs.flatMap((run, place) => tables[place].answers.map((one) => [...(runs.length > 1 ? [run.name] : []),
-    quoted(one.source), h("code", {}, quoted(one.prompt)), judged(one.before), judged(one.after), judged(one.teacher), one.answer !== null && h("code", {}, quoted(one.answer))]));
+    quoted(one.source), h("code", {}, quoted(one.prompt)), graded(one.before), graded(one.after), graded(one.teacher), one.answer !== null && h("code", {}, quoted(one.answer))]));
   if (!rows.length) return null;
   return table([...(runs.length > 1 ? ["run"] : []), "data source", "prompt", "before", "now", "teacher", "right answer"], rows, "Held-out answers before and now");
 }

@@ -74,7 +74,7 @@ function microscope(run, row, at) {
         best && h("p", {}, best.id === row.tokens[index] ? "The teacher agrees: " : "The teacher wanted ", h("code", {}, quoted(best.text)), ` with ${best.p.toFixed(3)}`),
         found && candidateTable(found, row.tokens[index]),
         h("dl", {}, told.map(([name, value]) => [h("dt", {}, row.described[name]), h("dd", {}, number(value))])),
-        h("p", { class: "quiet" }, row.facts.teacher ? ["judged by ", quoted(row.facts.teacher), row.facts.replica && [", replica ", quoted(row.facts.replica)], row.facts.teacher_version >= 0 && `, weights of version ${row.facts.teacher_version}`] : "not judged by a teacher")]);
+        h("p", { class: "quiet" }, row.facts.teacher ? ["scored by ", quoted(row.facts.teacher), row.facts.replica && [", replica ", quoted(row.facts.replica)], row.facts.teacher_version >= 0 && `, weights of version ${row.facts.teacher_version}`] : "not scored by a teacher")]);
     span.setAttribute("aria-label", `${visible(row.pieces[index])}${place >= 0 && best ? `, teacher wanted ${visible(best.text)} ${best.p.toFixed(2)}` : ""}`);
   }
 

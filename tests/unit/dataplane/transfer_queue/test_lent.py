@@ -86,5 +86,5 @@ def test_full_segments_and_checkpoints_begin_new_ones(tmp_path: Path) -> None:
 
 
 def test_a_later_life_never_takes_a_number_that_was_lent(tmp_path: Path) -> None:
-    writer_segments = SpillFiles(tmp_path).lend()
+    writer_segments = SpillFiles(tmp_path).lend_segment()
     assert SpillFiles(tmp_path).segment > writer_segments

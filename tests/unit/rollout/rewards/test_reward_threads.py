@@ -46,10 +46,10 @@ def test_jobs_past_their_deadline_leave_the_others_their_threads() -> None:
         loop, pool, free = asyncio.get_running_loop(), DaemonThreads(most=2, name="late"), threading.Event()
         for _ in range(3):
             hanging = [asyncio.wait_for(loop.run_in_executor(pool, free.wait), 0.05) for _ in range(2)]
-            waiting = loop.run_in_executor(pool, lambda: "judged")
+            waiting = loop.run_in_executor(pool, lambda: "scored")
             late = await asyncio.gather(*hanging, return_exceptions=True)
             assert [type(one) for one in late] == [TimeoutError, TimeoutError]
-            assert await asyncio.wait_for(waiting, 10) == "judged"
+            assert await asyncio.wait_for(waiting, 10) == "scored"
         free.set()
         while len(alive := [one for one in threading.enumerate() if one.name.startswith("late-")]) > 2:
             alive[0].join(10)

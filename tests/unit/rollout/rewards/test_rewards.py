@@ -38,9 +38,9 @@ def trajectory(text: str = "2", turns: tuple[str, ...] = ()) -> Trajectory:
     )
 
 
-def judge(*rewards: Reward, of: Trajectory | None = None) -> Trajectory:
-    judge_all = Rewards(rewards, Renderer(chat_tokenizer("chatml"), context=100))
-    return asyncio.run(judge_all.judge(PROMPT, of or trajectory()))
+def reward_of(*rewards: Reward, of: Trajectory | None = None) -> Trajectory:
+    scorer = Rewards(rewards, Renderer(chat_tokenizer("chatml"), context=100))
+    return asyncio.run(scorer.score(PROMPT, of or trajectory()))
 
 
 def equals_answer(row: Mapping[str, Any], text: str) -> float:
@@ -62,35 +62,35 @@ class Callable_:
 
 
 def test_functions_of_every_kind_are_weighted_and_summed() -> None:
-    judged = judge(
+    rewarded = reward_of(
         Reward("right", equals_answer, 2.0),
         Reward("slow", slowly),
         Reward("length", by_trajectory, 0.1),
         Reward("object", Callable_()),
     )
-    assert judged.reward == pytest.approx(2.0 + 0.5 + 0.2 + 0.25)
-    assert judged.metrics["reward/right"] == 1.0 and judged.metrics["reward/slow/characters"] == 1.0
+    assert rewarded.reward == pytest.approx(2.0 + 0.5 + 0.2 + 0.25)
+    assert rewarded.metrics["reward/right"] == 1.0 and rewarded.metrics["reward/slow/characters"] == 1.0
 
 
 def test_the_text_is_the_last_turn_without_special_tokens() -> None:
     several = trajectory("42", turns=("first", "second"))
     assert chat_tokenizer("chatml").decode(last_turn(several).tolist()) == "42<|im_end|>"
-    assert judge(Reward("seen", lambda row, text: float(text == "42")), of=several).reward == 1.0
+    assert reward_of(Reward("seen", lambda row, text: float(text == "42")), of=several).reward == 1.0
 
 
 def test_no_reward_function_leaves_the_loop_s_own() -> None:
-    assert judge().reward is None
+    assert reward_of().reward is None
 
 
 @pytest.mark.parametrize("result", [math.nan, math.inf, None, "1", {"other": 1.0}])
 def test_a_result_that_is_not_a_number_names_the_row(result: Any) -> None:
     with pytest.raises(DataError, match=r"odd gave .* for row 00000-0000001_0_0"):
-        judge(Reward("odd", lambda row, text: result))
+        reward_of(Reward("odd", lambda row, text: result))
 
 
 def test_a_reward_that_raises_names_itself_and_the_row() -> None:
     with pytest.raises(DataError, match="broken raised on row 00000-0000001_0_0: ZeroDivisionError"):
-        judge(Reward("broken", lambda row, text: 1 / 0))
+        reward_of(Reward("broken", lambda row, text: 1 / 0))
 
 
 def test_loading_by_name() -> None:
@@ -119,7 +119,7 @@ def test_a_reward_with_verl_s_signature_is_called_as_verl_does() -> None:
     columns = {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 3}}
     prompt = Prompt("00000-0000001", 1, 0, "gsm8k", text="1+1=", columns=columns)
     rewards = [Reward("verl", compute_score), Reward("more", with_more)]
-    judge_all = Rewards(rewards, Renderer(chat_tokenizer("chatml"), context=100))
-    judged = asyncio.run(judge_all.judge(prompt, trajectory()))
+    scorer = Rewards(rewards, Renderer(chat_tokenizer("chatml"), context=100))
+    rewarded = asyncio.run(scorer.score(prompt, trajectory()))
     assert seen == [("gsm8k", "2", "2", {"index": 3}), ["data_source", "extra_info"]]
-    assert judged.reward == 2.0 and judged.metrics["reward/verl/length"] == 1.0
+    assert rewarded.reward == 2.0 and rewarded.metrics["reward/verl/length"] == 1.0

@@ -48,7 +48,7 @@ async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generat
 
 
 @pytest.mark.slow
-def test_workers_elsewhere_run_the_same_loops_and_outlive_a_death_and_strangers(tmp_path: Path) -> None:
+def test_remote_workers_run_the_same_loops_and_outlive_a_death_and_strangers(tmp_path: Path) -> None:
     renderer = Renderer(TOKENIZER, context=96)
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     rows = [Prompt(f"00000-{i:07d}", i, 0, "add", text=f"{i} + {i} =") for i in range(6)]

@@ -1,4 +1,4 @@
-"""Commands to a critic elsewhere and its answers: nothing of a number or of an error is lost on the way."""
+"""Commands to a remote critic and its answers: nothing of a number or of an error is lost on the way."""
 
 import json
 import math

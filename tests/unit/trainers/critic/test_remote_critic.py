@@ -66,7 +66,7 @@ async def asked_and_disturbed(child: Child, disturb: Any, **watching: float) -> 
             got.append(error)
 
     thread = threading.Thread(target=ask)
-    watching_it = [asyncio.create_task(one(channel)) for one in (watch.watch_channel, watch.feel_pulse)]
+    watching_it = [asyncio.create_task(one(channel)) for one in (watch.watch_channel, watch.check_health)]
     thread.start()
     while critic.waiting(0.0) is None and thread.is_alive():
         await asyncio.sleep(0.01)

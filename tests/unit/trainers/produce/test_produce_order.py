@@ -65,7 +65,7 @@ class Loops:
 
 
 class Rewards:
-    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         return trajectory
 
 
@@ -148,7 +148,7 @@ def test_rollouts_are_safe_though_the_teacher_says_nothing(tmp_path: Path, deter
     with_plane(tmp_path, work)
 
 
-def test_a_row_that_no_teacher_can_judge_is_set_aside_with_its_rollout_written(tmp_path: Path) -> None:
+def test_a_row_that_no_teacher_can_score_is_set_aside_with_its_rollout_written(tmp_path: Path) -> None:
     async def work(plane: EmbeddedDataPlane) -> None:
         puts: list[str] = []
         put = plane.put

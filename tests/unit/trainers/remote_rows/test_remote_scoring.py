@@ -25,7 +25,7 @@ from understudy.teacher.route import TeacherRouter, score_mixture
 from understudy.trainers.remote_rows import messages as wire
 from understudy.trainers.remote_rows.references import RemoteItem, RemotePlane, RemoteRow, RemoteScores
 from understudy.trainers.remote_rows.scoring import RemoteScoring
-from understudy.trainers.remote_rows.worker import RemoteRowHandler, _AtHand
+from understudy.trainers.remote_rows.worker import RemoteRowHandler, _UnscoredRows
 from understudy.trainers.row_columns import score_columns
 from understudy.types.jagged import Jagged
 from understudy.types.references import Place, ScoreRef, fetched
@@ -119,7 +119,10 @@ def test_a_worker_gets_names_and_the_fixed_tokens_and_the_one_that_has_the_row_i
     assert stored.ticket.number == 1
     assert canary.sampled_logprobs.tolist() == [-1.0, -2.0]
     (order,) = workers.orders
-    assert order.door == wire.Door("math", "0", "http://10.0.0.2:1", "secret") and order.seconds == 9.0
+    assert (
+        order.address == wire.ReplicaAddress("math", "0", "http://10.0.0.2:1", "secret")
+        and order.seconds == 9.0
+    )
     assert [item.inline is None for item in order.items] == [True, False] and order.items[0].k == 4
     assert order.items[0].mark == "5f0c2a.1"
     told = order.items[1].inline
@@ -151,7 +154,7 @@ def test_an_external_server_on_this_machines_loopback_is_asked_from_here() -> No
     _, direct, workers, _ = ask(STORED, url="http://localhost:8000", external=external)
     assert direct.asked and not workers.orders
     _, direct, workers, _ = ask(STORED, url="http://10.0.0.9:8000", external=external)
-    assert not direct.asked and workers.orders[0].door.external == external
+    assert not direct.asked and workers.orders[0].address.external == external
 
 
 @pytest.mark.parametrize("kind", [TeacherReplyError, ReplicaTimeout, ServerFailed, TeacherError])
@@ -330,7 +333,7 @@ def test_a_teachers_own_prompt_goes_with_the_order_and_the_worker_reads_the_row_
     (order,) = workers.orders
     assert not direct.asked and order.items[1].prompt is None
     handler = RemoteRowHandler.__new__(RemoteRowHandler)
-    handler._at_hand, handler._partition = _AtHand(), "train"
+    handler._at_hand, handler._partition = _UnscoredRows(), "train"
     handler._writer = Reader()
     row, canary = asyncio.run(handler._items(order.items))
     assert row.tokens.tolist() == [9, 8, 7, 6, 2, 3, 4] and row.positions.tolist() == [4, 5, 6]

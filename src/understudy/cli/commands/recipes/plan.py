@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> None:
     if shared := seating.shared():
         console.print(shared, highlight=False, markup=False, soft_wrap=True)
     if recipe.cluster.backend == "ray":
-        for wish in ray_layout(recipe, ()).groups.values():
-            console.print(f"on Ray, {wish}", highlight=False, markup=False, soft_wrap=True)
+        for request in ray_layout(recipe, ()).groups.values():
+            console.print(f"on Ray, {request}", highlight=False, markup=False, soft_wrap=True)
         if recipe.dataplane.backend == "transfer_queue":
             units = recipe.dataplane.storage_units
             console.print(

@@ -59,7 +59,7 @@ def _installed(module: str) -> bool:
         return False
 
 
-class ToldMetrics(MetricsWriter):
+class LoggedMetrics(MetricsWriter):
     """metrics.jsonl and the loggers behind it."""
 
     def __init__(
@@ -108,14 +108,14 @@ class ToldMetrics(MetricsWriter):
             step = int(line["step"])
             while waiting:
                 name = waiting.pop(0)
-                with self._guest(living, name):
+                with self._guarded(living, name):
                     living[name] = self._make(name, step)
             numbers = {key: float(value) for key, value in line.items() if _is_number(key, value)}
             for name in list(living):
-                with self._guest(living, name):
+                with self._guarded(living, name):
                     living[name].write(step, numbers)
         for name in list(living):
-            with self._guest(living, name):
+            with self._guarded(living, name):
                 living[name].close()
 
     def _make(self, name: str, first_step: int) -> Logger:
@@ -124,7 +124,7 @@ class ToldMetrics(MetricsWriter):
         return LOGGERS[name](folder, self._run_name, self._facts, first_step)
 
     @contextmanager
-    def _guest(self, living: dict[str, Logger], name: str) -> Iterator[None]:
+    def _guarded(self, living: dict[str, Logger], name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:

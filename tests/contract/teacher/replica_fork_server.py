@@ -60,7 +60,7 @@ def without_last_row(reply: ScoreReply) -> ScoreReply:
         k_N=reply.k_N[:-1],
         position_counts_N=reply.position_counts_N[:-1],
         digests_N=reply.digests_N[:-1],
-        judged_P=reply.judged_P[: len(reply.judged_P) - gone],
+        scored_P=reply.scored_P[: len(reply.scored_P) - gone],
         sampled_P=reply.sampled_P[: len(reply.sampled_P) - gone],
         ids=reply.ids[: len(reply.ids) - gone * k],
         logprobs=reply.logprobs[: len(reply.logprobs) - gone * k],
@@ -79,7 +79,7 @@ LIES = {
     "shifted": lambda r: encode_reply(
         replace(
             r,
-            judged_P=moved(r.judged_P, 1),
+            scored_P=moved(r.scored_P, 1),
             sampled_P=moved(r.sampled_P, 1),
             ids=moved(r.ids, first_k(r)),
             logprobs=moved(r.logprobs, first_k(r)),
@@ -123,7 +123,7 @@ def wedge_after(requests: int) -> None:
     begin = scorer.Scorer.begin
     seen = 0
 
-    def stuck(self: scorer.Scorer, request: ScoreRequest) -> scorer.Begun:
+    def stuck(self: scorer.Scorer, request: ScoreRequest) -> scorer.QueuedRequest:
         nonlocal seen
         seen += len(request) > 1  # the fixed tokens are one sequence
         while seen > requests:

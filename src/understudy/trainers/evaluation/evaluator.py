@@ -22,7 +22,7 @@ from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.seeds import derive_seed
 from understudy.trainers.call_batching import BatchByKey, CallQueue
-from understudy.trainers.produce.failures import INFRASTRUCTURE, ClockStopped, reason_of, timed
+from understudy.trainers.produce.failures import INFRASTRUCTURE, PausedClock, reason_of, timed
 from understudy.trainers.row_columns import finite
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import StopReason, Trajectory
@@ -57,7 +57,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Examiner:
+class Evaluator:
     """Answers problems with one engine, in batches composed by key. Used on the event loop."""
 
     engine: Engine
@@ -102,7 +102,7 @@ class Examiner:
                 key = f"{prompt.key}/{session}/{turn}"
                 seed = derive_seed(self.seed, prompt.epoch, prompt.key, session, turn)
                 try:
-                    with ClockStopped(clock):
+                    with PausedClock(clock):
                         result: Generation = await cohort.call(
                             queue, key, GenerateRequest(key, tokens, wanted, seed)
                         )
@@ -127,7 +127,7 @@ class Examiner:
                     written = last
                     clock, what = asyncio.timeout(limit), f"reward {self.rewards.names}"
                     async with clock:
-                        return finite(await self.rewards.judge(prompt, written))
+                        return finite(await self.rewards.score(prompt, written))
                 except INFRASTRUCTURE:
                     raise
                 except Exception as error:
@@ -142,12 +142,12 @@ class Examiner:
             cohort = BatchByKey(len(chunk))
             found = await asyncio.gather(*(one(prompt, session, cohort) for prompt, session in chunk))
             self.failures.extend(entry for entry in found if isinstance(entry, Failure))
-            answers += [unjudged(entry) if isinstance(entry, Failure) else entry for entry in found]
+            answers += [unrewarded(entry) if isinstance(entry, Failure) else entry for entry in found]
             advance(len(chunk))
         return answers
 
 
-def unjudged(failure: Failure) -> Trajectory:
+def unrewarded(failure: Failure) -> Trajectory:
     """The trajectory of a failed answer, without a reward: the tokens that were written, or none."""
     if failure.written is not None:
         return replace(failure.written, reward=None)

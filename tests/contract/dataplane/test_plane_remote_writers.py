@@ -1,4 +1,4 @@
-"""Rows that processes elsewhere write: the plane is told where they lie, and what is not announced does not count."""
+"""Rows that remote processes write: the plane is told where they lie, and what is not announced does not count."""
 
 import asyncio
 import json
@@ -131,7 +131,7 @@ def test_what_a_dead_writer_left_is_cleared_and_never_counts(tmp_path: Path) -> 
         await site.write("b_0_1", row(1))  # another output of the same session
         plane.writer_segments.end(1)
         depth = await plane.depth("train", fields=("tokens",))
-        assert depth.pending == 2 and depth.ready == 0, "nobody announced them"
+        assert depth.pending == 2 and depth.ready == 0, "they were not announced"
         await plane.adopt("train", {"a_0_0": await site.write("a_0_0", row(2), worker=2)})
         found = await plane.get(BatchMeta("train", ("a_0_0",)), ("topk",))
         assert found["topk"].values.unique().tolist() == [2.0]

@@ -15,7 +15,7 @@ import pytest
 from plane_rig import ROOMY
 
 from understudy.dataplane.base import Lease, Order
-from understudy.dataplane.transfer_queue.bridge import Answer, Errand, call_elsewhere
+from understudy.dataplane.transfer_queue.bridge import RemoteCall, RemoteResult, call_remote
 from understudy.dataplane.transfer_queue.segments import Written
 from understudy.errors import DataPlaneError, LeaseLost
 from understudy.types.batch import BatchMeta
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("queue")]
 KEYS = [f"p{number}_0_0" for number in range(3)]
 
 
-class Elsewhere:
+class RemoteProcess:
     """A process, asked by lines."""
 
     def __init__(self, process: Any) -> None:
@@ -33,7 +33,7 @@ class Elsewhere:
         """Bytes that came and went."""
 
     @staticmethod
-    async def start(folder: Path, plane: Any) -> "Elsewhere":
+    async def start(folder: Path, plane: Any) -> "RemoteProcess":
         link = plane.uploads.link
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(Path(__file__).with_name("bridge_child.py")),
@@ -42,10 +42,10 @@ class Elsewhere:
         )  # fmt: skip
         told = {"folder": str(folder), "address": link.address.dump(), "prefix": link.partition_id("")}
         process.stdin.write(json.dumps(told).encode() + b"\n")
-        return Elsewhere(process)
+        return RemoteProcess(process)
 
-    async def ask(self, name: str, errand: Errand, **arguments: Any) -> Answer:
-        sent = base64.b64encode(msgspec.msgpack.encode(errand)).decode()
+    async def ask(self, name: str, call: RemoteCall, **arguments: Any) -> RemoteResult:
+        sent = base64.b64encode(msgspec.msgpack.encode(call)).decode()
         line = json.dumps([name, sent, arguments]).encode() + b"\n"
         self.process.stdin.write(line)
         while not (said := await self.process.stdout.readline()).startswith(b"answer "):
@@ -57,7 +57,7 @@ class Elsewhere:
             raise DataPlaneError(text[1:])
         result, written = msgspec.msgpack.decode(base64.b64decode(text))
         meta = msgspec.convert(result, BatchMeta) if isinstance(result, dict) else result
-        return Answer(meta, tuple(msgspec.convert(one, dict[str, Written]) for one in written))
+        return RemoteResult(meta, tuple(msgspec.convert(one, dict[str, Written]) for one in written))
 
 
 def run(folder: Path, body: Any) -> None:
@@ -65,33 +65,33 @@ def run(folder: Path, body: Any) -> None:
         plane: Any = plane_rig.IMPLEMENTATIONS["transfer_queue"](folder, **ROOMY)
         for number, key in enumerate(KEYS):
             await plane.put("train", {key: {"tokens": np.arange(20_000 + number, dtype=np.int32)}})
-        elsewhere = await Elsewhere.start(folder, plane)
+        remote = await RemoteProcess.start(folder, plane)
         try:
-            await asyncio.wait_for(body(plane, elsewhere), 90)
+            await asyncio.wait_for(body(plane, remote), 90)
         finally:
-            if elsewhere.process.returncode is None:
-                elsewhere.process.kill()
-            await elsewhere.process.wait()
+            if remote.process.returncode is None:
+                remote.process.kill()
+            await remote.process.wait()
             await plane.close()
 
     asyncio.run(whole())
 
 
 def test_columns_are_fetched_and_written_there_and_only_names_travel(tmp_path: Path) -> None:
-    async def body(plane: Any, elsewhere: Elsewhere) -> None:
+    async def body(plane: Any, remote: RemoteProcess) -> None:
         lease = await plane.claim("train", 3, fields=("tokens",), order=Order.KEY)
-        done = await call_elsewhere(
-            plane, lease, ("tokens",), lambda errand: elsewhere.ask("measure", errand, factor=2)
+        done = await call_remote(
+            plane, lease, ("tokens",), lambda call: remote.ask("measure", call, factor=2)
         )
         assert done.keys == tuple(KEYS) and {"length", "squares"} <= set(done.fields)
         assert plane.uploads.bytes_got == 0, "the plane's own process fetched nothing"
-        assert elsewhere.seen < 20_000, "three rows of 80 kB each, and as much again written"
+        assert remote.seen < 20_000, "three rows of 80 kB each, and as much again written"
         columns = await plane.get(done, ("length", "squares"))
         assert columns["length"] == [40_000, 40_002, 40_004]
         for number, squares in enumerate(columns["squares"]):
             assert np.array_equal(squares.numpy(), np.arange(20_000 + number, dtype=np.float32) ** 2)
         # What one function wrote, the next one reads, from where it lies; and an answer that is no columns comes as it is.
-        whole = await call_elsewhere(plane, done, ("squares",), lambda errand: elsewhere.ask("total", errand))
+        whole = await call_remote(plane, done, ("squares",), lambda call: remote.ask("total", call))
         assert whole == pytest.approx(sum((np.arange(20_000 + n) ** 2.0).sum() for n in range(3)), rel=1e-5)
         await plane.ack(lease, 1)
 
@@ -99,9 +99,9 @@ def test_columns_are_fetched_and_written_there_and_only_names_travel(tmp_path: P
 
 
 def test_new_columns_outlive_the_plane(tmp_path: Path) -> None:
-    async def body(plane: Any, elsewhere: Elsewhere) -> None:
+    async def body(plane: Any, remote: RemoteProcess) -> None:
         meta = BatchMeta("train", tuple(KEYS), ("tokens",))
-        await call_elsewhere(plane, meta, ("tokens",), lambda errand: elsewhere.ask("measure", errand))
+        await call_remote(plane, meta, ("tokens",), lambda call: remote.ask("measure", call))
 
     run(tmp_path, body)
 
@@ -115,16 +115,16 @@ def test_new_columns_outlive_the_plane(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_was_given_back_fences_what_comes_late(tmp_path: Path) -> None:
-    async def body(plane: Any, elsewhere: Elsewhere) -> None:
+    async def body(plane: Any, remote: RemoteProcess) -> None:
         lease: Lease = await plane.claim("train", 3, fields=("tokens",), order=Order.KEY)
 
-        async def slowly(errand: Errand) -> Answer:
-            answer = await elsewhere.ask("measure", errand)
+        async def slowly(call: RemoteCall) -> RemoteResult:
+            answer = await remote.ask("measure", call)
             await plane.release(lease)
             return answer
 
         with pytest.raises(LeaseLost):
-            await call_elsewhere(plane, lease, ("tokens",), slowly)
+            await call_remote(plane, lease, ("tokens",), slowly)
         with pytest.raises(DataPlaneError):
             await plane.get(lease.meta, ("length",))
 
@@ -132,15 +132,15 @@ def test_a_lease_that_was_given_back_fences_what_comes_late(tmp_path: Path) -> N
 
 
 def test_a_process_that_dies_leaves_nothing_and_the_call_may_be_made_again(tmp_path: Path) -> None:
-    async def body(plane: Any, elsewhere: Elsewhere) -> None:
+    async def body(plane: Any, remote: RemoteProcess) -> None:
         meta = BatchMeta("train", tuple(KEYS), ("tokens",))
-        elsewhere.process.kill()
+        remote.process.kill()
         with pytest.raises((ConnectionError, BrokenPipeError)):
-            await call_elsewhere(plane, meta, ("tokens",), lambda errand: elsewhere.ask("measure", errand))
-        other = await Elsewhere.start(tmp_path, plane)
+            await call_remote(plane, meta, ("tokens",), lambda call: remote.ask("measure", call))
+        other = await RemoteProcess.start(tmp_path, plane)
         try:
-            done = await call_elsewhere(
-                plane, meta, ("tokens",), lambda errand: other.ask("measure", errand), site=1
+            done = await call_remote(
+                plane, meta, ("tokens",), lambda call: other.ask("measure", call), site=1
             )
         finally:
             other.process.kill()
@@ -151,9 +151,9 @@ def test_a_process_that_dies_leaves_nothing_and_the_call_may_be_made_again(tmp_p
 
 
 def test_a_column_that_was_not_sent_along_is_named(tmp_path: Path) -> None:
-    async def body(plane: Any, elsewhere: Elsewhere) -> None:
+    async def body(plane: Any, remote: RemoteProcess) -> None:
         meta = BatchMeta("train", tuple(KEYS), ("tokens",))
-        with pytest.raises(DataPlaneError, match="reads squares, and the errand was sent with tokens"):
-            await call_elsewhere(plane, meta, ("tokens",), lambda errand: elsewhere.ask("total", errand))
+        with pytest.raises(DataPlaneError, match="reads squares, and the call was sent with tokens"):
+            await call_remote(plane, meta, ("tokens",), lambda call: remote.ask("total", call))
 
     run(tmp_path, body)
