@@ -45,11 +45,11 @@ class Grader:
         on_gpu = torch.cuda.is_available()
         loaded = load_model(str(folder), dtype="bfloat16" if on_gpu else "float32")
         self.model, self.device = loaded.model.eval(), loaded.device
-        self._engine = loaded.twin().engine(max_batch, max_length=context)
+        self._engine = loaded.copy().engine(max_batch, max_length=context)
         self._loops = asyncio.Runner()
         renderer = Renderer(loaded.tokenizer, context=context, reserve=max_new_tokens)
         self.decode, self._version = renderer.decode, 0
-        self._examiner = Evaluator(
+        self._evaluator = Evaluator(
             self._engine,
             LoopChoice("single_turn", {}),
             Rewards([load_reward(reward)], renderer),
@@ -69,7 +69,7 @@ class Grader:
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
         """Greedy answers."""
-        return self._loops.run(self._examiner.greedy(prompts))
+        return self._loops.run(self._evaluator.greedy(prompts))
 
     def accuracy(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Accuracy of greedy answers: `accuracy`, and `accuracy/SOURCE` for each data source."""
@@ -80,7 +80,7 @@ class Grader:
         """KL(student ‖ teacher) per token, exact over the vocabulary, on one answer per prompt that the
         student samples at temperature 1. Each prompt has its own seed. Teachers are chosen by data source;
         the teacher named "" scores prompts of all remaining sources."""
-        samples = [one[0] for one in self._loops.run(self._examiner.sampled(prompts, 1))]
+        samples = [one[0] for one in self._loops.run(self._evaluator.sampled(prompts, 1))]
         scored: dict[str, list[Trajectory]] = {}
         for prompt, row in zip(prompts, samples, strict=True):
             scored.setdefault(prompt.data_source if prompt.data_source in teachers else "", []).append(row)

@@ -57,8 +57,6 @@ class StartingCritic:
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         arguments = ["--run", str(run.path), "--device", device, "--bind", "127.0.0.1:0"]
-        log = run.logs / f"{CRITIC}.log"
-        self._said_before = log.stat().st_size if log.exists() else 0
         self._starting = asyncio.create_task(processes.start(CRITIC, MODULE, arguments, env))
         stack.push_async_callback(self._end)
 
@@ -68,8 +66,7 @@ class StartingCritic:
         If the critic is lost later, the calling task is cancelled and the stack raises the reason."""
         with view.work("waiting for the critic's process"):
             child = await self._starting
-        remote = self._processes.is_remote(CRITIC)
-        watch = CriticWatch(child, self._said_before, remote=remote)
+        watch = CriticWatch(child)
         traffic = Traffic()
         channel = HostChannel(CRITIC, Endpoint(child.ready["url"], token=self._token), traffic)
         self._stack.push_async_callback(channel.close)

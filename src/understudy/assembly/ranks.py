@@ -6,7 +6,7 @@
     │ engine: a whole model    │   nccl   └──────────────────────┘  └──────────────────────┘
     └──────────────────────────┘
 
-A rank that dies or stands still is detected by `cluster/monitor.py`, by the marks that it leaves in the meeting
+A rank that dies or stands still is detected by `serving/supervisor.py`, by the marks that it leaves in the meeting
 folder (`mark_file`). A rank that refuses a command says so in a file there (`refusal_file`), and the command fails.
 `run/restarts.py` decides what the run does after `RankLost`.
 """
@@ -26,7 +26,6 @@ import psutil
 import torch
 
 from understudy.cluster.local import Child, LocalProcesses
-from understudy.cluster.monitor import Monitor, newest_mark
 from understudy.errors import ConfigError, RankLost
 from understudy.observability.live import LiveView
 from understudy.observability.owned_folder import OwnedFolder
@@ -36,6 +35,7 @@ from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.policy.ranks.rank_thread import RankThread
 from understudy.policy.ranks.shard import Group, join, leave
 from understudy.policy.step import BadRows, PolicySettings
+from understudy.serving.supervisor import Monitor, newest_mark
 from understudy.trainers.models import LoadedModel
 
 _POLL_SECONDS = 0.05
@@ -110,20 +110,12 @@ class RankProcesses(Monitor):
 
     async def start(self, rank: int) -> None:
         name = f"rank-{rank}"
-        log = self._run.logs / f"{name}.log"
-        said_before = log.stat().st_size if log.exists() else 0
         arguments = ["--run", str(self._run.path), "--rank", str(rank), "--size", str(self._size)]
         arguments += ["--meeting", str(self.meeting), "--rendezvous", self.rendezvous]
         child = await self._processes.start(name, "understudy.assembly.processes.rank", arguments)
         self._children[rank] = child
-        self.add(
-            rank,
-            f"rank {rank} of {self._size}",
-            child,
-            said_before,
-            remote=rank not in self.here,
-            mark=partial(newest_mark, mark_file(self.meeting, rank)),
-        )
+        mark = partial(newest_mark, mark_file(self.meeting, rank))
+        self.add(rank, f"rank {rank} of {self._size}", child, mark)
 
     async def all_joining(self) -> None:
         """Returns once all ranks are about to join. If one fails before that, `start` raises in its own

@@ -28,11 +28,13 @@ from understudy.observability.live import LiveView
 from understudy.planning.resolved import TeacherSettings
 from understudy.planning.seating import Seating, Seats
 from understudy.serving.endpoint import Endpoint
+from understudy.serving.supervisor import Restarts
 from understudy.teacher.clients.discover import Backend, connect_external
 from understudy.teacher.clients.native import ReplicaClient
 from understudy.teacher.manifest import Batching, Manifest
 from understudy.teacher.mixture import needed_signals
 from understudy.teacher.pool.events import EventKind, PoolEvent, log_event
+from understudy.teacher.pool.health import HealthRules
 from understudy.teacher.pool.integrity import check_row, check_signals, check_vocabulary
 from understudy.teacher.pool.launch import ReplicaSpec
 from understudy.teacher.pool.pool import PoolOptions, TeacherPool
@@ -204,7 +206,7 @@ def _pool(
         deadline_base=teacher.deadline_seconds,
         hedge_after=teacher.hedge_after_seconds,
         cache_bytes=teacher.cache_bytes,
-        keeper=SupervisorOptions(max_restarts=restarts),
+        keeper=SupervisorOptions(health=HealthRules(restarts=Restarts(most=restarts))),
     )
     if teacher.placement != "external":
         specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]

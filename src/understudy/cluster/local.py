@@ -8,7 +8,6 @@ launcher dies, by kill -9 too, the pipe closes and the child exits. So no child 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -28,6 +27,9 @@ from understudy.observability.forks import only_here
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _LAST_WORDS = 12
+_LAST_WORDS_BYTES = 1 << 16
+SUPERVISOR_GONE = "(its supervisor is gone"
+"""How the log of a remote process ends when its machine or its supervisor is lost."""
 
 
 @dataclass(slots=True)
@@ -39,10 +41,27 @@ class Child:
     log: Path
     ready: dict[str, Any]
     """What the child wrote into its ready file: at least `url` for servers."""
+    log_start: int = 0
+    """The size of its log before it started."""
+    remote: bool = False
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.returncode
+
+    def exit_report(self, who: str) -> str:
+        """How the process ended: its exit code or signal, and its last log line."""
+        code, lines = self.exit_code or 0, _last_lines(self.log, self.log_start)
+        words = lines[-1].strip() if lines else "it said nothing"
+        if code < 0 and self.remote and words.startswith(SUPERVISOR_GONE):
+            return f"{who} went with its machine {words}; log: {self.log}"
+        if code < 0:
+            return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by a user or another process); log: {self.log}"
+        return f"{words} ({who} ended with code {code}; log: {self.log})"
 
 
 class LocalProcesses:
@@ -96,13 +115,13 @@ class LocalProcesses:
         arguments = [*arguments, "--ready-file", str(ready_file)]
         environment = {**os.environ, **(env or {})}
         with log.open("ab") as sink:
-            start_of_words = sink.tell()
+            log_start = sink.tell()
             process = await self._forked(module, arguments, environment, sink.fileno())
             process = process or self._begun(module, arguments, environment, sink.fileno())
-        child = Child(name, process, log, {})
+        child = Child(name, process, log, {}, log_start)
         self._children[name] = child
         try:
-            child.ready = await self._until_ready(child, ready_file, start_of_words)
+            child.ready = await self._until_ready(child, ready_file)
         except BaseException:
             await self.stop(name)
             raise
@@ -139,13 +158,13 @@ class LocalProcesses:
             start_new_session=True,
         )
 
-    async def _until_ready(self, child: Child, ready_file: Path, start_of_words: int) -> dict[str, Any]:
+    async def _until_ready(self, child: Child, ready_file: Path) -> dict[str, Any]:
         deadline = time.monotonic() + self._start_timeout
         while not ready_file.exists():
             if not child.alive:
-                words = _last_words(child.log, start_of_words)
+                words = _last_words(child.log, child.log_start)
                 raise ChildDied(
-                    f"{words}\n(process {child.name} ended with code {child.process.returncode}; log: {child.log})"
+                    f"{words}\n(process {child.name} ended with code {child.exit_code}; log: {child.log})"
                 )
             if time.monotonic() > deadline:
                 raise ClusterError(
@@ -195,36 +214,18 @@ class LocalProcesses:
 
 def _signal(child: Child, number: signal.Signals) -> None:
     if child.process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(child.process.pid, number)
 
 
 def _last_words(log: Path, start: int) -> str:
     """The child's own error: its last log lines from byte `start` on."""
-    with log.open("rb") as handle:
-        handle.seek(start)
-        lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
-    return "\n".join(lines[-_LAST_WORDS:]) if lines else "(it said nothing)"
+    return "\n".join(_last_lines(log, start)[-_LAST_WORDS:]) or "(it said nothing)"
 
 
-_LAST_WORDS_BYTES = 8192
-SUPERVISOR_GONE = "(its supervisor is gone"
-"""How the log of a remote process ends when its machine or its supervisor is lost."""
-
-
-def exit_report(who: str, child: Child, said_before: int, *, remote: bool) -> str:
-    """How a process ended: its exit code or signal, and its last log line after byte `said_before`."""
-    code = child.process.returncode or 0
-    lines: list[str] = []
-    with (
-        suppress(OSError),
-        child.log.open("rb") as handle,
-    ):  # the log may be deleted, or was never copied here
-        handle.seek(max(said_before, child.log.stat().st_size - _LAST_WORDS_BYTES))
-        lines = [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
-    words = lines[-1].strip() if lines else "it said nothing"
-    if code < 0 and remote and words.startswith(SUPERVISOR_GONE):
-        return f"{who} went with its machine {words}; log: {child.log}"
-    if code < 0:
-        return f"{who} was killed by {signal.Signals(-code).name} (out of memory, or by a user or another process); log: {child.log}"
-    return f"{words} ({who} ended with code {code}; log: {child.log})"
+def _last_lines(log: Path, start: int) -> list[str]:
+    """Lines of the log from byte `start` on, of its last 64 kB. Empty if the log was deleted or never copied here."""
+    with suppress(OSError), log.open("rb") as handle:
+        handle.seek(max(start, log.stat().st_size - _LAST_WORDS_BYTES))
+        return [line for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
+    return []

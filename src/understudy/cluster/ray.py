@@ -131,6 +131,7 @@ class RayProcesses(LocalProcesses):
             raise ClusterError(f"process {name} runs already")
         log = self._logs / f"{name}.log"
         self._logs.mkdir(parents=True, exist_ok=True)
+        log_start = log.stat().st_size if log.exists() else 0
         supervisor = await self._supervisor(unit_of(name), unit_bundle)
         try:
             told = await supervisor.start.remote(
@@ -150,7 +151,8 @@ class RayProcesses(LocalProcesses):
             kind = ChildDied if told["kind"] == "ChildDied" else ClusterError
             raise kind(f"{told['error']}\n(on machine {told['node']}; its log is copied to {log})")
         process = RemoteProcess(told["pid"], told["node"], told["node_id"])
-        child = Child(name, cast("subprocess.Popen[bytes]", process), log, dict(told["ready"]))
+        popen = cast("subprocess.Popen[bytes]", process)
+        child = Child(name, popen, log, dict(told["ready"]), log_start, remote=True)
         self._remote[name] = child
         self._followers[name] = asyncio.create_task(
             self._follow(supervisor, name, process, log), name=f"follow-{name}"

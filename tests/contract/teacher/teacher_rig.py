@@ -316,5 +316,8 @@ class ForkServerLauncher:
         if replica in self.children:
             await self.children.pop(replica).end()
 
+    def last_words(self, replica: str) -> str:
+        return ""
+
     def alive(self, replica: str) -> bool:
         return replica in self.children and self.children[replica].alive()

@@ -19,6 +19,7 @@ from replica_fork_server import LIES
 from teacher_rig import ForkServerLauncher, ReplicaForkServer, random_items
 
 from understudy.errors import TeacherReplyError
+from understudy.serving.supervisor import Restarts
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import Failure, HealthRules, State
 from understudy.teacher.pool.launch import ReplicaSpec
@@ -38,7 +39,7 @@ OPTIONS = PoolOptions(
         probe_deadline=DEADLINE,
         watch_every=0.05,
         slowest_tokens_per_second=5000.0,
-        health=HealthRules(eject_after=3, backoff_first=0.2, backoff_most=1.0),
+        health=HealthRules(eject_after=3, restarts=Restarts(None, 0.2, 1.0)),
     ),
 )
 

@@ -92,7 +92,7 @@ async def lose_one(folder: Path) -> tuple[RankLost, RankProcesses]:
     processes = LocalProcesses(folder / "logs", start_timeout=60)
     ranks = RankProcesses(processes, RunDir(folder), size=2)
     child = await processes.start("rank-1", "rank_for_test", [])
-    ranks.add(1, "rank 1 of 2", child, 0, remote=False, mark=lambda: None)
+    ranks.add(1, "rank 1 of 2", child, lambda: None)
     try:
         child.process.kill()
         with pytest.raises(RankLost) as caught:

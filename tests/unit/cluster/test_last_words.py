@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import understudy
-from understudy.cluster.local import Child, exit_report
+from understudy.cluster.local import Child
 from understudy.errors import UnderstudyError
 
 
@@ -23,7 +23,7 @@ def test_a_lost_process_is_told_with_its_log_or_without(
         log.write_text(written)
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     process.wait()
-    words = exit_report("rank 1 of 2", Child("rank-1", process, log, {}), 0, remote=False)
+    words = Child("rank-1", process, log, {}).exit_report("rank 1 of 2")
     assert words == f"{told} (rank 1 of 2 ended with code 3; log: {log})"
 
 

@@ -63,7 +63,7 @@ def test_a_device_is_for_a_process_of_its_own() -> None:
     assert critic_device(on_cpu) == "cpu", "the student's, where that is said"
     assert critic_device(recipe(critic={"process": True})) == "auto"
     with pytest.raises(ConfigError, match="did you mean 'values'"):
-        recipe(cluster={**POOL, "roles": {"critic": "juge"}})
+        recipe(cluster={**POOL, "roles": {"critic": "valus"}})
 
 
 def test_on_one_machine_it_takes_a_gpu_of_its_own_where_there_are_several() -> None:

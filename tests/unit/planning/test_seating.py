@@ -232,7 +232,7 @@ def test_no_gpu_is_given_twice_unless_it_is_said(
         ({"placement": "pool"}, {}, "placement = 'pool' needs `pool`"),
         ({"pool": "p"}, {}, "belongs to placement = 'pool'"),
         (
-            {"placement": "pool", "pool": "juges"},
+            {"placement": "pool", "pool": "scorng"},
             {"pools": {"scoring": {"gpus_per_node": 1}}},
             "did you mean 'scoring'?",
         ),

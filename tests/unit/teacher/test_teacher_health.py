@@ -2,11 +2,14 @@
 
 import pytest
 
+from understudy.serving.supervisor import Restarts
 from understudy.teacher.pool.balance import DEBT_HALF_LIFE, Load, least_loaded
 from understudy.teacher.pool.health import Failure, HealthRules, ReplicaHealth, State
 
 RULES = HealthRules(
-    eject_after=3, eject_after_bad_replies=2, backoff_first=1.0, backoff_most=8.0, forgive_after=60.0
+    eject_after=3,
+    eject_after_bad_replies=2,
+    restarts=Restarts(None, first_wait_s=1.0, longest_wait_s=8.0, steady_s=60.0),
 )
 
 

@@ -15,6 +15,7 @@ from teacher_rig import random_items
 
 from understudy.errors import ClusterError, TeacherError, TeacherReplyError, TeacherUnavailable
 from understudy.serving.endpoint import Endpoint
+from understudy.serving.supervisor import Restarts
 from understudy.teacher.clients.http import ReplicaTimeout, RequestRefused, ServerFailed
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.pool import canary
@@ -29,11 +30,12 @@ from understudy.types.scores import ScoreItem, Signal, TeacherScores
 MANIFEST = Manifest(
     "math", "native", "m", "aa", "ff", 61, 32, "float32", list(Signal), Limits(max_length=100, max_k=20)
 )
+SLOW = Restarts(None, first_wait_s=1.0, longest_wait_s=8.0)
 KEEPER = SupervisorOptions(
     probe_deadline=5.0,
     slowest_tokens_per_second=100.0,
     watch_every=0.25,
-    health=HealthRules(eject_after=3, eject_after_bad_replies=2, backoff_first=1.0, backoff_most=8.0),
+    health=HealthRules(eject_after=3, eject_after_bad_replies=2, restarts=SLOW),
 )
 OPTIONS = PoolOptions(
     deadline_base=10.0, retry_first=0.1, retry_most=1.0, max_bad_attempts=4, drain=5.0, keeper=KEEPER
@@ -170,6 +172,9 @@ class Rig:
     async def stop(self, replica: str) -> None:
         self.stops.append(replica)
         self.living.discard(replica)
+
+    def last_words(self, replica: str) -> str:
+        return ""
 
     def alive(self, replica: str) -> bool:
         return replica in self.living
@@ -371,7 +376,9 @@ def test_failed_restarts_back_off() -> None:
     running(test, Rig())
 
 
-LIMITED = replace(OPTIONS, keeper=replace(KEEPER, max_restarts=3))
+LIMITED = replace(
+    OPTIONS, keeper=replace(KEEPER, health=replace(KEEPER.health, restarts=replace(SLOW, most=3)))
+)
 
 
 def test_a_teacher_that_does_not_stay_up_is_given_up_with_its_own_words_first() -> None:

@@ -23,13 +23,13 @@ from understudy.assembly.learner import load_source, objective_of, policy_settin
 from understudy.assembly.ranks import join_at, joining_file, mark_file, refusal_file
 from understudy.assembly.this_machine import settings_of_run
 from understudy.assembly.usable_ids import kept_usable_ids
-from understudy.cluster.monitor import beat
 from understudy.errors import LOST_PEER, UnderstudyError
 from understudy.observability.rundir import RunDir, write_atomically
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import follow
 from understudy.policy.ranks.shard import is_about_a_connection, leave
 from understudy.serving.process import Process, process_arguments, process_main
+from understudy.serving.supervisor import beat
 from understudy.trainers.remote_rows.batches import QueueRows
 
 logger = logging.getLogger(__name__)

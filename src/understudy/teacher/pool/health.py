@@ -12,8 +12,10 @@ Health depends on score requests, not on /health: a hung server still answers th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from understudy.serving.supervisor import Restarts
 
 
 class State(StrEnum):
@@ -41,16 +43,14 @@ class Failure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    """When a replica is ejected, and how long its backoff is (seconds)."""
+    """When a replica is ejected, how long its backoff is, and when it is given up."""
 
     eject_after: int = 3
     """Request failures in a row."""
     eject_after_bad_replies: int = 3
     """Bad replies since the last admission, not necessarily in a row."""
-    backoff_first: float = 0.5
-    backoff_most: float = 30.0
-    forgive_after: float = 60.0
-    """Seconds of health after which the backoff is reset."""
+    restarts: Restarts = field(default_factory=lambda: Restarts(most=None))
+    """Its waits are the backoff, also of a replica that runs; `steady_s` of health reset it."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class ReplicaHealth:
             return
         self.streak = 0
         self.state = State.HEALTHY
-        if self.setbacks and now - self.healthy_since >= self.rules.forgive_after:
+        if self.setbacks and now - self.healthy_since >= self.rules.restarts.steady_s:
             self.setbacks = 0
 
     def request_failed(self, failure: Failure, reason: str) -> None:
@@ -142,12 +142,7 @@ class ReplicaHealth:
         self.state = State.RETIRED
 
     def _eject(self, now: float, reason: str, wait: bool = True) -> None:
-        pause = (
-            min(self.rules.backoff_most, self.rules.backoff_first * 2 ** min(self.setbacks, 30))
-            if wait
-            else 0.0
-        )
         self.setbacks += 1
         self.state = State.EJECTED
         self.last_reason = reason
-        self.retry_at = now + pause
+        self.retry_at = now + (self.rules.restarts.wait_before(self.setbacks) if wait else 0.0)

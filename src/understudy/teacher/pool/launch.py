@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from understudy.serving.endpoint import Endpoint
 
@@ -23,13 +23,8 @@ class Launcher(Protocol):
         """Whether the replica's process exists; says nothing about whether it answers."""
         ...
 
-
-@runtime_checkable
-class Witness(Protocol):
-    """A launcher that keeps the output of its processes."""
-
     def last_words(self, replica: str) -> str:
-        """The end of the replica's log, to begin an error with."""
+        """The end of the replica's log, to begin an error with; empty if none is kept."""
         ...
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
+from understudy.serving.supervisor import RestartCount
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.pool.balance import Load
 from understudy.teacher.pool.health import Failure, ReplicaHealth
@@ -20,6 +21,8 @@ class Replica:
 
     spec: ReplicaSpec
     health: ReplicaHealth
+    restart_count: RestartCount
+    """Restarts since it was last healthy for `Restarts.steady_s`."""
     slots: asyncio.Semaphore
     """Limits its requests in flight; further ones wait in the pool, where their deadline has not started."""
     client: ScoringClient | None = None
@@ -32,8 +35,6 @@ class Replica:
     failures: dict[Failure, int] = field(default_factory=dict)
     ejections: int = 0
     restarts: int = 0
-    in_vain: int = 0
-    """Restarts since it was last healthy for `forgive_after` seconds."""
     given_up: str | None = None
     """Why it is not restarted any more; begins with the end of its log. None while it may be."""
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES_KEPT))

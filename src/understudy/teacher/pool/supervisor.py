@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 from understudy.errors import ClusterError, TeacherError, TeacherUnavailable
 from understudy.serving.endpoint import Endpoint
+from understudy.serving.supervisor import RestartCount
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
 from understudy.teacher.pool.clock import Clock
 from understudy.teacher.pool.events import EventKind, PoolEvent
 from understudy.teacher.pool.health import Failure, HealthRules, ReplicaHealth, State
 from understudy.teacher.pool.integrity import Identity, check_same, identify
-from understudy.teacher.pool.launch import Launcher, ReplicaSpec, Witness
+from understudy.teacher.pool.launch import Launcher, ReplicaSpec
 from understudy.teacher.pool.replica_record import Replica
 from understudy.teacher.pool.together import together
 from understudy.types.usable_ids import UsableIds
@@ -52,9 +53,6 @@ class SupervisorOptions:
     """Between checks of processes and backoffs."""
     max_in_flight: int = 32
     """Requests one replica may hold."""
-    max_restarts: int | None = None
-    """In a row, without enough healthy time between them to reset the backoff; then it is given up. None:
-    never."""
     health: HealthRules = field(default_factory=HealthRules)
 
 
@@ -209,8 +207,12 @@ class ReplicaSupervisor:
             raise TeacherError(
                 f"teacher {self.teacher}, replica {spec.name}: neither an address nor a launcher"
             )
+        rules = self._options.health
         replica = Replica(
-            spec, ReplicaHealth(self._options.health), asyncio.Semaphore(self._options.max_in_flight)
+            spec,
+            ReplicaHealth(rules),
+            RestartCount(rules.restarts, self._clock.now),
+            asyncio.Semaphore(self._options.max_in_flight),
         )
         self.replicas[spec.name] = replica
         return replica
@@ -319,8 +321,9 @@ class ReplicaSupervisor:
             if await self._still_sound(replica):
                 self._readmit(replica, EventKind.READMITTED, "proved itself again")
             elif not replica.spec.external:
-                replica.in_vain = 0 if replica.health.setbacks <= 1 else replica.in_vain
-                if self._options.max_restarts is not None and replica.in_vain >= self._options.max_restarts:
+                if replica.health.setbacks <= 1:
+                    replica.restart_count.was_useful()
+                if replica.restart_count.spent:
                     self._abandon(replica)
                 else:
                     await self._restart(replica)
@@ -330,9 +333,9 @@ class ReplicaSupervisor:
     def _abandon(self, replica: Replica) -> None:
         """Give the replica up: it does not stay up, and is not restarted again."""
         said = replica.health.last_reason
-        if isinstance(self._launcher, Witness) and (words := self._launcher.last_words(replica.name)):
+        if self._launcher is not None and (words := self._launcher.last_words(replica.name)):
             said = said if words in said else f"{words}\n{said}"
-        times = f"given up after {replica.in_vain} restarts in a row (cluster.restarts.teacher)"
+        times = f"given up after {replica.restart_count.in_vain} restarts in a row (cluster.restarts.teacher)"
         replica.given_up = f"{said}\n(teacher {self.teacher}, replica {replica.name}: {times})"
         replica.health.retire()
         self.tell(EventKind.EJECTED, replica.name, f"{times}: {replica.health.last_reason}")
@@ -356,7 +359,7 @@ class ReplicaSupervisor:
         try:
             await self._launcher.stop(replica.name)
             replica.restarts += 1
-            replica.in_vain += 1
+            replica.restart_count.restart()
             self._check_identity(replica, await self._bring_up(replica))
         except Exception as error:
             replica.health.restart_failed(self._clock.now(), str(error))

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from understudy.cluster.local import Child
-from understudy.cluster.monitor import BEAT_S, SILENCE_S, Monitor
 from understudy.config import CriticConfig
 from understudy.engines.hosted.client import HostChannel, HostLost
 from understudy.errors import CriticLost, EngineError, PolicyError, RankLost
@@ -29,6 +27,7 @@ from understudy.policy.ranks.wire import batch_columns, jagged_columns, jagged_f
 from understudy.policy.refused import RefusedRows
 from understudy.policy.step import BadRows, StepResult
 from understudy.serving.endpoint import Traffic
+from understudy.serving.supervisor import BEAT_S, SILENCE_S, Monitor, StartedProcess
 from understudy.trainers.critic.messages import (
     PATH,
     for_critic,
@@ -52,18 +51,12 @@ class CriticWatch(Monitor):
     """Monitors the critic's process: whether it lives and answers /health. A critic that computes answers too."""
 
     def __init__(
-        self,
-        child: Child,
-        said_before: int = 0,
-        *,
-        remote: bool = False,
-        beat_s: float = BEAT_S,
-        silence_s: float = SILENCE_S,
+        self, process: StartedProcess, *, beat_s: float = BEAT_S, silence_s: float = SILENCE_S
     ) -> None:
         super().__init__(CriticLost, beat_s=beat_s, silence_s=silence_s)
         self._answered = 0
         self._hurried = asyncio.Event()
-        self.add(0, "the critic", child, said_before, remote=remote, mark=lambda: self._answered)
+        self.add(0, "the critic", process, mark=lambda: self._answered)
 
     def stop_soon(self, patience_s: float, on_giving_up: Callable[[], None]) -> None:
         super().stop_soon(patience_s, on_giving_up)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +115,7 @@ def test_the_end_of_a_run_lets_go_of_whoever_waits(child: Child) -> None:
 
 
 def test_its_own_last_words_come_first(child: Child, tmp_path: Path) -> None:
-    watch = CriticWatch(child, said_before=len("loading\n"))
+    watch = CriticWatch(replace(child, log_start=len("loading\n")))
     assert watch.lost() is None
     with child.log.open("a") as log:
         log.write("PolicyError: the GPU is gone\n")

@@ -12,15 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
-from understudy.cluster.monitor import Monitor, newest_mark
 from understudy.errors import GivenUp, RankLost
+from understudy.serving.supervisor import Monitor, newest_mark
 
 RANK = """
 import sys, time
 from pathlib import Path
-from understudy.cluster import monitor
-monitor.BEAT_S = 0.1
-monitor.beat(Path(sys.argv[1]) / "mark")
+from understudy.serving import supervisor
+supervisor.BEAT_S = 0.1
+supervisor.beat(Path(sys.argv[1]) / "mark")
 time.sleep(60)
 """
 
@@ -41,7 +41,7 @@ def rank(tmp_path: Path) -> Iterator[psutil.Process]:
 def monitor_of(folder: Path, silence_s: float) -> Monitor:
     made = Monitor(RankLost, beat_s=0.1, silence_s=silence_s)
     child: Any = SimpleNamespace(alive=True, log=folder / "log")
-    made.add(1, "rank 1 of 2", child, 0, remote=False, mark=partial(newest_mark, folder / "mark"))
+    made.add(1, "rank 1 of 2", child, partial(newest_mark, folder / "mark"))
     return made
 
 
