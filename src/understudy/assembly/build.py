@@ -18,9 +18,9 @@ from understudy.assembly.critic import StartingCritic, critic_of, reference_of
 from understudy.assembly.engines import context_of, open_engine, publisher_of, sampling_of
 from understudy.assembly.learner import load_source, objective_of, policy_settings
 from understudy.assembly.prompt_facts import (
-    LongestPrompt,
     longest_own_prompt,
     mixed_teachers,
+    once_longest_prompt,
     teacher_prompts_of,
 )
 from understudy.assembly.ranks import start_ranks
@@ -417,7 +417,7 @@ def _student_facts(
         student.device,
         context_of(settings.engine, student),
         sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters()),
-        LongestPrompt(_renderer(settings.engine, data, student), prompts),
+        once_longest_prompt(_renderer(settings.engine, data, student), prompts),
         mixed_teachers(prompts, data.mixture_key),
         external,
     )

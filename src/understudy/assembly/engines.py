@@ -19,10 +19,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from understudy.assembly.engine_processes import hosts_of
 from understudy.engines.base import Engine, Sampling
@@ -35,37 +33,22 @@ from understudy.engines.servers.gpu_handover import GpuHandover
 from understudy.engines.servers.vllm import HostLauncher, VLLMSettings, start_vllm
 from understudy.errors import ConfigError
 from understudy.nn.rotary_border import crossing
+from understudy.observability.live import LiveView
 from understudy.planning.preflight import endpoints_of, vllm_python
 from understudy.planning.resolved import EngineSettings
+from understudy.policy.policy import Policy
+from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.serving.supervisor import Restarts
 from understudy.trainers.models import LoadedModel
 from understudy.types.usable_ids import UsableIds
 from understudy.weights.publish import (
-    AdaptersOnly,
-    AdapterSource,
     CopiedWeights,
     SharedWeights,
     WeightPublisher,
-    WeightSource,
 )
 
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """By default vLLM on a CPU takes 4 GiB and binds itself to cores that the trainer uses."""
-
-
-class Notes(Protocol):
-    """Shows the user what the run waits for."""
-
-    def phase(self, text: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-class TrainedPolicy(WeightSource, AdapterSource, Protocol):
-    """A policy whose weights or adapters can be published."""
-
-    @property
-    def model(self) -> nn.Module: ...
 
 
 def context_of(settings: EngineSettings, student: LoadedModel) -> int:
@@ -101,38 +84,38 @@ async def open_engine(
     settings: EngineSettings,
     student: LoadedModel,
     launcher: HostLauncher,
-    notes: Notes,
+    view: LiveView,
     devices: Sequence[str] = (),
 ) -> Engine:
     """`devices`: the GPUs of each engine process or server, in the form of CUDA_VISIBLE_DEVICES."""
     rollout = settings.rollout
     if rollout.engine != "hf":
-        return await _remote(settings, student, launcher, notes, devices)
+        return await _remote(settings, student, launcher, view, devices)
     if rollout.processes:
-        notes.phase(f"starting {rollout.processes} engine process(es)")
+        view.phase(f"starting {rollout.processes} engine process(es)")
         length = context_of(settings, student)
-        return await hosts_of(settings, student, launcher, devices, max_length=length, notify=notes.note)
+        return await hosts_of(settings, student, launcher, devices, max_length=length, notify=view.note)
     batching = Batching.COMPOSED if settings.deterministic else Batching.CONTINUOUS
     own = student.sharing_copy() if settings.shares_tensors else student.copy()
     return own.engine(rollout.max_batch, batching, context_of(settings, student), KeptAs(rollout.kv_cache))
 
 
-def publisher_of(settings: EngineSettings, policy: TrainedPolicy, engine: Engine) -> WeightPublisher:
+def publisher_of(settings: EngineSettings, policy: Policy | LeadingPolicy, engine: Engine) -> WeightPublisher:
     """The publisher of the policy's weights to this engine."""
     if isinstance(engine, HFEngine):
-        return (
-            SharedWeights(policy.model, engine) if settings.shares_tensors else CopiedWeights(policy, engine)
-        )
+        if settings.shares_tensors:
+            return SharedWeights(policy.model, engine)
+        return CopiedWeights(policy.named_weights, engine)
     if not settings.rollout.live_weights:
         return FixedWeights(engine)
-    return CopiedWeights(AdaptersOnly(policy) if settings.adapters_only else policy, engine)
+    return CopiedWeights(policy.named_adapters if settings.adapters_only else policy.named_weights, engine)
 
 
 async def _remote(
     settings: EngineSettings,
     student: LoadedModel,
     launcher: HostLauncher,
-    notes: Notes,
+    view: LiveView,
     devices: Sequence[str],
 ) -> RemoteEngine:
     """An engine over servers: started by the run, or running already."""
@@ -141,7 +124,7 @@ async def _remote(
     if snapshots is not None:
         snapshots.mkdir(parents=True, exist_ok=True)
     if rollout.starts_servers:
-        notes.phase(f"starting {rollout.replicas} vLLM server(s)")
+        view.phase(f"starting {rollout.replicas} vLLM server(s)")
         # A restarted server on the trainer's GPU may read the trained tensors if they are at rest then.
         at_hand = settings.shares_tensors and settings.beside_trainer
         handover = GpuHandover() if at_hand and student.device.type == "cuda" else None
@@ -149,7 +132,7 @@ async def _remote(
             vllm_settings(settings, student, devices),
             launcher,
             restarts=Restarts(settings.restarts, first_wait_s=1.0, longest_wait_s=60.0),
-            notify=notes.note,
+            notify=view.note,
             snapshots=snapshots,
             handover=handover,
             seeded=settings.deterministic,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
+from functools import cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,20 +23,15 @@ _AT_A_TIME = 256
 _NO_LIMIT = 1 << 30
 
 
-class LongestPrompt:
-    """The length of the longest prompt. Measured once, on the first call, in a thread: the event loop starts
-    teachers meanwhile."""
+def once_longest_prompt(renderer: Renderer, dataset: Dataset) -> Callable[[], Awaitable[int]]:
+    """A function for the length of the longest prompt. It is measured once, on the first call, in a thread: the event
+    loop starts teachers meanwhile."""
 
-    def __init__(self, renderer: Renderer, dataset: Dataset) -> None:
-        self._renderer, self._dataset = renderer, dataset
-        self._measuring: asyncio.Task[int] | None = None
+    @cache
+    def measuring() -> asyncio.Task[int]:
+        return asyncio.create_task(asyncio.to_thread(longest_prompt, renderer, dataset))
 
-    async def __call__(self) -> int:
-        if self._measuring is None:
-            self._measuring = asyncio.create_task(
-                asyncio.to_thread(longest_prompt, self._renderer, self._dataset)
-            )
-        return await self._measuring
+    return measuring
 
 
 def longest_prompt(renderer: Renderer, dataset: Dataset) -> int:

@@ -18,7 +18,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from safetensors.torch import load_file, save_file
@@ -28,22 +27,17 @@ from understudy.engines.hosted.client import HostChannel
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.errors import CheckpointError
 from understudy.policy.checkpoints.durable import sync_directory, sync_file
+from understudy.policy.policy import Policy
+from understudy.policy.ranks.follow import LeadingPolicy
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.pool.pool import TeacherPool
 from understudy.trainers.pacing.publish_gate import PublishGate
-from understudy.weights.publish import WeightSource
 from understudy.weights.snapshots import Snapshots
 
 _TAKE_SECONDS = 300.0
 """How long a replica may take to load weights that are in memory."""
 FOLDER = "teacher_weights"
 """The folder in the run directory with earlier weights, for teachers that lag behind."""
-
-
-class AveragedSource(WeightSource, Protocol):
-    """A policy whose weights, or their running average, can be published."""
-
-    def averaged_weights(self) -> Sequence[tuple[str, Tensor]]: ...
 
 
 class _Channel(HostChannel):
@@ -138,7 +132,7 @@ class SelfTeachers:
     """By teacher: `live`, `ema` or how many publishes it lags behind."""
     pools: Mapping[str, TeacherPool]
     replicas: Mapping[str, FollowingReplicas]
-    source: AveragedSource
+    source: Policy | LeadingPolicy
     earlier: EarlierWeights
     updates_per_publish: int
     gate: PublishGate

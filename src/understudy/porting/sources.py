@@ -71,7 +71,7 @@ def read_yaml(text: str, name: str) -> dict[str, Any]:
         for key, value in flatten({k: v for k, v in table.items() if k not in _NO_KEYS}).items()
         if key.rpartition(".")[2] not in _NO_KEYS
     }
-    return {key: value for key in flat if (value := _resolved(flat, key, 0)) is not _Unknown}
+    return {key: value for key in flat if (value := _resolved(flat, key, 0)) is not _UNKNOWN}
 
 
 def read_value(text: str) -> Any:
@@ -93,8 +93,8 @@ def _typed(value: Any) -> Any:
     return value
 
 
-class _Unknown:
-    """Marks a reference that leads nowhere: the value is another key's, or hydra's own."""
+_UNKNOWN = object()
+"""Marks a reference that leads nowhere: the value is another key's, or hydra's own."""
 
 
 def _resolved(flat: Mapping[str, Any], key: str, depth: int) -> Any:
@@ -103,10 +103,10 @@ def _resolved(flat: Mapping[str, Any], key: str, depth: int) -> Any:
         return value
     found = _REFERENCE.fullmatch(value)
     if found is None:
-        return _Unknown
+        return _UNKNOWN
     if found[1] in flat:
         return _resolved(flat, found[1], depth + 1)
-    return read_value(found[2]) if found[2] else _Unknown
+    return read_value(found[2]) if found[2] else _UNKNOWN
 
 
 def _of_script(text: str, marker: str, name: str) -> Source:

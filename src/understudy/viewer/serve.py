@@ -21,10 +21,6 @@ from understudy.viewer.run_view import RunView
 from understudy.viewer.server import ViewServer, address, listen
 
 
-class ViewError(UnderstudyError):
-    """The page cannot be served; the message is the one line a user sees."""
-
-
 def demo_run() -> RunDir:
     """The recorded run that ships with the package."""
     return RunDir.open(Path(str(resources.files("understudy.viewer") / "demo")))
@@ -60,7 +56,9 @@ def serve(
     try:
         sock = listen(port or 0)
     except (OSError, OverflowError) as error:
-        raise ViewError(f"--port {port}: {error}; choose another port, or none for a free one") from None
+        raise UnderstudyError(
+            f"--port {port}: {error}; choose another port, or none for a free one"
+        ) from None
     server = ViewServer([RunView(run) for run in runs])
     server.start()
     tell(address(server, sock))

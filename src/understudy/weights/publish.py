@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -38,28 +38,6 @@ class SharingReceiver(WeightReceiver, Protocol):
     def share_parameters_with(self, model: nn.Module) -> None: ...
 
 
-class WeightSource(Protocol):
-    """Provides a publisher's tensors, whole and by the model's own names (a tied tensor once)."""
-
-    def named_weights(self) -> Sequence[tuple[str, Tensor]]: ...
-
-
-class AdapterSource(Protocol):
-    """A student whose adapters can be published alone, for engines that merge them (`adapters.py`)."""
-
-    def named_adapters(self) -> Sequence[tuple[str, Tensor]]: ...
-
-
-class ModelWeights:
-    """A model on one device as a weight source."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def named_weights(self) -> list[tuple[str, Tensor]]:
-        return [(name, parameter.detach()) for name, parameter in self._model.named_parameters()]
-
-
 class SharedWeights:
     """A publisher for an engine that shares the policy's tensors: `publish` only changes the version.
 
@@ -82,10 +60,14 @@ class SharedWeights:
 
 
 class CopiedWeights:
-    """A publisher for an engine with its own tensors: each version is copied in between two decode steps."""
+    """A publisher for an engine with its own tensors: each version is copied in between two decode steps.
 
-    def __init__(self, source: WeightSource, engine: WeightReceiver) -> None:
-        self._source = source
+    `read` returns the tensors by the model's own names, a tied one once: a policy's `named_weights`, or its
+    `named_adapters` for engines that merge adapters (`adapters.py`).
+    """
+
+    def __init__(self, read: Callable[[], Sequence[tuple[str, Tensor]]], engine: WeightReceiver) -> None:
+        self._read = read
         self._engine = engine
         self._version = -1
         self.published_bytes = 0
@@ -96,19 +78,7 @@ class CopiedWeights:
         return self._version
 
     async def publish(self, version: int) -> None:
-        tensors = await asyncio.to_thread(
-            self._source.named_weights
-        )  # gathering sharded weights takes a while
+        tensors = await asyncio.to_thread(self._read)  # gathering sharded weights takes a while
         await self._engine.update_weights(version, tensors)
         self._version = version
         self.published_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-
-
-class AdaptersOnly:
-    """A weight source of a student's adapters only; engine processes merge them into the base they loaded."""
-
-    def __init__(self, student: AdapterSource) -> None:
-        self._student = student
-
-    def named_weights(self) -> Sequence[tuple[str, Tensor]]:
-        return self._student.named_adapters()

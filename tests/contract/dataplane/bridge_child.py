@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from understudy.dataplane.transfer_queue.bridge import ColumnDict, RemoteBridge, RemoteCall, bridged
+from understudy.dataplane.transfer_queue.bridge import ColumnDict, RemoteCall, answer_call, bridged
 from understudy.dataplane.transfer_queue.link import QueueAddress
 from understudy.dataplane.transfer_queue.writer import RowWriter
 from understudy.types.jagged import Jagged
@@ -37,12 +37,11 @@ FUNCTIONS = {"measure": measure, "total": total}
 async def main() -> None:
     told = json.loads(sys.stdin.readline())
     writer = RowWriter(Path(told["folder"]), QueueAddress.load(told["address"]), prefix=told["prefix"])
-    far = RemoteBridge(writer)
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, call, arguments = json.loads(line)
         given = msgspec.msgpack.decode(base64.b64decode(call), type=RemoteCall)
         try:
-            answer = await far.run(FUNCTIONS[name], given, **arguments)
+            answer = await answer_call(writer, FUNCTIONS[name], given, **arguments)
             said = base64.b64encode(msgspec.msgpack.encode([answer.result, answer.written])).decode()
         except Exception as error:
             said = f"!{error}"

@@ -20,7 +20,7 @@ from understudy.engines.hosted.engine import HostedEngine
 from understudy.errors import EngineError
 from understudy.policy.lora import LoraSettings
 from understudy.policy.policy import Policy
-from understudy.weights.publish import AdaptersOnly, CopiedWeights
+from understudy.weights.publish import CopiedWeights
 
 pytestmark = pytest.mark.timeout(240)
 ASKED = [
@@ -68,8 +68,8 @@ def test_engines_with_adapters_alone_write_what_the_merged_student_would(tmp_pat
         torch.set_num_threads(1)
         processes = RemoteProcesses(tmp_path / "logs", local=["rollout-0"])
         async with hosted(qwen3(), tmp_path, hosts=2, processes=processes) as (engine, _):
-            whole = CopiedWeights(policy, engine)
-            alone = CopiedWeights(AdaptersOnly(policy), engine)
+            whole = CopiedWeights(policy.named_weights, engine)
+            alone = CopiedWeights(policy.named_adapters, engine)
             assert await worst_difference(engine, policy, 0) < 1e-5
             start = dict(policy.named_weights())
             for version in range(1, 6):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from understudy.assembly.prompt_facts import LongestPrompt, longest_prompt
+from understudy.assembly.prompt_facts import longest_prompt, once_longest_prompt
 from understudy.rollout.dataset import Dataset, load_dataset
 from understudy.rollout.render import Renderer
 
@@ -71,7 +71,7 @@ def test_several_teachers_ask_and_it_is_measured_once(
     monkeypatch.setattr(renderer, "ahead", lambda some: (rendered.append(len(some)), ahead(some))[1])
 
     async def asked() -> list[int]:
-        longest = LongestPrompt(renderer, prompts)
+        longest = once_longest_prompt(renderer, prompts)
         return [*await asyncio.gather(longest(), longest()), await longest()]
 
     assert len(set(asyncio.run(asked()))) == 1

@@ -25,7 +25,7 @@ from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import ConfigError
 from understudy.planning.resolved import EngineSettings, resolve
 from understudy.trainers.models import LoadedModel, load_model
-from understudy.weights.publish import CopiedWeights, ModelWeights, SharedWeights
+from understudy.weights.publish import CopiedWeights, SharedWeights
 
 
 class Silent:
@@ -34,12 +34,14 @@ class Silent:
     def note(self, text: str) -> None: ...
 
 
-class Trained(ModelWeights):
+class Trained:
     """A policy as publishers see it."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__(model)
         self.model = model
+
+    def named_weights(self) -> list[tuple[str, Any]]:
+        return list(self.model.named_parameters())
 
 
 @pytest.fixture(scope="module")

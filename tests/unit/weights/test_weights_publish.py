@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from understudy.errors import EngineError
-from understudy.weights.publish import CopiedWeights, ModelWeights, SharedWeights, WeightPublisher
+from understudy.weights.publish import CopiedWeights, SharedWeights, WeightPublisher
+
+
+def weights_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
 def model(value: float = 1.0) -> nn.Module:
@@ -49,7 +54,7 @@ def test_shared_weights_are_the_same_memory() -> None:
 
 def test_copied_weights_change_only_on_publish() -> None:
     trained, engine = model(), Receiver()
-    publisher: WeightPublisher = CopiedWeights(ModelWeights(trained), engine)
+    publisher: WeightPublisher = CopiedWeights(partial(weights_of, trained), engine)
     asyncio.run(publisher.publish(1))
     trained[0].weight.data.fill_(7.0)
     assert engine.own[0].weight[0, 0] == 1.0
@@ -62,7 +67,7 @@ def test_a_failed_publish_keeps_the_old_version() -> None:
         async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
             raise EngineError("gone")
 
-    publisher = CopiedWeights(ModelWeights(model()), Broken())
+    publisher = CopiedWeights(partial(weights_of, model()), Broken())
     with pytest.raises(EngineError, match="gone"):
         asyncio.run(publisher.publish(1))
     assert publisher.version == -1

@@ -27,10 +27,10 @@ Functions may be sync or async. Sync functions run on a thread, so they do not b
 the event loop, they return an awaitable. Called with a meta on a thread without an event loop, they block
 until done.
 
-`call_remote` runs a bridged function in another process, where `RemoteBridge` executes it:
+`call_remote` runs a bridged function in another process, where `answer_call` executes it:
 
     plane's process                                     remote process
-    call_remote ── RemoteCall: meta, segment ────────>  RemoteBridge.run: reads columns from the queue,
+    call_remote ── RemoteCall: meta, segment ────────>  answer_call: reads columns from the queue,
                                                         writes columns to segment and queue
     adopt       <── RemoteResult: result, Written ────
 """
@@ -240,19 +240,14 @@ async def call_remote(
     return meta.but(fields=meta.fields + new)
 
 
-class RemoteBridge:
-    """Executes calls in the remote process. Many may run concurrently."""
-
-    def __init__(self, writer: RowWriter) -> None:
-        self._writer = writer
-
-    async def run(
-        self, function: Callable[..., Any], call: RemoteCall, *args: Any, **kwargs: Any
-    ) -> RemoteResult:
-        columns = _RecordedColumns(self._writer, call.segment)
-        with serving(columns):
-            result = await function(call.meta, *args, **kwargs)
-        return RemoteResult(result, tuple(columns.written))
+async def answer_call(
+    writer: RowWriter, function: Callable[..., Any], call: RemoteCall, *args: Any, **kwargs: Any
+) -> RemoteResult:
+    """Executes a call in the remote process. Many may run concurrently."""
+    columns = _RecordedColumns(writer, call.segment)
+    with serving(columns):
+        result = await function(call.meta, *args, **kwargs)
+    return RemoteResult(result, tuple(columns.written))
 
 
 @dataclass(slots=True)

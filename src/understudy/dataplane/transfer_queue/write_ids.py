@@ -14,22 +14,17 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 Marks = Mapping[str, tuple[str, ...]]
 """By column: one mark per row. Columns not listed are stored under the rows' own keys."""
 _MARKED = re.compile(r"(?P<key>.*)~[0-9a-f]{6}\.[0-9]+", re.DOTALL)
 
 
-class WriteIds:
-    """Generates the marks of one process; a restarted process generates different ones."""
-
-    def __init__(self) -> None:
-        self._life = secrets.token_hex(3)
-        self._next = itertools.count(1)
-
-    def new(self) -> str:
-        return f"{self._life}.{next(self._next)}"
+def write_ids() -> Iterator[str]:
+    """The marks of one process; a restarted process generates different ones."""
+    process = secrets.token_hex(3)
+    return (f"{process}.{number}" for number in itertools.count(1))
 
 
 def queue_key(key: str, mark: str) -> str:

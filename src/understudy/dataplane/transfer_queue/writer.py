@@ -24,7 +24,7 @@ from understudy.dataplane.memory.intake import framed
 from understudy.dataplane.transfer_queue.link import QueueAddress, QueueLink
 from understudy.dataplane.transfer_queue.segments import SegmentWriter, Written
 from understudy.dataplane.transfer_queue.uploads import PATIENCE, QueueUploads
-from understudy.dataplane.transfer_queue.write_ids import Marks, WriteIds, queue_key
+from understudy.dataplane.transfer_queue.write_ids import Marks, queue_key, write_ids
 from understudy.errors import RowsUnreachable
 from understudy.types.jagged import Jagged
 
@@ -48,7 +48,7 @@ class RowWriter:
         self._link = QueueLink.connect(address, prefix=prefix)
         self._uploads = QueueUploads(self._link, patience)
         self._disk_bytes = disk_bytes
-        self._marking = WriteIds()
+        self._marks = write_ids()
 
     @property
     def bytes_put(self) -> int:
@@ -62,7 +62,7 @@ class RowWriter:
 
         Without `queue` the columns go to the run directory only.
         """
-        frames, mark = framed(rows), self._marking.new()
+        frames, mark = framed(rows), next(self._marks)
         places = [
             (key, name) for key, cells in frames.items() for name in cells if cells[name][0] >= FIRST_ARRAY
         ]

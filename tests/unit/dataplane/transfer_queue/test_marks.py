@@ -3,7 +3,7 @@
 import doctest
 
 from understudy.dataplane.transfer_queue import write_ids as marks
-from understudy.dataplane.transfer_queue.write_ids import WriteIds, by_name, queue_key, row_of
+from understudy.dataplane.transfer_queue.write_ids import by_name, queue_key, row_of, write_ids
 
 
 def test_examples() -> None:
@@ -11,8 +11,8 @@ def test_examples() -> None:
 
 
 def test_every_write_has_a_name_of_its_own_and_tells_its_row() -> None:
-    lives = [WriteIds() for _ in range(50)]
-    names = {queue_key(key, life.new()) for life in lives for key in ("p_0_0", "q~3_0_0") for _ in range(20)}
+    lives = [write_ids() for _ in range(50)]
+    names = {queue_key(key, next(life)) for life in lives for key in ("p_0_0", "q~3_0_0") for _ in range(20)}
     assert len(names) == 50 * 2 * 20
     assert {row_of(name) for name in names} == {"p_0_0", "q~3_0_0"}
     for plain in ("p_0_0", "00000-0000017_3_0", "a~b_0_0", "x~5f0c2a_0_0", ""):

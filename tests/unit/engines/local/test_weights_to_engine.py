@@ -62,7 +62,9 @@ def test_the_engine_samples_from_the_published_policy(way: str) -> None:
         policy = Policy(student(), settings)
         engine = HFEngine(student(), max_batch=8, device="cpu", pad_id=0, max_length=32)
         publisher: WeightPublisher = (
-            SharedWeights(policy.model, engine) if way == "shared" else CopiedWeights(policy, engine)
+            SharedWeights(policy.model, engine)
+            if way == "shared"
+            else CopiedWeights(policy.named_weights, engine)
         )
         sampling = Sampling(max_new_tokens=6, stop_ids=(2,))
         try:
