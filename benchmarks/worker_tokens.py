@@ -142,9 +142,9 @@ async def engine_of(kind: str, folder: Path) -> Any:
             async def stop(name: str) -> None:
                 child.terminate()
 
-            keeper: Any = SimpleNamespace(stop=stop, alive=lambda name: child.poll() is None)
+            processes: Any = SimpleNamespace(stop=stop, alive=lambda name: child.poll() is None)
             engine = HostedEngine(
-                [endpoint], keeper, WeightDelivery(Snapshots(0)), batching=Batching.CONTINUOUS, version=0
+                [endpoint], processes, WeightDelivery(Snapshots(0)), batching=Batching.CONTINUOUS, version=0
             )
         else:
             engine = RemoteEngine(

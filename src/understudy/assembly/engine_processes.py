@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from understudy.engines.hosted.engine import HostedEngine
+from understudy.engines.hosted.processes import HostProcesses
 from understudy.engines.hosted.weights import WeightDelivery
+from understudy.engines.launcher import HostLauncher
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
-from understudy.engines.servers.vllm import Child, HostLauncher
 from understudy.nn.pretrained import AUTO
 from understudy.planning.resolved import EngineSettings
-from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import Restarts
 from understudy.trainers.models import LoadedModel
 from understudy.weights.snapshots import Snapshots
-
-HOST_MODULE = "understudy.engines.hosted.process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,45 +58,6 @@ class HostSettings:
         return words + (["--revision", self.revision] if self.revision else [])
 
 
-class Hosts:
-    """Starts and restarts engine processes, on this machine or where the launcher places them (an
-    `engines.hosted.HostKeeper`)."""
-
-    def __init__(
-        self, launcher: HostLauncher, arguments: Sequence[str], env: Sequence[Mapping[str, str]]
-    ) -> None:
-        self._launcher, self._arguments = launcher, arguments
-        # The token goes through the environment: command lines are readable by every user of the machine.
-        self._token = secrets.token_urlsafe(24)
-        self._env = [{**one, "UNDERSTUDY_TOKEN": self._token} for one in env]
-        self._children: dict[str, Child] = {}
-
-    @property
-    def names(self) -> list[str]:
-        return [f"replica-{i}" for i in range(len(self._env))]
-
-    async def restart(self, name: str) -> Endpoint:
-        await self.stop(name)
-        env, process = self._env[self.names.index(name)], process_name(name)
-        child = await self._launcher.start(process, HOST_MODULE, list(self._arguments), env)
-        self._children[name] = child
-        shares = self._launcher.shares_memory(process)
-        return Endpoint(
-            child.ready["url"], token=self._token, shares_memory=shares, gpu=child.ready.get("gpu")
-        )
-
-    async def stop(self, name: str) -> None:
-        await self._launcher.stop(process_name(name))
-
-    def alive(self, name: str) -> bool:
-        return name in self._children and self._children[name].alive
-
-
-def process_name(host: str) -> str:
-    """The process name of an engine replica, also used for its log: replica-0 is rollout-0."""
-    return f"rollout-{host.rpartition('-')[2]}"
-
-
 async def start_hosts(
     launcher: HostLauncher,
     settings: HostSettings,
@@ -118,20 +76,20 @@ async def start_hosts(
     snapshots = await asyncio.to_thread(Snapshots, weight_bytes)
     threads = {"OMP_NUM_THREADS": str(settings.threads)}
     arguments = settings.arguments(str(snapshots.folder))
-    keeper = Hosts(launcher, arguments, [{**threads, **one} for one in env])
-    starting = [asyncio.ensure_future(keeper.restart(name)) for name in keeper.names]
+    hosts = HostProcesses(launcher, arguments, [{**threads, **one} for one in env])
+    starting = [asyncio.ensure_future(hosts.restart(name)) for name in hosts.names]
     try:
         endpoints = await asyncio.gather(*starting)
     except BaseException:
         for task in starting:
             task.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
-        await asyncio.gather(*(keeper.stop(name) for name in keeper.names))
+        await asyncio.gather(*(hosts.stop(name) for name in hosts.names))
         snapshots.close()
         raise
     delivery = WeightDelivery(snapshots, launcher.address)
     return HostedEngine(
-        endpoints, keeper, delivery, batching=settings.batching, restarts=restarts, notify=notify
+        endpoints, hosts, delivery, batching=settings.batching, restarts=restarts, notify=notify
     )
 
 

@@ -24,13 +24,14 @@ import torch
 
 from understudy.assembly.engine_processes import hosts_of
 from understudy.engines.base import Engine, Sampling
+from understudy.engines.launcher import HostLauncher
 from understudy.engines.local.engine import HFEngine
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.engines.servers.gpu_handover import GpuHandover
-from understudy.engines.servers.vllm import HostLauncher, VLLMSettings, start_vllm
+from understudy.engines.servers.vllm import VLLMSettings, start_vllm
 from understudy.errors import ConfigError
 from understudy.nn.rotary_border import crossing
 from understudy.observability.live import LiveView

@@ -206,7 +206,7 @@ def _pool(
         deadline_base=teacher.deadline_seconds,
         hedge_after=teacher.hedge_after_seconds,
         cache_bytes=teacher.cache_bytes,
-        keeper=SupervisorOptions(health=HealthRules(restarts=Restarts(most=restarts))),
+        supervisor=SupervisorOptions(health=HealthRules(restarts=Restarts(most=restarts))),
     )
     if teacher.placement != "external":
         specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from understudy.errors import LOST_PEER, GivenUp, RankLost
 
@@ -129,6 +129,8 @@ class StartedProcess(Protocol):
     """A launcher's handle on a process (`cluster.local.Child`)."""
 
     log: Path
+    ready: dict[str, Any]
+    """The content of its ready file."""
 
     @property
     def alive(self) -> bool: ...

@@ -35,7 +35,7 @@ OPTIONS = PoolOptions(
     deadline_base=DEADLINE,
     retry_first=0.02,
     retry_most=0.2,
-    keeper=SupervisorOptions(
+    supervisor=SupervisorOptions(
         probe_deadline=DEADLINE,
         watch_every=0.05,
         slowest_tokens_per_second=5000.0,
@@ -222,7 +222,7 @@ def assert_caught(trial: Trial, lies: list[str]) -> None:
 def test_no_kind_of_lie_reaches_the_loss(fork_server: ReplicaForkServer, model: Path) -> None:
     """A lone replica tells every kind of lie in turn and is kept on purpose, so that it can tell them all."""
     patient = HealthRules(eject_after=10**6, eject_after_bad_replies=10**6)
-    options = replace(OPTIONS, max_bad_attempts=10**6, keeper=replace(OPTIONS.keeper, health=patient))
+    options = replace(OPTIONS, max_bad_attempts=10**6, supervisor=replace(OPTIONS.supervisor, health=patient))
 
     async def until_all_are_told(trial: Trial) -> None:
         liar = trial.launcher.children["b"]

@@ -31,14 +31,14 @@ MANIFEST = Manifest(
     "math", "native", "m", "aa", "ff", 61, 32, "float32", list(Signal), Limits(max_length=100, max_k=20)
 )
 SLOW = Restarts(None, first_wait_s=1.0, longest_wait_s=8.0)
-KEEPER = SupervisorOptions(
+SUPERVISOR = SupervisorOptions(
     probe_deadline=5.0,
     slowest_tokens_per_second=100.0,
     watch_every=0.25,
     health=HealthRules(eject_after=3, eject_after_bad_replies=2, restarts=SLOW),
 )
 OPTIONS = PoolOptions(
-    deadline_base=10.0, retry_first=0.1, retry_most=1.0, max_bad_attempts=4, drain=5.0, keeper=KEEPER
+    deadline_base=10.0, retry_first=0.1, retry_most=1.0, max_bad_attempts=4, drain=5.0, supervisor=SUPERVISOR
 )
 
 
@@ -377,7 +377,7 @@ def test_failed_restarts_back_off() -> None:
 
 
 LIMITED = replace(
-    OPTIONS, keeper=replace(KEEPER, health=replace(KEEPER.health, restarts=replace(SLOW, most=3)))
+    OPTIONS, supervisor=replace(SUPERVISOR, health=replace(SUPERVISOR.health, restarts=replace(SLOW, most=3)))
 )
 
 

@@ -20,13 +20,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Protocol
 
 from torch import Tensor
 
 from understudy.engines.base import GenerateRequest, Generation
 from understudy.engines.hosted.client import HostChannel, HostLost
 from understudy.engines.hosted.messages import AbortOrder, decode_answer, encode_call
+from understudy.engines.hosted.processes import HostProcesses
 from understudy.engines.hosted.weights import WeightDelivery
 from understudy.engines.local.scheduler import Batching
 from understudy.engines.replicas import Replica, Replicas
@@ -39,20 +39,6 @@ logger = logging.getLogger(__name__)
 _BEAT_S = 5.0
 _TRIES = 5
 """Attempts per batch. A batch that loses its host this often probably crashes it, so the batch fails."""
-
-
-class HostKeeper(Protocol):
-    """The launcher that owns the processes. Hosts are called replica-0, replica-1, …"""
-
-    async def restart(self, name: str) -> Endpoint:
-        """Ends the old process, starts a new one, and returns its address once it can generate."""
-        ...
-
-    async def stop(self, name: str) -> None: ...
-
-    def alive(self, name: str) -> bool:
-        """Whether the process exists, as far as its launcher knows."""
-        ...
 
 
 class HostedEngine:
@@ -70,7 +56,7 @@ class HostedEngine:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        keeper: HostKeeper,
+        processes: HostProcesses,
         delivery: WeightDelivery,
         *,
         batching: Batching = Batching.COMPOSED,
@@ -81,7 +67,7 @@ class HostedEngine:
         notify: Callable[[str], None] | None = None,
     ) -> None:
         self._replicas = Replicas(endpoints)
-        self._keeper, self._delivery, self._batching = keeper, delivery, batching
+        self._processes, self._delivery, self._batching = processes, delivery, batching
         self.traffic = Traffic()
         self._channels = {
             host.name: HostChannel(host.name, host.endpoint, self.traffic) for host in self._replicas.all
@@ -283,7 +269,7 @@ class HostedEngine:
 
     async def _bring_back(self, host: Replica) -> None:
         """Starts a new process; it serves once it has the newest weights and our pause state."""
-        endpoint = await self._keeper.restart(host.name)
+        endpoint = await self._processes.restart(host.name)
         old, fresh = self._channels[host.name], HostChannel(host.name, endpoint, self.traffic)
         host.endpoint, self._channels[host.name] = endpoint, fresh
         await old.close()
@@ -301,18 +287,18 @@ class HostedEngine:
     async def _check_health(self) -> None:
         """Finds hosts that died while idle and hosts that hang; requests have no timeout of their own."""
 
-        async def feel(host: Replica) -> None:
+        async def check(host: Replica) -> None:
             channel = self._channels[host.name]
             if host.resting_until != 0.0:
                 return
-            if not self._keeper.alive(host.name):
+            if not self._processes.alive(host.name):
                 self._lost(host, channel, f"the process of {host.name} is gone")
             elif not await channel.answers(self._silence_s):
                 self._lost(host, channel, f"{host.name} does not answer /health")
 
         while True:
             await asyncio.sleep(_BEAT_S)
-            await asyncio.gather(*(feel(host) for host in self._replicas.all))
+            await asyncio.gather(*(check(host) for host in self._replicas.all))
 
     async def close(self) -> None:
         if self._closed:
@@ -325,6 +311,6 @@ class HostedEngine:
         async with self._news:
             self._news.notify_all()
         # Stop the processes first: requests in flight then fail by themselves.
-        await asyncio.gather(*(self._keeper.stop(host.name) for host in self._replicas.all))
+        await asyncio.gather(*(self._processes.stop(host.name) for host in self._replicas.all))
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
         self._delivery.close()

@@ -9,59 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from understudy.engines.launcher import HostLauncher
 from understudy.engines.replicas import Replica
 from understudy.engines.servers.dialects import DIALECTS
 from understudy.engines.servers.engine import RemoteEngine
 from understudy.errors import EngineError, UnderstudyError
 from understudy.serving.endpoint import Endpoint
-from understudy.serving.supervisor import RestartCount, Restarts
+from understudy.serving.supervisor import RestartCount, Restarts, StartedProcess
 
 logger = logging.getLogger(__name__)
 
 HOST_MODULE = "understudy.engines.servers.vllm_process"
 _WATCH_S = 1.0
 _SCREEN_CHARACTERS = 300
-
-
-class Child(Protocol):
-    """A process that a launcher started."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    ready: dict[str, Any]
-    """The content of its ready file."""
-
-
-class ChildLauncher(Protocol):
-    """The owner of child processes, for example `understudy.cluster.local.LocalProcesses`."""
-
-    async def start(
-        self, name: str, module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
-    ) -> Child:
-        """Starts `python -m module …` with `--ready-file` and `--watch-fd`; returns once it is ready."""
-        ...
-
-    async def stop(self, name: str) -> None: ...
-
-
-class HostLauncher(ChildLauncher, Protocol):
-    """A launcher that can also start processes on other machines."""
-
-    @property
-    def address(self) -> str: ...
-
-    def is_remote(self, name: str) -> bool: ...
-
-    def shares_memory(self, name: str) -> bool: ...
-
-    def last_words(self, name: str) -> str:
-        """The end of a process's output."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +56,7 @@ class VLLMEngine(RemoteEngine):
     def __init__(
         self,
         servers: _Servers,
-        children: Mapping[str, Child],
+        children: Mapping[str, StartedProcess],
         restarts: Restarts,
         notify: Callable[[str], None],
         **engine: Any,
@@ -112,7 +76,7 @@ class VLLMEngine(RemoteEngine):
         self._watchers = [asyncio.create_task(self._watch(name)) for name in self._children]
 
     @property
-    def children(self) -> Mapping[str, Child]:
+    def children(self) -> Mapping[str, StartedProcess]:
         """The servers' processes by replica."""
         return self._children
 
@@ -190,7 +154,7 @@ class _Servers:
         self._failures: dict[str, str] = {}
         """By replica: why its last start or reconnection failed."""
 
-    async def start(self, name: str) -> Child:
+    async def start(self, name: str) -> StartedProcess:
         arguments, env = self.settings.arguments(), dict(self.settings.env[int(name.rpartition("-")[2])])
         if self.launcher.is_remote(process_name(name)):
             # On a remote machine 127.0.0.1 stands for that machine's own address.
@@ -204,10 +168,10 @@ class _Servers:
     def failed(self, name: str, problem: str) -> None:
         self._failures[name] = problem
 
-    def must_start(self, name: str, child: Child) -> bool:
+    def must_start(self, name: str, child: StartedProcess) -> bool:
         return not child.alive or name in self._failures
 
-    def problem(self, name: str, child: Child) -> str:
+    def problem(self, name: str, child: StartedProcess) -> str:
         """Why a replica does not serve; for a dead process, the end of its output."""
         if name in self._failures:
             return f"could not be started again: {self._failures[name]}"
@@ -218,7 +182,7 @@ class _Servers:
     async def stop(self, name: str) -> None:
         await self.launcher.stop(process_name(name))
 
-    def endpoint(self, name: str, child: Child) -> Endpoint:
+    def endpoint(self, name: str, child: StartedProcess) -> Endpoint:
         if "socket" in child.ready:
             return Endpoint(child.ready["url"], socket=child.ready["socket"])
         shares = self.launcher.shares_memory(process_name(name))

@@ -66,7 +66,7 @@ class PoolOptions:
     """Bytes of scores to cache for repeated requests; 0: no cache."""
     drain: float = 30.0
     """For the requests in flight of a replica that is removed."""
-    keeper: SupervisorOptions = field(default_factory=SupervisorOptions)
+    supervisor: SupervisorOptions = field(default_factory=SupervisorOptions)
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class TeacherPool:
         self._clock = clock or MonotonicClock()
         self._rng = rng or random.Random(name)
         self._supervisor = ReplicaSupervisor(
-            name, launcher, connect, self._clock, self.options.keeper, on_event
+            name, launcher, connect, self._clock, self.options.supervisor, on_event
         )
         self._totals = PoolTotals()
         self._cache = ScoreCache(self.options.cache_bytes) if self.options.cache_bytes else None
@@ -326,7 +326,7 @@ class TeacherPool:
     def _deadline(self, replica: Replica, attempts: _Attempts) -> float:
         """Seconds for this request: a base, plus time for its tokens and those outstanding at the replica."""
         growth = min(self.options.deadline_growth**attempts.timeouts, self.options.deadline_growth_most)
-        work = replica.load.outstanding_tokens / self.options.keeper.slowest_tokens_per_second
+        work = replica.load.outstanding_tokens / self.options.supervisor.slowest_tokens_per_second
         return growth * (self.options.deadline_base + work)
 
     def _failed(self, replica: Replica, tokens: int, attempts: _Attempts, error: TeacherError) -> None:
