@@ -3,6 +3,7 @@
     python benchmarks/step.py                    about 4 minutes on an H200
     python benchmarks/step.py --quick            64 prompts, 128 new tokens
     python benchmarks/step.py --cpu              tiny shapes, to try the script itself
+    python benchmarks/step.py --keep-rows        what run.keep_rows costs a step, instead of TRL
 
 Random bf16 weights in Qwen3's shapes (0.6B student, 1.7B teacher), 256 prompts of 128 tokens, 512 new
 tokens, forward KL: TRL over the full vocabulary, ours over the teacher's best 64 and the mass of the rest.
@@ -34,6 +35,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hardware import cpu_name
+from keep_rows_cost import cost
 from step_problem import Shape, compare, has_trl, run_ours, run_trl, save
 
 VOCAB = 151_936
@@ -66,6 +68,12 @@ def main() -> None:
         folder = Path(name)
         student, teacher, prompts = problem(shape, folder, TINY if options.cpu else MODELS)
         print(f"models written after {time.monotonic() - started:.0f} s", flush=True)
+
+        if options.keep_rows:
+            rows = cost(shape, folder, student, teacher, prompts, json.loads(options.engine), options.blocks)
+            print(*(f"{row.name}: {row.value} {row.unit}" for row in rows), sep="\n", flush=True)
+            save("keep_rows", hardware, rows, options.out)
+            return
 
         def left() -> float:
             return options.budget - (time.monotonic() - started)
@@ -160,6 +168,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--eager-student", action="store_true", help="the student's layers not compiled")
     parser.add_argument("--engine", default="{}", help='more keys of [rollout], as JSON: {"engine": "vllm"}')
     parser.add_argument("--budget", type=float, default=285.0, help="seconds for everything")
+    parser.add_argument("--keep-rows", action="store_true")
+    parser.add_argument("--blocks", type=int, default=22, help="blocks of 6 steps, with --keep-rows")
+    parser.add_argument("--out", type=Path, help="folder of the result file, with --keep-rows")
     return parser.parse_args()
 
 

@@ -15,6 +15,8 @@ TRL takes the full vocabulary from a teacher in its own process; ours sends the 
 mass of the rest from a teacher process. The systems run alternately, several rounds each, and the faster
 half of each counts: other load on the machine can only slow a round down.
 
+`--keep-rows` measures what `run.keep_rows` costs a step instead (`keep_rows_cost.py`).
+
 `--against FOLDER` compares with another checkout of this project (its `src` folder) instead of TRL, with the
 same environment, to measure what a change costs.
 
@@ -37,6 +39,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hardware import cpu_name
+from keep_rows_cost import cost
 from step_problem import Shape, Timing, compare, has_trl, run_ours, run_trl, save
 
 ASSETS = Path(str(resources.files("understudy.assets") / "quickstart"))
@@ -56,7 +59,7 @@ TIMEOUT = 300.0
 
 def main() -> None:
     options = _options()
-    why_not = "" if options.against else has_trl(options.trl_python, vllm=False)
+    why_not = "" if options.against or options.keep_rows else has_trl(options.trl_python, vllm=False)
     peer = f"the checkout {options.against_name}" if options.against else "TRL 1.16 DistillationTrainer"
     rows = []
     with tempfile.TemporaryDirectory(prefix="understudy-step-") as name:
@@ -69,6 +72,10 @@ def main() -> None:
             ours: list[Timing | str] = []
             theirs: list[Timing | str] = []
             engine = {"max_batch": shape.batch}
+            if options.keep_rows:
+                rows += cost(shape, folder, student, teacher, prompts, engine, options.blocks)
+                print(*(f"{row.name}: {row.value} {row.unit}" for row in rows[-5:]), sep="\n", flush=True)
+                continue
             for turn in range(options.rounds):
                 place = folder / str(turn)
                 place.mkdir()
@@ -96,14 +103,15 @@ def main() -> None:
             )
     if rows:
         # Under another name: the speed page shows the newest comparison with TRL.
-        save("step_cpu_against" if options.against else "step_cpu", cpu_name(), rows, options.out)
+        name = "keep_rows" if options.keep_rows else "step_cpu_against" if options.against else "step_cpu"
+        save(name, cpu_name(), rows, options.out)
 
 
 def _problem(shape: Shape, folder: Path) -> tuple[str, str, Path]:
     """Model folders and a prompt file with enough prompts for every step."""
     lines = (ASSETS / "data" / "train.jsonl").read_text().splitlines()
     prompts = [line for line in lines if json.loads(line)["data_source"] == "add"]
-    needed = shape.batch * shape.steps
+    needed = shape.batch * max(shape.steps, 64)  # a longer run begins another epoch
     path = folder / "prompts.jsonl"
     path.write_text("\n".join((prompts * (needed // len(prompts) + 1))[:needed]) + "\n")
     student, teacher = ASSETS / "models" / "student", ASSETS / "models" / "teacher-add"
@@ -149,6 +157,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, help="src folder of another checkout, instead of TRL")
     parser.add_argument("--against-name", default="before", help="the other checkout's name in the results")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--keep-rows", action="store_true", help="the cost of run.keep_rows, instead of TRL")
+    parser.add_argument("--blocks", type=int, default=42, help="blocks of 6 steps, with --keep-rows")
     parser.add_argument("--out", type=Path, help="folder of the result file, for trials")
     return parser.parse_args()
 

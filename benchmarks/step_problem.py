@@ -86,25 +86,18 @@ class Timing:
         return median(tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True))
 
 
-def run_ours(
+def our_recipe(
     shape: Shape,
-    folder: Path,
+    run: Path,
     student: str,
     teacher: str,
     prompts: Path,
-    timeout: float,
     engine: Mapping[str, Any],
-    trainer: Mapping[str, Any] | None = None,
-    name: str = "ours",
-    environment: Mapping[str, str] | None = None,
-) -> Timing | str:
-    """Times steps of `understudy train`; returns the reason if it failed. `trainer`: more keys of [trainer].
-    A fully async run continues for some steps after the last one counted, so that engines, teachers and
-    trainer are all still busy while it is timed."""
-    run = folder / name
-    extra = dict(trainer or {})
-    ahead = 4 if extra.get("mode") == "fully_async" else 0
-    recipe = {
+    extra: Mapping[str, Any] | None = None,
+    ahead: int = 0,
+) -> dict[str, Any]:
+    """Our recipe of a shape. `extra`: more keys of [trainer]; `ahead`: steps after the last one counted."""
+    return {
         "student": {
             "model": student,
             "dtype": shape.dtype,
@@ -129,12 +122,33 @@ def run_ours(
             "learning_rate": shape.learning_rate,
             "micro_batch_tokens": shape.micro_batch_tokens,
             "checkpoint_every": 10_000,
-            **extra,
+            **(extra or {}),
         },
         "run": {"dir": str(run), **({"threads": shape.threads} if shape.threads else {})},
     }
+
+
+def run_ours(
+    shape: Shape,
+    folder: Path,
+    student: str,
+    teacher: str,
+    prompts: Path,
+    timeout: float,
+    engine: Mapping[str, Any],
+    trainer: Mapping[str, Any] | None = None,
+    name: str = "ours",
+    environment: Mapping[str, str] | None = None,
+) -> Timing | str:
+    """Times steps of `understudy train`; returns the reason if it failed. `trainer`: more keys of [trainer].
+    A fully async run continues for some steps after the last one counted, so that engines, teachers and
+    trainer are all still busy while it is timed."""
+    run = folder / name
+    extra = dict(trainer or {})
+    ahead = 4 if extra.get("mode") == "fully_async" else 0
+    recipe = our_recipe(shape, run, student, teacher, prompts, engine, extra, ahead)
     path = folder / f"{name}.toml"
-    path.write_text(_toml(recipe))
+    path.write_text(toml(recipe))
     metrics = run / "metrics.jsonl"
     command = [sys.executable, "-m", "understudy.cli.main", "train", str(path), "--quiet"]
     said, spent = _run(
@@ -380,7 +394,7 @@ def _cpu_per_step(spent: Mapping[int, float], skip: int) -> float | None:
     return (spent[last] - spent[first]) / (last - first)
 
 
-def _toml(tables: Mapping[str, Any], prefix: str = "") -> str:
+def toml(tables: Mapping[str, Any], prefix: str = "") -> str:
     lines, nested = [], []
     for key, value in tables.items():
         if isinstance(value, Mapping):
@@ -389,5 +403,5 @@ def _toml(tables: Mapping[str, Any], prefix: str = "") -> str:
             lines.append(f"{key} = {json.dumps(value)}")
     text = "\n".join(lines) + "\n"
     for name, value in nested:
-        text += f"[{name}]\n{_toml(value, f'{name}.')}"
+        text += f"[{name}]\n{toml(value, f'{name}.')}"
     return text

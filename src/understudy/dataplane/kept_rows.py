@@ -31,6 +31,7 @@ import numpy as np
 
 from understudy.dataplane.frame import decode, encode, pack, unpack
 from understudy.errors import DataPlaneError
+from understudy.observability.faults import point
 
 FOLDER_NAME = "kept_rows"
 A_STEP, WORST_A_STEP = 4, 2
@@ -109,6 +110,7 @@ class RowKeeper:
             path.unlink(missing_ok=True)
             return []
         _replace(path, b"".join(body for _, body in rows))
+        point("kept_rows.between_files")
         _replace(
             path.with_suffix(".jsonl"), b"".join(msgspec.json.encode(one.summary) + b"\n" for one in kept)
         )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -270,7 +271,7 @@ async def _attempt(
 
 
 def _write_state(run: RunDir, status: str, detail: str, facts: dict[str, object]) -> None:
-    state = {"status": status, "detail": detail, "pid": os.getpid(), **facts}
+    state = {"status": status, "detail": detail, "pid": os.getpid(), "host": socket.gethostname(), **facts}
     write_atomically(run.state, json.dumps(redact(state), indent=1) + "\n")
 
 

@@ -1,6 +1,7 @@
 """`run.keep_rows`: rows stay with their token columns, equal to what the run trained on; and no bit changes by it."""
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def test_rows_stay_after_their_checkpoint(recipe: Make, mode: str) -> None:
         line[f"perf/{mode.removeprefix('fully_')}/{part}_idle"] for part in ("trainer", "rollout", "teacher")
     ]
     assert all(0 <= share < 1 for share in idle) and sum(idle) > 0
+    assert json.loads((run.dir / "state.json").read_text())["host"] == socket.gethostname()
     assert len(rows) == 4 and (run.dir / "kept_rows" / "tokenizer.json").exists()
     gaps = np.concatenate([measures(columns)["gap"] for _, columns in rows])
     assert gaps.mean() == pytest.approx(line["actor/distillation/k1"], abs=1e-4)
@@ -71,12 +73,20 @@ def test_rows_stay_after_their_checkpoint(recipe: Make, mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_and_resumed_run_keeps_the_same_rows(recipe: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["sync.after_ack:3", "kept_rows.between_files:2", "sync.after_metrics:2"])
+def test_a_killed_and_resumed_run_keeps_the_same_rows(recipe: Make, tmp_path: Path, fault: str) -> None:
+    """Also when it is killed between the two files of a step. Until the resume, every row that a reader is
+    shown can be read."""
     small = {"trainer__steps": 3, "trainer__batch_size": 4}
     table, whole = recipe("killed", **small), understudy.train(recipe("whole", **small), progress=False)
     path = write_toml(tmp_path / "recipe.toml", table)
-    code, _ = run_cli("train", str(path), fault="sync.after_ack:3")
+    code, _ = run_cli("train", str(path), fault=fault)
     assert code != 0
+    left = RunView(RunDir.open(Path(table["run"]["dir"])))
+    while left.look():
+        pass
+    for row in left.spread("kept", 100):
+        assert left.row(row["id"])["tokens"]
     code, output = run_cli("resume", table["run"]["dir"])
     assert code == 0, output
     for step in (1, 2, 3):

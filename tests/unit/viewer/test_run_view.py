@@ -202,3 +202,12 @@ def test_scores_lie_in_a_lane_per_replica_and_notes_are_events(tmp_path: Path) -
     starts = [one["start"] for one in found["spans"]]
     assert starts == sorted(starts) and max(starts) >= found["launches"][1] > 0
     assert [one["name"] for one in opened(run).life("p2_0_0")] == ["score add/0", "score add/1"]
+
+
+def test_a_run_of_another_machine_is_judged_by_what_it_writes(tmp_path: Path) -> None:
+    """On a shared disk its process id may be one of this machine's processes."""
+    run = recorded_run(tmp_path / "run")
+    run.state.write_text(json.dumps({"status": "running", "pid": os.getpid(), "host": "another-machine"}))
+    assert opened(run).status() == "killed"
+    run.waits.write_text(json.dumps({"status": "running", "written": time.time(), "chains": []}))
+    assert opened(run).status() == "running"
