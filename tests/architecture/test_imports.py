@@ -13,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "understudy"
 LAYERS = (
     {"errors"},
+    {"media"},
     {"nn", "types", "assets"},
     {"config", "observability", "serving"},
     {"weights"},

@@ -49,6 +49,8 @@ async def open_loops(
         stack.push_async_callback(here.close)
         return here
     renderer.tokenizer.save_pretrained(tokenizer_folder)
+    if renderer.pictures is not None:
+        renderer.pictures.processor.save(tokenizer_folder)
     workers = LoopWorkers(
         rollout.workers,
         tokenizer=tokenizer_folder,
@@ -59,6 +61,7 @@ async def open_loops(
         template_options=rollout.template_options,
         max_prompt=data.max_prompt_tokens,
         truncate=data.overlong == "truncate_left",
+        pictures=str(renderer.pictures.store.folder) if renderer.pictures is not None else "",
         open_line=await _lines(
             processes, stack, WORKER_MODULE if row_workers is None else row_workers.module
         ),

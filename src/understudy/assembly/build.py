@@ -42,6 +42,7 @@ from understudy.config import DataConfig, LossConfig, Recipe
 from understudy.config.base import flatten
 from understudy.dataplane.base import DataPlane
 from understudy.engines.base import Engine
+from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
 from understudy.observability.loggers.logged_metrics import LoggedMetrics
 from understudy.observability.metrics import read_metrics
@@ -78,7 +79,7 @@ from understudy.trainers.learn.refused_steps import keep_refused
 from understudy.trainers.models import LoadedModel
 from understudy.trainers.pacing.publish_gate import PublishGate
 from understudy.trainers.produce.rollouts import LocalRollouts, Rollouts
-from understudy.trainers.prompt_data import PromptData, open_data
+from understudy.trainers.prompt_data import PromptData, open_data, pictures_of
 from understudy.trainers.remote_rows.batches import RemoteBatches
 from understudy.trainers.remote_rows.references import RemotePlane
 from understudy.trainers.remote_rows.rollouts import MODULE as ROW_WORKER
@@ -118,6 +119,8 @@ async def build(
             coming = StartingCritic(settings.critic, run, processes, seating, gpus, stack)
         with view.work(f"loading the student {recipe.student.model}"):
             student = await asyncio.to_thread(load_source, settings.student)
+            store = MediaStore(run.media.absolute())
+            student = student.reading(store, settings.student.model, settings.student.revision)
         usable = await find_usable_ids(
             settings.student,
             student,
@@ -132,6 +135,7 @@ async def build(
             if data is not None
             else await asyncio.to_thread(open_data, recipe.data, recipe.rollout, recipe.student)
         )
+        rows = rows.storing(pictures_of(recipe.data, store.folder))
         prompts = rows.train
         remote_scoring = RemoteScoring() if settings.rows.workers_write else None
         own_prompts = teacher_prompts_of(recipe.teachers, recipe.rollout, student.tokenizer, usable, stack)
@@ -167,7 +171,7 @@ async def build(
         reference = None
         if settings.reference is not None:
             reference = await asyncio.to_thread(
-                reference_of, settings.reference, settings.compute.lanes, usable
+                reference_of, settings.reference, settings.compute.lanes, usable, store
             )
 
         plane = await open_plane(
@@ -177,7 +181,8 @@ async def build(
             drop_when_acked=settings.rows.drop_when_acked,
             start_timeout=recipe.cluster.start_timeout_seconds,
         )
-        batches = await _batches(settings, recipe.loss, plane, policy, teachers, stack)
+        sees = student.pictures is not None
+        batches = await _batches(settings, recipe.loss, plane, policy, teachers, stack, sees)
         renderer = _renderer(settings.engine, recipe.data, student)
         loops = await _loops(settings, recipe, run, renderer, processes, plane, stack, view.note)
         rewards = Rewards([load_reward(recipe.data.reward)] if recipe.data.reward else [], renderer)
@@ -202,7 +207,7 @@ async def build(
             remote_scoring.open(loops, remote)
             rollouts = RemoteRollouts(loops, remote, spans, timings, sampling.candidates > 0)
         else:
-            rollouts = LocalRollouts(loops, rewards, plane, sampling, spans, timings)
+            rollouts = LocalRollouts(loops, rewards, plane, sampling, spans, timings, sees)
         saver = BackgroundSaver(checkpoints)
         stack.push_async_callback(asyncio.to_thread, saver.close)
         background = await stack.enter_async_context(asyncio.TaskGroup())
@@ -316,13 +321,14 @@ async def _batches(
     policy: Policy | LeadingPolicy,
     teachers: Teachers,
     stack: AsyncExitStack,
+    pictures: bool,
 ) -> Batches:
     scored, heads = bool(teachers.pools), list(teachers.heads.values())
     dtype = heads[0].weight_VH.dtype if heads else torch.bfloat16
-    local = LocalBatches(plane, training_columns(loss, scored), dtype)
+    local = LocalBatches(plane, training_columns(loss, scored, pictures), dtype)
     if not isinstance(policy, LeadingPolicy) or not settings.rows.ranks_fetch:
         return local
-    columns = fact_columns(scored), token_columns(loss, scored)
+    columns = fact_columns(scored), token_columns(loss, scored, pictures)
     remote = await RemoteBatches.open(plane, policy, settings.rows.fetch_seconds, local, *columns)
     stack.callback(remote.close)
     return remote
@@ -348,7 +354,7 @@ async def _policy_and_engine(
     policy: Policy | LeadingPolicy
     ranks = settings.learn.trainer.ranks
     if ranks == 1:
-        policy = Policy(student.model, own, on_bad_rows=on_bad_rows)
+        policy = Policy(student.model, own, on_bad_rows=on_bad_rows, pictures=student.pictures)
     else:
         policy = await start_ranks(ranks, run, processes, student, own, on_bad_rows, stack, view)
     return policy, engine, publisher_of(settings.engine, policy, engine)
@@ -386,6 +392,7 @@ def _renderer(settings: EngineSettings, data: DataConfig, student: LoadedModel) 
         template_options=settings.rollout.template_options,
         max_prompt=data.max_prompt_tokens,
         truncate=data.overlong == "truncate_left",
+        pictures=student.pictures,
     )
 
 
@@ -420,6 +427,7 @@ def _student_facts(
         once_longest_prompt(_renderer(settings.engine, data, student), prompts),
         mixed_teachers(prompts, data.mixture_key),
         external,
+        student.pictures,
     )
 
 

@@ -15,6 +15,7 @@ from understudy.assembly.learner import load_source
 from understudy.cluster.local import LocalProcesses
 from understudy.cluster.placement import DeviceKind
 from understudy.engines.hosted.client import HostChannel
+from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.planning.resolved import CriticSettings, ModelSource
@@ -113,6 +114,11 @@ def critic_of(settings: CriticSettings, on_bad_rows: BadRows | None, device: str
     return Critic(Policy(give_value_head(loaded.model), policy, on_bad_rows=on_bad_rows), config)
 
 
-def reference_of(source: ModelSource, lanes: int, usable: UsableIds | None = None) -> FrozenModel:
-    """The frozen reference model of a run with `loss.kl_coef`."""
-    return FrozenModel(load_source(source).model, lanes, usable)
+def reference_of(
+    source: ModelSource, lanes: int, usable: UsableIds | None = None, media: MediaStore | None = None
+) -> FrozenModel:
+    """The frozen reference model of a run with `loss.kl_coef`. `media`: the run's pictures."""
+    loaded = load_source(source)
+    if media is not None:
+        loaded = loaded.reading(media, source.model, source.revision)
+    return FrozenModel(loaded.model, lanes, usable, loaded.pictures)

@@ -44,6 +44,8 @@ class HostSettings:
     revision: str | None = None
     attention: str = AUTO
     """The attention implementation of transformers, as in training."""
+    media: str = ""
+    """The folder of the run's pictures, for a vision-language student."""
 
     def arguments(self, weights: str) -> list[str]:
         words = ["--model", self.model, "--dtype", self.dtype, "--device", self.device, "--weights", weights]
@@ -55,6 +57,7 @@ class HostSettings:
         words += ["--deterministic"] if self.deterministic else []
         words += ["--trust-remote-code"] if self.trust_remote_code else []
         words += ["--attention", self.attention] if self.attention != AUTO else []
+        words += ["--media", self.media] if self.media else []
         return words + (["--revision", self.revision] if self.revision else [])
 
 
@@ -118,6 +121,7 @@ async def hosts_of(
         trust_remote_code=settings.student.trust_remote_code,
         revision=settings.student.revision,
         attention=settings.student.attention,
+        media=str(student.pictures.store.folder) if student.pictures is not None else "",
     )
     env: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": one} for one in devices]
     size = sum(tensor.numel() * tensor.element_size() for tensor in student.model.parameters())

@@ -48,6 +48,7 @@ def policy_settings(settings: LearnSettings, usable: UsableIds | None = None) ->
         lanes=settings.lanes,
         lora=_lora_settings(settings),
         usable=usable,
+        freeze_vision=settings.student.freeze_vision,
         ema_decay=trainer.ema_decay,
     )
 

@@ -165,7 +165,9 @@ async def start_ranks(
 
     def lead() -> tuple[Group, Policy]:
         group = join_at(0, size, ranks.rendezvous, student.device)
-        return group, Policy(student.model, settings, on_bad_rows=on_bad_rows, ranks=group)
+        return group, Policy(
+            student.model, settings, on_bad_rows=on_bad_rows, ranks=group, pictures=student.pictures
+        )
 
     async def join() -> tuple[Group, Policy]:
         # Not sooner: a wait in torch's rendezvous for a missing rank cannot be cancelled. And torch numbers

@@ -24,6 +24,8 @@ from understudy.assembly.this_machine import gpu_names
 from understudy.cluster.local import LocalProcesses
 from understudy.config import TeacherConfig
 from understudy.errors import ConfigError, TeacherError
+from understudy.media.processor import PictureReader, patching_difference
+from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
 from understudy.planning.resolved import TeacherSettings
 from understudy.planning.seating import Seating, Seats
@@ -93,6 +95,12 @@ class StudentFacts:
     longest_own_prompt: Mapping[str, Callable[[], Awaitable[int]]] = field(default_factory=dict)
     """The same as `longest_prompt` for external teachers that read prompts of their own. Those of replicas
     that this run starts were measured by `check`, which knows their context."""
+    pictures: PictureReader | None = None
+    """For a student that reads pictures."""
+
+    @property
+    def media(self) -> MediaStore | None:
+        return None if self.pictures is None else self.pictures.store
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,23 +219,40 @@ def _pool(
     if teacher.placement != "external":
         specs = [ReplicaSpec(str(i)) for i in range(teacher.replicas)]
         launcher = teachers.launchers[name]
-        native: Connect = partial(connect_native, usable=student.usable)
+        native: Connect = partial(connect_native, usable=student.usable, media=student.media)
         if remote is not None:
             native = remote.connect(native, None, student.usable)
         return TeacherPool(name, specs, launcher, options=options, connect=native, on_event=tell)
     ids = student.head_rows if student.usable is None else min(student.usable.limit, student.head_rows)
     told = External(ids, student.vocabulary.fingerprint, teacher.model, teacher.backend, k)
-    connect = external_of(told, student.usable)
+    connect = external_of(told, student.usable, student.media)
     if remote is not None:
         connect = remote.connect(connect, told, student.usable)
     specs = [ReplicaSpec(str(i), Endpoint(url, teachers.tokens[name])) for i, url in enumerate(teacher.urls)]
     return TeacherPool(name, specs, options=options, connect=connect, on_event=tell)
 
 
-def external_of(told: External, usable: UsableIds | None) -> Connect:
+def external_of(told: External, usable: UsableIds | None, media: MediaStore | None = None) -> Connect:
     return connect_external(
-        told.vocab_size, told.vocab_fingerprint, told.model, Backend(told.backend), usable=usable, k=told.k
+        told.vocab_size,
+        told.vocab_fingerprint,
+        told.model,
+        Backend(told.backend),
+        usable=usable,
+        k=told.k,
+        media=media,
     )
+
+
+def check_patching(name: str, student: PictureReader | None, manifest: Manifest) -> None:
+    """Raises if student and teacher cut the same picture into different tokens."""
+    if student is None or manifest.pictures is None:
+        return
+    if differs := patching_difference(student.processor.patching, manifest.pictures.patching):
+        raise TeacherError(
+            f"teacher {name} cuts pictures into other tokens than the student ({differs}); ids are sent as they are, so save "
+            "both models with the same preprocessor_config.json"
+        )
 
 
 def teacher_tokens(teachers: Mapping[str, TeacherConfig]) -> dict[str, str | None]:
@@ -255,6 +280,7 @@ async def _start(teachers: Teachers, name: str, settings: TeacherSettings, stude
         signals = list(dict.fromkeys([*signals, *needed_signals(signal)]))
     length = await _length(name, settings, student, manifest)
     check_signals(manifest, signals, settings.k, length)
+    check_patching(name, student.pictures, manifest)
     if settings.deterministic and manifest.batching is Batching.BY_ARRIVAL:
         logger.warning(
             "teacher %s batches by arrival: its scores, and so this run, may differ in the last bits from time to time; "

@@ -61,7 +61,10 @@ async def find_usable_ids(
     for side in known:
         for words in pair_notes(own, side):
             note(words)
-    return usable_ids(own, known) if own.tokens else None
+    usable = usable_ids(own, known) if own.tokens else None
+    if student.pictures is None:
+        return usable
+    return (usable or UsableIds(own.rows or 1 << 31)).without(student.pictures.processor.placeholder_ids)
 
 
 def _template(student: LoadedModel) -> str | None:
@@ -117,7 +120,8 @@ def keep_usable_ids(run: RunDir, usable: UsableIds | None) -> None:
     if usable is None:
         path.unlink(missing_ok=True)
     else:
-        write_atomically(path, json.dumps({"limit": usable.limit, "holes": list(usable.holes)}) + "\n")
+        told = {"limit": usable.limit, "holes": list(usable.holes), "placeholders": list(usable.placeholders)}
+        write_atomically(path, json.dumps(told) + "\n")
 
 
 def kept_usable_ids(run: RunDir) -> UsableIds | None:
@@ -125,4 +129,7 @@ def kept_usable_ids(run: RunDir) -> UsableIds | None:
     if not path.is_file():
         return None
     found = read_json(path)
-    return UsableIds(int(found["limit"]), tuple(int(one) for one in found["holes"]))
+    holes, placeholders = (
+        tuple(int(one) for one in found.get(name, ())) for name in ("holes", "placeholders")
+    )
+    return UsableIds(int(found["limit"]), holes, placeholders)

@@ -47,6 +47,10 @@ class DataConfig(Section):
     overlong: Literal["error", "drop", "truncate_left"] = "error"
     """What happens to a row with a longer prompt: the recipe is refused, the row is dropped, or the prompt
     loses its first tokens."""
+    max_image_bytes: Annotated[int, Field(ge=1)] = 20_971_520
+    """The largest file of a picture; the row of a larger one becomes a dead letter."""
+    max_image_pixels: Annotated[int, Field(ge=1)] = 33_554_432
+    """The most pixels of a picture, read from its header before it is decoded."""
     reward: str | None = None
     """`"module:function"` taking (row, text) and giving a float, or with verl's `compute_score` signature;
     needed for accuracy and for `task_coef`. Modules beside the recipe are found."""

@@ -59,6 +59,8 @@ class StudentConfig(Section):
     """Dtype of the weights in forward and backward; masters stay float32."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    freeze_vision: bool = True
+    """Of a vision-language student train the language part alone; false trains the vision part too."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False

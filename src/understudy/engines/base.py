@@ -87,6 +87,8 @@ class GenerateRequest:
     """63 bits. The drawn tokens depend on (weights, tokens, sampling, seed), not on the rest of the batch."""
     session: str = ""
     """Requests with the same session share a prefix: a server may keep them on one replica."""
+    media: tuple[str, ...] = ()
+    """Hashes of the pictures in the context, in the order of their placeholders."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from understudy.media.processor import vision_family
 
 AUTO = "auto"
 """transformers' own choice: `sdpa`, or `eager` for a model that has no `sdpa`."""
@@ -23,15 +25,18 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> Any:
-    """Loads from a folder or a hub id; only safetensors weights, because the older format can run code."""
+    """Loads from a folder or a hub id; only safetensors weights, because the older format can run code. A
+    vision-language model of a supported family keeps its vision part."""
+    code: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        sees = vision_family(AutoConfig.from_pretrained(source, **code)) is not None
+        made = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = made.from_pretrained(
             source,
             dtype=dtype,
             attn_implementation=None if attention == AUTO else attention,
-            trust_remote_code=trust_remote_code,
-            revision=revision,
             use_safetensors=True,
+            **code,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CannotLoadError(_reason(error, attention)) from error

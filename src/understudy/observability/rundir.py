@@ -43,6 +43,11 @@ from understudy.observability.forks import only_here
 class RunDir:
     path: Path
 
+    @property
+    def media(self) -> Path:
+        """Pictures by hash (`media/store.py`)."""
+        return self.path / "media"
+
     @classmethod
     def create(cls, wanted: str | None, name: str, base: Path = Path("runs")) -> RunDir:
         """Makes a new folder; a folder that already holds a run is never overwritten."""

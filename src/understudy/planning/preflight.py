@@ -20,6 +20,7 @@ from understudy.observability.loggers.logged_metrics import missing_loggers
 from understudy.observability.patience import Patience
 from understudy.observability.rundir import probe_run_dir
 from understudy.planning.data_checks import check_rows, clipped, measured_once, prompt_length
+from understudy.planning.image_checks import look_at_pictures, picture_problems
 from understudy.planning.models.config_checks import models_load
 from understudy.planning.models.folder import HubNotReached, ModelFolder
 from understudy.planning.models.opened import open_models
@@ -172,6 +173,17 @@ def preflight(
             checked = check_rows(recipe, dataset, name, student, measure, advance)
         problems += checked.problems
         findings.notes += checked.notes
+        if shown := dataset.with_pictures():
+            problems += picture_problems(recipe, dataset, name, student, folders)
+            with patience.work(f"looking at the pictures of {name}", len(shown)) as advance:
+                found = attempt(
+                    lambda dataset=dataset, name=name, advance=advance: look_at_pictures(  # type: ignore[misc]
+                        recipe, dataset, name, advance
+                    )
+                )
+            if found is not None:
+                problems += found[0]
+                findings.notes += found[1]
         read[name] = checked.dataset
         if key == "train":
             findings.train_rows = len(checked.dataset)

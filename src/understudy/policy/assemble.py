@@ -39,6 +39,8 @@ class MicroBatch:
     """Tokens of each row that go through the model."""
     loss_counts: tuple[int, ...]
     """Loss-bearing tokens of each row; they lie one after another in `inputs`."""
+    media: tuple[tuple[str, ...], ...] = ()
+    """Hashes of each row's pictures; empty if no row of the batch has any."""
 
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
@@ -51,6 +53,7 @@ class MicroBatch:
             self.layout,
             self.lengths,
             self.loss_counts,
+            self.media,
         )
 
 
@@ -177,6 +180,7 @@ class Assembler:
             layout=layout,
             lengths=tuple(lengths_B.tolist()),
             loss_counts=tuple(loss_counts_B.tolist()),
+            media=tuple(self.batch.media[i] for i in here.tolist()) if self.batch.media else (),
         )
 
     def _inputs(

@@ -20,6 +20,8 @@ from understudy.weights.adapters import base_mark, merged, packed_adapter, packe
 
 _ADAPTER = "default"
 _BASE = ".base_layer"
+_VISION = r".*\b(visual|vision_model|connector)\b.*"
+"""Names of modules in the vision parts of supported families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class LoraSettings:
     """Suffixes of the names of the linear layers that get an adapter."""
     seed: int = 0
     """Seed of the adapters' initial values, the same on every rank."""
+    language_only: bool = False
+    """Of a vision-language student: no adapters in its vision part."""
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "targets": list(self.targets)}
@@ -58,6 +62,7 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
 def peft_config(settings: LoraSettings) -> Any:
     """The `peft.LoraConfig` of these adapters."""
     alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
+    left_out = {"exclude_modules": _VISION} if settings.language_only else {}
     return _peft().LoraConfig(
         r=settings.rank,
         lora_alpha=alpha,
@@ -65,6 +70,7 @@ def peft_config(settings: LoraSettings) -> Any:
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
+        **left_out,
     )
 
 

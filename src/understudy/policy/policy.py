@@ -24,6 +24,8 @@ import torch
 from transformers import PreTrainedModel
 
 from understudy.errors import CheckpointError, PolicyError
+from understudy.media.processor import PictureReader
+from understudy.nn.vision import freeze_vision, is_vision
 from understudy.policy.assemble import Assembler
 from understudy.policy.bad_rows import refusal
 from understudy.policy.checkpoints.state import (
@@ -78,6 +80,7 @@ class Policy:
         settings: PolicySettings,
         on_bad_rows: BadRows | None = None,
         ranks: Ranks | None = None,
+        pictures: PictureReader | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -96,6 +99,11 @@ class Policy:
         self.weight_dtype = output_layer(model).weight.dtype
         switch_off_dropout(model)
         verify_head(model)
+        if is_vision(model) and settings.freeze_vision:
+            freeze_vision(model)
+            if settings.lora is not None:
+                settings = replace(settings, lora=replace(settings.lora, language_only=True))
+                self.settings = settings
         if settings.lora is not None:
             add_lora(model, settings.lora)
         self.layout = choose_layout(model, settings.layout)
@@ -104,7 +112,7 @@ class Policy:
         if settings.compile:
             compile_layers(model)
         model.train()
-        self.forward = StudentForward(model, settings.loss_temperature, settings.usable)
+        self.forward = StudentForward(model, settings.loss_temperature, settings.usable, pictures)
         self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.ranks.shard(self.forward, self.weight_dtype)
         self.optimizer = MasterAdamW(model.named_parameters(), settings.adamw, self._dtypes)

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from understudy.errors import PolicyError
+from understudy.media.processor import PictureReader
 from understudy.policy.assemble import Assembler
 from understudy.policy.forward.forward import StudentForward, attention_for, choose_layout, sampled_logprobs
 from understudy.policy.forward.head import verify_head
@@ -20,14 +21,20 @@ class FrozenModel:
     """A frozen model. Micro-batches are composed as the student's are, so equal weights give bit-equal
     results."""
 
-    def __init__(self, model: PreTrainedModel, lanes: int = 1, usable: UsableIds | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        lanes: int = 1,
+        usable: UsableIds | None = None,
+        pictures: PictureReader | None = None,
+    ) -> None:
         switch_off_dropout(model)
         verify_head(model)
         model.requires_grad_(False)
         model.train()
         self.model = model
         self.layout = choose_layout(model)
-        self.forward = StudentForward(model, usable=usable)
+        self.forward = StudentForward(model, usable=usable, pictures=pictures)
         self.rotary_border = border_of(model)
         self.lanes = lanes_of(lanes, self.rotary_border)
 

@@ -26,7 +26,7 @@ from understudy.types.batch import Batch
 from understudy.types.jagged import Jagged
 from understudy.types.loss import TeacherHead
 
-_PER_ROW = ("rewards", "stop_reasons", "teachers")
+_PER_ROW = ("rewards", "stop_reasons", "teachers", "media")
 COLUMNS = tuple(one.name for one in fields(Batch) if one.name not in ("keys", *_PER_ROW))
 _VALUES, _OFFSETS, _HEAD = ".values", ".offsets", "head."
 
@@ -85,7 +85,8 @@ class RefusedRows:
             return Jagged(tensors[name + _VALUES], tensors[name + _OFFSETS])
 
         columns: dict[str, Any] = {name: column(name) for name in COLUMNS}
-        columns |= {name: tuple(told[name]) for name in _PER_ROW}
+        columns |= {name: tuple(told.get(name, ())) for name in _PER_ROW}
+        columns["media"] = tuple(tuple(names) for names in columns["media"])
         rows = Batch(tuple(told["keys"]), **columns)
         heads = {
             name: TeacherHead(tensors[f"{_HEAD}{name}.weight"], tensors.get(f"{_HEAD}{name}.bias"), **facts)

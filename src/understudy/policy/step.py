@@ -38,6 +38,8 @@ class PolicySettings:
     """
     usable: UsableIds | None = None
     """The ids that the student's softmax runs over; None: all rows of its head."""
+    freeze_vision: bool = True
+    """Trains the language part of a vision-language student alone."""
     ema_decay: float | None = None
     """Keeps an exponential average of the weights beside them, for evaluation and export."""
 

@@ -3,6 +3,9 @@
 A row needs `prompt` (plain text, used unchanged; a list of messages is treated as `messages`) or `messages`
 (a chat). `data_source` routes it to its teacher. Every other column (`answer`, `tools`, `agent`, …) is kept
 unchanged. Rows in verl's format work unchanged. Every row is checked here, before anything expensive starts.
+
+Pictures come in an `images` column or in content parts of messages, and become parts `{"type": "image",
+"image": source}` of the messages (`media/pictures.py`). `Dataset.prompt` puts them into the run's store.
 Imports no torch.
 """
 
@@ -15,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from understudy.errors import DataError
+from understudy.media.pictures import Pictures
+from understudy.rollout.image_parts import IMAGES, NOT_READ, images_of, merged, part_of, with_images
 from understudy.rollout.sources import Row, digest_of, expand, read_source
 from understudy.types.prompt import Prompt
 
-_CONTENT = {"prompt", "messages", "data_source"}
+_CONTENT = {"prompt", "messages", "data_source", *IMAGES}
 """Columns that become fields of a `Prompt`; the rest stay columns."""
-_NOT_TEXT = ("images", "image", "videos", "video", "audios", "audio")
 VERL_AGENTS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}
 """Names in verl's `agent_name` column → our loops."""
 
@@ -36,6 +40,8 @@ class Dataset:
     """Where the rows came from, for messages."""
     places: Sequence[str] = ()
     """The file and line of each row, for messages."""
+    pictures: Pictures | None = None
+    """Stores the pictures of prompts; None: prompts keep their sources."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,6 +66,8 @@ class Dataset:
         row = self.rows[ordinal]
         content = content_of(row)
         chat = not isinstance(content, str)
+        if chat and self.pictures is not None:
+            content = self.pictures.stored(content)
         return Prompt(
             key=key,
             ordinal=ordinal,
@@ -69,6 +77,23 @@ class Dataset:
             text=None if chat else content,
             columns={name: value for name, value in row.items() if name not in _CONTENT},
         )
+
+    def storing(self, pictures: Pictures | None) -> Dataset:
+        """The same dataset, with a store for the pictures of its prompts."""
+        return replace(self, pictures=pictures)
+
+    def with_pictures(self) -> list[int]:
+        """The rows that have pictures."""
+        return [i for i, row in enumerate(self.rows) if picture_sources(row)]
+
+
+def picture_sources(row: Row) -> list[Mapping[str, Any]]:
+    """The picture parts of a checked row."""
+    content = content_of(row)
+    if isinstance(content, str):
+        return []
+    parts = [message.get("content") for message in content]
+    return [part for own in parts if isinstance(own, list) for part in own if part.get("type") == "image"]
 
 
 def content_of(row: Row) -> Any:
@@ -86,17 +111,19 @@ def load_dataset(
     if source and all(isinstance(item, Mapping) for item in source):
         rows = [(f"data[{i}]", item) for i, item in enumerate(source)]
         digest = digest_of(row for _, row in rows)
-        return _checked(rows, digest.hex(), "the list of rows given")
+        return _checked(rows, digest.hex(), "the list of rows given", [Path.cwd()] * len(rows))
     names = [name for item in source for name in _expanded(str(item), key)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise DataError(f"{key} names {twice} twice; name each file once")
     whole = sha256()
     rows = []
+    folders: list[Path] = []
     for name in names:
         found, digest = read_source(name, key)
         rows += found
+        folders += [Path(name).absolute().parent] * len(found)
         whole.update(digest)
-    return _checked(rows, whole.hexdigest(), ", ".join(names))
+    return _checked(rows, whole.hexdigest(), ", ".join(names), folders)
 
 
 def _expanded(source: str, key: str) -> list[str]:
@@ -106,18 +133,21 @@ def _expanded(source: str, key: str) -> list[str]:
     return names
 
 
-def _checked(places: Iterable[tuple[str, Any]], fingerprint: str, source: str) -> Dataset:
+def _checked(
+    places: Sequence[tuple[str, Any]], fingerprint: str, source: str, folders: Sequence[Path]
+) -> Dataset:
+    """`folders`: what the paths of each row's pictures are relative to."""
     rows, names = [], []
-    for place, row in places:
-        rows.append(_checked_row(place, row))
+    for (place, row), folder in zip(places, folders, strict=True):
+        rows.append(_checked_row(place, row, folder))
         names.append(place)
     if not rows:
         raise DataError(f"dataset {source} is empty; expected at least one row with `prompt` or `messages`")
     return Dataset(rows, fingerprint, source, names)
 
 
-def _checked_row(place: str, row: Any) -> Row:
-    """The checked row, with text parts joined and verl's `agent_name` as `agent`."""
+def _checked_row(place: str, row: Any, folder: Path) -> Row:
+    """The checked row, with text parts joined, pictures as parts, and verl's `agent_name` as `agent`."""
     if not isinstance(row, Mapping):
         raise DataError(f"{place} is a {type(row).__name__}; expected an object with `prompt` or `messages`")
     content = content_of(row)
@@ -134,15 +164,22 @@ def _checked_row(place: str, row: Any) -> Row:
         raise DataError(
             f"{place}: messages is a text; expected a list of messages; text to be used as it stands belongs to `prompt`"
         )
-    if name := next((name for name in _NOT_TEXT if row.get(name)), None):
-        raise DataError(f"{place} has {name} (column `{name}`); students read text only, so drop the column")
+    if name := next((name for name in NOT_READ if row.get(name)), None):
+        raise DataError(
+            f"{place} has {name} (column `{name}`); only text and images are read, so drop the column"
+        )
+    images = images_of(place, row)
     if (where := _lone_surrogate(row)) is not None:
         raise DataError(
             f"{place}: {where} holds half of a character (a lone surrogate such as \\ud83d); write it whole, or remove it"
         )
     changes: dict[str, Any] = {}
+    if isinstance(content, str) and images:
+        raise DataError(
+            f'{place} has images beside a plain `prompt`; give it `messages`: [{{"role": "user", "content": "<image>…"}}]'
+        )
     if not isinstance(content, str):
-        messages = checked_messages(place, content)
+        messages = checked_messages(place, content, images, folder)
         if messages is not content:
             changes["messages" if row.get("messages") else "prompt"] = messages
     if not isinstance(row.get("data_source", ""), str | None):
@@ -164,8 +201,12 @@ def _agent_of(place: str, row: Row) -> str | None:
     return None
 
 
-def checked_messages(place: str, messages: Any) -> Any:
-    """The checked messages, with content in text parts joined into one text."""
+def checked_messages(
+    place: str, messages: Any, images: Sequence[Any] = (), folder: Path | None = None
+) -> Any:
+    """The checked messages, with content in text parts joined into one text. A message with pictures has a
+    list of parts. `images`: the row's own column, whose pictures stand where the messages say, or before the
+    first user message. Paths are relative to `folder`."""
     if not isinstance(messages, Sequence):
         raise DataError(f"{place}: messages is a {type(messages).__name__}; expected a list of messages")
     plain = []
@@ -183,8 +224,12 @@ def checked_messages(place: str, messages: Any) -> Any:
         if isinstance(content, str | None):
             plain.append(message)
         elif isinstance(content, Sequence):
-            text = "".join(_text_of(f"{place}: messages[{i}].content[{j}]", p) for j, p in enumerate(content))
-            plain.append({**message, "content": text})
+            where = f"{place}: messages[{i}].content"
+            parts = [part_of(f"{where}[{j}]", part, folder) for j, part in enumerate(content)]
+            if all(isinstance(part, str) for part in parts):
+                plain.append({**message, "content": "".join(map(str, parts))})
+            else:
+                plain.append({**message, "content": merged(parts)})
         else:
             raise DataError(
                 f"{place}: messages[{i}].content is a {type(content).__name__}; expected text or a list of text parts"
@@ -193,18 +238,8 @@ def checked_messages(place: str, messages: Any) -> Any:
         raise DataError(
             f"{place} ends with an assistant message, so there is nothing left to answer; drop that message"
         )
+    plain = with_images(place, plain, images, folder)
     return messages if all(a is b for a, b in zip(plain, messages, strict=True)) else plain
-
-
-def _text_of(place: str, part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise DataError(
-        f'{place} is of type {kind!r}; students read text only: expected {{"type": "text", "text": "…"}}'
-    )
 
 
 def _lone_surrogate(value: Any, where: str = "") -> str | None:

@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 
 from understudy.errors import DataError
+from understudy.media.pictures import hashes_in
+from understudy.media.processor import PictureReader
 from understudy.types.prompt import Prompt
 
 _MARKER = "understudy-turn-marker"
+_LITERAL = "\ue000{}\ue001"
+"""Stands for a placeholder's text in a message while the template runs (private-use characters)."""
 
 
 class Renderer:
@@ -24,6 +28,9 @@ class Renderer:
     prompt may have at most `max_prompt` tokens, and at most `context − reserve`. A longer one raises
     `DataError`, or loses its first tokens (`truncate`). `template_options` are passed to the template
     (`enable_thinking = false`).
+
+    `pictures` is for a student that reads pictures. The template writes one marker per picture, which becomes
+    as many placeholder ids as the picture has in the model. A placeholder's text in a message stays text.
     """
 
     def __init__(
@@ -35,8 +42,9 @@ class Renderer:
         template_options: Mapping[str, Any] | None = None,
         max_prompt: int | None = None,
         truncate: bool = False,
+        pictures: PictureReader | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.pictures = tokenizer, pictures
         self._context, self._reserve = context, reserve
         self._limit = min(max_prompt or context, context - reserve)
         self._truncate = truncate
@@ -58,17 +66,18 @@ class Renderer:
         ready = self._ready.get(prompt.key)
         if ready is not None and ready[0] is prompt and tools is None:
             return ready[1]
+        media = self._media(prompt.key, prompt.messages)
         if prompt.text is not None:
-            ids = self._tokenize(prompt.key, prompt.text, special=True)
+            ids = self._tokenize(prompt.key, self._with_literals(prompt.text), special=True)
         else:
             tools = tools or prompt.columns.get("tools")
             text = self._apply_template(prompt.key, prompt.messages, tools=tools, generate=True)
-            ids = self._tokenize(prompt.key, text, special=False)
+            ids = self._tokenize(prompt.key, self._expanded(prompt.key, text, media), special=False)
         if len(ids) == 0:
             raise DataError(f"prompt {prompt.key} (row {prompt.ordinal}) renders to no tokens at all")
         if len(ids) <= self._limit:
             return ids
-        if self._truncate and self._limit > 0:
+        if self._truncate and self._limit > 0 and not media:  # a prompt with pictures is never cut
             return ids[-self._limit :]
         if self._limit < self._context - self._reserve:
             raise DataError(
@@ -85,7 +94,7 @@ class Renderer:
         Those of an earlier call are dropped."""
         self._ready = {}
         chats = [prompt for prompt in prompts if prompt.text is None and not prompt.columns.get("tools")]
-        if not chats or not getattr(self.tokenizer, "chat_template", None):
+        if not chats or self.pictures is not None or not getattr(self.tokenizer, "chat_template", None):
             return
         try:
             texts = self.tokenizer.apply_chat_template(
@@ -109,12 +118,13 @@ class Renderer:
         everything after the marker. The tokens of the turn itself are never changed.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}, *messages]
+        media = self._media(key, messages)
         text = self._apply_template(key, chat, tools=None, generate=True)
         if _MARKER not in text:
             raise DataError(
                 f"prompt {key}: the chat template leaves out what the assistant says before {messages[0].get('role')} messages"
             )
-        ids = self._tokenize(key, text.rpartition(_MARKER)[2], special=False)
+        ids = self._tokenize(key, self._expanded(key, text.rpartition(_MARKER)[2], media), special=False)
         if ended and len(ids) and int(ids[0]) in self._special_ids:
             ids = ids[1:]
         return ids
@@ -133,7 +143,7 @@ class Renderer:
             )
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [self._without_literals(message) for message in messages],
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generate,
@@ -144,7 +154,65 @@ class Renderer:
 
     def _tokenize(self, key: str, text: str, *, special: bool) -> np.ndarray:
         try:
-            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+            ids: list[int] = []
+            for i, piece in enumerate(self._pieces(text)):
+                ids += self.tokenizer(piece, add_special_tokens=special and i == 0)["input_ids"]
         except Exception as error:
             raise DataError(f"prompt {key} cannot be tokenized: {error}") from error
         return np.asarray(ids, dtype=np.int32)
+
+    def _media(self, key: str, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        media = hashes_in(messages)
+        if media and self.pictures is None:
+            raise DataError(f"prompt {key} has {len(media)} picture(s), and the student reads text only")
+        return media
+
+    @property
+    def _placeholders(self) -> tuple[str, ...]:
+        return () if self.pictures is None else self.pictures.processor.placeholder_texts
+
+    def _with_literals(self, text: str) -> str:
+        for i, literal in enumerate(self._placeholders):
+            text = text.replace(literal, _LITERAL.format(i))
+        return text
+
+    def _without_literals(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with placeholders in its text hidden from the tokenizer."""
+        content = message.get("content")
+        if isinstance(content, str):
+            return {**message, "content": self._with_literals(content)}
+        if isinstance(content, list):
+            parts = [
+                {**part, "text": self._with_literals(part["text"])} if "text" in part else {"type": "image"}
+                for part in content
+            ]
+            return {**message, "content": parts}
+        return dict(message)
+
+    def _expanded(self, key: str, text: str, media: tuple[str, ...]) -> str:
+        """The template's text with each marker replaced by the placeholders of its picture."""
+        if self.pictures is None:
+            return text
+        processor = self.pictures.processor
+        pieces = text.split(processor.image_token)
+        if len(pieces) != len(media) + 1:
+            raise DataError(
+                f"prompt {key} has {len(media)} picture(s), and the chat template writes {processor.image_token} "
+                f"{len(pieces) - 1} times; expected once per picture"
+            )
+        shown = [processor.text_of(self.pictures.size(name)) for name in media]
+        return "".join(piece + one for piece, one in zip(pieces, (*shown, ""), strict=True))
+
+    def _pieces(self, text: str) -> list[str]:
+        """Texts to be tokenized one by one, so that no placeholder is read in a literal one."""
+        pieces = [text]
+        for i, literal in enumerate(self._placeholders):
+            cut = [one.split(_LITERAL.format(i)) for one in pieces]
+            pieces = []
+            for parts in cut:
+                for j, part in enumerate(parts):
+                    # The literal's first character ends one piece, the rest of it starts the next.
+                    pieces.append(
+                        (literal[1:] if j else "") + part + (literal[:1] if j + 1 < len(parts) else "")
+                    )
+        return pieces

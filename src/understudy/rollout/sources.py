@@ -23,6 +23,7 @@ import pyarrow
 import pyarrow.parquet
 
 from understudy.errors import DataError
+from understudy.media.pictures import portable_row
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -142,7 +143,9 @@ def rows_of(data: Iterable[Any], key: str = "data") -> list[dict[str, Any]]:
             raise DataError(
                 f"{key}, row {number} is a {type(row).__name__}; expected an object with `prompt` or `messages`"
             )
-        rows.append({name: _unpacked(value) for name, value in _without_nulls(row).items()})
+        rows.append(
+            {name: _unpacked(value) for name, value in portable_row(_without_nulls(row), Path.cwd()).items()}
+        )
         for name, value in rows[-1].items():
             if (odd := _odd_value(value)) is not None:
                 raise DataError(

@@ -17,6 +17,7 @@ import jinja2.sandbox
 import numpy as np
 
 from understudy.errors import ConfigError, DataError
+from understudy.media.pictures import usable_hashes
 from understudy.rollout.agents.registry import Schemas
 from understudy.rollout.dataset import checked_messages, content_of
 from understudy.rollout.render import Renderer
@@ -155,6 +156,11 @@ class TeacherPrompts:
         own = self._own.get(teacher)
         if own is None:
             return None
+        if usable_hashes(prompt.messages):
+            raise DataError(
+                f"prompt {prompt.key} has pictures, and teachers.{teacher} reads a prompt of its own, which holds none; route "
+                "rows with pictures to a teacher that reads the student's prompt"
+            )
         ids = self._renderer.render(own.of(prompt), tools=self._schemas(prompt))
         at = None if self._usable is None else self._usable.first_unusable(ids)
         if at is not None:

@@ -10,7 +10,7 @@ score       waiting for the teacher
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -33,11 +33,15 @@ class TimedLoop:
         start = time.perf_counter()
         generating = 0.0
 
-        async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
+        async def generate(
+            tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
+        ) -> Generation:
             nonlocal generating
             asked = time.perf_counter()
             try:
-                return await context.generate(tokens, sampling, turn)
+                if media is None:
+                    return await context.generate(tokens, sampling, turn)
+                return await context.generate(tokens, sampling, turn, media)
             finally:
                 generating += time.perf_counter() - asked
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -17,6 +18,8 @@ from understudy.config.rollout import RolloutConfig
 from understudy.config.trainer import TrainerConfig
 from understudy.engines.base import Sampling
 from understudy.errors import ConfigError
+from understudy.media.pictures import Pictures
+from understudy.media.store import MediaStore
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.planning.models.opened import check_present
@@ -32,6 +35,7 @@ from understudy.trainers.evaluation.evaluate import _MAX_BATCH, _SHOWN, eval_pro
 from understudy.trainers.evaluation.evaluator import Evaluator
 from understudy.trainers.models import LoadedModel, load_model, put_student
 from understudy.trainers.prompt_data import without_overlong
+from understudy.types.usable_ids import UsableIds
 
 
 async def evaluate_model(
@@ -60,8 +64,11 @@ async def evaluate_model(
     reward_name = reward or (recipe.data.reward if recipe else None)
     assert source is not None and reward_name is not None
     view = view or LiveView(0, enabled=False)
+    scratch = TemporaryDirectory(prefix="understudy-media-")
     with view.work(f"loading {recipe.student.model if recipe else model}"):
         student = _student_of(recipe.student) if recipe else load_model(model)
+    media = RunDir.open(folder).media if recipe else Path(scratch.name)
+    student = student.reading(MediaStore(media), recipe.student.model if recipe else model)
     if recipe:
         store = CheckpointStore(RunDir.open(folder).checkpoints, recipe.trainer.keep_checkpoints)
         put_student(student.model, store.load(best_step(store) if best else None).policy)
@@ -77,8 +84,9 @@ async def evaluate_model(
         template_options=rollout.template_options,
         max_prompt=recipe.data.max_prompt_tokens if recipe else None,
         truncate=recipe is not None and recipe.data.overlong == "truncate_left",
+        pictures=student.pictures,
     )
-    problems = load_dataset(source, "--data" if data else "data.eval")
+    problems = load_dataset(source, "--data" if data else "data.eval").storing(Pictures(MediaStore(media)))
     if recipe:
         problems, notes = without_overlong(
             recipe.data, recipe.rollout, problems, "data.eval", student.tokenizer, student.context
@@ -86,6 +94,10 @@ async def evaluate_model(
         for note in notes:
             view.note(note)
     prompts = eval_prompts(problems, samples)
+    usable = None
+    rows = student.model.get_output_embeddings().weight.shape[0]
+    if student.pictures is not None:
+        usable = UsableIds(rows).without(student.pictures.processor.placeholder_ids)
     sampling = Sampling(
         budget,
         student.stop_ids,
@@ -95,6 +107,8 @@ async def evaluate_model(
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
+        usable=usable,
+        head_rows=rows if usable is not None else 0,
     )
     trainer = recipe.trainer if recipe else TrainerConfig()
     k = trainer.eval_k if k is None else k
@@ -116,6 +130,7 @@ async def evaluate_model(
         await rewards.close()
         await loops.close()
         await engine.close()
+        scratch.cleanup()
     for failure in evaluator.failures[:_SHOWN]:
         view.note(f"{failure.prompt.key} failed and counts as unsolved: {failure.reason}")
     return measures(prompts, answers, sampled, trainer.solved_at)

@@ -14,6 +14,7 @@ from understudy.assembly.critic import critic_of
 from understudy.assembly.learner import load_source, objective_of, policy_settings
 from understudy.assembly.this_machine import settings_of_run
 from understudy.assembly.usable_ids import kept_usable_ids
+from understudy.media.store import MediaStore
 from understudy.observability.rundir import RunDir
 from understudy.planning.resolved import Resolved
 from understudy.policy.bad_rows import RowFinding, replay
@@ -64,9 +65,10 @@ def _learner(
         if checkpoint is not None:
             critic.policy.load_state(critic_state(checkpoint.policy))
         return critic.policy, critic.objective
-    policy = Policy(
-        load_source(settings.student).model, policy_settings(settings.learn, kept_usable_ids(run))
-    )
+    source = settings.student
+    student = load_source(source).reading(MediaStore(run.media), source.model, source.revision)
+    own = policy_settings(settings.learn, kept_usable_ids(run))
+    policy = Policy(student.model, own, pictures=student.pictures)
     if checkpoint is not None:
         policy.load_state(checkpoint.policy)
     return policy, objective_of(settings.learn.loss)

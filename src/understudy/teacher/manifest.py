@@ -5,7 +5,9 @@ All replicas of one teacher must have the same identity. A resumed run checks it
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -32,6 +34,18 @@ class Limits(msgspec.Struct, frozen=True):
     max_k: int = 1024
 
 
+class PictureFacts(msgspec.Struct, frozen=True):
+    """How a teacher reads pictures."""
+
+    image_token_id: int
+    patching: dict[str, Any]
+    """What decides how many tokens a picture has: compared with the student's."""
+    settings: dict[str, Any]
+    """Everything that decides the numbers a picture becomes."""
+    probe_tokens: int
+    """Placeholders of the picture that goes with the fixed tokens."""
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """Served at /manifest; read by clients and by the pool."""
 
@@ -56,6 +70,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """Whether a request may name the ids it wants (`id_limit`); older servers do not know the field."""
     version: int = -1
     """Of a teacher that follows the student: the version of its weights. −1: those it was loaded with."""
+    pictures: PictureFacts | None = None
+    """How it reads pictures; None: it reads text only."""
 
     def cut_to(self, usable: UsableIds | None) -> Manifest:
         """This manifest for a run that uses only these ids."""
@@ -65,8 +81,9 @@ class Manifest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, vocab_size=cut.limit, unused_ids=list(cut.holes))
 
     @property
-    def identity(self) -> tuple[str, str, str, int, str, int]:
+    def identity(self) -> tuple[str, str, str, int, str, int, str]:
         """What must be equal for two replicas to be the same teacher. The path of the model may differ."""
+        pictures = "" if self.pictures is None else json.dumps(self.pictures.settings, sort_keys=True)
         return (
             self.backend,
             self.weights_sha256,
@@ -74,4 +91,5 @@ class Manifest(msgspec.Struct, frozen=True):
             self.vocab_size,
             self.dtype,
             self.version,
+            pictures,
         )

@@ -31,6 +31,8 @@ VERSION = 1
 CONTENT_TYPE = "application/x-understudy-frame"
 PREFIX = struct.Struct("<4sHHIIQ")
 MAX_HEADER_BYTES = 8 << 20
+MISSING_MEDIA = 409
+"""Status of a request whose pictures the replica does not have; the client sends them and asks again."""
 _SIGNALS = {signal.value: signal for signal in Signal}
 
 
@@ -52,6 +54,8 @@ class _RequestHeader(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     """Ids from here on are excluded from the candidates and the softmax; 0: the teacher's default."""
     unused_ids: list[int] = []
     """Single ids below the limit that are excluded too."""
+    media: list[list[str]] = []
+    """Per sequence the hashes of its pictures, in the order of their placeholders; absent without pictures."""
 
 
 class _ReplyHeader(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -82,6 +86,11 @@ class ScoreRequest:
     usable: UsableIds | None = None
     """The ids that the teacher's softmax runs over; None: all ids with a token in the teacher's
     vocabulary."""
+    media: tuple[tuple[str, ...], ...] = ()
+    """Hashes of each sequence's pictures; empty if no sequence has any."""
+
+    def media_of(self, row: int) -> tuple[str, ...]:
+        return self.media[row] if self.media else ()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -98,12 +107,13 @@ class ScoreRequest:
 
     @property
     def digests_N(self) -> np.ndarray:
-        """uint64: the echo of each sequence, the first 8 bytes of SHA-256 over its tokens' bytes."""
+        """uint64: the echo of each sequence, the first 8 bytes of SHA-256 over its tokens' bytes and the
+        hashes of its pictures."""
         ends = np.cumsum(self.token_counts_N, dtype=np.int64)
         return np.array(
             [
-                digest(self.tokens_T[end - count : end])
-                for end, count in zip(ends, self.token_counts_N, strict=True)
+                digest(self.tokens_T[end - count : end], self.media_of(row))
+                for row, (end, count) in enumerate(zip(ends, self.token_counts_N, strict=True))
             ],
             dtype="<u8",
         )
@@ -172,10 +182,10 @@ def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
     return ends - counts
 
 
-def digest(tokens: np.ndarray) -> int:
-    return int.from_bytes(
-        hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").data).digest()[:8], "little"
-    )
+def digest(tokens: np.ndarray, media: Sequence[str] = ()) -> int:
+    found = hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").data)
+    found.update("".join(media).encode())
+    return int.from_bytes(found.digest()[:8], "little")
 
 
 def request_of(items: Sequence[ScoreItem], usable: UsableIds | None = None) -> ScoreRequest:
@@ -199,6 +209,7 @@ def request_of(items: Sequence[ScoreItem], usable: UsableIds | None = None) -> S
         positions_P=_joined([item.positions for item in items], "<i4"),
         ids=_joined(ids, "<i4"),
         usable=usable,
+        media=tuple(item.media for item in items) if any(item.media for item in items) else (),
     )
     _check_positions(request, TeacherError)
     return request
@@ -218,6 +229,7 @@ def encode_request(request: ScoreRequest) -> bytes:
     header = _RequestHeader(request.keys, [signal.value for signal in request.signals], request.k_N)
     if request.usable is not None:
         header.id_limit, header.unused_ids = request.usable.limit, list(request.usable.holes)
+    header.media = [list(names) for names in request.media]
     arrays = (
         request.token_counts_N.astype("<u4", copy=False),
         request.position_counts_N.astype("<u4", copy=False),
@@ -352,8 +364,20 @@ def decode_request(data: bytes | memoryview) -> ScoreRequest:
     if header.id_limit < 0 or any(not 0 <= one < header.id_limit for one in header.unused_ids):
         raise ProtocolError(f"id_limit = {header.id_limit}; expected 0 or more, and every unused id below it")
     usable = UsableIds(header.id_limit, tuple(header.unused_ids)) if header.id_limit else None
+    if header.media and len(header.media) != len(signals):
+        raise ProtocolError(f"media for {len(header.media)} sequences, expected {len(signals)}")
+    media = tuple(tuple(names) for names in header.media)
     request = ScoreRequest(
-        header.keys, signals, header.k, token_counts_N, position_counts_N, tokens_T, positions_P, ids, usable
+        header.keys,
+        signals,
+        header.k,
+        token_counts_N,
+        position_counts_N,
+        tokens_T,
+        positions_P,
+        ids,
+        usable,
+        media,
     )
     _check_positions(request, ProtocolError)
     return request

@@ -14,6 +14,8 @@ from understudy.engines.local.engine import HFEngine, sharing_copy
 from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import DataError
+from understudy.media.processor import PictureProcessor, PictureReader
+from understudy.media.store import MediaStore
 from understudy.nn.pretrained import AUTO
 from understudy.nn.rotary_border import rotary_border
 from understudy.policy.checkpoints.state import PolicyState
@@ -31,6 +33,8 @@ class LoadedModel:
     device: torch.device
     stop_ids: tuple[int, ...]
     """Ids that end a turn: those of the generation config, and the tokenizer's EOS."""
+    pictures: PictureReader | None = None
+    """For a vision-language model: its processor, and the store it reads pictures from."""
 
     @property
     def rotary_border(self) -> int | None:
@@ -74,7 +78,13 @@ class LoadedModel:
             batching=batching,
             detokenize=self.tokenizer.decode,
             kept_as=kept_as,
+            pictures=self.pictures,
         )
+
+    def reading(self, store: MediaStore, source: str, revision: str | None = None) -> LoadedModel:
+        """The same model with the pictures of a store, if it is a vision-language model."""
+        processor = PictureProcessor.load(source, revision)
+        return self if processor is None else replace(self, pictures=PictureReader(processor, store))
 
 
 def load_model(

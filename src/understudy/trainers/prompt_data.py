@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from understudy.config import DataConfig, RolloutConfig, StudentConfig
 from understudy.errors import DataError
+from understudy.media.pictures import PictureLimits, Pictures
+from understudy.media.store import MediaStore
 from understudy.planning.overlong import Overlong, prompt_limit, settle_overlong
 from understudy.policy.load import context_of_config, load_tokenizer
 from understudy.rollout.agents.registry import LoopChoice
@@ -29,6 +32,11 @@ class PromptData:
     notes: list[str] = field(default_factory=list)
     """Notes for the user."""
 
+    def storing(self, pictures: Pictures) -> PromptData:
+        """The same data, with a store for the pictures of prompts."""
+        held_out = None if self.eval is None else self.eval.storing(pictures)
+        return replace(self, train=self.train.storing(pictures), eval=held_out)
+
 
 def open_data(data: DataConfig, rollout: RolloutConfig, student: StudentConfig) -> PromptData:
     """Reads a run's datasets. If prompts have a length limit, all are rendered with the student's
@@ -43,6 +51,11 @@ def open_data(data: DataConfig, rollout: RolloutConfig, student: StudentConfig) 
             held_out, more = without_overlong(data, rollout, held_out, "data.eval", tokenizer, context)
             notes += more
     return PromptData(train, held_out, notes)
+
+
+def pictures_of(data: DataConfig, folder: Path) -> Pictures:
+    """A store of a run's pictures with the recipe's limits."""
+    return Pictures(MediaStore(folder), PictureLimits(data.max_image_bytes, data.max_image_pixels))
 
 
 def without_overlong(

@@ -29,6 +29,8 @@ VERSION = "teacher_version"
 """The column with the version of the teacher's weights; −1 if they are frozen, the newest for a mixture."""
 CANDIDATES = "candidate_ids"
 """The column of the student's top ids, for teachers that score them."""
+MEDIA = "media"
+"""The column with the hashes of a row's pictures; only in runs whose student reads pictures."""
 SIZES = "sizes"
 """The column with a row's lengths and weight versions, for code that does not read the tokens."""
 FACTS = (SIZES, "reward", "stop_reason", "turns", "metrics")
@@ -47,7 +49,11 @@ def sizes_of(trajectory: Trajectory) -> dict[str, int]:
 
 
 def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
-    own = {} if trajectory.candidate_ids is None else {CANDIDATES: trajectory.candidate_ids}
+    own: dict[str, Any] = {}
+    if trajectory.candidate_ids is not None:
+        own[CANDIDATES] = trajectory.candidate_ids
+    if trajectory.media is not None:
+        own[MEDIA] = list(trajectory.media)
     return own | {
         "tokens": trajectory.tokens,
         "loss_mask": trajectory.loss_mask,
@@ -99,19 +105,20 @@ def fact_columns(scored: bool) -> tuple[str, ...]:
     return (*FACTS, SCORED) if scored else FACTS
 
 
-def token_columns(loss: LossConfig, scored: bool) -> tuple[str, ...]:
-    """Columns with an entry per token, which the model and the loss read."""
+def token_columns(loss: LossConfig, scored: bool, pictures: bool = False) -> tuple[str, ...]:
+    """Columns that the model and the loss read: those with an entry per token, and the pictures."""
+    read = (*STREAMS, MEDIA) if pictures else STREAMS
     if not scored:
-        return STREAMS
-    columns = (*STREAMS, "teacher_logprobs")
+        return read
+    columns = (*read, "teacher_logprobs")
     if loss.signal in ("topk", "at_ids"):
         return (*columns, "teacher_ids", "teacher_topk_logprobs")
     return (*columns, "teacher_hidden") if loss.signal == "hidden" else columns
 
 
-def training_columns(loss: LossConfig, scored: bool) -> tuple[str, ...]:
+def training_columns(loss: LossConfig, scored: bool, pictures: bool = False) -> tuple[str, ...]:
     """The columns that a row must have to be trained on."""
-    return (*token_columns(loss, scored), *fact_columns(scored))
+    return (*token_columns(loss, scored, pictures), *fact_columns(scored))
 
 
 def assemble(
@@ -128,6 +135,7 @@ def assemble(
         rewards=rewards_of(columns),
         stop_reasons=tuple(columns.get("stop_reason", ())),
         teachers=tuple(columns.get(SCORED, ())),
+        media=tuple(tuple(names) for names in columns.get(MEDIA, ())),
         teacher_logprobs=columns.get("teacher_logprobs"),
         teacher_ids=None if ids is None else _cast(ids, torch.int64),
         teacher_topk_logprobs=columns.get("teacher_topk_logprobs"),

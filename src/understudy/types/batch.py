@@ -134,6 +134,8 @@ class Batch:
     """Why each row ended (`StopReason`); empty if the reader did not ask for it."""
     teachers: tuple[str, ...] = ()
     """Which teacher scored each row; empty without teachers."""
+    media: tuple[tuple[str, ...], ...] = ()
+    """Hashes of each row's pictures, in the order of their placeholders; empty if no row has any."""
     teacher_logprobs: Jagged | None = None
     """float32 [P], per loss-bearing position."""
     teacher_ids: Jagged | None = None
@@ -215,6 +217,7 @@ class Batch:
             rewards=tuple(self.rewards[i] for i in indexes) if self.rewards else (),
             stop_reasons=tuple(self.stop_reasons[i] for i in indexes) if self.stop_reasons else (),
             teachers=tuple(self.teachers[i] for i in indexes) if self.teachers else (),
+            media=tuple(self.media[i] for i in indexes) if self.media else (),
             teacher_logprobs=pick(self.teacher_logprobs),
             teacher_ids=pick(self.teacher_ids),
             teacher_topk_logprobs=pick(self.teacher_topk_logprobs),

@@ -24,7 +24,8 @@ class Prompt:
     data_source: str
     """Chooses the row's teacher by default."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Chat messages; empty when `text` is set."""
+    """Chat messages; empty when `text` is set. The content of one with pictures is a list of parts, each
+    `{"type": "text", "text": …}` or `{"type": "image", "image": "sha256:…"}` (`media/pictures.py`)."""
     text: str | None = None
     """A plain prompt that is tokenized unchanged, without a chat template."""
     columns: Mapping[str, Any] = field(default_factory=dict)

@@ -38,6 +38,8 @@ class ScoreItem:
     """How many candidates (`topk` only)."""
     ids: np.ndarray | None = None
     """int32 [P, K] (`at_ids` only)."""
+    media: tuple[str, ...] = ()
+    """Hashes of its pictures, in the order of their placeholders."""
 
     @property
     def length(self) -> int:
@@ -60,7 +62,8 @@ class ScoreItem:
         return None
 
     def after(self, prompt: np.ndarray) -> ScoreItem:
-        """The same scored tokens after another prompt (int32 [≥ 1]), for a teacher that reads its own.
+        """The same scored tokens after another prompt (int32 [≥ 1]), for a teacher that reads its own. Rows
+        with pictures are not rendered anew (`rollout/teacher_prompts.py`).
 
         The prompt takes the place of everything before the first scored token; all later tokens stay.
 

@@ -55,6 +55,8 @@ class Trajectory:
     extra: Mapping[str, Any] = field(default_factory=dict)
     candidate_ids: np.ndarray | None = None
     """int32 [P, K]: the student's own K best ids at each loss-bearing token, if requested."""
+    media: tuple[str, ...] | None = None
+    """Hashes of its pictures, in the order of their placeholders; None if the student reads no pictures."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -92,7 +94,7 @@ class Trajectory:
 
     def to_score(self, signal: Signal, k: int) -> ScoreItem:
         ids = self.candidate_ids if signal is Signal.AT_IDS else None
-        return ScoreItem(self.key, self.tokens, self.positions, signal, k, ids)
+        return ScoreItem(self.key, self.tokens, self.positions, signal, k, ids, self.media or ())
 
     @property
     def positions(self) -> np.ndarray:

@@ -27,6 +27,8 @@ class UsableIds:
     """Ids from here on are left out."""
     holes: tuple[int, ...] = ()
     """Ids below `limit` that are left out as well; usually none."""
+    placeholders: tuple[int, ...] = ()
+    """Those of `holes` that stand for pictures: prompts hold them, and no token is ever drawn as one."""
 
     @property
     def count(self) -> int:
@@ -36,7 +38,13 @@ class UsableIds:
         """The same for a head with this many rows; None if every row is usable."""
         if rows <= self.limit and not self.holes:
             return None
-        return UsableIds(min(self.limit, rows), tuple(one for one in self.holes if one < rows))
+        holes = tuple(one for one in self.holes if one < rows)
+        return UsableIds(min(self.limit, rows), holes, self.placeholders)
+
+    def without(self, placeholders: tuple[int, ...]) -> UsableIds:
+        """The same ids less those that stand for pictures."""
+        holes = tuple(sorted({*self.holes, *placeholders}))
+        return UsableIds(max(self.limit, *(one + 1 for one in placeholders)), holes, placeholders)
 
     def hide_(self, logits: Tensor) -> Tensor:
         """The logits [..., V] with those of unusable ids hidden, in place."""
@@ -46,8 +54,8 @@ class UsableIds:
         return logits
 
     def first_unusable(self, ids: np.ndarray) -> int | None:
-        """Index of the first id that is left out; None if all are usable."""
+        """Index of the first id that no row may hold; None if all are usable or placeholders."""
         outside = (ids < 0) | (ids >= self.limit)
         if self.holes:
-            outside |= np.isin(ids, self.holes)
+            outside |= np.isin(ids, [one for one in self.holes if one not in self.placeholders])
         return int(outside.argmax()) if outside.any() else None

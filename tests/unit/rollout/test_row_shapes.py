@@ -79,10 +79,10 @@ def test_text_parts_are_text() -> None:
 
 
 def test_what_a_student_cannot_read_is_refused_by_name() -> None:
-    picture = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
-    said = refused({"messages": [{"role": "user", "content": picture}]})
-    assert "data[1]: messages[0].content[1] is of type 'image_url'" in said
-    assert "data[1] has images (column `images`)" in refused({"messages": CHAT, "images": ["a.png"]})
+    clip = [{"type": "text", "text": "?"}, {"type": "video", "video": "a.mp4"}]
+    said = refused({"messages": [{"role": "user", "content": clip}]})
+    assert "data[1]: messages[0].content[1] is of type 'video'" in said
+    assert "data[1] has videos (column `videos`)" in refused({"messages": CHAT, "videos": ["a.mp4"]})
     assert load_dataset([{"messages": CHAT, "images": []}])
     assert "data[1] has both `prompt` and `messages`" in refused({"messages": CHAT, "prompt": "hi"})
     assert "expected text or a list" in refused({"messages": [{"role": "user", "content": 3}]})

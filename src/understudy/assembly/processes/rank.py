@@ -24,6 +24,7 @@ from understudy.assembly.ranks import join_at, joining_file, mark_file, refusal_
 from understudy.assembly.this_machine import settings_of_run
 from understudy.assembly.usable_ids import kept_usable_ids
 from understudy.errors import LOST_PEER, UnderstudyError
+from understudy.media.store import MediaStore
 from understudy.observability.rundir import RunDir, write_atomically
 from understudy.policy.policy import Policy
 from understudy.policy.ranks.follow import follow
@@ -42,12 +43,14 @@ def run(process: Process) -> None:
     steady_torch(settings.compute, share_of=options.size)
     if torch.cuda.is_available():
         torch.cuda.set_device(options.rank % torch.cuda.device_count())
-    student = load_source(settings.student)
+    source = settings.student
+    student = load_source(source).reading(MediaStore(run.media), source.model, source.revision)
     joining_file(options.meeting, options.rank).touch()
     group = join_at(options.rank, options.size, options.rendezvous, student.device)
     try:
         beat(mark_file(options.meeting, options.rank))
-        policy = Policy(student.model, policy_settings(settings.learn, kept_usable_ids(run)), ranks=group)
+        own = policy_settings(settings.learn, kept_usable_ids(run))
+        policy = Policy(student.model, own, ranks=group, pictures=student.pictures)
         process.ready(rank=options.rank)
 
         def refuse(number: int, reason: str) -> None:
@@ -60,9 +63,9 @@ def run(process: Process) -> None:
             return rows[-1]
 
         follow(policy, objective_of(settings.learn.loss), group, refuse, open_rows)
-        for source in rows:
-            logger.info("fetched %d bytes of rows", source.bytes_got)
-            source.close()
+        for opened in rows:
+            logger.info("fetched %d bytes of rows", opened.bytes_got)
+            opened.close()
         leave()
     except UnderstudyError:
         raise

@@ -27,6 +27,7 @@ class CallRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     sampling: int
     """Index into the call's sampling settings; most batches share one."""
     tokens: np.ndarray
+    media: list[str] = []
 
 
 class Call(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,6 +67,7 @@ def encode_call(call: int, requests: Sequence[GenerateRequest]) -> bytes:
             request.seed,
             settings.setdefault(request.sampling, len(settings)),
             request.tokens.astype(np.int32, copy=False),
+            list(request.media),
         )
         for request in requests
     ]
@@ -89,7 +91,9 @@ def decode_call(body: bytes) -> tuple[int, list[GenerateRequest]]:
         sampling = came.samplings[row.sampling]
         if not all(0 <= stop < 1 << 31 for stop in sampling.stop_ids):
             raise MessageError(f"request {row.key} has stop ids that are no token ids")
-        requests.append(GenerateRequest(row.key, row.tokens, sampling, row.seed, row.session))
+        requests.append(
+            GenerateRequest(row.key, row.tokens, sampling, row.seed, row.session, tuple(row.media))
+        )
     return came.call, requests
 
 

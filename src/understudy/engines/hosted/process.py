@@ -26,6 +26,8 @@ from understudy.engines.local.kv_pool import KeptAs
 from understudy.engines.local.rows import Detokenize
 from understudy.engines.local.scheduler import Batching
 from understudy.errors import EngineError
+from understudy.media.processor import PictureProcessor, PictureReader
+from understudy.media.store import MediaStore
 from understudy.nn.determinism import keep_to_repeatable
 from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
 from understudy.observability.owned_folder import remove_if_abandoned
@@ -50,6 +52,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batching", default=Batching.COMPOSED, choices=[mode.value for mode in Batching])
     parser.add_argument("--deterministic", action="store_true", help="only algorithms that repeat to the bit")
     parser.add_argument("--weights", type=Path, help="the folder snapshots of new weights appear in")
+    parser.add_argument("--media", type=Path, help="the folder of the run's pictures")
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument(
         "--trust-remote-code",
@@ -84,8 +87,14 @@ def load_engine(args: argparse.Namespace) -> tuple[HFEngine, AdaptedModel]:
         batching=Batching(args.batching),
         detokenize=_detokenize(args.model, options),
         kept_as=KeptAs(args.kv_cache),
+        pictures=_pictures(args),
     )
     return engine, AdaptedModel(model)
+
+
+def _pictures(args: argparse.Namespace) -> PictureReader | None:
+    processor = None if args.media is None else PictureProcessor.load(args.model, args.revision)
+    return None if processor is None else PictureReader(processor, MediaStore(args.media))
 
 
 def _detokenize(model: str, options: dict[str, Any]) -> Detokenize | None:

@@ -37,7 +37,9 @@ from understudy.engines.local.rows import DecodingRows, Detokenize, Row, RowBatc
 from understudy.engines.local.scheduler import Batching, Call, Scheduler
 from understudy.engines.local.slots import SlotBatch, SlotPool, pool_bytes, pool_fits
 from understudy.errors import EngineError
+from understudy.media.processor import PictureReader
 from understudy.nn.rotary_border import crossing, rotary_border
+from understudy.nn.vision import is_vision
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,8 @@ class HFEngine:
     The engine takes over `model` and puts it into eval mode. To generate with a model that is being
     trained, use `share_parameters_with`. `max_length` bounds prompt plus new tokens. `detokenize` is needed
     for stop strings only. `layout` is chosen by device and model unless it is given: slots on a GPU, if the
-    model supports them. `kept_as` is the number format of keys and values in slots.
+    model supports them. `kept_as` is the number format of keys and values in slots. `pictures`: for a
+    vision-language model.
     """
 
     def __init__(
@@ -95,7 +98,9 @@ class HFEngine:
         version: int = -1,
         layout: Layout | None = None,
         kept_as: KeptAs = KeptAs.MODEL,
+        pictures: PictureReader | None = None,
     ) -> None:
+        self._pictures = pictures
         self._device, self._pad_id, self._max_length = torch.device(device), pad_id, max_length
         self._detokenize = detokenize
         self._version = version
@@ -174,6 +179,8 @@ class HFEngine:
                 )
             return None
         problem = "" if pool_fits(model) else "its attention is not one the decode kernel knows"
+        if is_vision(model):
+            problem = "it reads pictures"
         if not problem and (attention := model.config._attn_implementation) != "sdpa":
             problem = f"attention = {attention!r} was chosen, and slots have a decode kernel of their own"
         if not problem and narrow and not _multiplies_fp8(self._device):
@@ -219,7 +226,9 @@ class HFEngine:
         )
         if self._pool is not None:
             return SlotBatch(self._pool, self._model, writing, pad_id=self._pad_id, device=self._device)
-        return PaddedBatch(self._model, writing, pad_id=self._pad_id, device=self._device)
+        return PaddedBatch(
+            self._model, writing, pad_id=self._pad_id, device=self._device, pictures=self._pictures
+        )
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         for request in requests:
@@ -258,6 +267,10 @@ class HFEngine:
             raise EngineError(
                 f"request {request.key} holds token ids from {request.tokens.min()} to {request.tokens.max()}; "
                 f"the model knows 0 … {self._vocab - 1}"
+            )
+        if request.media and self._pictures is None:
+            raise EngineError(
+                f"request {request.key} holds {len(request.media)} picture(s), and this engine reads text only"
             )
         usable = request.sampling.usable
         outputs = self._outputs if usable is None else min(usable.count, self._outputs)

@@ -4,7 +4,8 @@ Legend: B rows, T columns (left padding, prompt, generated tokens), V vocabulary
 
 Prompts are padded on the left, so that every row's newest token is in the same column. A batch's keys and
 values are one block, so joining and dropping rows copies it. On a CPU, models that `cpu_forward.py`
-supports use it; all other models use transformers' forward.
+supports use it; all other models use transformers' forward. A vision-language model gets the pictures of its
+rows with their prompts, and decodes at positions that count a picture by its longer side.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ from transformers.cache_utils import Cache
 
 from understudy.engines.local import kv_padded as kv
 from understudy.engines.local.rows import DecodingRows, Row, RowBatch
+from understudy.media.processor import PictureReader
 from understudy.nn.cpu_forward import lean_forward
 from understudy.nn.prefix_tree import prefix_tree
+from understudy.nn.vision import is_vision, vision_rows
 
 
 class PaddedBatch:
     """A `RowBatch` over one block of keys and values."""
 
-    def __init__(self, model: Any, writing: DecodingRows, *, pad_id: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        writing: DecodingRows,
+        *,
+        pad_id: int,
+        device: torch.device,
+        pictures: PictureReader | None = None,
+    ) -> None:
         self._model, self._device, self.writing = model, device, writing
+        self._pictures = pictures
         self._lay_out()
         most = self._mask_BT.shape[1]
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -44,10 +56,30 @@ class PaddedBatch:
         tokens_BT = np.full((len(ids), self._width), pad_id, dtype=np.int64)
         for i, row in enumerate(ids):
             tokens_BT[i, self._pad_B[i] :] = row
+        tokens = torch.from_numpy(tokens_BT).to(self._device)
+        if is_vision(self._model):
+            return self._read_pictures(tokens, ids)
         positions_BT = np.maximum(np.arange(self._width) - self._pad_B[:, None], 0)
-        return self._forward(
-            torch.from_numpy(tokens_BT).to(self._device), torch.from_numpy(positions_BT).to(self._device)
+        return self._forward(tokens, torch.from_numpy(positions_BT).to(self._device))
+
+    def _read_pictures(self, tokens_BT: Tensor, ids: list[np.ndarray]) -> Tensor:
+        rows = self.writing.rows
+        made = vision_rows(
+            self._model,
+            self._pictures,
+            ids,
+            [row.request.media for row in rows],
+            self._width,
+            left=True,
+            keys=[row.request.key for row in rows],
         )
+        for row, delta in zip(rows, made.deltas_B, strict=True):
+            row.rope_delta = int(delta)
+        self._place_next()
+        positions = made.positions
+        if positions is None:
+            positions = torch.from_numpy(np.maximum(np.arange(self._width) - self._pad_B[:, None], 0))
+        return self._forward(tokens_BT, positions.to(self._device), **made.arguments)
 
     def _lay_out(self) -> None:
         """Computes mask and positions of the current rows."""
@@ -57,7 +89,12 @@ class PaddedBatch:
         # The mask covers every token that may still come; each step uses a longer slice of it.
         mask_BT = np.arange(self._width + self.writing.steps_left) >= self._pad_B[:, None]
         self._mask_BT = torch.from_numpy(mask_BT).to(self._device)
-        self._position_B1 = torch.from_numpy(lengths_B[:, None]).to(self._device)
+        self._place_next()
+
+    def _place_next(self) -> None:
+        """int64 [B, 1]: the position of each row's next token."""
+        next_B = np.array([len(row) + row.rope_delta for row in self.writing.rows])
+        self._position_B1 = torch.from_numpy(next_B[:, None]).to(self._device)
 
     def _use_lean_forward(self) -> None:
         self._lean = lean_forward(self._model, longest=self._mask_BT.shape[1])
@@ -70,7 +107,7 @@ class PaddedBatch:
             shown_BT = torch.zeros(self._mask_BT.shape, dtype=self._model.dtype, device=self._device)
             self._hidden_BT = shown_BT.masked_fill_(~self._mask_BT, -torch.inf)
 
-    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, **pictures: Tensor) -> Tensor:
         output = self._model(
             input_ids=tokens_BT,
             attention_mask=self._mask_BT[:, : self._width],
@@ -78,6 +115,7 @@ class PaddedBatch:
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **pictures,
         )
         return output.logits[:, -1]
 

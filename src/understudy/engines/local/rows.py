@@ -36,6 +36,8 @@ class Row:
     candidates: list[np.ndarray] = field(default_factory=list)
     """int32 [n, K] of each batch the row was in; only if its request asks for candidates."""
     stop_reason: StopReason | None = None
+    rope_delta: int = 0
+    """Add to the row's length for the position of its next token (`nn/vision.py`)."""
 
     @property
     def ids(self) -> np.ndarray:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from understudy.errors import CheckpointError
+from understudy.media.processor import PictureProcessor
 from understudy.observability.rundir import check_free
 from understudy.policy.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, verify
 from understudy.policy.load import load_student, load_tokenizer
@@ -96,6 +97,8 @@ def _write_model(
     _fill(student.model, tensors, checkpoint)
     student.model.save_pretrained(folder)
     student.tokenizer.save_pretrained(folder)
+    if (pictures := PictureProcessor.load(base_model, revision)) is not None:
+        pictures.image_processor.save_pretrained(str(folder))
 
 
 def _write_adapter(

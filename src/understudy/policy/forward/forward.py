@@ -23,6 +23,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from understudy.errors import PolicyError
+from understudy.media.processor import PictureReader
+from understudy.nn.vision import is_vision, vision_rows
 from understudy.policy.assemble import MicroBatch
 from understudy.policy.forward.attention import VARLEN
 from understudy.policy.forward.head import body_of, head_facts, logits_of, output_layer, student_head
@@ -44,13 +46,18 @@ class StudentForward(nn.Module):
     """Wraps a causal language model so that one call runs body, head and objective."""
 
     def __init__(
-        self, model: PreTrainedModel, temperature: float = 1.0, usable: UsableIds | None = None
+        self,
+        model: PreTrainedModel,
+        temperature: float = 1.0,
+        usable: UsableIds | None = None,
+        pictures: PictureReader | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.facts = head_facts(model)
         self.temperature = temperature
         self.usable = usable.within(output_layer(model).weight.shape[0]) if usable is not None else None
+        self.pictures = pictures
 
     def forward(
         self,
@@ -71,8 +78,18 @@ class StudentForward(nn.Module):
         body = body_of(self.model)
         if micro.layout is Layout.PACKED:
             return packed_states_at(body, micro.ids, micro.lengths, micro.predict_N)
-        states = body(input_ids=micro.ids, use_cache=False).last_hidden_state
+        more = self._vision(micro) if is_vision(self.model) else {}
+        states = body(input_ids=micro.ids, use_cache=False, **more).last_hidden_state
         return states.reshape(-1, states.shape[-1]).index_select(0, micro.predict_N)
+
+    def _vision(self, micro: MicroBatch) -> dict[str, torch.Tensor]:
+        """Pixels and positions of the micro-batch's rows."""
+        ids = micro.ids.cpu().numpy()
+        rows = [ids[i, :length] for i, length in enumerate(micro.lengths)]
+        media = micro.media or ((),) * len(rows)
+        made = vision_rows(self.model, self.pictures, rows, media, ids.shape[1], keys=micro.keys)
+        positions = {} if made.positions is None else {"position_ids": made.positions}
+        return {**made.arguments, **positions}
 
 
 def choose_layout(model: PreTrainedModel, wanted: Layout | None = None) -> Layout:
@@ -80,6 +97,12 @@ def choose_layout(model: PreTrainedModel, wanted: Layout | None = None) -> Layou
     which is what the variable-length kernel takes. On a CPU, rearranging rows for attention costs less than
     computing padding. A model that was loaded with another attention than `sdpa` keeps it, over padded rows.
     """
+    if is_vision(model):  # packed attention knows neither pixels nor three rotary axes
+        if wanted is Layout.PACKED:
+            raise PolicyError(
+                f"{type(model).__name__} reads pictures and trains on padded rows; leave layout out"
+            )
+        return Layout.PADDED
     weight = output_layer(model).weight
     pays = not weight.is_cuda or weight.dtype in (torch.float16, torch.bfloat16)
     pays = pays and model.config._attn_implementation in ("sdpa", VARLEN)

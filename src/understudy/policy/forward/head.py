@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from understudy.errors import PolicyError
+from understudy.nn.vision import is_vision
 from understudy.types.loss import StudentHead
 from understudy.types.usable_ids import UsableIds
 
@@ -84,6 +85,8 @@ def output_layer(model: PreTrainedModel) -> nn.Linear:
 
 def body_of(model: PreTrainedModel) -> nn.Module:
     """The model without its head: ids in, final hidden states out."""
+    if is_vision(model):
+        return model.base_model
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     if body is None or body is model:
         raise PolicyError(f"{type(model).__name__} does not say which part of it is the body (`get_decoder`)")

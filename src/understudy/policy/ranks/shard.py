@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from understudy.errors import PolicyError
+from understudy.nn.vision import is_vision, language_part
 from understudy.types.loss_metrics import Metric, MetricMax, MetricMin, MetricSum, MetricTotal, merge_metrics
 
 _PATIENCE = timedelta(days=30)
@@ -97,7 +98,9 @@ class Group:
         )
         model.to(torch.float32)
         layers = set(getattr(model, "_no_split_modules", None) or ())
-        for module in list(model.modules()):
+        # The vision part is not split by layer: a rank whose rows have no picture does not run it.
+        split = language_part(model) if is_vision(model) else model
+        for module in list(split.modules()):
             if type(module).__name__ in layers:
                 fully_shard(module, mesh=self.mesh, mp_policy=policy)
         fully_shard(forward, mesh=self.mesh, mp_policy=policy)

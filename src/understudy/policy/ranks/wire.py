@@ -15,7 +15,7 @@ from understudy.types.batch import Batch, BatchMeta
 from understudy.types.batch_ref import BatchRef, RemoteBatch, RowSource
 from understudy.types.jagged import Jagged
 
-_PLAIN = ("keys", "rewards", "stop_reasons", "teachers")
+_PLAIN = ("keys", "rewards", "stop_reasons", "teachers", "media")
 _OTHERS = ("weights", "old_logprobs")
 """Columns of an update beside its batch."""
 
@@ -71,7 +71,9 @@ def batch_from(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     columns = {
         field.name: jagged_from(field.name, tensors) for field in fields(Batch) if field.name not in _PLAIN
     }
-    return Batch(**{name: tuple(head[name]) for name in _PLAIN}, **columns)  # type: ignore[arg-type]
+    plain = {name: tuple(head[name]) for name in _PLAIN}
+    plain["media"] = tuple(tuple(names) for names in plain["media"])
+    return Batch(**plain, **columns)  # type: ignore[arg-type]
 
 
 def jagged_columns(name: str, column: Jagged | None) -> dict[str, torch.Tensor]:

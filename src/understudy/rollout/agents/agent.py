@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -14,9 +14,14 @@ from understudy.rollout.render import Renderer
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.trajectory import Trajectory
 
-Generate = Callable[[np.ndarray, Sampling, int], Awaitable[Generation]]
-"""(tokens, sampling, turn) → what the student wrote. `turn` is part of the seed: number the generations of a
-session from 0, each with its own."""
+
+class Generate(Protocol):
+    """(tokens, sampling, turn) → what the student wrote. `turn` is part of the seed: number the generations
+    of a session from 0, each with its own. `media`: the pictures of the tokens, if not `LoopContext.media`."""
+
+    def __call__(
+        self, tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
+    ) -> Awaitable[Generation]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,9 @@ class LoopContext:
     """The maximum length of a rollout in tokens."""
     max_generated: int | None = None
     """Tokens the student may write in all turns of one trajectory; None: limited by the context only."""
+    media: list[str] = field(default_factory=list)
+    """Hashes of the pictures in the session's tokens, in their order. It starts with those of the prompt; a
+    loop that appends an observation with pictures appends their hashes here first."""
     loop_returned: Callable[[int], None] | None = None
     """Called with the number of outputs when a worker starts to compute their rewards itself. Not called by
     loops."""
@@ -59,6 +67,17 @@ class LoopContext:
     def row_key(self, index: int = 0) -> str:
         """The key of this session's `index`-th trajectory."""
         return row_key(self.prompt_key, self.session, index)
+
+    def pictures_in(
+        self, key: str, tokens: np.ndarray, media: Sequence[str] | None = None
+    ) -> tuple[str, ...]:
+        """The pictures whose placeholders are in these tokens; `DataError` if they do not fit together."""
+        reader = self.renderer.pictures
+        return (
+            ()
+            if reader is None
+            else reader.within(key, tokens, tuple(self.media if media is None else media))
+        )
 
 
 def check_ids(one: Trajectory, sampling: Sampling) -> None:
@@ -109,4 +128,14 @@ def checked_outputs(outputs: Sequence[Returned], context: LoopContext) -> Sequen
             f"the agent loop returned {len(keys)} trajectories for session {context.row_key()} ({', '.join(keys) or 'none'}); "
             "expected one or more, with the keys context.row_key(0), context.row_key(1), …"
         )
-    return outputs
+    if context.renderer.pictures is None:
+        return outputs
+    return [_with_media(one, context) for one in outputs]
+
+
+def _with_media(one: Returned, context: LoopContext) -> Returned:
+    """The trajectory with the pictures of its tokens, if its loop did not name them."""
+    if not isinstance(one, Trajectory):
+        return one
+    found = replace(one, media=context.pictures_in(one.key, one.tokens, one.media))
+    return cast(Returned, found)

@@ -54,6 +54,8 @@ class Setup(msgspec.Struct, tag=True):
     import_paths: list[str]
     max_prompt: int | None = None
     truncate: bool = False
+    pictures: str = ""
+    """The folder of the run's pictures, if the student reads them; its processor is beside the tokenizer."""
     extra: bytes = b""
     """Configuration of the worker's `RowHandler`."""
 
@@ -96,6 +98,7 @@ class Generate(msgspec.Struct, tag=True):
     tokens: np.ndarray
     sampling: Sampling
     turn: int
+    media: list[str] = []
 
 
 class CancelGeneration(msgspec.Struct, tag=True):
@@ -198,4 +201,6 @@ def unpack_output(key: str, told: bytes, lost: str) -> Trajectory | LostOutput:
         why = f"its metrics or extra cannot be sent by its worker ({lost})"
         return LostOutput(key, f"row {key}: {why}; use plain texts, numbers, lists and tables")
     found = _trajectories.decode(bytearray(told))
-    return Trajectory(**{**found, "stop_reason": StopReason(found["stop_reason"])})
+    media = found["media"]
+    own = {"stop_reason": StopReason(found["stop_reason"]), "media": None if media is None else tuple(media)}
+    return Trajectory(**{**found, **own})

@@ -95,6 +95,7 @@ class LoopWorkers:
         template_options: Mapping[str, Any] | None = None,
         max_prompt: int | None = None,
         truncate: bool = False,
+        pictures: str = "",
         open_line: OpenLine = PipeWorker.open,
         tickets: Tickets | None = None,
         extra: bytes = b"",
@@ -102,7 +103,7 @@ class LoopWorkers:
         notify: Callable[[str], None] | None = None,
     ) -> None:
         """`open_line` starts a worker, by default on this machine. `tickets` and `extra` are for workers with
-        a `RowHandler`.
+        a `RowHandler`. `pictures` is the folder of the run's pictures, if the student reads them.
 
         A worker that was restarted `restarts` times in a row without finishing a session is given up;
         `notify` gets a message for each restart.
@@ -121,6 +122,7 @@ class LoopWorkers:
             import_paths=[path for path in sys.path if path],
             max_prompt=max_prompt,
             truncate=truncate,
+            pictures=pictures,
             extra=extra,
         )
         self._channels: list[Channel | None] = [None] * count

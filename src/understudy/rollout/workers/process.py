@@ -24,6 +24,9 @@ from transformers import AutoTokenizer
 
 from understudy.engines.base import Generation, Sampling
 from understudy.errors import DataError, UnderstudyError
+from understudy.media.pictures import usable_hashes
+from understudy.media.processor import PictureProcessor, PictureReader
+from understudy.media.store import MediaStore
 from understudy.observability.faults import point
 from understudy.observability.forks import only_here
 from understudy.rollout.agents.agent import LoopContext, checked_outputs
@@ -70,6 +73,7 @@ class Worker:
             template_options=setup.template_options,
             max_prompt=setup.max_prompt,
             truncate=setup.truncate,
+            pictures=_pictures(setup),
         )
         self._loops = LoopChoice(setup.agent, setup.options)
         self._handler = make_handler(setup, self._renderer) if make_handler is not None else None
@@ -125,13 +129,13 @@ class Worker:
         return wire.WorkDone(request.session_id, await run(request.body, request.ticket))
 
     async def _generate(
-        self, session_id: int, tokens: np.ndarray, sampling: Sampling, turn: int
+        self, session_id: int, tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str]
     ) -> Generation:
         self._asked += 1
         generation_id, context = self._asked, np.asarray(tokens).astype(np.int32, copy=False)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._generations[generation_id] = answer
-        self.say(wire.Generate(session_id, generation_id, context, sampling, turn))
+        self.say(wire.Generate(session_id, generation_id, context, sampling, turn, list(media)))
         point("worker.asked")
         try:
             generation = await answer
@@ -146,11 +150,21 @@ class Worker:
     async def _session(self, begin: wire.Begin) -> wire.ToRun:
         session_id, prompt, sampling = begin.session_id, begin.prompt, begin.sampling
 
-        async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-            return await self._generate(session_id, tokens, sampling, turn)
+        async def generate(
+            tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
+        ) -> Generation:
+            shown = context.media if media is None else media
+            return await self._generate(session_id, tokens, sampling, turn, shown)
 
         context = LoopContext(
-            generate, self._renderer, sampling, prompt.key, begin.session, begin.context, begin.max_generated
+            generate,
+            self._renderer,
+            sampling,
+            prompt.key,
+            begin.session,
+            begin.context,
+            begin.max_generated,
+            usable_hashes(prompt.messages),
         )
         trajectories = checked_outputs(await self._loops.of(prompt).run(prompt, context), context)
         if begin.ticket is None or self._handler is None:
@@ -159,6 +173,11 @@ class Worker:
         return wire.Stored(
             session_id, await self._handler.store(prompt, trajectories, begin.ticket, sampling)
         )
+
+
+def _pictures(setup: wire.Setup) -> PictureReader | None:
+    processor = PictureProcessor.load(setup.tokenizer) if setup.pictures else None
+    return None if processor is None else PictureReader(processor, MediaStore(setup.pictures))
 
 
 Channel = tuple[asyncio.StreamReader, Callable[[bytes], None]]

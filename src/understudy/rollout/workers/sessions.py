@@ -7,7 +7,7 @@ So the death of a worker changes no batch of the engine, and no token is generat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -45,17 +45,25 @@ class Session:
     def __init__(self, prompt: Prompt, context: LoopContext) -> None:
         self.prompt, self.context = prompt, context
         self._generations: dict[tuple[int, Sampling, bytes], asyncio.Task[Generation]] = {}
-        """By turn, sampling and digest of the tokens."""
+        """By turn, sampling and digest of tokens and pictures."""
 
-    def generation(self, tokens: np.ndarray, sampling: Sampling, turn: int) -> asyncio.Task[Generation]:
+    def generation(
+        self, tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] = ()
+    ) -> asyncio.Task[Generation]:
         """The generation of this turn, requested unless an earlier attempt has requested the same."""
-        asked = (turn, sampling, blake2b(tokens.tobytes(), digest_size=16).digest())
+        digest = blake2b(tokens.tobytes(), digest_size=16)
+        digest.update("".join(media).encode())
+        asked = (turn, sampling, digest.digest())
         if asked not in self._generations:
-            self._generations[asked] = asyncio.create_task(self._generate(tokens, sampling, turn))
+            self._generations[asked] = asyncio.create_task(self._generate(tokens, sampling, turn, media))
         return self._generations[asked]
 
-    async def _generate(self, tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        return await self.context.generate(tokens, sampling, turn)
+    async def _generate(
+        self, tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str]
+    ) -> Generation:
+        if not media:  # a context made by a caller may know tokens only
+            return await self.context.generate(tokens, sampling, turn)
+        return await self.context.generate(tokens, sampling, turn, media)
 
     def forget(self, generation: asyncio.Task[Generation]) -> None:
         """Cancels a generation if it is not done, and does not keep it."""
@@ -197,7 +205,7 @@ class Channel:
 
     def _generate(self, message: wire.Generate) -> None:
         session = self._sessions[message.session_id]
-        generation = session.generation(message.tokens, message.sampling, message.turn)
+        generation = session.generation(message.tokens, message.sampling, message.turn, message.media)
         answering = asyncio.create_task(self._answer_with(session, message, generation))
         self._generating.setdefault(message.session_id, {})[message.generation_id] = (generation, answering)
 

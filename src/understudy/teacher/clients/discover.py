@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.teacher.clients.completions import CompletionsClient, Route
 from understudy.teacher.clients.http import NoSuchRoute
@@ -75,6 +76,7 @@ def connect_external(
     *,
     usable: UsableIds | None = None,
     k: int = 0,
+    media: MediaStore | None = None,
 ) -> Connect:
     """For `TeacherPool(connect=…)`: external servers of any known kind. Vocabulary and model name are the recipe's.
 
@@ -85,7 +87,9 @@ def connect_external(
     def connect(teacher: str, replica: str, endpoint: Endpoint) -> ScoringClient:
         # Users often give the base URL of an OpenAI client, which ends in /v1.
         url = endpoint.url.rstrip("/").removesuffix("/v1")
-        native = ReplicaClient(url, endpoint.token, teacher=teacher, replica=replica, usable=usable)
+        native = ReplicaClient(
+            url, endpoint.token, teacher=teacher, replica=replica, usable=usable, media=media
+        )
         if backend is Backend.NATIVE:
             return native
         completions = CompletionsClient(

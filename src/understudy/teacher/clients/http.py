@@ -10,6 +10,7 @@ from understudy.errors import TeacherError, TeacherUnavailable
 from understudy.serving import client
 from understudy.serving.client import Reply, ServerClient
 from understudy.serving.endpoint import Endpoint
+from understudy.teacher.protocol import MISSING_MEDIA
 
 REFUSALS = (400, 401, 403, 404, 405, 413, 422)
 
@@ -20,6 +21,10 @@ class RequestRefused(TeacherError, client.ServerRefused):
 
 class NoSuchRoute(RequestRefused):
     """The server does not have this path, so it is another kind of server."""
+
+
+class MediaMissing(TeacherError):
+    """The replica does not have a picture of the request; send it and ask again."""
 
 
 class ReplicaTimeout(TeacherUnavailable, client.ServerTimeout):
@@ -62,6 +67,8 @@ class Channel(ServerClient):
 
     def refusal(self, path: str, reply: Reply) -> TeacherError:
         told = f"({reply.status}): {reply.reason}"
+        if reply.status == MISSING_MEDIA:
+            return MediaMissing(f"{self.name}: {path} {told}")
         if reply.status not in REFUSALS:
             return ServerFailed(f"{self.name}: {path} failed {told}")
         kind = NoSuchRoute if reply.status in (404, 405) else RequestRefused

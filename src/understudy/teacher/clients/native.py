@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,22 +12,28 @@ from typing import Protocol, Self
 import msgspec
 
 from understudy.errors import TeacherReplyError
-from understudy.teacher.clients.http import Channel
+from understudy.media.store import MediaStore
+from understudy.serving.client import Reply
+from understudy.teacher.clients.http import Channel, MediaMissing, RequestRefused, ServerFailed
 from understudy.teacher.clients.validate import Origin, check_candidates_usable, check_reply, check_usable
 from understudy.teacher.manifest import Manifest
 from understudy.teacher.protocol import (
     CONTENT_TYPE,
     ProtocolError,
+    ScoreRequest,
     WireHead,
     decode_head,
     decode_reply,
     encode_request,
     request_of,
 )
+from understudy.teacher.scoring.probe import PROBE_HASH
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.types.references import ScoreRef, ScoresRef, fetched
 from understudy.types.scores import TeacherScores
 from understudy.types.usable_ids import UsableIds
+
+_MEDIA_ATTEMPTS = 3
 
 
 class ScoringClient(Protocol):
@@ -57,12 +64,17 @@ class ReplicaClient:
         teacher: str = "",
         replica: str = "",
         usable: UsableIds | None = None,
+        media: MediaStore | None = None,
     ) -> None:
         """`teacher`: its name in the recipe, which scores and manifest carry instead of the server's own.
-        `usable`: the ids that its softmax may run over; None: all ids with a token in its vocabulary."""
+        `usable`: the ids that its softmax may run over; None: all ids with a token in its vocabulary.
+        `media`: the run's pictures, for a teacher that reads them."""
         self._channel = Channel(url, token, teacher, replica)
         self._usable = usable
         self._manifest: Manifest | None = None
+        self._media = media
+        self._shown: dict[str, asyncio.Task[None]] = {}
+        """By hash: pictures that this replica has, or that are on their way to it."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,9 +100,7 @@ class ReplicaClient:
         request = request_of(items, usable if manifest.leaves_out_ids else None)
         if usable is not None:
             check_usable(items, usable, self._channel.name)
-        answer = await self._channel.ask(
-            "/v1/score", encode_request(request), CONTENT_TYPE, timeout_s=timeout
-        )
+        answer = await self._ask(request, timeout)
         try:
             reply = decode_reply(answer.body)
         except ProtocolError as error:
@@ -103,6 +113,48 @@ class ReplicaClient:
         if usable is not None and not manifest.leaves_out_ids:
             check_candidates_usable(scores, usable, self._channel.name)
         return scores
+
+    async def _ask(self, request: ScoreRequest, timeout: float | None) -> Reply:
+        frame = encode_request(request)
+        names = [name for own in request.media for name in own]
+        for attempt in range(_MEDIA_ATTEMPTS):
+            await self._show(names)
+            try:
+                return await self._channel.ask("/v1/score", frame, CONTENT_TYPE, timeout_s=timeout)
+            except MediaMissing as error:  # the replica was restarted, or dropped a picture
+                for name in names:
+                    self._shown.pop(name, None)
+                if attempt + 1 == _MEDIA_ATTEMPTS:
+                    raise ServerFailed(str(error)) from error
+        raise AssertionError("unreachable")
+
+    async def _show(self, names: Sequence[str]) -> None:
+        """Sends the pictures that the replica has not got from here yet, each once."""
+        new = [name for name in dict.fromkeys(names) if name not in self._shown and name != PROBE_HASH]
+        if new:
+            body = await self._channel.ask_json("/v1/media/missing", {"hashes": new})
+            missing = set(json.loads(body)["missing"])
+            for name in new:
+                if name not in self._shown:
+                    self._shown[name] = asyncio.create_task(self._send(name, name in missing))
+        for name in dict.fromkeys(names):
+            task = self._shown.get(name)
+            if task is None:
+                continue
+            try:
+                await asyncio.shield(task)
+            except BaseException:
+                if task.done():
+                    self._shown.pop(name, None)
+                raise
+
+    async def _send(self, name: str, is_missing: bool) -> None:
+        if not is_missing:
+            return
+        if self._media is None:
+            raise RequestRefused(f"{self._channel.name}: the picture {name[:12]}… is not known here")
+        data = await asyncio.to_thread(self._media.get, name)
+        await self._channel.ask("/v1/media", data, "application/octet-stream")
 
     async def manifest(self) -> Manifest:
         body = await self._channel.get("/manifest")

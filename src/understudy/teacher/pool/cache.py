@@ -1,6 +1,7 @@
 """Cache of scores: a frozen teacher gives the same scores for the same request.
 
-The key is (teacher identity, tokens, positions, signal, K, named ids); row keys are not part of it. If
+The key is (teacher identity, tokens, hashes of pictures, positions, signal, K, named ids); row keys are not
+part of it. If
 requests are scored alone ("by_request"), floating-point results depend on the composition of a request. Then
 only whole requests are cached, so the cache never changes a bit of a run.
 """
@@ -56,7 +57,7 @@ class ScoreCache:
 
 
 def item_digest(manifest: Manifest, item: ScoreItem) -> bytes:
-    total = hashlib.sha256(repr((manifest.identity, item.signal.value, item.k)).encode())
+    total = hashlib.sha256(repr((manifest.identity, item.signal.value, item.k, item.media)).encode())
     for array in (item.tokens, item.positions, item.ids):
         if array is not None:
             total.update(repr(array.shape).encode())

@@ -2,7 +2,7 @@
 
 Some wrong replies look valid: scores shifted by one position under a correct echo, weights that changed in a
 running process, a stale buffer. No check of the reply alone always detects them. Twelve tokens with known
-scores do.
+scores do. Those of a teacher that reads pictures stand around a picture.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from understudy.errors import TeacherReplyError
-from understudy.teacher.pool.integrity import Identity
+from understudy.teacher.pool.integrity import Identity, shown_of
 from understudy.teacher.scoring.probe import probe_items
 from understudy.types.references import ScoreRef, ScoresRef
 from understudy.types.scores import Signal
@@ -31,7 +31,10 @@ class Canary:
     def __init__(self, identity: Identity) -> None:
         manifest = identity.manifest
         self._item = replace(
-            probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids)[0], key=KEY
+            probe_items(
+                manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids, shown_of(manifest)
+            )[0],
+            key=KEY,
         )
         self._named = 0 if 0 not in manifest.unused_ids else int(self._item.tokens[0])
         """The id scored for the fixed tokens if the request is for named ids."""

@@ -11,7 +11,7 @@ from understudy.errors import TeacherError
 from understudy.teacher.clients.http import RequestRefused
 from understudy.teacher.clients.native import ScoringClient
 from understudy.teacher.manifest import Manifest
-from understudy.teacher.scoring.probe import is_uniform, probe_items
+from understudy.teacher.scoring.probe import ProbePicture, is_uniform, probe_items
 from understudy.teacher.vocabulary import Vocabulary, differences, told
 from understudy.types.references import ScoreRef
 from understudy.types.scores import Signal
@@ -30,11 +30,18 @@ class Identity:
     """float32: scores of the fixed tokens."""
 
 
+def shown_of(manifest: Manifest) -> ProbePicture | None:
+    """The picture that goes with the fixed tokens, for a teacher that reads pictures."""
+    facts = manifest.pictures
+    return None if facts is None else ProbePicture(facts.image_token_id, facts.probe_tokens)
+
+
 async def identify(client: ScoringClient, timeout: float | None = None) -> Identity:
     """Fetch a replica's manifest and its scores of the fixed tokens. Refuses an empty (uniform) model."""
     manifest = await client.manifest()
     scores = await client.score(
-        probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids), timeout
+        probe_items(manifest.vocab_size, manifest.limits.max_length, manifest.unused_ids, shown_of(manifest)),
+        timeout,
     )
     logprobs = (await scores[0].fetch()).sampled_logprobs
     if is_uniform(logprobs, manifest.vocab_size):
@@ -47,7 +54,15 @@ async def identify(client: ScoringClient, timeout: float | None = None) -> Ident
 def check_same(expected: Identity, found: Identity, replica: str) -> None:
     """Raise unless `found` is the same teacher as `expected`."""
     teacher = expected.manifest.teacher
-    names = ("backend", "weights", "vocabulary", "vocabulary size", "dtype", "version of the weights")
+    names = (
+        "backend",
+        "weights",
+        "vocabulary",
+        "vocabulary size",
+        "dtype",
+        "version of the weights",
+        "processor of pictures",
+    )
     for name, ours, theirs in zip(names, expected.manifest.identity, found.manifest.identity, strict=True):
         if ours != theirs:
             raise TeacherError(
@@ -92,6 +107,11 @@ def check_row(manifest: Manifest, row: ScoreRef) -> None:
     item = row.here
     if item is None:
         return
+    if item.media and manifest.pictures is None:
+        raise RequestRefused(
+            f"{what} holds {len(item.media)} picture(s), and this teacher reads text only; route rows with pictures to a "
+            "vision-language teacher"
+        )
     outside = (item.tokens < 0) | (item.tokens >= manifest.vocab_size)
     if outside.any():
         at = int(outside.argmax())

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from understudy.errors import ClusterError, TeacherError, TeacherUnavailable
+from understudy.media.store import MediaStore
 from understudy.serving.endpoint import Endpoint
 from understudy.serving.supervisor import RestartCount
 from understudy.teacher.clients.native import ReplicaClient, ScoringClient
@@ -30,9 +31,15 @@ Connect = Callable[[str, str, Endpoint], ScoringClient]
 
 
 def connect_native(
-    teacher: str, replica: str, endpoint: Endpoint, usable: UsableIds | None = None
+    teacher: str,
+    replica: str,
+    endpoint: Endpoint,
+    usable: UsableIds | None = None,
+    media: MediaStore | None = None,
 ) -> ScoringClient:
-    return ReplicaClient(endpoint.url, endpoint.token, teacher=teacher, replica=replica, usable=usable)
+    return ReplicaClient(
+        endpoint.url, endpoint.token, teacher=teacher, replica=replica, usable=usable, media=media
+    )
 
 
 Deliver = Callable[[Sequence[str]], Awaitable[Mapping[str, str]]]

@@ -1,6 +1,7 @@
 """The HTTP routes of a replica, and the limits it enforces.
 
     POST /v1/score        a request frame in, a reply frame out
+    POST /v1/media        a picture's bytes in, its hash out; /v1/media/missing says which to send (`media.py`)
     GET  /v1/head         the output projection, once per client that asks for `hidden`
     GET  /v1/vocabulary   the token→id map, JSON
     GET  /manifest        what this replica is, JSON
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -23,10 +25,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from understudy.errors import DataError
 from understudy.serving.http import Gate, Handler, Refused, answering, as_json, read_body, unless_gone
 from understudy.teacher.manifest import Limits, Manifest
 from understudy.teacher.protocol import (
     CONTENT_TYPE,
+    MISSING_MEDIA,
     ProtocolError,
     ScoreRequest,
     decode_request,
@@ -34,6 +38,7 @@ from understudy.teacher.protocol import (
     encode_reply,
 )
 from understudy.teacher.replica.follower import REFUSED, Follower
+from understudy.teacher.replica.media import ReplicaMedia
 from understudy.teacher.replica.prometheus import replica_metrics
 from understudy.teacher.replica.scoring_queue import ScoringWorker
 from understudy.teacher.vocabulary import Vocabulary
@@ -46,19 +51,40 @@ def build_app(
     vocabulary: Vocabulary,
     token: str | None,
     follower: Follower | None = None,
+    media: ReplicaMedia | None = None,
 ) -> ASGIApp:
-    """`follower` changes the weights on request; None: they are frozen, and there is no such route."""
+    """`follower` changes the weights on request; None: they are frozen, and there is no such route. `media`:
+    for a teacher that reads pictures."""
     limits = manifest.limits
 
     async def score(http: Request) -> Response:
         body = await read_body(http, limits.max_request_bytes)
         request = decode_request(body)
         check_limits(request, limits, manifest.vocab_size)
+        check_media(request, media)
         try:
             reply = await unless_gone(http, asyncio.wrap_future(worker.submit(request)))
+        except DataError as error:
+            raise Refused(400, "media", str(error)) from error
         except (MemoryError, RuntimeError) as error:
             raise Refused(503, "scoring", f"scoring failed: {error}") from error
         return Response(encode_reply(reply), media_type=CONTENT_TYPE)
+
+    async def missing(http: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(await read_body(http, limits.max_request_bytes), type=MediaQuestion)
+        except msgspec.DecodeError as error:
+            raise Refused(400, "media", f"unreadable question: {error}") from error
+        return as_json({"missing": [] if media is None else media.missing(asked.hashes)})
+
+    async def add_media(http: Request) -> Response:
+        if media is None:
+            raise Refused(400, "media", f"teacher {manifest.teacher} reads text only")
+        data = await read_body(http, media.limits.max_bytes)
+        try:
+            return as_json({"hash": await run_in_threadpool(media.put, data)})
+        except DataError as error:
+            raise Refused(400, "media", str(error)) from error
 
     async def head(_: Request) -> Response:
         frame = await run_in_threadpool(lambda: encode_head(worker.scorer.wire_head))
@@ -87,11 +113,32 @@ def build_app(
     }
     routes = [Route(path, answering(handler)) for path, handler in shown.items()]
     scoring = answering(score, (ProtocolError, 400, "frame"))
+    routes += [
+        Route(path, answering(handler), methods=["POST"])
+        for path, handler in {"/v1/media/missing": missing, "/v1/media": add_media}.items()
+    ]
     routes.append(Route("/v1/score", scoring, methods=["POST"]))
     if follower is not None:
         routes.append(Route("/v1/weights", answering(follower.take, *REFUSED), methods=["POST"]))
     app = Starlette(routes=routes)
     return Gate(app, token)
+
+
+class MediaQuestion(msgspec.Struct):
+    """`POST /v1/media/missing`."""
+
+    hashes: list[str]
+
+
+def check_media(request: ScoreRequest, media: ReplicaMedia | None) -> None:
+    """Refuse a request with pictures that are not here."""
+    names = [name for own in request.media for name in own]
+    if not names:
+        return
+    if media is None:
+        raise Refused(400, "media", "a request with pictures; this teacher reads text only")
+    if gone := media.missing(names):
+        raise Refused(MISSING_MEDIA, "media", f"{len(gone)} picture(s) are not here, the first {gone[0]}")
 
 
 def check_limits(request: ScoreRequest, limits: Limits, vocab: int) -> None:

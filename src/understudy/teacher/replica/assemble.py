@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 
 from understudy.errors import TeacherError
-from understudy.teacher.manifest import Batching, Limits, Manifest
+from understudy.media.pictures import PictureLimits
+from understudy.media.processor import PictureProcessor, PictureReader
+from understudy.nn.vision import is_vision
+from understudy.teacher.manifest import Batching, Limits, Manifest, PictureFacts
 from understudy.teacher.replica import lockstep
+from understudy.teacher.replica.media import ReplicaMedia
 from understudy.teacher.replica.scoring_queue import ScoringWorker
 from understudy.teacher.replica.tensor_parallel import Place, join
 from understudy.teacher.scoring.body import Layout
 from understudy.teacher.scoring.model import FrozenModel, load_frozen, vocabulary_of, weights_sha256
+from understudy.teacher.scoring.probe import PROBE_HASH
 from understudy.teacher.scoring.scorer import Scorer, ScorerOptions
 from understudy.teacher.vocabulary import Vocabulary
 from understudy.types.scores import Signal
@@ -23,12 +29,14 @@ CPU_CHUNK_MIB = 64
 CUDA_CHUNK_MIB = 2048
 
 
-def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Vocabulary]:
+def build_worker(
+    args: argparse.Namespace,
+) -> tuple[ScoringWorker, Manifest, Vocabulary, ReplicaMedia | None]:
     """Load the model, check it by warming up, describe it.
 
     Rank 0 runs this; the remaining ranks run `follow`.
     """
-    frozen = _loaded(args)
+    frozen, media = _with_pictures(args, _loaded(args))
     if args.max_length > frozen.max_length:
         raise TeacherError(
             f"--max-length {args.max_length}: {args.model} holds {frozen.max_length} positions"
@@ -56,11 +64,36 @@ def build_worker(args: argparse.Namespace) -> tuple[ScoringWorker, Manifest, Voc
         batching=Batching(args.batching),
         unused_ids=[] if scorer.usable is None else list(scorer.usable.holes),
         leaves_out_ids=True,
+        pictures=_picture_facts(frozen),
     )
     lanes = _lanes(args, scorer)
     if lanes > 1:
         torch.set_num_threads(1)
-    return ScoringWorker(scorer, Batching(args.batching), lanes), manifest, vocabulary
+    return ScoringWorker(scorer, Batching(args.batching), lanes), manifest, vocabulary, media
+
+
+def _with_pictures(args: argparse.Namespace, frozen: FrozenModel) -> tuple[FrozenModel, ReplicaMedia | None]:
+    """The model with the pictures that clients will send, if it reads pictures."""
+    if not is_vision(frozen.model):
+        return frozen, None
+    if args.world_size > 1:
+        raise TeacherError(
+            f"{args.model} reads pictures, and a replica that does is one process; set tensor_parallel = 1"
+        )
+    processor = PictureProcessor.load(args.model, args.revision)
+    assert processor is not None
+    media = ReplicaMedia(PictureLimits(max_bytes=args.max_request_bytes))
+    return replace(frozen, pictures=PictureReader(processor, media.store)), media
+
+
+def _picture_facts(frozen: FrozenModel) -> PictureFacts | None:
+    reader = frozen.pictures
+    if reader is None:
+        return None
+    processor = reader.processor
+    return PictureFacts(
+        processor.image_token_id, processor.patching, processor.settings, reader.count(PROBE_HASH)
+    )
 
 
 def _lanes(args: argparse.Namespace, scorer: Scorer) -> int:

@@ -255,7 +255,14 @@ def merged(requests: Sequence[ScoreRequest]) -> ScoreRequest:
         positions_P=np.concatenate([request.positions_P for request in requests]),
         ids=np.concatenate([request.ids for request in requests]),
         usable=requests[0].usable,
+        media=_merged_media(requests),
     )
+
+
+def _merged_media(requests: Sequence[ScoreRequest]) -> tuple[tuple[str, ...], ...]:
+    if not any(request.media for request in requests):
+        return ()
+    return tuple(request.media_of(row) for request in requests for row in range(len(request)))
 
 
 def divided(reply: ScoreReply, requests: Sequence[ScoreRequest]) -> list[ScoreReply]:

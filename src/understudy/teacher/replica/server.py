@@ -99,18 +99,20 @@ def run(process: Process) -> Coroutine[Any, Any, None] | None:
 
 
 async def score(process: Process, sock: socket.socket) -> None:
-    worker, manifest, vocabulary = build_worker(process.args)
+    worker, manifest, vocabulary, media = build_worker(process.args)
     worker.start()
     args, follower = process.args, None
     if args.weights is not None:
         incoming = OrderedWeights(args.weights, sock.getsockname()[0], args.device)
         follower = Follower(worker, manifest, incoming)
-    app = build_app(worker, manifest, vocabulary, process.token, follower)
+    app = build_app(worker, manifest, vocabulary, process.token, follower, media)
     what = f"teacher {args.name} scores"
     gpu = {} if follower is None else {"gpu": gpu_id(args.device)}
     await serve(process, app, sock, what=what, keep_alive=75, hurried=False, **gpu)
     worker.stop()
     worker.scorer.close()
+    if media is not None:
+        media.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from understudy.errors import TeacherError
 from understudy.nn.cpu_forward import LeanForward, lean_forward
 from understudy.nn.grouped_attention import rounded_lengths, takes_groups
 from understudy.nn.prefix_tree import prefix_tree
+from understudy.nn.vision import is_vision, vision_rows
 from understudy.teacher.protocol import ScoreRequest
 from understudy.teacher.scoring import varlen
 from understudy.teacher.scoring.model import FrozenModel
@@ -72,6 +73,13 @@ class Body:
         self.rotary_border = frozen.rotary_border
         if layout is Layout.AUTO and self._own_attention != "sdpa":
             self.layout = Layout.PADDED  # packing would replace the attention the user chose
+        if is_vision(frozen.model):
+            # Packed rows and shared prefixes compare token ids, and two pictures have the same.
+            if layout is Layout.PACKED:
+                raise TeacherError(
+                    f"{frozen.path} reads pictures and scores padded rows; leave the layout out"
+                )
+            self.layout = Layout.PADDED
         self._attention = self._own_attention
         dtype = next(frozen.model.parameters()).dtype
         self._groups = takes_groups(frozen.device, dtype, frozen.config, learns=False)
@@ -151,11 +159,30 @@ class Body:
             return self._lean_states(lean, request, rows, lengths_N, positions_P, counts_B)
         padded_BL = pad_right(request.tokens_T, request.starts_N, lengths_N, rows)
         with self._attention_of(self._own_attention):
+            shown = self._vision(request, rows, lengths_N, padded_BL.shape[1])
             hidden_BLH = self.frozen.body(
-                input_ids=self.to_device(padded_BL), use_cache=False
+                input_ids=self.to_device(padded_BL), use_cache=False, **shown
             ).last_hidden_state
         places_P = np.repeat(np.arange(len(rows)), counts_B) * padded_BL.shape[1] + positions_P
         return hidden_BLH.flatten(0, 1)[self.to_device(places_P)]
+
+    def _vision(
+        self, request: ScoreRequest, rows: Sequence[int], lengths_N: np.ndarray, width: int
+    ) -> dict[str, torch.Tensor]:
+        """Pixels and positions of padded rows; nothing for a model that reads text only."""
+        if not is_vision(self.frozen.model):
+            return {}
+        starts_N = request.starts_N
+        made = vision_rows(
+            self.frozen.model,
+            self.frozen.pictures,
+            [request.tokens_T[starts_N[row] : starts_N[row] + lengths_N[row]] for row in rows],
+            [request.media_of(row) for row in rows],
+            width,
+            keys=[request.keys[row] for row in rows],
+        )
+        positions = {} if made.positions is None else {"position_ids": made.positions}
+        return {**made.arguments, **positions}
 
     def lean_forward(self, longest: int) -> LeanForward | None:
         """The CPU forward for rows up to about this length, if the model has one.

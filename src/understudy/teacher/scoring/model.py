@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 from understudy.errors import TeacherError
+from understudy.media.processor import PictureReader
 from understudy.nn.pretrained import AUTO, CannotLoadError, load_causal_lm
 from understudy.nn.rotary_border import rotary_border
 from understudy.teacher.vocabulary import SPECIAL, Vocabulary
@@ -30,6 +31,8 @@ class FrozenModel:
     device: torch.device
     max_length: int
     """The longest sequence the model's positions allow."""
+    pictures: PictureReader | None = None
+    """For a vision-language model: its processor, and the store of pictures that clients sent."""
 
     def on(self, device: str) -> FrozenModel:
         """The same record after the model was moved to another device."""

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from understudy.media.store import hash_of
 from understudy.types.scores import ScoreItem, Signal
 
 PROBE_TOKENS = 12
 
 
-def probe_items(vocab: int, max_length: int, unused: Sequence[int] = ()) -> list[ScoreItem]:
-    """One short sequence spread over the vocabulary, the same for every replica; without `unused` ids."""
+PROBE_PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAKklEQVR42mO8o6HBgA349IhgFWdiIBGMaiAGsITJbc"
+    "EqcUIjazSU6KcBADluBLzX17MXAAAAAElFTkSuQmCC"
+)
+"""A PNG of 16 × 16 pixels in four colours, the same bytes everywhere."""
+PROBE_HASH = hash_of(PROBE_PICTURE)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePicture:
+    """The probe's picture as one teacher's tokens."""
+
+    image_token_id: int
+    tokens: int
+
+
+def probe_items(
+    vocab: int, max_length: int, unused: Sequence[int] = (), shown: ProbePicture | None = None
+) -> list[ScoreItem]:
+    """One short sequence spread over the vocabulary, the same for every replica; without `unused` ids. With
+    `shown` a picture stands after its third token."""
     length = max(2, min(PROBE_TOKENS, max_length))
     tokens = ((np.arange(length, dtype=np.int64) + 1) * 7919 % max(vocab, 1)).astype(np.int32)
     if unused:  # an id without a token is replaced by the next that has one
         known = np.setdiff1d(np.arange(vocab, dtype=np.int32), np.asarray(unused, dtype=np.int32))
         tokens = known[np.searchsorted(known, tokens) % len(known)]
-    return [probe_item("probe", tokens)]
+    if shown is None or shown.tokens + len(tokens) > max_length:
+        return [probe_item("probe", tokens)]
+    if shown.image_token_id in tokens:
+        other = next(one for one in range(vocab) if one != shown.image_token_id and one not in unused)
+        tokens = np.where(tokens == shown.image_token_id, np.int32(other), tokens)
+    before = min(3, len(tokens) - 1)
+    place = np.full(shown.tokens, shown.image_token_id, np.int32)
+    whole = np.concatenate([tokens[:before], place, tokens[before:]])
+    positions = np.concatenate([np.arange(1, before), np.arange(before + shown.tokens, len(whole))])
+    return [ScoreItem("probe", whole, positions.astype(np.int32), Signal.SAMPLED, media=(PROBE_HASH,))]
 
 
 def probe_family(vocab: int, max_length: int, unused: Sequence[int] = ()) -> list[ScoreItem]:

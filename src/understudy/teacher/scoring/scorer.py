@@ -109,6 +109,9 @@ class Scorer:
         self.frozen = frozen
         self.options = options or ScorerOptions()
         self.head: Head = head or head_of(frozen.model)
+        if frozen.pictures is not None:  # no token is ever a placeholder, for any model of a run
+            places = frozen.pictures.processor.placeholder_ids
+            usable = (usable or UsableIds(self.head.vocab)).without(places)
         self.usable = usable.within(self.head.vocab) if usable is not None else None
         self.version = -1
         """The version of the weights; −1: those that were loaded."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from understudy.engines.base import Engine, GenerateRequest, Generation, Sampling
 from understudy.errors import DataError, UnderstudyError
+from understudy.media.pictures import usable_hashes
 from understudy.rollout.agents.agent import LoopContext, LostOutput, checked_outputs
 from understudy.rollout.agents.registry import Loops
 from understudy.rollout.render import Renderer
@@ -98,27 +99,35 @@ class Evaluator:
         """Engine errors that no problem caused, such as a lack of memory."""
 
         async def one(prompt: Prompt, session: int, cohort: BatchByKey) -> Trajectory | Failure:
-            async def generate(tokens: np.ndarray, wanted: Sampling, turn: int) -> Generation:
+            async def generate(
+                tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
+            ) -> Generation:
                 key = f"{prompt.key}/{session}/{turn}"
                 seed = derive_seed(self.seed, prompt.epoch, prompt.key, session, turn)
+                own = context.pictures_in(key, tokens, media)
+                request = GenerateRequest(key, tokens, sampling, seed, media=own)
                 try:
                     with PausedClock(clock):
-                        result: Generation = await cohort.call(
-                            queue, key, GenerateRequest(key, tokens, wanted, seed)
-                        )
+                        result: Generation = await cohort.call(queue, key, request)
                 except Exception as error:
                     if not isinstance(error, UnderstudyError):
                         broken.append(error)
                     raise
                 return result
 
+            context = LoopContext(
+                generate,
+                self.renderer,
+                sampling,
+                prompt.key,
+                session,
+                self.context,
+                media=usable_hashes(prompt.messages),
+            )
             async with cohort.member():
                 written, limit = None, self.deadline_seconds
                 clock, what = asyncio.timeout(limit), "agent loop"
                 try:
-                    context = LoopContext(
-                        generate, self.renderer, sampling, prompt.key, session, self.context
-                    )
                     async with clock:
                         outputs = await self.loops.of(prompt).run(prompt, context)
                     last = checked_outputs(outputs, context)[-1]

@@ -26,7 +26,7 @@ from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.timing import BatchTimings
 from understudy.trainers.produce.failures import own_fault, reason_of, timed
 from understudy.trainers.produce.row_journal import RowJournal, Written
-from understudy.trainers.row_columns import CANDIDATES, PARTITION, rollout_columns, storable
+from understudy.trainers.row_columns import CANDIDATES, MEDIA, PARTITION, rollout_columns, storable
 from understudy.types.batch import BatchMeta
 from understudy.types.prompt import Prompt
 from understudy.types.references import RowRef
@@ -101,6 +101,8 @@ class LocalRollouts:
     sampling: Sampling
     spans: Spans
     timings: BatchTimings
+    pictures: bool = False
+    """Whether the student reads pictures, so that rows name them."""
 
     async def run(self, session: Session) -> RolledOut:
         clock, context = session.clock, session.context
@@ -158,11 +160,15 @@ class LocalRollouts:
     async def stored(self, key: str) -> Trajectory:
         streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
         own = (CANDIDATES,) if self.sampling.candidates else ()
-        columns = await self.plane.get(BatchMeta(PARTITION, (key,)), (*streams, *own, "stop_reason"))
+        shown = (MEDIA,) if self.pictures else ()
+        columns = await self.plane.get(BatchMeta(PARTITION, (key,)), (*streams, *own, *shown, "stop_reason"))
         tokens, mask, logprobs, versions = (np.asarray(columns[name][0]) for name in streams)
         candidates = np.asarray(columns[CANDIDATES][0]) if own else None
         reason = StopReason(str(columns["stop_reason"][0]))
-        return Trajectory(key, tokens, mask, logprobs, versions, reason, candidate_ids=candidates)
+        media = tuple(columns[MEDIA][0]) if shown else None
+        return Trajectory(
+            key, tokens, mask, logprobs, versions, reason, candidate_ids=candidates, media=media
+        )
 
     def metrics(self) -> dict[str, float]:
         return {}

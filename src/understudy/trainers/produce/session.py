@@ -12,11 +12,13 @@ runs the session, here or by a remote worker.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
 
 from understudy.engines.base import GenerateRequest, Generation, Sampling
+from understudy.media.pictures import usable_hashes
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.seeds import derive_seed
 from understudy.trainers.call_batching import Gather
@@ -48,13 +50,16 @@ def loop_context(
     def seed(turn: int) -> int:
         return derive_seed(producer.settings.seed, prompt.epoch, prompt.key, session, turn)
 
-    async def generate(tokens: np.ndarray, sampling: Sampling, turn: int) -> Generation:
-        request = GenerateRequest(f"{key}/{turn}", tokens, sampling, seed(turn), session=key)
+    async def generate(
+        tokens: np.ndarray, sampling: Sampling, turn: int, media: Sequence[str] | None = None
+    ) -> Generation:
+        own = context.pictures_in(key, tokens, media)
+        request = GenerateRequest(f"{key}/{turn}", tokens, sampling, seed(turn), session=key, media=own)
         with PausedClock(clock):
             result: Generation = await gather.call(producer.engine_queue, request.key, request)
         return result
 
-    return LoopContext(
+    context = LoopContext(
         generate=generate,
         renderer=producer.renderer,
         sampling=producer.sampling,
@@ -62,4 +67,6 @@ def loop_context(
         session=session,
         context=producer.renderer.context,
         max_generated=producer.settings.rollout.max_trajectory_tokens,
+        media=usable_hashes(prompt.messages),
     )
+    return context

@@ -1,0 +1,112 @@
+"""What a vision-language model takes for a batch of padded rows: pixels and positions.
+
+A Qwen model has three rotary axes (time, height, width). Text advances all of them by one; a picture advances
+them by its longer side, so positions after a picture are smaller than indexes in the row. `rope_delta` is that
+difference, and decoding adds it. Positions are computed per row and handed to the model, which would
+otherwise keep those of its last call. SmolVLM and Idefics3 have plain positions.
+
+Legend: B rows, T columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from understudy.errors import DataError
+from understudy.media.processor import QWEN, PictureReader, vision_family
+
+
+def is_vision(model: Any) -> bool:
+    return vision_family(model.config) is not None
+
+
+def language_part(model: Any) -> nn.Module:
+    """The decoder of a vision-language model."""
+    body = model.base_model
+    part = getattr(body, "language_model", None) or getattr(body, "text_model", None)
+    assert isinstance(part, nn.Module)
+    return part
+
+
+def freeze_vision(model: Any) -> None:
+    """Leaves only the language part and the head to be trained."""
+    kept = {id(one) for one in language_part(model).parameters()}
+    kept |= {id(one) for one in model.get_output_embeddings().parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.requires_grad_(False)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionRows:
+    """The extra arguments of a forward over padded rows, and each row's `rope_delta`."""
+
+    arguments: dict[str, torch.Tensor]
+    """`pixel_values` and the like; absent without pictures."""
+    positions: torch.Tensor | None
+    """int64 [3, B, T] (Qwen), on the left of the padding; None: the model's own."""
+    deltas_B: np.ndarray
+    """int64 [B]: add to a row's length for the position of its next token."""
+
+
+def vision_rows(
+    model: Any,
+    reader: PictureReader | None,
+    rows: Sequence[np.ndarray],
+    media: Sequence[tuple[str, ...]],
+    width: int,
+    *,
+    left: bool = False,
+    keys: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+) -> VisionRows:
+    """`rows`: the ids of each row, without padding; `left`: whether the padding is. The pictures of all rows
+    are concatenated in the order of rows, which is the order of their placeholders."""
+    device = next(model.parameters()).device
+    qwen = vision_family(model.config) in QWEN
+    if any(media) and reader is None:
+        raise DataError("rows hold pictures, and this process was started without a store of pictures")
+    made: list[list[dict[str, np.ndarray]]] = [[] for _ in rows]
+    if reader is not None:
+        for i, (ids, names) in enumerate(zip(rows, media, strict=True)):
+            own = reader.within(keys[i] if keys else str(i), ids, names)
+            made[i] = [reader.arrays(name) for name in own]
+    deltas_B = np.zeros(len(rows), dtype=np.int64)
+    positions = None
+    if qwen:
+        placed = np.zeros((3, len(rows), width), dtype=np.int64)
+        for i, (ids, pictures) in enumerate(zip(rows, made, strict=True)):
+            grids = [picture["image_grid_thw"] for picture in pictures]
+            places, deltas_B[i] = _row_positions(model, ids, grids)
+            start = width - len(ids) if left else 0
+            placed[:, i, start : start + len(ids)] = places
+            if not left:  # the padding's states are never read
+                placed[:, i, len(ids) :] = np.arange(width - len(ids)) + len(ids) + deltas_B[i]
+        positions = torch.from_numpy(placed).to(device)
+    pictures = [one for row in made for one in row]
+    arguments: dict[str, torch.Tensor] = {}
+    for name in pictures[0] if pictures else ():
+        joined = torch.from_numpy(np.concatenate([one[name] for one in pictures])).to(device)
+        if not qwen:
+            joined = joined[None]  # tiles of one "batch"; the model flattens them again
+        arguments[name] = joined.to(dtype) if dtype is not None and joined.is_floating_point() else joined
+    return VisionRows(arguments, positions, deltas_B)
+
+
+def _row_positions(model: Any, ids: np.ndarray, grids: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    """int64 [3, T] and the row's `rope_delta`, by the model's own rule."""
+    if not grids:
+        return np.broadcast_to(np.arange(len(ids)), (3, len(ids))), 0
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    kinds = (tokens == model.config.image_token_id).int()
+    grid = torch.from_numpy(np.concatenate(list(grids)))
+    positions, deltas = model.base_model.get_rope_index(
+        tokens, mm_token_type_ids=kinds, image_grid_thw=grid, attention_mask=torch.ones_like(tokens)
+    )
+    return positions[:, 0].numpy(), int(deltas[0, 0])

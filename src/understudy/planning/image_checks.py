@@ -1,0 +1,110 @@
+"""Checks of rows with pictures for `understudy check`: who reads them, and whether their files can be used.
+
+Every problem names the file and the row. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from understudy.config import Recipe
+from understudy.media.pictures import PictureError, PictureLimits, Pictures
+from understudy.media.processor import FAMILIES, NAMES
+from understudy.media.store import MediaStore
+from understudy.planning.models.folder import ModelFolder
+from understudy.planning.teacher_checks import judges
+from understudy.rollout.dataset import Dataset, picture_sources
+
+
+def picture_problems(
+    recipe: Recipe,
+    dataset: Dataset,
+    role: str,
+    student: ModelFolder | None,
+    teachers: Mapping[str, ModelFolder],
+) -> list[str]:
+    """What this recipe asks of pictures that is not supported."""
+    rows = dataset.with_pictures()
+    if not rows:
+        return []
+    first = f"{role}: {dataset.place(rows[0])} has pictures"
+    problems = [f"{first}; {why}" for why in _unsupported(recipe)]
+    if student is not None and (family := _family(student)) not in FAMILIES:
+        what = f"is of the family {family}" if "vision_config" in student.config else "reads text only"
+        problems.append(f"{first}; student.model = {recipe.student.model!r} {what}. Supported are {NAMES}")
+    for name, teacher in recipe.teachers.items():
+        judged = (
+            next((i for i in rows if judges(recipe, name, dataset.rows[i])), None)
+            if role == "data.train"
+            else None
+        )
+        if judged is None:
+            continue
+        place = f"{role}: {dataset.place(judged)} has pictures and goes to teachers.{name}"
+        if teacher.reads_own_prompt:
+            problems.append(
+                f"{place}, which reads a prompt of its own; a prompt of its own holds no pictures"
+            )
+        elif teacher.placement == "external" and teacher.backend in ("vllm", "openai"):
+            problems.append(
+                f"{place}; a teacher served by {teacher.backend} gets text only, serve it natively"
+            )
+        elif (folder := teachers.get(name)) is not None and (family := _family(folder)) not in FAMILIES:
+            problems.append(
+                f"{place}, of the family {family}, which reads no pictures here; route such rows to a teacher of {NAMES} "
+                f"(data.teacher_key = {recipe.data.teacher_key!r})"
+            )
+    return problems
+
+
+def _family(folder: ModelFolder) -> str:
+    return str(folder.config.get("model_type", ""))
+
+
+def _unsupported(recipe: Recipe) -> list[str]:
+    rollout = recipe.rollout
+    why = []
+    if rollout.engine != "hf":
+        why.append(f'rollout.engine = "{rollout.engine}" gets text only; set rollout.engine = "hf"')
+    if recipe.cluster.backend != "local":
+        why.append(
+            f'pictures stay on one machine; cluster.backend = "{recipe.cluster.backend}" is not supported with them'
+        )
+    if recipe.critic is not None:
+        why.append("a critic reads text only; leave [critic] out")
+    if recipe.trainer.ranks > 1 and not recipe.student.freeze_vision:
+        why.append("student.freeze_vision = false trains on one rank; set trainer.ranks = 1")
+    return why
+
+
+def look_at_pictures(
+    recipe: Recipe, dataset: Dataset, role: str, advance: Callable[[int], None] = lambda _: None
+) -> tuple[list[str], list[str]]:
+    """Reads and decodes the pictures of all rows; (problems, notes). A bad picture costs its row."""
+    limits = PictureLimits(recipe.data.max_image_bytes, recipe.data.max_image_pixels)
+    reader, rows = Pictures(MediaStore(Path()), limits), dataset.with_pictures()
+    bad: list[str] = []
+    known: dict[str, str] = {}
+    for number in rows:
+        advance(1)
+        for part in picture_sources(dataset.rows[number]):
+            why = str(part.get("error") or "") or _trouble(reader, str(part.get("image")), known)
+            if why:
+                bad.append(f"{role}: {dataset.place(number)}: {why}")
+                break
+    if not bad:
+        return [], []
+    if len(bad) == len(rows):
+        return [f"{bad[0]}; no row with pictures of {role} can be used"], []
+    return [], [f"{len(bad)} of {len(rows)} rows with pictures become dead letters; the first is {bad[0]}"]
+
+
+def _trouble(reader: Pictures, source: str, known: dict[str, str]) -> str:
+    if source not in known:
+        try:
+            reader.read(source)
+            known[source] = ""
+        except PictureError as error:
+            known[source] = str(error)
+    return known[source]

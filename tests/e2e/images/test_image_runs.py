@@ -1,0 +1,176 @@
+"""Whole runs with pictures: trained, resumed to the bit, evaluated, exported; on both schedules and with workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from small_runs import call_cli, run_cli, write_toml
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from vision_models import folder_of, picture, text_folder
+
+from understudy.dataplane.ledger import audit
+from understudy.observability.metrics import read_metrics, without_clock
+
+COLOURS = ("red", "green", "blue", "white", "black", "yellow")
+STEPS = 3
+
+
+def rows_in(folder: Path, text_rows: int = 0, count: int = 12) -> Path:
+    """Rows with a picture each, and rows without, routed by data_source."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for i in range(count):
+        colour = COLOURS[i % len(COLOURS)]
+        (folder / f"{i}.png").write_bytes(picture(colour, (32 + 8 * (i % 3), 24), (i % 5, 3)))
+        rows.append(
+            {
+                "messages": [{"role": "user", "content": "<image>colour?"}],
+                "images": [f"{i}.png"],
+                "answer": colour,
+                "data_source": "see",
+            }
+        )
+    rows += [
+        {"messages": [{"role": "user", "content": f"{i}+1=?"}], "answer": str(i + 1), "data_source": "read"}
+        for i in range(text_rows)
+    ]
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def table_of(tmp_path: Path, family: str = "qwen3_vl", text_rows: int = 4, **changes: Any) -> dict[str, Any]:
+    data = rows_in(tmp_path / "data", text_rows)
+    table: dict[str, Any] = {
+        "student": {"model": str(folder_of(family))},
+        "teachers": {"see": {"model": str(folder_of(family, seed=3)), "key": "see"}},
+        "loss": {"topk": 4},
+        "rollout": {"max_new_tokens": 6, "max_batch": 8, "n": 2},
+        "data": {"train": str(data), "reward": "understudy.rollout.rewards.builtin:exact_match"},
+        "trainer": {"steps": STEPS, "batch_size": 8, "learning_rate": 1e-3, "checkpoint_every": 1},
+        "run": {"dir": str(tmp_path / "run"), "threads": 1},
+    }
+    if text_rows:
+        table["teachers"]["read"] = {"model": str(text_folder(family)), "key": "read"}
+    for path, value in changes.items():
+        *sections, key = path.split("__")
+        place = table
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return table
+
+
+def train(tmp_path: Path, table: dict[str, Any]) -> Path:
+    code, output = call_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
+    assert code == 0, output
+    run = Path(table["run"]["dir"])
+    report = audit(run)
+    assert report.balanced and report.dead == 0 and report.in_flight == 0, str(report)
+    return run
+
+
+def weights_of(run: Path, step: int = STEPS) -> dict[str, np.ndarray]:
+    return load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def test_a_run_with_a_vision_and_a_text_teacher(tmp_path: Path) -> None:
+    """Trains the language part, stores each picture once, and its export reads pictures again."""
+    table = table_of(tmp_path)
+    run = train(tmp_path, table)
+    start = AutoModelForImageTextToText.from_pretrained(table["student"]["model"]).state_dict()
+    moved = {
+        name for name, found in weights_of(run).items() if not np.array_equal(found, start[name].numpy())
+    }
+    assert any("language_model" in name for name in moved) and not any("visual" in name for name in moved)
+    stored = [path for path in (run / "media").rglob("*") if path.is_file()]
+    assert 0 < len(stored) <= 12
+    out = tmp_path / "exported"
+    code, output = call_cli("export", str(run), str(out))
+    assert code == 0, output
+    assert AutoImageProcessor.from_pretrained(out, backend="pil").patch_size == 8
+    again = AutoModelForImageTextToText.from_pretrained(out).state_dict()
+    assert all(np.array_equal(again[name].numpy(), found) for name, found in weights_of(run).items())
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_to_the_bit(tmp_path: Path) -> None:
+    reference = train(tmp_path, table_of(tmp_path))
+    table = table_of(tmp_path, run__dir=str(tmp_path / "killed"))
+    recipe = write_toml(tmp_path / "killed.toml", table)
+    code, output = run_cli("train", str(recipe), "--quiet", fault="sync.after_produce:2")
+    assert code != 0, output
+    code, output = run_cli("resume", table["run"]["dir"], "--quiet")
+    assert code == 0, output
+    killed = Path(table["run"]["dir"])
+    assert same_bits(weights_of(killed), weights_of(reference))
+    told = [
+        [without_clock(line) for line in read_metrics(run / "metrics.jsonl")] for run in (killed, reference)
+    ]
+    assert told[0] == told[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "idefics3"])
+def test_every_family_runs(family: str, tmp_path: Path) -> None:
+    train(tmp_path, table_of(tmp_path, family, student__freeze_vision=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer__mode": "fully_async", "run__determinism": "fast"},
+        {"rollout__workers": 2},
+        {"rollout__processes": 1},
+        {"loss__task_coef": 1.0, "loss__kl_coef": 0.1},
+        {"student__lora__rank": 4},
+        {"trainer__ranks": 2},
+        {"teachers__see__replicas": 2},
+        {"loss__signal": "hidden", "teachers__read__model": None},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_ways_to_run(changes: dict[str, Any], tmp_path: Path) -> None:
+    text_rows = 0 if "teachers__read__model" in changes else 4
+    changes = {name: value for name, value in changes.items() if value is not None}
+    train(tmp_path, table_of(tmp_path, text_rows=text_rows, **changes))
+
+
+def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
+    table = table_of(tmp_path, text_rows=0, data__shuffle=False, trainer__max_dead_letters=0.9)
+    (tmp_path / "data" / "1.png").write_bytes(b"torn")
+    (tmp_path / "data" / "2.png").unlink()
+    code, output = call_cli("check", str(write_toml(tmp_path / "recipe.toml", table)))
+    assert code == 0 and "2 of 12 rows with pictures become dead letters" in output, output
+    code, output = call_cli("train", str(tmp_path / "recipe.toml"), "--quiet")
+    report = audit(Path(table["run"]["dir"]))
+    assert code == 0 and report.balanced and report.dead == 4, f"{report} {output}"
+    letters = " ".join(path.read_text() for path in Path(table["run"]["dir"]).rglob("*.jsonl"))
+    assert "1.png is not a readable picture" in letters and "2.png does not exist" in letters
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"student__model": "text"}, "reads text only. Supported are Qwen2.5-VL"),
+        ({"rollout__engine": "openai", "rollout__urls": ["http://127.0.0.1:1"], "rollout__live_weights": False}, "gets text only"),
+        ({"teachers__see__model": "text"}, "goes to teachers.see, of the family qwen3"),
+        ({"teachers__see__prompt": "{{ answer }}"}, "a prompt of its own holds no pictures"),
+        ({"trainer__ranks": 2, "student__freeze_vision": False}, "set trainer.ranks = 1"),
+    ],
+)  # fmt: skip
+def test_check_refuses_what_is_not_supported(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    text = str(text_folder("qwen3_vl"))
+    changes = {name: text if value == "text" else value for name, value in changes.items()}
+    code, output = call_cli("check", str(write_toml(tmp_path / "recipe.toml", table_of(tmp_path, **changes))))
+    assert code != 0 and said in " ".join(output.split()), output
