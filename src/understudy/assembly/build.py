@@ -207,7 +207,9 @@ async def build(
             remote_scoring.open(loops, remote)
             rollouts = RemoteRollouts(loops, remote, spans, timings, sampling.candidates > 0)
         else:
-            rollouts = LocalRollouts(loops, rewards, plane, sampling, spans, timings, sees)
+            rollouts = LocalRollouts(
+                loops, rewards, plane, sampling, spans, timings, sees, bool(own_prompts.session_facts)
+            )
         saver = BackgroundSaver(checkpoints)
         stack.push_async_callback(asyncio.to_thread, saver.close)
         background = await stack.enter_async_context(asyncio.TaskGroup())

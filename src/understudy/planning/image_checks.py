@@ -34,14 +34,14 @@ def picture_problems(
         what = f"is of the family {family}" if "vision_config" in student.config else "reads text only"
         problems.append(f"{first}; student.model = {recipe.student.model!r} {what}. Supported are {NAMES}")
     for name, teacher in recipe.teachers.items():
-        judged = (
+        sent = (
             next((i for i in rows if judges(recipe, name, dataset.rows[i])), None)
             if role == "data.train"
             else None
         )
-        if judged is None:
+        if sent is None:
             continue
-        place = f"{role}: {dataset.place(judged)} has pictures and goes to teachers.{name}"
+        place = f"{role}: {dataset.place(sent)} has pictures and goes to teachers.{name}"
         if teacher.reads_own_prompt:
             problems.append(
                 f"{place}, which reads a prompt of its own; a prompt of its own holds no pictures"

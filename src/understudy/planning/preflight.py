@@ -35,6 +35,7 @@ from understudy.planning.teacher_checks import (
     mixtures_fit,
     own_prompts,
     prompts_render,
+    sessions_can_be_shown,
     signals_fit,
 )
 from understudy.rollout.agents.registry import LoopChoice
@@ -156,6 +157,7 @@ def preflight(
     whole = prompt_length(student, recipe, schemas) if student else None
     measure = measured_once(whole) if whole else None
     prompts = attempt(lambda: own_prompts(recipe.teachers)) or {}
+    problems += sessions_can_be_shown(recipe, prompts)
     if student is None and not problems:
         findings.notes.append(
             f"prompts were not measured: config.json and tokenizer.json of student.model = {recipe.student.model!r} cannot be read here"

@@ -11,6 +11,7 @@ from typing import Any
 from understudy.config import Recipe, TeacherConfig
 from understudy.errors import DataError
 from understudy.planning.models.folder import ModelFolder
+from understudy.planning.resolved import workers_write_rows
 from understudy.rollout.dataset import Dataset
 from understudy.rollout.teacher_prompts import TeacherPrompt
 
@@ -28,6 +29,24 @@ def own_prompts(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherPromp
         for name, one in teachers.items()
         if one.reads_own_prompt
     }
+
+
+def sessions_can_be_shown(recipe: Recipe, prompts: Mapping[str, TeacherPrompt]) -> list[str]:
+    """Problems of prompts that show what became of a session."""
+    problems = []
+    for name, prompt in prompts.items():
+        place = f"teachers.{name}.prompt"
+        if "solution" in prompt.session_facts and recipe.rollout.n == 1:
+            problems.append(
+                f"{place} shows session.solution, the right answer of another session of the same prompt, and rollout.n = 1; "
+                "set rollout.n above 1"
+            )
+        if prompt.session_facts and workers_write_rows(recipe):
+            problems.append(
+                f"{place} shows `session`, which the trainer does not have if workers on other machines write rows; set "
+                "dataplane.backend = 'embedded', or leave `session` out"
+            )
+    return problems
 
 
 def prompts_render(recipe: Recipe, dataset: Dataset, own: Mapping[str, Measure]) -> list[str]:

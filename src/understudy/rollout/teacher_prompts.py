@@ -2,6 +2,8 @@
 
     row ──template or column──> text or messages ──chat template──> ids ──ScoreRef.after──> request
 
+A template may also show what is known only after the rollout, as `session` (`SessionFacts`).
+
 The student answers the row's own prompt. The teacher reads another one, which may show the answer, feedback or
 a demonstration, and then the student's tokens, id by id. Imports no torch.
 """
@@ -9,10 +11,11 @@ a demonstration, and then the student's tokens, id by id. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
+import jinja2.nodes
 import jinja2.sandbox
 import numpy as np
 
@@ -29,6 +32,44 @@ from understudy.types.usable_ids import UsableIds
 Content = str | Sequence[Mapping[str, Any]]
 """Plain text, or chat messages."""
 _CONTENT = ("prompt", "messages")
+SESSION = "session"
+"""The name of the session's facts in a template."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What a template sees as `session`: the attempt that the teacher scores."""
+
+    text: str = ""
+    """What the student wrote in its last turn."""
+    reward: float | None = 0.0
+    feedback: str = ""
+    """What the reward function or the agent loop said about it."""
+    solution: str | None = ""
+    """The last turn of another session of the same prompt that solved it; None if none did."""
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """Facts by name; one that is None is not defined in a template."""
+        facts = {
+            "text": self.text,
+            "reward": self.reward,
+            "feedback": self.feedback,
+            "solution": self.solution,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+
+def _session_facts(tree: jinja2.nodes.Template) -> set[str]:
+    """The names of `session`'s facts that a template uses; all of them if it uses `session` in another way."""
+    names = set(SessionFacts.__dataclass_fields__)
+    read = [
+        node.attr
+        for node in tree.find_all(jinja2.nodes.Getattr)
+        if isinstance(node.node, jinja2.nodes.Name) and node.node.name == SESSION
+    ]
+    uses = sum(one.name == SESSION for one in tree.find_all(jinja2.nodes.Name))
+    return set(read) if uses == len(read) and names.issuperset(read) else names
 
 
 class TeacherPrompt:
@@ -41,6 +82,8 @@ class TeacherPrompt:
         self._place = f"teachers.{teacher}.prompt"
         self._column = column
         self._template: jinja2.Template | list[tuple[str, jinja2.Template]] | None = None
+        self.session_facts: set[str] = set()
+        """The facts of the session that the prompt shows (`SessionFacts`)."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             undefined=jinja2.StrictUndefined, keep_trailing_newline=True
         )
@@ -49,6 +92,9 @@ class TeacherPrompt:
                 self._template = environment.from_string(prompt)
             elif prompt is not None:
                 self._template = [(one["role"], environment.from_string(one["content"])) for one in prompt]
+            parts = [prompt] if isinstance(prompt, str) else [one["content"] for one in prompt or ()]
+            for part in parts:
+                self.session_facts |= _session_facts(environment.parse(part))
         except jinja2.TemplateError as error:
             raise ConfigError(f"{self._place} is not a Jinja template: {error}") from None
 
@@ -58,15 +104,21 @@ class TeacherPrompt:
         others = {name: value for name, value in row.items() if name not in _CONTENT}
         return {**others, "prompt" if isinstance(content, str) else "messages": content}
 
-    def of(self, prompt: Prompt) -> Prompt:
-        """The same for a prompt instance."""
+    def of(self, prompt: Prompt, session: SessionFacts = SessionFacts()) -> Prompt:  # noqa: B008 - immutable
+        """The same for a prompt instance and one session of it."""
         own = prompt.messages if prompt.text is None else prompt.text
-        content = self._content({**prompt.columns, "data_source": prompt.data_source or None}, own)
+        columns = {**prompt.columns, "data_source": prompt.data_source or None}
+        content = self._content(columns, own, session)
         if isinstance(content, str):
             return replace(prompt, text=content, messages=())
         return replace(prompt, text=None, messages=tuple(content))
 
-    def _content(self, columns: Mapping[str, Any], own: Content) -> Content:
+    def _content(
+        self,
+        columns: Mapping[str, Any],
+        own: Content,
+        session: SessionFacts = SessionFacts(),  # noqa: B008
+    ) -> Content:
         if self._column is not None:
             return self._in_place(self._of_column(columns, self._column), own)
         # A column that other rows have and this one lacks is null in parquet. It counts as missing here too.
@@ -74,6 +126,8 @@ class TeacherPrompt:
         known["prompt"] = own if isinstance(own, str) else (_last_user(own) or {}).get("content", "")
         if not isinstance(own, str):
             known["messages"] = [dict(message) for message in own]
+        if self.session_facts:
+            known[SESSION] = session.known
         template = self._template
         try:
             if isinstance(template, list):
@@ -138,9 +192,20 @@ class TeacherPrompts:
     def any(self) -> bool:
         return bool(self._own)
 
-    def request(self, teacher: str, prompt: Prompt, item: ScoreRef) -> ScoreRef:
+    @property
+    def session_facts(self) -> set[str]:
+        """The facts of a session that any teacher's prompt shows."""
+        return {name for one in self._own.values() for name in one.session_facts}
+
+    def shows_session(self, teacher: str) -> bool:
+        """Whether this teacher's prompt depends on the session, not on the row alone."""
+        return teacher in self._own and bool(self._own[teacher].session_facts)
+
+    def request(
+        self, teacher: str, prompt: Prompt, item: ScoreRef, session: SessionFacts | None = None
+    ) -> ScoreRef:
         """The request as this teacher reads it; raises `DataError` if its prompt cannot be made."""
-        ids = self.ids(teacher, prompt)
+        ids = self.ids(teacher, prompt, session)
         if ids is None:
             return item
         if not item.key.endswith("_0"):
@@ -151,7 +216,7 @@ class TeacherPrompts:
             )
         return item.after(ids)
 
-    def ids(self, teacher: str, prompt: Prompt) -> np.ndarray | None:
+    def ids(self, teacher: str, prompt: Prompt, session: SessionFacts | None = None) -> np.ndarray | None:
         """int32: the tokens of the teacher's own prompt for this row; None if it reads the student's."""
         own = self._own.get(teacher)
         if own is None:
@@ -161,7 +226,7 @@ class TeacherPrompts:
                 f"prompt {prompt.key} has pictures, and teachers.{teacher} reads a prompt of its own, which holds none; route "
                 "rows with pictures to a teacher that reads the student's prompt"
             )
-        ids = self._renderer.render(own.of(prompt), tools=self._schemas(prompt))
+        ids = self._renderer.render(own.of(prompt, session or SessionFacts()), tools=self._schemas(prompt))
         at = None if self._usable is None else self._usable.first_unusable(ids)
         if at is not None:
             raise DataError(

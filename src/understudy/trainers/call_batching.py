@@ -80,6 +80,13 @@ class Gather(Protocol):
 
     def member(self) -> AbstractAsyncContextManager[None]: ...
     async def call(self, queue: CallQueue, key: str, item: Any) -> Any: ...
+    def pause(self) -> None:
+        """A member begins to wait for another member, so no batch may wait for it."""
+        ...
+
+    def resume(self) -> None:
+        """Its wait is over. Called by the member that ends it, before that member makes its next call."""
+        ...
 
 
 @dataclass(slots=True)
@@ -158,6 +165,13 @@ class BatchByKey:
                 self._running += 1
             raise
 
+    def pause(self) -> None:
+        self._running -= 1
+        self._launch_if_all_wait()
+
+    def resume(self) -> None:
+        self._running += 1
+
     def _launch_if_all_wait(self) -> None:
         if self._entered < self.size or self._running or self._in_flight or not self._waiting:
             return
@@ -190,6 +204,10 @@ class BatchByArrival:
 
     def member(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
     async def call(self, queue: CallQueue, key: str, item: Any) -> Any:
         if queue.check is not None:

@@ -25,7 +25,7 @@ from understudy.dataplane.token_measures import worst_tokens
 from understudy.policy.token_watch import TokenWatch
 from understudy.trainers.learn.update import update
 from understudy.trainers.rollout_dump import dump_rollouts
-from understudy.trainers.row_columns import REPLICA, SCORED, VERSION
+from understudy.trainers.row_columns import REPLICA, SCORED, VERSION, own_prompt_column
 from understudy.types.batch import Batch
 from understudy.types.batch_ref import BatchRef
 
@@ -79,7 +79,7 @@ async def _keep(
         if producer.teachers.gate is not None:
             names = (*names, VERSION)
         facts: dict[str, Any] = await state.plane.get(some, names)
-        facts["own_prompts"] = [_own_prompts(producer, batch, i) for i in chosen]
+        facts["own_prompts"] = [await _own_prompts(producer, lease, batch, i) for i in chosen]
     except Exception as error:
         logger.warning("step %d: its rows could not be kept: %s", step, error)
         return
@@ -99,15 +99,22 @@ async def _keep(
     state.kept_rows.writing = state.background.create_task(write(), name=f"keep rows of step {step}")
 
 
-def _own_prompts(producer: Producer, batch: Batch, row: int) -> dict[str, np.ndarray]:
+async def _own_prompts(producer: Producer, lease: Lease, batch: Batch, row: int) -> dict[str, np.ndarray]:
     """The ids that the row's teachers read in place of its prompt, if they do. They are made again from the
-    row, which gives the same ids, so the journal need not hold them."""
+    row, which gives the same ids. The journal holds those that show what became of the row's session."""
     if not producer.teachers.prompts.any or not batch.teachers:
         return {}
     prompt = producer.cursor.prompt(split_key(batch.keys[row])[0])
     names = batch.teachers[row].split("+")
-    found = {name: producer.teachers.prompts.ids(name, prompt) for name in names}
-    return {name: ids for name, ids in found.items() if ids is not None}
+    found = {}
+    for name in names:
+        if producer.teachers.prompts.shows_session(name):
+            column = own_prompt_column(name)
+            stored: Any = await producer.state.plane.get(lease.meta.at([row]), (column,))
+            found[name] = np.asarray(stored[column][0])
+        elif (ids := producer.teachers.prompts.ids(name, prompt)) is not None:
+            found[name] = ids
+    return found
 
 
 def mean_gaps(batch: Batch) -> list[float | None]:
@@ -151,7 +158,7 @@ def _write(
     for n, (row, facts) in enumerate(zip(rows, told, strict=True)):
         summary = _summary(batch.keys[chosen[n]], row, facts, texts[n], texts[n + len(rows)])
         if own := facts["own_prompts"]:
-            row |= {f"teacher_prompt_{name}": ids for name, ids in own.items()}
+            row |= {own_prompt_column(name): ids for name, ids in own.items()}
             summary["teacher_prompts"] = {name: tokenizer.decode(ids.tolist()) for name, ids in own.items()}
         if VERSION in row:
             summary[VERSION] = row[VERSION]

@@ -17,7 +17,7 @@ from understudy.types.batch import Batch
 from understudy.types.batch_ref import STREAMS
 from understudy.types.jagged import Jagged
 from understudy.types.scores import TeacherScores
-from understudy.types.trajectory import Trajectory
+from understudy.types.trajectory import FEEDBACK, Trajectory
 
 PARTITION = "train"
 """The data plane's partition of a run's rows."""
@@ -35,6 +35,11 @@ SIZES = "sizes"
 """The column with a row's lengths and weight versions, for code that does not read the tokens."""
 FACTS = (SIZES, "reward", "stop_reason", "turns", "metrics")
 """Small columns, without per-token data, that the trainer uses for decisions and metrics."""
+
+
+def own_prompt_column(teacher: str) -> str:
+    """The column of the ids that a teacher read in place of the student's prompt."""
+    return f"teacher_prompt_{teacher}"
 
 
 def sizes_of(trajectory: Trajectory) -> dict[str, int]:
@@ -64,6 +69,7 @@ def rollout_columns(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "turns": trajectory.turns,
         "metrics": dict(trajectory.metrics),
+        FEEDBACK: str(trajectory.extra.get(FEEDBACK, "")),
     }
 
 

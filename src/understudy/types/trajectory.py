@@ -15,6 +15,9 @@ import numpy as np
 
 from understudy.types.scores import ScoreItem, Signal
 
+FEEDBACK = "feedback"
+"""In `Trajectory.extra` and in a reward's dict: a text about the answer, from a reward or a tool."""
+
 
 class StopReason(StrEnum):
     EOS = "eos"

@@ -22,7 +22,7 @@ from understudy.rollout.tools.base import Tool, ToolOutcome, ToolResult
 from understudy.rollout.tools.library import build_tool
 from understudy.rollout.tools.sandbox import Isolation, Sandbox
 from understudy.types.prompt import Prompt
-from understudy.types.trajectory import StopReason, Trajectory
+from understudy.types.trajectory import FEEDBACK, StopReason, Trajectory
 
 
 class ToolLoop:
@@ -92,7 +92,9 @@ class ToolLoop:
             f"tool/{outcome}": float(sum(result.outcome is outcome for result in results))
             for outcome in ToolOutcome
         }
-        extra = {"seconds": {"tool": tool_seconds}}
+        extra: dict[str, Any] = {"seconds": {"tool": tool_seconds}}
+        if results:
+            extra[FEEDBACK] = results[-1].text
         return [transcript.finish(context.row_key(), stop_reason=stop_reason, metrics=metrics, extra=extra)]
 
     def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@
                                                       verl's `compute_score`, recognised by these names
     async def …                                       any of them
 
-A dict holds `score` (or `reward`) and any further numbers, which become metrics of the row.
+A dict holds `score` (or `reward`) and any further numbers, which become metrics of the row. A text `feedback` in
+it can be shown to a teacher (`session.feedback` in `teachers.NAME.prompt`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from understudy.rollout.render import Renderer
 from understudy.rollout.rewards.reward_threads import DaemonThreads
 from understudy.rollout.rewards.trial import Shape, call_with, is_async, score_in, shape_of
 from understudy.types.prompt import Prompt
-from understudy.types.trajectory import Trajectory
+from understudy.types.trajectory import FEEDBACK, Trajectory
 
 RewardFunction = Callable[..., Any]
 
@@ -90,15 +91,17 @@ class Rewards:
             return trajectory
         row = row_of(prompt)
         text = self._renderer.decode(last_turn(trajectory))
-        total, metrics = 0.0, dict(trajectory.metrics)
+        total, metrics, feedback = 0.0, dict(trajectory.metrics), []
         for reward in self._rewards:
-            score, more = await self._ask(
+            score, more, said = await self._ask(
                 reward, row, trajectory if reward.wants_trajectory else text, trajectory.key
             )
             total += reward.weight * score
+            feedback += [said] if said else []
             metrics[f"reward/{reward.name}"] = score
             metrics.update({f"reward/{reward.name}/{name}": value for name, value in more.items()})
-        return replace(trajectory, reward=total, metrics=metrics)
+        extra = {**trajectory.extra, FEEDBACK: "\n".join(feedback)} if feedback else trajectory.extra
+        return replace(trajectory, reward=total, metrics=metrics, extra=extra)
 
     async def close(self) -> None:
         """Closes reward objects (grading processes, connections)."""
@@ -110,7 +113,7 @@ class Rewards:
 
     async def _ask(
         self, reward: Reward, row: Mapping[str, Any], answer: str | Trajectory, key: str
-    ) -> tuple[float, dict[str, float]]:
+    ) -> tuple[float, dict[str, float], str]:
         try:
             call = partial(call_with, reward.function, shape_of(reward.function), row, answer)
             if is_async(reward.function):
@@ -122,7 +125,8 @@ class Rewards:
             raise DataError(
                 f"reward {reward.name} raised on row {key}: {type(error).__name__}: {error}"
             ) from error
-        return _numbers(result, reward.name, key)
+        said = result.get(FEEDBACK) if isinstance(result, Mapping) else None
+        return *_numbers(result, reward.name, key), said if isinstance(said, str) else ""
 
 
 def _numbers(result: Any, name: str, key: str) -> tuple[float, dict[str, float]]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -27,18 +28,21 @@ from typing import Any
 
 from understudy.dataplane.base import GroupPolicy, RowInfo, split_key
 from understudy.errors import ClusterError, DataError, LeaseLost
+from understudy.rollout.teacher_prompts import SessionFacts
 from understudy.teacher.route import score_mixture
 from understudy.trainers.call_batching import BatchByArrival, BatchByKey, Gather
 from understudy.trainers.produce.failures import SampleFailed, own_fault, reason_of
+from understudy.trainers.produce.group_outputs import GroupOutputs
 from understudy.trainers.produce.head_start import HeadStartTrigger, head_start_of
 from understudy.trainers.produce.rollouts import Failed, Output, RolledOut
 from understudy.trainers.produce.row_journal import RowJournal, Written
 from understudy.trainers.produce.session import roll_out
-from understudy.trainers.row_columns import PARTITION, SCORED, score_columns
+from understudy.trainers.row_columns import PARTITION, SCORED, own_prompt_column, score_columns
 from understudy.trainers.system import Learner, Producer
 from understudy.types.prompt import Prompt, row_key
 from understudy.types.references import RowRef, ScoreRef, ScoresRef
 from understudy.types.scores import Signal
+from understudy.types.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +82,7 @@ async def produce_step(
         for (prompt, session), key in zip(samples, keys, strict=True)
         if key in issued or (prompt.key, session) in held
     ]
+    groups = _groups(producer, waiting)
     ahead = head_start_of(learner, len(samples)) if gather is None else None
     journal = RowJournal(producer.state.plane)
     async with asyncio.TaskGroup() as tasks:
@@ -86,7 +91,17 @@ async def produce_step(
                 BatchByKey(len(members)) if producer.settings.deterministic else BatchByArrival()
             )
             for prompt, session, rows in members:
-                tasks.create_task(_produce(producer, prompt, session, step, rows, own, journal, ahead))
+                group = groups.get(prompt.key)
+                tasks.create_task(_produce(producer, prompt, session, step, rows, own, journal, ahead, group))
+
+
+def _groups(producer: Producer, waiting: Sequence[tuple[Prompt, int, Any]]) -> dict[str, GroupOutputs]:
+    """The sessions of each prompt together, if a teacher's prompt shows what became of them."""
+    if not producer.teachers.prompts.session_facts:
+        return {}
+    sessions = Counter(prompt.key for prompt, _, _ in waiting)
+    solved_at = producer.settings.evaluation.solved_at
+    return {key: GroupOutputs(count, producer.renderer, solved_at) for key, count in sessions.items()}
 
 
 def _group_policy(producer: Producer) -> GroupPolicy:
@@ -109,7 +124,11 @@ def _batches_by_key(producer: Producer, samples: list[Any]) -> list[list[Any]]:
     """Samples in groups of `rollout.max_batch` by key under full determinism, otherwise in one group.
 
     Each group's calls are batched together."""
-    size = producer.settings.rollout.max_batch if producer.settings.deterministic else max(len(samples), 1)
+    rollout = producer.settings.rollout
+    size = rollout.max_batch if producer.settings.deterministic else max(len(samples), 1)
+    if "solution" in producer.teachers.prompts.session_facts:
+        # Sessions that wait for each other share a cohort, so that its batches do not depend on another's speed.
+        size = max(size // rollout.n, 1) * rollout.n
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
@@ -122,6 +141,7 @@ async def _produce(
     gather: Gather,
     journal: RowJournal,
     ahead: HeadStartTrigger | None,
+    group: GroupOutputs | None,
 ) -> None:
     """Produces one session. `held`: its rows in flight. The session's own faults become dead letters and are
     not raised."""
@@ -133,18 +153,27 @@ async def _produce(
                 tags_of = partial(_row_tags, producer, prompt, step)
                 session_outputs = await roll_out(producer, prompt, session, gather, tags_of, journal)
             outputs, safe = session_outputs.outputs, session_outputs.safe
+            if group is not None:
+                known = [await producer.rollouts.stored(key) for key, row in held.items() if _is_scored(row)]
+                group.add(session, [*outputs, *known])
+                if "solution" in producer.teachers.prompts.session_facts:
+                    await group.complete(gather)
             if ahead is not None and outputs:
                 ahead.saw(outputs)
             try:
                 # One after another: a member of a cohort may have one call at a time.
                 for one in outputs:
-                    await _complete(producer, prompt, one, gather, journal, safe)
+                    facts = group.facts(session, one) if group and isinstance(one, Trajectory) else None
+                    await _complete(producer, prompt, one, gather, journal, safe, facts)
             finally:
                 if safe is not None:
                     await safe
         except Exception as error:
             # None of the session's outputs is in the journal, so the key of its first output stands for it.
             await _dead_letter(producer, row_key(prompt.key, session), own_fault(error))
+        finally:
+            if group is not None:
+                group.add(session, [])
 
 
 async def _complete(
@@ -154,6 +183,7 @@ async def _complete(
     gather: Gather,
     journal: RowJournal,
     safe: Awaitable[None] | None,
+    facts: SessionFacts | None,
 ) -> None:
     """Adds the teacher's scores to an output. A failed output becomes a dead letter; the session's other
     outputs are unaffected.
@@ -165,7 +195,7 @@ async def _complete(
     if producer.teachers.router is not None and not isinstance(output, Failed):
         try:
             async with _gate(producer):
-                scores = await _score(producer, prompt, output, gather)
+                scores = await _score(producer, prompt, output, gather, facts)
         except Exception as error:
             failure = own_fault(error)
     if safe is not None:
@@ -173,7 +203,19 @@ async def _complete(
     if failure is not None:
         await _dead_letter(producer, output.key, failure)
     elif scores is not None:
-        await scores.record(lambda arrays: journal.put(lambda: Written({output.key: score_columns(arrays)})))
+        own = _prompt_columns(producer, prompt, scores.teacher, facts)
+        await scores.record(
+            lambda arrays: journal.put(lambda: Written({output.key: {**score_columns(arrays), **own}}))
+        )
+
+
+def _prompt_columns(
+    producer: Producer, prompt: Prompt, teacher: str, facts: SessionFacts | None
+) -> dict[str, Any]:
+    """What the row's teachers read, if it cannot be made again from the row alone."""
+    prompts = producer.teachers.prompts
+    names = [name for name in teacher.split("+") if facts is not None and prompts.shows_session(name)]
+    return {own_prompt_column(name): prompts.ids(name, prompt, facts) for name in names}
 
 
 def _gate(producer: Producer) -> AbstractAsyncContextManager[None]:
@@ -182,7 +224,9 @@ def _gate(producer: Producer) -> AbstractAsyncContextManager[None]:
     return nullcontext() if gate is None else gate.enter()
 
 
-async def _score(producer: Producer, prompt: Prompt, row: RowRef, gather: Gather) -> ScoresRef:
+async def _score(
+    producer: Producer, prompt: Prompt, row: RowRef, gather: Gather, facts: SessionFacts | None
+) -> ScoresRef:
     """Scores from the row's teacher, or from its mixture of teachers."""
     assert producer.teachers.router is not None
     weights = prompt.columns.get(producer.settings.mixture_key)
@@ -190,7 +234,7 @@ async def _score(producer: Producer, prompt: Prompt, row: RowRef, gather: Gather
     item = _score_item(producer, row)
 
     async def ask(teacher: str, wanted: ScoreRef) -> ScoresRef:
-        wanted = producer.teachers.prompts.request(teacher, prompt, wanted)
+        wanted = producer.teachers.prompts.request(teacher, prompt, wanted, facts)
         with producer.state.spans.span("score", key=item.key, teacher=teacher) as about:
             scores: ScoresRef = await gather.call(producer.teachers.queues[teacher], item.key, wanted)
             about["replica"] = scores.replica
@@ -239,6 +283,10 @@ async def _dead_letter(producer: Producer, key: str, error: Exception) -> None:
         producer.state.view.note(
             f"row {key} failed and was set aside ({reason}); see {producer.state.run.dead_letters}"
         )
+
+
+def _is_scored(row: RowInfo) -> bool:
+    return SCORED in row.columns and FAILED not in row.tags
 
 
 def _is_rolled_out(row: RowInfo) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +30,7 @@ from understudy.trainers.row_columns import CANDIDATES, MEDIA, PARTITION, rollou
 from understudy.types.batch import BatchMeta
 from understudy.types.prompt import Prompt
 from understudy.types.references import RowRef
-from understudy.types.trajectory import StopReason, Trajectory
+from understudy.types.trajectory import FEEDBACK, StopReason, Trajectory
 
 TagsOf = Callable[[float | None, str], Mapping[str, Any]]
 """(reward, why it failed or "") → the tags of an output."""
@@ -103,6 +103,8 @@ class LocalRollouts:
     timings: BatchTimings
     pictures: bool = False
     """Whether the student reads pictures, so that rows name them."""
+    with_feedback: bool = False
+    """Whether stored rows are read with their reward and its feedback, for teachers' prompts that show them."""
 
     async def run(self, session: Session) -> RolledOut:
         clock, context = session.clock, session.context
@@ -161,14 +163,18 @@ class LocalRollouts:
         streams = ("tokens", "loss_mask", "behaviour_logprobs", "weight_versions")
         own = (CANDIDATES,) if self.sampling.candidates else ()
         shown = (MEDIA,) if self.pictures else ()
-        columns = await self.plane.get(BatchMeta(PARTITION, (key,)), (*streams, *own, *shown, "stop_reason"))
+        told = ("reward", FEEDBACK) if self.with_feedback else ()
+        names = (*streams, *own, *shown, *told, "stop_reason")
+        columns = await self.plane.get(BatchMeta(PARTITION, (key,)), names)
         tokens, mask, logprobs, versions = (np.asarray(columns[name][0]) for name in streams)
         candidates = np.asarray(columns[CANDIDATES][0]) if own else None
         reason = StopReason(str(columns["stop_reason"][0]))
         media = tuple(columns[MEDIA][0]) if shown else None
-        return Trajectory(
-            key, tokens, mask, logprobs, versions, reason, candidate_ids=candidates, media=media
-        )
+        row = Trajectory(key, tokens, mask, logprobs, versions, reason, candidate_ids=candidates, media=media)
+        if not told:
+            return row
+        reward: Any = columns["reward"][0]
+        return replace(row, reward=reward, extra={FEEDBACK: str(columns[FEEDBACK][0])})
 
     def metrics(self) -> dict[str, float]:
         return {}
