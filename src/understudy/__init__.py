@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from understudy import errors
-    from understudy.api import Run, distill, resume, train
+    from understudy.api import Evaluation, Run, SavedCheckpoint, Step, distill, resume, train
 
-__all__ = ["Run", "__version__", "distill", "errors", "resume", "train"]
+__all__ = [
+    "Evaluation",
+    "Run",
+    "SavedCheckpoint",
+    "Step",
+    "__version__",
+    "distill",
+    "errors",
+    "resume",
+    "train",
+]
 __version__ = "0.1.0"
 
 

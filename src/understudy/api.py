@@ -18,6 +18,18 @@ from understudy.observability.metrics import read_metrics
 from understudy.observability.rundir import RunDir, read_json
 from understudy.run.entry import begun_early, run_to_its_end
 from understudy.run.outcome import RunOutcome
+from understudy.trainers.callbacks import (
+    Callbacks,
+    Evaluation,
+    OnCheckpoint,
+    OnEval,
+    OnStep,
+    SavedCheckpoint,
+    Step,
+    evaluation_of,
+)
+
+__all__ = ["Evaluation", "Run", "SavedCheckpoint", "Step", "distill", "resume", "train"]
 
 Model = str | Path
 """A hub id or a folder."""
@@ -49,9 +61,30 @@ class Run(RunOutcome):
         or after a kill."""
         return str(read_json(RunDir(self.dir).state)["status"])
 
-    def resume(self, *, progress: bool = True, **overrides: Any) -> Run:
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """Every evaluation of the student during the run."""
+        found = (evaluation_of(int(line["step"]), line, self.dir) for line in self.metrics)
+        return [one for one in found if one is not None]
+
+    def resume(
+        self,
+        *,
+        progress: bool = True,
+        on_step: OnStep | None = None,
+        on_eval: OnEval | None = None,
+        on_checkpoint: OnCheckpoint | None = None,
+        **overrides: Any,
+    ) -> Run:
         """Go on from the last checkpoint; see `understudy.resume`."""
-        return resume(self.dir, progress=progress, **overrides)
+        return resume(
+            self.dir,
+            progress=progress,
+            on_step=on_step,
+            on_eval=on_eval,
+            on_checkpoint=on_checkpoint,
+            **overrides,
+        )
 
     def evaluate(
         self,
@@ -95,11 +128,20 @@ class Run(RunOutcome):
         return export_run(self.dir, Path(out), best=best, averaged=averaged, adapter=adapter)
 
 
-def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
+def train(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    *,
+    progress: bool = True,
+    on_step: OnStep | None = None,
+    on_eval: OnEval | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
+) -> Run:
     """Run a recipe to its end: a `Recipe`, the path of a TOML file, or plain tables, which may hold rows and
-    functions."""
+    functions. Callbacks: see `distill`."""
     from understudy.planning.preflight import preflight  # noqa: PLC0415
     from understudy.run.given import GivenRows, storable  # noqa: PLC0415 - most callers of `import understudy` need neither
+
+    callbacks = Callbacks(on_step, on_eval, on_checkpoint)
 
     def run(checked: Recipe, rows: GivenRows | None = None) -> Run:
         problems = preflight(checked, progress=progress)
@@ -108,7 +150,7 @@ def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, progress: bool = T
         with begun_early(checked.cluster, checked.teachers):
             from understudy.run.launch import launch  # noqa: PLC0415 - imports torch
 
-            return _as_run(run_to_its_end(launch(checked, progress=progress, rows=rows)))
+            return _as_run(run_to_its_end(launch(checked, progress=progress, rows=rows, callbacks=callbacks)))
 
     if isinstance(recipe, Recipe):
         return run(recipe)
@@ -132,6 +174,9 @@ def distill(
     reward: Reward | None = None,
     teacher_prompt: str | Sequence[Mapping[str, str]] | None = None,
     progress: bool = True,
+    on_step: OnStep | None = None,
+    on_eval: OnEval | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
     **overrides: Any,
 ) -> Run:
     """Distil `teacher` into `student` on the student's own rollouts.
@@ -140,6 +185,11 @@ def distill(
     columns (or messages of templates) that every teacher reads in place of the student's prompt. Rows given
     as objects are kept in the run directory, a reward function by its name. Any other recipe key goes in as
     `section__key=value`, for example `trainer__steps=200, loss__topk=32`.
+
+    `on_step`, `on_eval` and `on_checkpoint` are called with a `Step`, an `Evaluation`, a `SavedCheckpoint`, one
+    at a time on a thread of the run, which waits for them. If one raises, the step is saved and the run ends
+    with a `CallbackError` whose cause is the exception. They belong to the call, not to the run: give them
+    again to `resume`.
     """
     table: dict[str, Any] = {
         "student": {"model": _model(student, "student")},
@@ -158,22 +208,32 @@ def distill(
             )
         table["data"]["reward"] = reward
     apply_overrides(table, _dotted(overrides))
-    return train(table, progress=progress)
+    return train(table, progress=progress, on_step=on_step, on_eval=on_eval, on_checkpoint=on_checkpoint)
 
 
-def resume(run_dir: str | Path, *, progress: bool = True, **overrides: Any) -> Run:
+def resume(
+    run_dir: str | Path,
+    *,
+    progress: bool = True,
+    on_step: OnStep | None = None,
+    on_eval: OnEval | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
+    **overrides: Any,
+) -> Run:
     """Continue a run from its last checkpoint, as `understudy resume` does; `trainer__steps=400` changes
-    what may change."""
+    what may change. Callbacks: see `distill`."""
     from understudy.run.changed_recipe import changed_recipe  # noqa: PLC0415 - most callers of `import understudy` need neither
 
     if not isinstance(run_dir, str | Path):
         raise ConfigError(f"run_dir is a {type(run_dir).__name__}; expected the path of a run directory")
-    changes = _dotted(overrides)
+    callbacks, changes = Callbacks(on_step, on_eval, on_checkpoint), _dotted(overrides)
     recipe, _ = changed_recipe(RunDir.open(run_dir), changes)
     with begun_early(recipe.cluster, recipe.teachers):
         from understudy.run.launch import resume as continued  # noqa: PLC0415 - imports torch
 
-        return _as_run(run_to_its_end(continued(Path(run_dir), changes, progress=progress)))
+        return _as_run(
+            run_to_its_end(continued(Path(run_dir), changes, progress=progress, callbacks=callbacks))
+        )
 
 
 def _as_run(outcome: RunOutcome) -> Run:

@@ -18,6 +18,7 @@
     │       └── RankLost            a rank of the student; the run may go back to its last checkpoint
     │           ├── CriticLost      the critic's process, which trains too
     │           └── GivenUp         a rank or the critic made no progress after the user asked to stop
+    ├── CallbackError               a function the caller gave (on_step, …) raised; the cause is its exception
     └── RunDirectoryError           a run directory exists already, or is not one
 
 All of them pickle (a child process can send one), because each is built from its message alone. A command
@@ -112,6 +113,11 @@ class CriticLost(RankLost):
 class GivenUp(RankLost):
     """A rank or the critic's process made no progress after the user asked to stop: what was learnt since
     the last checkpoint cannot be saved."""
+
+
+class CallbackError(UnderstudyError):
+    """A callback given from Python (`on_step`, `on_eval`, `on_checkpoint`) raised; `__cause__` is its
+    exception."""
 
 
 class RunDirectoryError(UnderstudyError):

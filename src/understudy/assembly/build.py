@@ -69,6 +69,7 @@ from understudy.rollout.timing import BatchTimings
 from understudy.rollout.workers.pool import LoopWorkers
 from understudy.teacher.scoring.model import vocabulary_of
 from understudy.trainers.call_batching import CallQueue
+from understudy.trainers.callbacks import CallbackRunner
 from understudy.trainers.critic.local import ValueModel
 from understudy.trainers.critic.remote import RemoteCritic
 from understudy.trainers.evaluation.best_checkpoint import BestSoFar
@@ -93,7 +94,12 @@ from understudy.weights.publish import WeightPublisher
 
 @asynccontextmanager
 async def build(
-    recipe: Recipe, run: RunDir, processes: LocalProcesses, view: LiveView, data: PromptData | None = None
+    recipe: Recipe,
+    run: RunDir,
+    processes: LocalProcesses,
+    view: LiveView,
+    data: PromptData | None = None,
+    callbacks: CallbackRunner | None = None,
 ) -> AsyncIterator[System]:
     """Start everything a run needs. All of it is stopped again at the end, also after an error.
 
@@ -226,6 +232,7 @@ async def build(
             saves=Saves(checkpoints, saver, BestSoFar(read_metrics(run.metrics))),
             background=background,
             timings=timings,
+            callbacks=callbacks,
         )
         producer = Producer(
             settings=settings.produce,

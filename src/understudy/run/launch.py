@@ -39,6 +39,7 @@ from understudy.run.outcome import RunOutcome
 from understudy.run.restarts import last_checkpoint_step, with_restarts
 from understudy.run.vitals import vitals, waits
 from understudy.serving.process import is_full_memory
+from understudy.trainers.callbacks import CallbackRunner, Callbacks
 from understudy.trainers.checkpoints import (
     finish_saving,
     forget_after,
@@ -108,6 +109,7 @@ async def launch(
     progress: bool = True,
     next_command: str | None = None,
     rows: GivenRows | None = None,
+    callbacks: Callbacks | None = None,
 ) -> RunOutcome:
     """Create a run directory and train. The caller has checked the recipe (`preflight`). `rows` are copied
     into the directory."""
@@ -118,10 +120,12 @@ async def launch(
         recipe = recipe.model_copy(update={"data": rows.keep(recipe.data, run)})
     recipe = _settled(recipe, run).with_steps(len(data.train))
     _write_recipe(recipe, run)
-    return await _train(recipe, data, run, progress, next_command)
+    return await _train(recipe, data, run, progress, next_command, callbacks=callbacks)
 
 
-async def resume(path: Path, overrides: Overrides = (), *, progress: bool = True) -> RunOutcome:
+async def resume(
+    path: Path, overrides: Overrides = (), *, progress: bool = True, callbacks: Callbacks | None = None
+) -> RunOutcome:
     """Continue a run from its last checkpoint, or from the start if it has none.
 
     `overrides` change recipe keys that may change (`changed_recipe.py`).
@@ -141,7 +145,7 @@ async def resume(path: Path, overrides: Overrides = (), *, progress: bool = True
                 f"nothing to do: {run.path} took all its {saved} steps already; trainer.steps=N goes on to step N"
             )
         return RunOutcome(run.path, saved, read_metrics(run.metrics))
-    return await _train(recipe, data, run, progress, None, changes)
+    return await _train(recipe, data, run, progress, None, changes, callbacks)
 
 
 def _write_recipe(recipe: Recipe, run: RunDir) -> None:
@@ -166,6 +170,7 @@ async def _train(
     progress: bool,
     next_command: str | None,
     changes: Sequence[Change] = (),
+    callbacks: Callbacks | None = None,
 ) -> RunOutcome:
     require_extras(recipe)
     lock = run.lock()
@@ -188,7 +193,7 @@ async def _train(
             for note in (*data.notes, *capacity):
                 view.note(note)
             steps = await with_restarts(
-                lambda: _attempt(recipe, data, run, view, stop, facts),
+                lambda: _attempt(recipe, data, run, view, stop, facts, callbacks),
                 recipe.cluster.restarts.student,
                 partial(last_checkpoint_step, run),
                 stop,
@@ -219,6 +224,7 @@ async def _attempt(
     view: LiveView,
     stop: Interrupts,
     facts: dict[str, object],
+    callbacks: Callbacks | None = None,
 ) -> int:
     """Trains from the last checkpoint to the recipe's last step or a stop request. Returns the last step
     taken."""
@@ -229,7 +235,8 @@ async def _attempt(
         checkpoint = last_checkpoint(run, recipe.trainer.keep_checkpoints)
         forget_after(run, checkpoint.step if checkpoint else None)
         last_words = partial(_write_state, run, "stopped", "", facts)
-        async with build(recipe, run, processes, view, data) as system:
+        calls = CallbackRunner(callbacks, stop, run.path, recipe.trainer.steps) if callbacks else None
+        async with build(recipe, run, processes, view, data, calls) as system:
             for party in (system.learner.policy, system.learner.critic):
                 if isinstance(party, LeadingPolicy | RemoteCritic):
                     # If ranks or critic are given up, nothing more can be saved: the run leaves from then on.
@@ -265,7 +272,7 @@ async def _attempt(
         cause = explained(_first_cause(error), recipe)
         if cause is error:
             raise
-        raise cause from None
+        raise cause from cause.__cause__
     finally:
         await processes.close()
 

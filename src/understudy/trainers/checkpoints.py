@@ -12,6 +12,7 @@ What they hold beyond s is discarded on resume; under `determinism = "fast"` onl
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-from understudy.errors import CheckpointError, TeacherError
+from understudy.errors import CallbackError, CheckpointError, TeacherError
 from understudy.observability.faults import point
 from understudy.observability.metrics import cut_back
 from understudy.observability.rundir import RunDir
@@ -34,6 +35,8 @@ from understudy.teacher.manifest import Manifest
 from understudy.teacher.pool.integrity import check_manifest_unchanged, check_scores_unchanged
 from understudy.trainers.critic.local import _MODEL, _OPTIMIZER, critic_state
 from understudy.trainers.system import Learner, RunState, System
+
+logger = logging.getLogger(__name__)
 
 
 def training_state(learner: Learner) -> PolicyState:
@@ -73,6 +76,32 @@ def checkpoint_due(system: System, step: int, line: Mapping[str, Any]) -> bool:
     return best or step % trainer.checkpoint_every == 0 or step == trainer.steps
 
 
+async def record_step(system: System, step: int, line: Mapping[str, Any]) -> None:
+    """Writes and shows a step's metrics, and calls the callbacks. If one raises, the step is saved first."""
+    state = system.state
+    written = state.metrics.write(step, line)
+    state.view.step(written)
+    if state.callbacks is None:
+        return
+    try:
+        await state.callbacks.step(step, written)
+    except CallbackError as error:
+        if step > 0:
+            await save_despite(system, step, error)
+        raise
+
+
+async def save_despite(system: System, step: int, error: Exception) -> None:
+    """Saves a step that was taken before `error`, which the caller raises."""
+    try:
+        await save_checkpoint(system, step)
+        await finish_saving(system.state)
+    except Exception:
+        logger.exception("step %d could not be saved after: %s", step, error)
+    else:
+        system.state.view.note(f"step {step} itself is saved")
+
+
 async def save_checkpoint(system: System, step: int) -> None:
     """Returns when training may continue. `finish_saving` also waits for the disk."""
     kept, trainer = system.state, system.learner.settings.trainer
@@ -91,7 +120,7 @@ async def save_checkpoint(system: System, step: int) -> None:
         # writer.
         save = partial(kept.saves.saver.save, step, state, extra, copied=trainer.async_save)
         written = await asyncio.to_thread(save)
-        final = _when_final(kept, written, keep_best=trainer.keep_best)
+        final = _when_final(kept, step, written, keep_best=trainer.keep_best)
         if trainer.async_save:
             kept.saves.under_way.add(kept.background.create_task(final, name="checkpoint"))
         else:
@@ -108,11 +137,13 @@ async def finish_saving(state: RunState) -> None:
             await task
 
 
-async def _when_final(state: RunState, written: Future[Path], *, keep_best: bool) -> None:
+async def _when_final(state: RunState, step: int, written: Future[Path], *, keep_best: bool) -> None:
     # Shielded: a cancellation here must not cancel a save that has not begun, or the saver would report that
     # instead of the original error.
-    await asyncio.shield(asyncio.wrap_future(written))
+    path = await asyncio.shield(asyncio.wrap_future(written))
     await _let_go(state, keep_best=keep_best)
+    if state.callbacks is not None:
+        await state.callbacks.checkpoint(step, path, keep_best and state.saves.best.step == step)
 
 
 async def _let_go(state: RunState, *, keep_best: bool) -> None:

@@ -52,7 +52,7 @@ from understudy.observability.faults import point
 from understudy.planning.windows import Windows
 from understudy.policy.step import StepResult
 from understudy.trainers.call_batching import BatchByArrival, Gather
-from understudy.trainers.checkpoints import checkpoint_due, save_checkpoint
+from understudy.trainers.checkpoints import checkpoint_due, record_step, save_checkpoint
 from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
 from understudy.trainers.keep_rows import update_and_keep
 from understudy.trainers.learn.refused_steps import keep_weights
@@ -237,7 +237,7 @@ class _AsyncRun:
             if self._publishes_after(step) and (evaluation_due or step == trainer.steps):
                 line = await evaluated(system, step, line, stop)
                 evaluation_due = False
-            system.state.view.step(system.state.metrics.write(step, line))
+            await record_step(system, step, line)
             point("async.after_metrics")
             if checkpoint_due(system, step, line) or stop.requested:
                 await save_checkpoint(system, step)

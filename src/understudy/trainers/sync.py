@@ -18,7 +18,7 @@ from typing import Any
 
 from understudy.errors import PolicyError
 from understudy.observability.faults import point
-from understudy.trainers.checkpoints import checkpoint_due, save_checkpoint
+from understudy.trainers.checkpoints import checkpoint_due, record_step, save_checkpoint
 from understudy.trainers.evaluation.evaluate import evaluate_first, evaluated
 from understudy.trainers.keep_rows import update_and_keep
 from understudy.trainers.learn.refused_steps import keep_weights
@@ -56,7 +56,7 @@ async def train_sync(system: System, stop: Interrupts) -> int:
         step += 1
         if (trainer.eval_every and step % trainer.eval_every == 0) or step == trainer.steps:
             line = await evaluated(system, step, line, stop)
-        system.state.view.step(system.state.metrics.write(step, line))
+        await record_step(system, step, line)
         point("sync.after_metrics")
         if checkpoint_due(system, step, line) or stop.requested:
             await save_checkpoint(system, step)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from understudy.rollout.teacher_prompts import TeacherPrompts
     from understudy.teacher.pool.pool import TeacherPool
     from understudy.teacher.route import TeacherRouter
+    from understudy.trainers.callbacks import CallbackRunner
     from understudy.trainers.critic.local import ValueModel
     from understudy.trainers.evaluation.best_checkpoint import BestSoFar
     from understudy.trainers.evaluation.evaluator import Evaluator
@@ -103,6 +104,8 @@ class RunState:
     """Time per phase of the rows made since the last step."""
     kept_rows: KeptRows = field(default_factory=KeptRows)
     """Writes the rows that stay in the run directory."""
+    callbacks: CallbackRunner | None = None
+    """Functions of the caller, if there are any."""
 
 
 @dataclass(frozen=True)

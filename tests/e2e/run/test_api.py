@@ -13,51 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import ASSETS, TOKEN_VARIABLE, call_cli
+from api_runs import ADD, SMALL, SORT, STUDENT, external, half_right, in_a_cell, interrupt_after, rows
+from small_runs import call_cli
 
 import understudy
 from understudy.dataplane.ledger import audit
 from understudy.errors import ConfigError, UnderstudyError
-from understudy.observability.metrics import read_metrics, without_clock
+from understudy.observability.metrics import without_clock
 from understudy.observability.rundir import read_json
-
-STUDENT = ASSETS / "models" / "student"
-ADD, SORT = ASSETS / "models" / "teacher-add", ASSETS / "models" / "teacher-sort"
-SMALL: dict[str, Any] = {
-    "trainer__batch_size": 8,
-    "trainer__steps": 2,
-    "trainer__checkpoint_every": 1,
-    "rollout__max_new_tokens": 8,
-    "loss__topk": 8,
-    "run__threads": 1,
-}
-
-
-def rows(source: str, count: int = 16) -> list[dict[str, Any]]:
-    lines = (json.loads(line) for line in (ASSETS / "data" / "train.jsonl").read_text().splitlines())
-    return [row for row in lines if row["data_source"] == source][:count]
-
-
-def half_right(row: dict[str, Any], text: str) -> float:
-    return 0.5
-
-
-def external(name: str, url: str) -> dict[str, Any]:
-    keys = {"placement": "external", "urls": [url], "token_env": TOKEN_VARIABLE}
-    return {f"teachers__{name}__{key}": value for key, value in keys.items()}
-
-
-@pytest.fixture
-def distill(tmp_path: Path, teacher_urls: dict[str, str]) -> Callable[..., understudy.Run]:
-    """A small run of the adder, whose keyword arguments may be changed."""
-
-    def run(name: str = "run", **changes: Any) -> understudy.Run:
-        given = {"student": STUDENT, "teacher": ADD, "data": rows("add"), "progress": False, **SMALL}
-        if not isinstance(changes.get("teacher", ADD), dict):
-            given |= external("teacher", teacher_urls["add"])
-        return understudy.distill(**{**given, "run__dir": tmp_path / name, **changes})
-
-    return run
 
 
 def test_two_keys_that_make_one_name_keep_both_teachers(
@@ -184,35 +147,6 @@ class Blocked:
         if prompt.epoch > 0:
             time.sleep(60)  # the event loop hears nothing
         return await SingleTurn().run(prompt, context)
-
-
-def interrupt_after(run: Path, steps: int, times: int = 1) -> threading.Thread:
-    """Ctrl-C as a notebook's interrupt button sends it: a signal to the process that holds the run."""
-
-    def act() -> None:
-        deadline = time.monotonic() + 100
-        while len(read_metrics(run / "metrics.jsonl")) < steps and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    return thread
-
-
-def in_a_cell(call: Callable[[], Any]) -> Any:
-    """As ipykernel runs a cell: in a task of the main thread's loop, with Python's own handler of SIGINT."""
-
-    async def cell() -> Any:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return call()
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    return asyncio.run(cell())
 
 
 def test_an_interrupted_cell_saves_and_the_next_one_goes_on(

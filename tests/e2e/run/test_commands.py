@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_hub import fake_hub
+from huggingface_hub import constants
 from small_runs import ASSETS, write_toml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,7 +65,15 @@ def test_a_run_leaves_what_it_promises(
     measured = dict(line.split() for line in capsys.readouterr().out.strip().splitlines())
     assert float(measured["accuracy"]) == pytest.approx(finished.last["val/accuracy"], abs=1e-4)
 
-    assert main(["export", str(finished.dir), str(tmp_path / "out")]) == 0
+    with fake_hub() as hub, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setenv("HF_TOKEN", hub.token)
+        assert main(["export", str(finished.dir), str(tmp_path / "out"), "--push", "my-org/student"]) == 0
+    assert f"pushed to {hub.url}/my-org/student (private)" in capsys.readouterr().out
+    assert hub.files["my-org/student"] == {
+        path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()
+    }
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Write a run's trained student as a Hugging Face folder."""
+"""Write a run's trained student as a Hugging Face folder, and push it to the hub."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from understudy.errors import ConfigError
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir, check_free
 
@@ -25,11 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the LoRA adapter alone, in peft's layout, instead of merged weights",
     )
+    parser.add_argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="also upload the folder to the hub, to a private repository if it is new (HF_TOKEN, HF_ENDPOINT)",
+    )
+    parser.add_argument("--public", action="store_true", help="with --push: a new repository is public")
 
 
 def run(options: argparse.Namespace) -> None:
     RunDir.open(options.run)  # refusals before torch is imported
     check_free(options.out)
+    if options.public and options.push is None:
+        raise ConfigError("--public is for --push ORG/NAME, which is not given")
+    if options.push is not None:
+        from understudy.run.push import check_pushable
+
+        check_pushable(options.push)
     from understudy.run.export import export_run
 
     with LiveView(0) as view, view.work(f"writing {options.out}"):
@@ -47,3 +60,9 @@ def run(options: argparse.Namespace) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if options.push is not None:
+        from understudy.run.push import push
+
+        with LiveView(0) as view, view.work(f"uploading to {options.push}"):
+            address = push(out, options.push, public=options.public)
+        Console().print(f"pushed to {address}", highlight=False, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HfHubHTTPError,
+    HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -64,7 +64,7 @@ def hub_folder(model: str, role: str, revision: str | None = None) -> ModelFolde
             f"{role} = {model!r}: no such folder here, and the hub has no such model (or HF_TOKEN may not see it); give a folder with "
             "config.json, or a hub id like 'Qwen/Qwen3-0.6B'"
         ) from None
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError):
+    except (HTTPError, OSError, ValueError):
         return None  # loading the model will raise the full error
     if not answers and needed[0] is None:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "was not reached"

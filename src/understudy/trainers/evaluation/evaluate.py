@@ -22,7 +22,7 @@ from typing import Any
 
 from understudy.errors import RankLost
 from understudy.rollout.dataset import Dataset
-from understudy.trainers.checkpoints import finish_saving, save_checkpoint
+from understudy.trainers.checkpoints import record_step, save_despite
 from understudy.trainers.evaluation.accuracy import mean_by_source, sampled_measures
 from understudy.trainers.evaluation.evaluator import Failure
 from understudy.trainers.models import load_model
@@ -187,7 +187,7 @@ async def evaluate_first(system: System, stop: Interrupts) -> None:
     with suppress(Abandoned):
         line = await stop.waiting(evaluate(system.producer, step=0, teachers=True))
         if line:
-            system.state.view.step(system.state.metrics.write(0, line))
+            await record_step(system, 0, line)
 
 
 async def evaluated(system: System, step: int, line: dict[str, Any], stop: Interrupts) -> dict[str, Any]:
@@ -203,13 +203,6 @@ async def evaluated(system: System, step: int, line: dict[str, Any], stop: Inter
         raise
     except Exception as error:
         system.state.view.step(system.state.metrics.write(step, line))
-        try:
-            await save_checkpoint(system, step)
-            await finish_saving(system.state)
-        except Exception:
-            logger.exception("step %d could not be saved after its evaluation failed", step)
-        else:
-            system.state.view.note(
-                f"the evaluation after step {step} failed ({error}); the step itself is saved"
-            )
+        system.state.view.note(f"the evaluation after step {step} failed ({error})")
+        await save_despite(system, step, error)
         raise
