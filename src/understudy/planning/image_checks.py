@@ -13,7 +13,7 @@ from understudy.media.pictures import PictureError, PictureLimits, Pictures
 from understudy.media.processor import FAMILIES, NAMES
 from understudy.media.store import MediaStore
 from understudy.planning.models.folder import ModelFolder
-from understudy.planning.teacher_checks import sessions_can_be_shown
+from understudy.planning.teacher_checks import scores_row
 from understudy.rollout.dataset import Dataset, picture_sources
 
 
@@ -35,7 +35,7 @@ def picture_problems(
         problems.append(f"{first}; student.model = {recipe.student.model!r} {what}. Supported are {NAMES}")
     for name, teacher in recipe.teachers.items():
         sent = (
-            next((i for i in rows if sessions_can_be_shown(recipe, name, dataset.rows[i])), None)
+            next((i for i in rows if scores_row(recipe, name, dataset.rows[i])), None)
             if role == "data.train"
             else None
         )
