@@ -169,7 +169,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--engine", default="{}", help='more keys of [rollout], as JSON: {"engine": "vllm"}')
     parser.add_argument("--budget", type=float, default=285.0, help="seconds for everything")
     parser.add_argument("--keep-rows", action="store_true")
-    parser.add_argument("--blocks", type=int, default=22, help="blocks of 6 steps, with --keep-rows")
+    parser.add_argument("--blocks", type=int, default=64, help="blocks of 2 steps, with --keep-rows")
     parser.add_argument("--out", type=Path, help="folder of the result file, with --keep-rows")
     return parser.parse_args()
 

@@ -158,7 +158,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--against-name", default="before", help="the other checkout's name in the results")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--keep-rows", action="store_true", help="the cost of run.keep_rows, instead of TRL")
-    parser.add_argument("--blocks", type=int, default=42, help="blocks of 6 steps, with --keep-rows")
+    parser.add_argument("--blocks", type=int, default=130, help="blocks of 2 steps, with --keep-rows")
     parser.add_argument("--out", type=Path, help="folder of the result file, for trials")
     return parser.parse_args()
 

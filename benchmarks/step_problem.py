@@ -352,7 +352,7 @@ def _run(
         while process.poll() is None and time.monotonic() < deadline:
             steps = steps_in.read_text().count("\n") if steps_in.exists() else 0
             if steps not in spent:
-                spent[steps] = _cpu_seconds(watched)
+                spent[steps] = cpu_seconds(watched)
             if steps >= enough:
                 process.kill()  # children of both systems end with their parent
                 process.wait()
@@ -371,7 +371,7 @@ def _run(
     return f"exit code {process.returncode}: " + " | ".join(lines[-3:]) if failed else "", spent
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     """User and system time of a process and its children."""
     total = 0.0
     try:

@@ -6,7 +6,8 @@
 First paint is taken with a browser where Playwright and chromium are found, otherwise as the time of all the
 requests that the first paint needs. For the trainer's cost a quickstart trains while the server of that run
 answers what an open page asks; in every other block of steps the server is stopped (SIGSTOP). The figure is
-the median over neighbouring blocks, as in `keep_rows_cost.py`.
+the median over neighbouring blocks, as in `keep_rows_cost.py`. Beside it stand the CPU seconds a step of all
+processes of the run, and the share of a core that the server takes while it answers.
 
 Results go to benchmarks/results/viewer-<hardware>-<date>.json, one row per goal, or to the folder named by `--out`.
 """
@@ -29,10 +30,11 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 
 from hardware import cpu_name
-from keep_rows_cost import paired
-from step_problem import Row, save
+from keep_rows_cost import compared, paired
+from step_problem import Row, cpu_seconds, save
 from understudy.dataplane.kept_rows import FOLDER_NAME, RowKeeper
 from understudy.observability.rundir import RunDir
 
@@ -218,7 +220,7 @@ def timed(seconds: list[float], client: httpx.Client, path: str, **asked: Any) -
     return reply
 
 
-BLOCK, WARM = 8, 1
+BLOCK, WARM = 4, 1
 ASKED = ("runs", "keys", "advisories", "held-out", "rows")
 CURVES = (
     "actor/loss",
@@ -230,7 +232,7 @@ CURVES = (
 )
 
 
-def trainer_cost(folder: Path, blocks: int) -> dict[str, float]:
+def trainer_cost(folder: Path, blocks: int) -> list[Row]:
     """A quickstart of `blocks` blocks of steps; in odd ones the server of its page answers, in even ones it is
     stopped. The page asks every two seconds, as an open one does."""
     steps = BLOCK * blocks
@@ -244,12 +246,22 @@ def trainer_cost(folder: Path, blocks: int) -> dict[str, float]:
     while not metrics.exists():
         time.sleep(0.2)
     process, address = serve(folder)
-    asked = 0
+    asked, watched, server = 0, psutil.Process(trainer.pid), psutil.Process(process.pid)
+    spent: dict[int, float] = {}
+    answering = [0.0, 0.0]
+    """Seconds in which the server ran, and its CPU seconds."""
+    last = (time.monotonic(), sum(server.cpu_times()[:2]))
     try:
         with httpx.Client(base_url=address, timeout=60) as client:
             running, due = True, 0.0
             while trainer.poll() is None:
                 step = metrics.read_bytes().count(b"\n")  # the first line is the evaluation of step 0
+                if step not in spent:
+                    spent[step] = cpu_seconds(watched)
+                now = (time.monotonic(), sum(server.cpu_times()[:2]))
+                if running and step > 2 * BLOCK:
+                    answering = [answering[0] + now[0] - last[0], answering[1] + now[1] - last[1]]
+                last = now
                 wanted = (step - 1) // BLOCK % 2 == 1
                 if wanted != running:
                     process.send_signal(signal.SIGCONT if wanted else signal.SIGSTOP)
@@ -267,14 +279,14 @@ def trainer_cost(folder: Path, blocks: int) -> dict[str, float]:
         process.wait()
     lines = map(json.loads, metrics.read_text().splitlines())
     seconds = {line["step"]: line["time/step"] for line in lines if "time/step" in line}
-    slower, low, high = paired(seconds, BLOCK, skip=WARM)
-    return {
-        "slower": slower,
-        "from": low,
-        "to": high,
-        "step": statistics.median(seconds.values()),
-        "asked": asked,
-    }
+    cpu = {step: spent[step + 1] - spent[step] for step in spent if step + 1 in spent}
+    return [
+        *compared("trainer with a page open", paired(seconds, BLOCK, skip=WARM), 0.01),
+        *compared("CPU of all processes of the run, a page open", paired(cpu, BLOCK, skip=WARM), 0.01),
+        Row("the server while it answers a page", round(answering[1] / answering[0], 4), "of a core"),
+        Row("median step of that trainer", round(statistics.median(seconds.values()), 4), "s"),
+        Row("refreshes of the page", asked, "times"),
+    ]
 
 
 def main() -> None:
@@ -283,7 +295,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--no-trainer", action="store_true")
-    parser.add_argument("--blocks", type=int, default=42, help="blocks of 8 steps of the training run")
+    parser.add_argument("--blocks", type=int, default=80, help="blocks of 4 steps of the training run")
     parser.add_argument("--out", type=Path, help="folder of the result file, for trials")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -305,14 +317,7 @@ def main() -> None:
             Row("timeline, the slowest of 30", round(found["timeline, most"], 4), "s"),
         ]
         if not options.no_trainer:
-            told = trainer_cost(Path(place) / "trained", options.blocks)
-            rows += [
-                goal("trainer with a page open", told["slower"], "slower", 0.01),
-                Row("trainer with a page open, 95 % interval, from", round(told["from"], 5), "slower"),
-                Row("trainer with a page open, 95 % interval, to", round(told["to"], 5), "slower"),
-                Row("median step of that trainer", round(told["step"], 4), "s"),
-                Row("refreshes of the page", told["asked"], "times"),
-            ]
+            rows += trainer_cost(Path(place) / "trained", options.blocks)
         for row in rows:
             print(
                 f"{row.name:<50} {row.value} {row.unit} {row.goal} {'' if row.met is None else row.met}",

@@ -93,7 +93,8 @@ export async function timeline(box, query) {
     for (const name of counts) {
       const values = found.counts[name];
       const most = Math.max(1, ...values);
-      label(`${name} (${most})`, top + 30);
+      label(name, top + 24);
+      label(`up to ${most}`, top + 40);
       paper.fillStyle = OF_ROWS[part(name)];
       values.forEach((value, i) => { const left = LEFT + (i / values.length) * (width - LEFT - 6); const tall = (48 * value) / most; paper.fillRect(left, top + 50 - tall, (width - LEFT) / values.length + 0.5, tall); });
       top += 58;
@@ -105,8 +106,9 @@ export async function timeline(box, query) {
     }
     paper.strokeStyle = line;
     paper.fillStyle = ink;
-    for (let i = 0; i <= 5; i += 1) {
-      const moment = from + ((to - from) * i) / 5;
+    const ticks = wide() ? 5 : 2;
+    for (let i = 0; i <= ticks; i += 1) {
+      const moment = from + ((to - from) * i) / ticks;
       paper.beginPath();
       paper.moveTo(x(moment), 0);
       paper.lineTo(x(moment), height - 16);
