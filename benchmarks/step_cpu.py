@@ -74,7 +74,7 @@ def main() -> None:
             engine = {"max_batch": shape.batch}
             if options.keep_rows:
                 rows += cost(shape, folder, student, teacher, prompts, engine, options.blocks)
-                print(*(f"{row.name}: {row.value} {row.unit}" for row in rows[-5:]), sep="\n", flush=True)
+                print(*(f"{row.name}: {row.value} {row.unit}" for row in rows[-8:]), sep="\n", flush=True)
                 continue
             for turn in range(options.rounds):
                 place = folder / str(turn)
