@@ -145,15 +145,16 @@ NOT_NEEDED: dict[str, str] = {
     "rollout.n": "actor_rollout_ref.rollout.n counts",
 }  # fmt: skip
 
-_MULTIMODAL = "text only: rows with images, videos or audio are refused; leave them out of the data"
+_MULTIMODAL = "text and images only: rows with videos or audio are refused; leave them out of the data"
+_PROCESSOR = "save the model with the processor's settings it should use (preprocessor_config.json)"
 _PARALLEL = "the student is trained by FSDP2 alone: raise trainer.ranks, lower trainer.micro_batch_tokens"
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "model_engine": ((*OFF, "fsdp", "fsdp2", "dp"), f"{_FSDP}; memory: trainer.offload_optimizer, student.gradient_checkpointing"),
-    "data.image_key": (OFF, _MULTIMODAL),
+    "data.image_key": ((*OFF, "images", "image"), "rename the column to `images`"),
     "data.video_key": (OFF, _MULTIMODAL),
     "data.audio_key": (OFF, _MULTIMODAL),
-    "data.mm_processor_kwargs*": ((*OFF, {}), _MULTIMODAL),
+    "data.mm_processor_kwargs*": ((*OFF, {}), _PROCESSOR),
     "data.custom_cls.path": (OFF, "write the rows to jsonl or parquet, or name a hub dataset"),
     "data.train_max_samples": (OFF, "cut the file; trainer.steps bounds the run"),
     "data.tool_config_path": (OFF, "[rollout.agent_options.tool] tools = [\"module:function\"]"),

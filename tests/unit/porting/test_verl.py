@@ -318,7 +318,7 @@ def test_several_machines_are_pools_on_ray() -> None:
         (f"{ACTOR}.fsdp_config.param_offload", True, Verdict.UNSUPPORTED, "trainer.offload_optimizer"),
         (f"{ACTOR}.megatron.tensor_model_parallel_size", 2, Verdict.UNSUPPORTED, "trainer.ranks"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu", 4, Verdict.NOT_NEEDED, "tokens"),
-        ("data.image_key", "images", Verdict.UNSUPPORTED, "text only"),
+        ("data.image_key", "photos", Verdict.UNSUPPORTED, "rename the column to `images`"),
         ("data.truncation", "middle", Verdict.UNSUPPORTED, "truncate_left"),
         (f"{ROLLOUT}.name", "sglang", Verdict.UNSUPPORTED, "rollout.urls"),
         ("trainer.save_freq", -1, Verdict.UNSUPPORTED, "trainer.checkpoint_every"),

@@ -12,9 +12,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from understudy.errors import ConfigError, DataError
+from understudy.media.pictures import STORED, PictureError, PictureLimits, check_picture, hashes_in
+from understudy.media.processor import PictureReader
+from understudy.media.store import hash_of
 from understudy.rollout.agents.agent import LoopContext
 from understudy.rollout.agents.toolcalls import BadCall, ToolCall, parser_of
 from understudy.rollout.agents.transcript import Transcript
@@ -81,13 +85,16 @@ class ToolLoop:
             start = time.perf_counter()
             new = await self._run_all(calls, tools)
             tool_seconds += time.perf_counter() - start
-            results += new
             ended = generation.stop_reason is StopReason.EOS
-            observation = context.renderer.after_turn(prompt.key, self._messages(calls, new), ended=ended)
+            new = [stored(result, context.renderer.pictures) for result in new]
+            results += new
+            messages = self._messages(calls, new)
+            observation = context.renderer.after_turn(prompt.key, messages, ended=ended)
             if context.spent(transcript.generated) or len(transcript) + len(observation) >= context.context:
                 stop_reason = StopReason.LENGTH
                 break
             transcript.observe(observation)
+            context.media.extend(hashes_in(messages))
         metrics = {"tool/calls": float(len(results))} | {
             f"tool/{outcome}": float(sum(result.outcome is outcome for result in results))
             for outcome in ToolOutcome
@@ -147,12 +154,12 @@ class ToolLoop:
         messages = []
         for call, result in zip(calls, results, strict=True):
             text = result.text if result.outcome is ToolOutcome.OK else f"Error: {result.text}"
-            message = {"role": self._tool_role, "content": text}
+            message: dict[str, Any] = {"role": self._tool_role, "content": _content(result, text)}
             if self._tool_role == "tool" and isinstance(call, ToolCall):
                 message["name"] = call.name
             messages.append(message)
         if self._tool_role == "user":  # templates without tools expect one message per turn
-            return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
+            return [{"role": "user", "content": _joined([message["content"] for message in messages])}]
         return messages
 
     async def close(self) -> None:
@@ -160,3 +167,38 @@ class ToolLoop:
         for tool in self._tools.values():
             if hasattr(tool, "close"):
                 await tool.close()
+
+
+def stored(result: ToolResult, pictures: PictureReader | None) -> ToolResult:
+    """The result with its pictures in the run's store; an error for the model if one cannot be used."""
+    if not result.images:
+        return result
+    if pictures is None:
+        return replace(result, images=(), text=f"{result.text}\n(pictures were left out: text only)".strip())
+    try:
+        for data in result.images:
+            check_picture(data, "the tool's picture", PictureLimits())
+    except PictureError as error:
+        return ToolResult(ToolOutcome.ERROR, str(error), result.seconds)
+    for data in result.images:
+        pictures.store.put(data)
+    return result
+
+
+def _content(result: ToolResult, text: str) -> str | list[dict[str, Any]]:
+    """Text, or parts with the pictures before it."""
+    if not result.images:
+        return text
+    shown = [{"type": "image", "image": STORED + hash_of(data)} for data in result.images]
+    return [*shown, {"type": "text", "text": text}]
+
+
+def _joined(contents: Sequence[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
+    """The contents of several messages as one, a line each."""
+    if all(isinstance(one, str) for one in contents):
+        return "\n".join(map(str, contents))
+    parts: list[dict[str, Any]] = []
+    for one in contents:
+        parts += [{"type": "text", "text": "\n"}] if parts else []
+        parts += [{"type": "text", "text": one}] if isinstance(one, str) else one
+    return parts

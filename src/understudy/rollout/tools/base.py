@@ -23,6 +23,8 @@ class ToolResult:
     outcome: ToolOutcome
     text: str
     seconds: float = 0.0
+    images: tuple[bytes, ...] = ()
+    """Pictures that go before the text, for a student that reads them; PNG, JPEG, WEBP, BMP or GIF."""
 
 
 class Tool(Protocol):

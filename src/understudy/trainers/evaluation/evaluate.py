@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -134,6 +134,8 @@ async def _teacher_accuracy(producer: Producer) -> dict[str, float]:
             revision=teacher.revision,
             attention=teacher.attention,
         )
+        if producer.renderer.pictures is not None:
+            loaded = loaded.reading(producer.renderer.pictures.store, teacher.model, teacher.revision)
         engine = loaded.engine(producer.evaluator.max_batch)
         evaluator = replace(
             producer.evaluator, engine=engine, context=loaded.steady_context, seed=0, failures=[]
@@ -173,13 +175,24 @@ def _keep(
                 "model": model,
                 "key": prompt.key,
                 "source": prompt.data_source,
-                "prompt": prompt.text if prompt.text is not None else prompt.messages[-1]["content"],
+                "prompt": prompt.text if prompt.text is not None else _shown(prompt.messages[-1]),
                 "text": producer.renderer.decode(trajectory.tokens[trajectory.loss_mask]),
                 "answer": prompt.columns.get("answer"),
                 "reward": trajectory.reward,
                 "stop_reason": str(trajectory.stop_reason),
             }
             handle.write(json.dumps(line) + "\n")
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    """A message as text; a picture is named by the beginning of its hash."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(
+        str(part["text"]) if "text" in part else f"[picture {str(part.get('image')).partition(':')[2][:12]}]"
+        for part in content
+    )
 
 
 async def evaluate_first(system: System, stop: Interrupts) -> None:
