@@ -70,5 +70,8 @@ def call_cli(*arguments: str) -> tuple[int, str]:
 
 def run_cli(*arguments: str, fault: str | None = None) -> tuple[int, str]:
     process = start_cli(*arguments, fault=fault)
-    output, _ = process.communicate(timeout=150)
+    try:
+        output, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()  # a test that is given up leaves no run behind
     return process.returncode, output

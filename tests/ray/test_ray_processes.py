@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,36 @@ async def until(said: Any, within: float = 90.0) -> None:
     while not said():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
+
+
+STOPPED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from understudy.cluster.ray import RayProcesses
+from understudy.cluster.ray_cluster import RaySettings
+from understudy.cluster.ray_layout import RayLayout
+
+async def main():
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+    processes = RayProcesses(Path(sys.argv[1]), 60.0, RaySettings(cpus=1), lambda nodes: RayLayout())
+    await processes.ready()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asked.wait()
+    await asyncio.sleep(5)  # saves
+    await processes.close()
+    print("saved")
+
+asyncio.run(main())
+"""
+
+
+def test_a_stop_by_sigterm_has_the_time_it_needs(tmp_path: Path) -> None:
+    """Ray's own handler would abort the process after 3 s."""
+    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "saved\n"), done
+    assert "SIGTERM received" not in done.stderr
 
 
 def test_children_live_on_nodes_speak_into_the_run_directory_and_die_with_whatever_holds_them(

@@ -20,7 +20,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +48,14 @@ _LOOK_SECONDS = 1.0
 _GOODBYE_SECONDS = 15.0
 _LOST = -9
 """The exit code of a process whose machine or supervisor is lost."""
+
+
+def _take_sigterm_back() -> None:
+    """Ray's C++ part handles SIGTERM on any thread: it prints a stack and aborts the process after 3 s. Puts
+    Python's handler back."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 class RemoteProcess:
@@ -105,6 +115,7 @@ class RayProcesses(LocalProcesses):
         if self.cluster is None:
             # Off the main thread: on it Ray would replace our SIGTERM handler with its own.
             await asyncio.to_thread(self._connect)
+            _take_sigterm_back()
 
     def _connect(self) -> None:
         cluster = RayCluster(self._settings)
