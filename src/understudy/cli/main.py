@@ -26,6 +26,7 @@ _COMMANDS = {
     "train": "train",
     "check": "recipes.check",
     "plan": "recipes.plan",
+    "launch": "recipes.launch",
     "keys": "recipes.keys",
     "schema": "recipes.schema",
     "import-verl": "recipes.import_verl",
