@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import shutil
@@ -318,6 +319,7 @@ def main() -> None:
         ]
         if not options.no_trainer:
             rows += trainer_cost(Path(place) / "trained", options.blocks)
+        rows.append(Row("load average of the machine, 5 minutes", round(os.getloadavg()[1], 2), "processes"))
         for row in rows:
             print(
                 f"{row.name:<50} {row.value} {row.unit} {row.goal} {'' if row.met is None else row.met}",
