@@ -105,16 +105,15 @@ def test_servers_and_workers_killed_as_they_write_cost_no_row(
         monkeypatch.setenv("UNDERSTUDY_FAULT", f"{point}:{passage}")
         nodes(cluster, 1)
     monkeypatch.delenv("UNDERSTUDY_FAULT")
-    steps = 12
     table = servers(
-        tmp_path / "run", steps, cluster.address,
+        tmp_path / "run", 5000, cluster.address,
         rollout={"max_new_tokens": 100, "temperature": 8.0},
         trainer={"mode": "fully_async", "max_staleness": 1},
     )  # fmt: skip
     table["cluster"]["pools"]["loops"] = {"nodes": 2, "cpus_per_node": 1}
     process = start_cli("train", str(write_toml(tmp_path / "recipe.toml", table)), "--quiet")
     metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "logs" / "trainer.log"
-    deadline, killed = time.monotonic() + 500, 0
+    deadline, killed, stopped = time.monotonic() + 500, 0, False
     servers_of_the_dead: list[psutil.Process] = []
     while process.poll() is None:
         assert time.monotonic() < deadline, log.read_text()[-3000:]
@@ -127,15 +126,21 @@ def test_servers_and_workers_killed_as_they_write_cost_no_row(
             (victim if killed == 0 else behind).send_signal(signal.SIGKILL)
             servers_of_the_dead.append(behind)
             killed += 1
+        # The other server writes on: the run could end before a dead one is back, so it is stopped only then. Of the second
+        # the proxy may live for a moment longer, and be asked once more before it is started again.
+        backs = (
+            set(re.findall(r"vLLM (\S+) is back, with weights", log.read_text())) if killed == 2 else set()
+        )
+        if len(backs) == 2 and not stopped:
+            process.send_signal(signal.SIGTERM)
+            stopped = True
         time.sleep(0.05)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and killed == 2, output[-3000:]
+    assert process.returncode == 130 and stopped, output[-3000:]
     said = log.read_text()
-    # Of the second the proxy may live for a moment longer, and be asked once more before it is started again.
-    assert said.count("is back, with weights") >= 2
     assert not any(one.is_running() for one in servers_of_the_dead), "they end with their proxy"
     assert len(re.findall(r"_0_0 is begun again", said)) > 1
-    assert_whole(tmp_path / "run", ROWS * steps)
+    assert_whole(tmp_path / "run", ROWS * len(lines(tmp_path / "run")))
     assert sum(line["async/partial_rollouts"] for line in lines(tmp_path / "run")) > 0
 
 
