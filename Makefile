@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: docs quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray test-loggers test-browser with-ray models format clean
+.PHONY: docs quickstart test lint types test-slow test-faults test-gpu test-vllm test-ray test-loggers test-harness test-browser with-ray models format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/understudy quickstart
@@ -49,6 +49,11 @@ test-ray: $(VENV)/.installed-ray
 test-loggers: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,wandb,trackio,mlflow,opentelemetry]"
 	$(PYTEST) tests/unit/observability/test_loggers.py tests/unit/observability/test_traces.py
+
+# `understudy eval --harness` with the real lm-evaluation-harness on a task of this folder.
+test-harness: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[dev,harness]"
+	$(PYTEST) -m "harness or not harness" --timeout 600 tests/e2e/evaluation/test_harness.py
 
 # The page of `understudy view` in a real browser: Playwright from PyPI, chromium from the system (apt install chromium).
 test-browser: $(VENV)/.installed-dev

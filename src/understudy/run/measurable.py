@@ -13,17 +13,23 @@ _RUNS = "runs"
 """The folder that runs are written to by default: a missing folder in it is no hub id."""
 
 
+def check_model(model: str, *, best: bool = False) -> RunDir | None:
+    """The run that `model` names; None if it is a model. Raises if it is neither."""
+    folder = Path(model)
+    if (folder / "recipe.json").is_file() or (folder.parts[:1] == (_RUNS,) and not folder.exists()):
+        return RunDir.open(folder)
+    check_present(model, "model")
+    if best:
+        raise ConfigError(f"--best chooses among the checkpoints of a run, and {model} is none")
+    return None
+
+
 def check_measurable(
     model: str, data: str | Path | Sequence[str] | None, reward: str | None, *, best: bool = False
 ) -> None:
     """Raises if there is no such run or model, or nothing to measure it with."""
-    folder, own = Path(model), {}
-    if (folder / "recipe.json").is_file() or (folder.parts[:1] == (_RUNS,) and not folder.exists()):
-        own = RunDir.open(folder).read_recipe()["data"]
-    else:
-        check_present(model, "model")
-        if best:
-            raise ConfigError(f"--best chooses among the checkpoints of a run, and {model} is none")
+    run = check_model(model, best=best)
+    own = run.read_recipe()["data"] if run is not None else {}
     missing = [
         argument
         for argument, given, key in (("--data FILE", data, "eval"), ("--reward module:function", reward, "reward"))

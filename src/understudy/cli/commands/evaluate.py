@@ -7,8 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from understudy.errors import ConfigError
 from understudy.observability.live import LiveView
 from understudy.run.entry import run_to_its_end
+from understudy.run.harness import check_harness, evaluate_with_harness
 from understudy.run.measurable import check_measurable
 
 EXAMPLE = "understudy eval runs/RUN --best"
@@ -33,9 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples per problem besides the greedy answer; a run's own trainer.eval_k, or 0",
     )
     parser.add_argument("--best", action="store_true", help="a run's best checkpoint instead of its latest")
+    parser.add_argument(
+        "--harness",
+        metavar="TASKS",
+        help="measure with lm-evaluation-harness instead: its tasks, with commas between (understudy[harness])",
+    )
+    parser.add_argument(
+        "--harness-tasks", type=Path, metavar="FOLDER", help="with --harness: a folder with tasks of your own"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.harness is not None:
+        _show(_by_harness(options))
+        return
+    if options.harness_tasks is not None:
+        raise ConfigError("--harness-tasks is for --harness TASKS, which is not given")
     check_measurable(options.model, options.data, options.reward, best=options.best)
     from understudy.run.evaluate_model import evaluate_model
 
@@ -53,6 +68,30 @@ def run(options: argparse.Namespace) -> None:
                 view=view,
             )
         )
+    _show(results)
+
+
+def _by_harness(options: argparse.Namespace) -> dict[str, float]:
+    own = {
+        "--data": options.data, "--reward": options.reward, "--agent": options.agent, "--k": options.k,
+        "--max-new-tokens": options.max_new_tokens,
+    }  # fmt: skip
+    given = [flag for flag, value in own.items() if value is not None]
+    if given:
+        raise ConfigError(f"--harness has problems and measures of its own; leave out {', '.join(given)}")
+    tasks = options.harness.split(",")
+    check_harness(options.model, tasks, best=options.best)
+    with LiveView(0) as view, view.work(f"evaluating on {options.harness}"):
+        return evaluate_with_harness(
+            options.model,
+            tasks,
+            best=options.best,
+            samples=options.samples,
+            task_folder=options.harness_tasks,
+        )
+
+
+def _show(results: dict[str, float]) -> None:
     console = Console()
     for name, value in results.items():
         console.print(f"{name:<32} {value:.4f}", highlight=False, markup=False)
