@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,12 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from understudy.observability.rundir import write_atomically
 from understudy.observability.spans import OpenSpan, Spans
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS = 2.0
+FRESH_SECONDS = 15.0
+"""A live run writes waits.json every 2 s; one that was not written for this long is not live."""
 Graph = Callable[[Sequence[OpenSpan], float], list[str]]
 """(open spans, time now) → one line per chain of waits."""
 
@@ -147,3 +152,25 @@ def read_waits(path: Path) -> tuple[dict[str, Any], list[Wait]]:
     """What `watched` wrote last."""
     entry = json.loads(path.read_text())
     return entry, [Wait(**wait) for wait in entry["waiting"]]
+
+
+def run_status(state: dict[str, Any], waits: dict[str, Any]) -> str:
+    """running, finished, stopped, failed; killed: state.json says running, but the process is gone.
+
+    A run on another machine is alive if its waits.json is new: its process id means nothing here.
+    """
+    told = str(state.get("status", "unknown"))
+    if told != "running":
+        return told
+    if time.time() - float(waits.get("written", 0)) < FRESH_SECONDS and waits.get("status") == "running":
+        return "running"
+    return "running" if _process_lives(state) else "killed"
+
+
+def _process_lives(state: dict[str, Any]) -> bool:
+    if state.get("host", socket.gethostname()) != socket.gethostname():
+        return False
+    try:
+        return psutil.Process(int(state["pid"])).status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False

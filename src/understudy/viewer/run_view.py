@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from understudy.dataplane import kept_rows
 from understudy.errors import UnderstudyError
@@ -21,14 +19,13 @@ from understudy.observability.advisories.history import History
 from understudy.observability.lines import GrowingFile, record
 from understudy.observability.report import accuracy_table, note_of
 from understudy.observability.rundir import RunDir, read_json
+from understudy.observability.watchdog import run_status
 from understudy.viewer.journal_rows import JournalRows, first_written, journal_line
 from understudy.viewer.rows import Chunk, RowTable
 from understudy.viewer.spans import SpanIndex
 from understudy.viewer.token_text import TokenText, find_tokenizer
 from understudy.viewer.token_view import candidates, token_view
 
-FRESH_SECONDS = 15.0
-"""A live run writes waits.json every 2 s; one that was not written for this long is not live."""
 _PIECE = 4 << 20
 """Bytes of a file read before requests get their turn."""
 _FILES_AT_ONCE = 8
@@ -80,24 +77,7 @@ class RunView:
             return {}
 
     def status(self) -> str:
-        """running, finished, stopped, failed; killed: it says running, but its process is gone."""
-        state, waits = self.state(), self.waits()
-        told = str(state.get("status", "unknown"))
-        if told != "running":
-            return told
-        if time.time() - float(waits.get("written", 0)) < FRESH_SECONDS and waits.get("status") == "running":
-            return "running"
-        return "running" if self._process_lives(state) else "killed"
-
-    @staticmethod
-    def _process_lives(state: dict[str, Any]) -> bool:
-        """On this machine alone; a run on another machine counts as alive by the age of waits.json."""
-        if state.get("host", socket.gethostname()) != socket.gethostname():
-            return False
-        try:
-            return psutil.Process(int(state["pid"])).status() != psutil.STATUS_ZOMBIE
-        except (psutil.Error, KeyError, TypeError, ValueError):
-            return False
+        return run_status(self.state(), self.waits())
 
     def recipe(self) -> dict[str, Any]:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from recorded_run import HOSTILE, journalled, recorded_run
 
+from understudy.cli.main import main
 from understudy.observability.live import LiveView
 from understudy.observability.rundir import RunDir
 from understudy.observability.spans import Spans
@@ -204,10 +205,28 @@ def test_scores_lie_in_a_lane_per_replica_and_notes_are_events(tmp_path: Path) -
     assert [one["name"] for one in opened(run).life("p2_0_0")] == ["score add/0", "score add/1"]
 
 
-def test_a_run_of_another_machine_is_judged_by_what_it_writes(tmp_path: Path) -> None:
+def test_a_run_of_another_machine_is_alive_while_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On a shared disk its process id may be one of this machine's processes."""
     run = recorded_run(tmp_path / "run")
     run.state.write_text(json.dumps({"status": "running", "pid": os.getpid(), "host": "another-machine"}))
     assert opened(run).status() == "killed"
     run.waits.write_text(json.dumps({"status": "running", "written": time.time(), "chains": []}))
     assert opened(run).status() == "running"
+    entry = {
+        "status": "running",
+        "written": time.time(),
+        "seconds_without_progress": 1.0,
+        "waiting": [],
+        "facts": {},
+    }
+    run.waits.write_text(json.dumps(entry))
+    assert main(["doctor", str(run.path)]) == 0
+    assert (
+        f"running as process {os.getpid()} on another-machine; last progress 1 s ago"
+        in capsys.readouterr().out
+    )
+    run.waits.write_text(json.dumps({**entry, "written": time.time() - 60}))
+    assert main(["doctor", str(run.path)]) == 0
+    assert "its process is gone" in capsys.readouterr().out

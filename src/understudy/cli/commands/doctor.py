@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import socket
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from understudy.observability.advisories.gather import advisories_of
 from understudy.observability.rundir import RunDir, read_json
-from understudy.observability.watchdog import read_waits
+from understudy.observability.watchdog import read_waits, run_status
 from understudy.rollout.tools.sandbox import namespace_problem
 
 _PACKAGES = (
@@ -60,7 +61,7 @@ def _waits(run_dir: RunDir) -> None:
         say(f"{run_dir.path}: {state['status']}; it has not begun to train{_because(state)}")
         return
     entry, waits = read_waits(run_dir.waits)
-    alive = state["status"] == "running" and psutil.pid_exists(int(state["pid"]))
+    alive = run_status(state, entry) == "running"
     if entry["status"] == "ended" or not alive:
         how = (
             state["status"]
@@ -70,7 +71,7 @@ def _waits(run_dir: RunDir) -> None:
         say(f"{run_dir.path}: ended ({how}){_because(state)}")
     else:
         say(
-            f"{run_dir.path}: running as process {state['pid']}; last progress "
+            f"{run_dir.path}: running as process {state['pid']}{_elsewhere(state)}; last progress "
             f"{entry['seconds_without_progress'] + time.time() - entry['written']:.0f} s ago"
         )
     for chain in entry.get("chains", []):
@@ -81,6 +82,11 @@ def _waits(run_dir: RunDir) -> None:
         say(f"  {name:<28} {value}")
     for advisory in advisories_of(run_dir, live=alive):
         say(f"  {advisory.level}: {advisory}")
+
+
+def _elsewhere(state: dict[str, Any]) -> str:
+    host = state.get("host", socket.gethostname())
+    return "" if host == socket.gethostname() else f" on {host}"
 
 
 def _because(state: dict[str, Any]) -> str:
