@@ -152,8 +152,7 @@ def test_a_step_that_waits_in_its_claim_or_its_publish_is_stopped(monkeypatch: p
 
     monkeypatch.setattr(sync, "fill_step", produced)
     monkeypatch.setattr(sync, "claim_batch", unclaimed)
-    publisher = SimpleNamespace(publish=lambda step: sending())
-    state, learner = SimpleNamespace(spans=Spans(None)), SimpleNamespace(publisher=publisher)
+    state, learner = SimpleNamespace(spans=Spans(None)), SimpleNamespace(publish=lambda step: sending())
     system: Any = SimpleNamespace(state=state, learner=learner, producer=None)
 
     async def body() -> None:

@@ -20,6 +20,7 @@ from understudy.errors import TeacherError
 from understudy.observability.spans import Spans
 from understudy.planning.resolved import resolve
 from understudy.rollout.agents.single_turn import SingleTurn
+from understudy.rollout.teacher_prompts import TeacherPrompts
 from understudy.rollout.timing import BatchTimings
 from understudy.trainers.call_batching import CallQueue
 from understudy.trainers.produce.produce import produce_step
@@ -83,12 +84,16 @@ def producer_of(plane: EmbeddedDataPlane, score: Score, deterministic: bool) -> 
     return SimpleNamespace(
         settings=replace(resolve(recipe, gpus=0).produce, deterministic=deterministic),
         renderer=SimpleNamespace(
-            ahead=lambda prompts: None, render=lambda prompt: np.array([1, 3], np.int32), context=32
+            ahead=lambda prompts: None,
+            render=lambda prompt: np.array([1, 3], np.int32),
+            context=32,
+            pictures=None,
         ),
         sampling=sampling,
         engine_queue=CallQueue("engine", write, 4),
         teachers=SimpleNamespace(
-            prompts=SimpleNamespace(request=lambda teacher, prompt, item: item),
+            gate=None,
+            prompts=TeacherPrompts({}, None, None),  # type: ignore[arg-type]  # none has a prompt of its own
             queues={"t": CallQueue("t", score, 3)},
             router=SimpleNamespace(route=lambda value: "t"),
         ),
