@@ -154,7 +154,7 @@ def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
     assert code == 0 and "2 of 12 rows with pictures become dead letters" in output, output
     code, output = call_cli("train", str(tmp_path / "recipe.toml"), "--quiet")
     report = audit(Path(table["run"]["dir"]))
-    assert code == 0 and report.balanced and report.dead == 4, f"{report} {output}"
+    assert code == 0 and report.balanced and report.dead == 8, f"{report} {output}"
     letters = " ".join(path.read_text() for path in Path(table["run"]["dir"]).rglob("*.jsonl"))
     assert "1.png is not a readable picture" in letters and "2.png does not exist" in letters
 
