@@ -14,7 +14,9 @@ import pytest
 Open = Callable[..., Any]
 
 
-@pytest.fixture(scope="session")
+# Not of the session: while it is open, Playwright's event loop counts as running in the tests' thread, and `asyncio.run`
+# of every later test is refused.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (the `browser` extra)"
