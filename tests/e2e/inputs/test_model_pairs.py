@@ -97,7 +97,7 @@ def test_a_base_student_under_an_instruct_teacher(tmp_path: Path) -> None:
     assert ends in said and "1 token ('<think>' (278)) that the student lacks" in said
     assert "another chat template" in said
     run = understudy.train(recipe, progress=False)
-    assert read_json(run.dir / "usable_ids.json") == {"limit": 278, "holes": []}
+    assert read_json(run.dir / "usable_ids.json") == {"limit": 278, "holes": [], "placeholders": []}
     first = steps_without_dead_letters(run.dir)[0]
     assert first["actor/loss"] == pytest.approx(first_loss(student, teacher, 278, 256), rel=1e-4)
 
@@ -110,7 +110,7 @@ def test_the_pair_at_its_real_size(tmp_path: Path) -> None:
     code, said = call_cli("check", str(write_toml(tmp_path / "recipe.toml", recipe)))
     assert code == 0 and "'<|endoftext|>' (151643), '<|im_end|>' (151645)" in " ".join(said.split()), said
     run = understudy.train(recipe, progress=False)
-    assert read_json(run.dir / "usable_ids.json") == {"limit": 151_665, "holes": []}
+    assert read_json(run.dir / "usable_ids.json") == {"limit": 151_665, "holes": [], "placeholders": []}
     first = steps_without_dead_letters(run.dir)[0]
     assert first["actor/loss"] == pytest.approx(first_loss(student, teacher, 151_665, 151_643), rel=1e-4)
 
@@ -210,5 +210,5 @@ def test_no_path_meets_an_id_without_a_token(
     recipe["trainer"] |= trainer
     recipe["rollout"] |= rollout
     run = understudy.train(recipe, progress=False)
-    assert read_json(run.dir / "usable_ids.json") == {"limit": 278, "holes": []}
+    assert read_json(run.dir / "usable_ids.json") == {"limit": 278, "holes": [], "placeholders": []}
     assert len(steps_without_dead_letters(run.dir)) == recipe["trainer"]["steps"]
