@@ -102,8 +102,18 @@ def contexts_fit(
                 f"{needs[worst]}, {needs[worst] - room} too many"
                 + (f"; {len(over)} of its {len(mine)} rows do not fit" if measure else "")
                 + ". Shorten prompts or responses, or choose a teacher with a longer context"
+                + _limit_of_prompts(
+                    room - recipe.rollout.max_new_tokens - 1, lengths is students and measure is not None
+                )
             )
     return problems
+
+
+def _limit_of_prompts(limit: int, by_the_students: bool) -> str:
+    """The keys that drop or truncate the prompts that a teacher cannot hold."""
+    if not by_the_students or limit < 1:
+        return ""
+    return f"; data.max_prompt_tokens = {limit} with data.overlong = 'drop' or 'truncate_left' leaves out what does not fit"
 
 
 def answers_given(recipe: Recipe, dataset: Dataset) -> list[str]:

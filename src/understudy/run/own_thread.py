@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from understudy.trainers.stopping import CALLER, Caller
@@ -31,6 +33,24 @@ def inside_a_running_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@contextmanager
+def _interrupts_raised() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt in the block, also under `asyncio.run`.
+
+    Its handler cancels the caller's task on the first SIGINT, which has no effect while the caller is blocked here.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    runner = getattr(getattr(handler, "func", None), "__self__", None)
+    if threading.current_thread() is not threading.main_thread() or not isinstance(runner, asyncio.Runner):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 class OwnThread(Generic[Result]):
@@ -54,6 +74,14 @@ class OwnThread(Generic[Result]):
             target=context.run, args=(self._body, work), name="understudy-own-loop", daemon=True
         )
         thread.start()
+        with _interrupts_raised():
+            self._wait()
+        if self._outcome is None:
+            thread.join(_UNWIND_SECONDS)
+            raise KeyboardInterrupt
+        return self._outcome()
+
+    def _wait(self) -> None:
         cancelled = False
         while not self._done.is_set():
             try:
@@ -66,10 +94,6 @@ class OwnThread(Generic[Result]):
                 else:  # nothing to save: the run starts, evaluates or writes its report
                     cancelled = True
                     self._cancel()
-        if self._outcome is None:
-            thread.join(_UNWIND_SECONDS)
-            raise KeyboardInterrupt
-        return self._outcome()
 
     def _body(self, work: Coroutine[Any, Any, Result]) -> None:
         try:

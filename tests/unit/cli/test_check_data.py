@@ -95,6 +95,11 @@ def test_prompts_that_are_too_long(check: Check) -> None:
     assert code == 2 and "leaves no row" in said
     room = [{"messages": CHAT}, {"messages": [{"role": "user", "content": "1" * 600}]}]
     assert check(room)[0] == 2 and check(room, "data.overlong=drop")[0] == 0
+    small = ["teachers.add.context_length=40", "rollout.max_new_tokens=8"]
+    code, said = check(rows, *small)
+    limit = "data.max_prompt_tokens=31"
+    assert code == 2 and "data.max_prompt_tokens = 31 with data.overlong = 'drop' or 'truncate_left'" in said
+    assert check(rows, *small, limit, "data.overlong=truncate_left")[0] == 0
 
 
 def test_passes_are_counted_in_steps(check: Check) -> None:
