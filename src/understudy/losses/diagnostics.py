@@ -66,9 +66,6 @@ def build_metrics(columns: dict[str, Tensor], inputs: LossInputs) -> dict[str, M
         metrics["actor/distillation/loss"] = MetricTotal(sums["weighted_distill"])
         metrics["actor/distillation/abs_loss"] = MetricSum(sums["abs_distill"], tokens)
         metrics.update(_by_position(columns["distill"], counts_N, inputs.positions_N))
-    if "sft" in columns and inputs.given_N is not None:
-        shared = counts_N * inputs.given_N
-        metrics["actor/sft_loss"] = MetricSum((shared * columns["sft"]).sum(), shared.sum())
     if "task_pg" in columns:
         metrics["actor/pg_loss"] = MetricTotal(sums["weighted_task"])
     for column, name in MEAN_COLUMNS.items():

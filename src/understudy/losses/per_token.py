@@ -69,8 +69,6 @@ class TokenTerms(Protocol):
     @property
     def kl_kind(self) -> str: ...
     @property
-    def sft_coef(self) -> float: ...
-    @property
     def per_token_clamp(self) -> float | None: ...
     @property
     def loss_max_clamp(self) -> float | None: ...
@@ -115,10 +113,6 @@ def token_losses(
         leash = estimate(terms.kl_kind, view.logp_N, inputs.reference_logprobs_N)
         columns["reference_kl"] = leash.detach()
         total = total + terms.kl_coef * leash
-    if terms.sft_coef > 0 and inputs.given_N is not None:
-        supervised = -inputs.given_N * view.logp_N
-        columns["sft"] = supervised.detach()
-        total = total + terms.sft_coef * supervised
     if inputs.teacher_logprobs_N is not None:
         columns["k1"] = (view.logp_N.detach() - inputs.teacher_logprobs_N).float()
     columns["loss"] = total.detach()

@@ -31,7 +31,6 @@ from understudy.planning.seating import seat
 from understudy.planning.teacher_checks import (
     Measure,
     Row,
-    answers_given,
     contexts_fit,
     mixtures_fit,
     own_prompts,
@@ -191,7 +190,6 @@ def preflight(
         if key == "train":
             findings.train_rows = len(checked.dataset)
             problems += mixtures_fit(recipe, checked.dataset)
-            problems += answers_given(recipe, checked.dataset)
             own = {name: measured_once(_own_length(one, whole)) for name, one in prompts.items()}
             problems += prompts_render(recipe, checked.dataset, own)
             sent = clipped(measure, recipe, student)

@@ -116,27 +116,6 @@ def _limit_of_prompts(limit: int, by_the_students: bool) -> str:
     return f"; data.max_prompt_tokens = {limit} with data.overlong = 'drop' or 'truncate_left' leaves out what does not fit"
 
 
-def answers_given(recipe: Recipe, dataset: Dataset) -> list[str]:
-    """Every row must have the answer that `rollout.off_policy` may take; the first that has none is named."""
-    share, column = recipe.rollout.off_policy, recipe.rollout.answer_column
-    if share == 0:
-        return []
-    problems = []
-    if workers_write_rows(recipe):
-        problems.append(
-            f"rollout.off_policy = {share:g}: workers on other machines write rows here, and given answers are rows of the "
-            "trainer's; set dataplane.backend = 'embedded', or off_policy = 0"
-        )
-    for number, row in enumerate(dataset.rows):
-        if not isinstance(row.get(column), str) or not row[column]:
-            problems.append(
-                f"data.train: {dataset.place(number)}: no text in the column {column!r}, from which rollout.off_policy = {share:g} "
-                "takes answers; add it, or name another one (rollout.answer_column)"
-            )
-            break
-    return problems
-
-
 def mixtures_fit(recipe: Recipe, dataset: Dataset) -> list[str]:
     """Mixtures need a signal that can be mixed. A wrong teacher name fails only its row, when that row is
     scored."""

@@ -198,9 +198,6 @@ class Assembler:
 
         whole_index_N = loss_index_N if self._place is None else self.loss_places(rows)
         weights_N = self.weights.values[whole_index_N].to(torch.float32)
-        behaviour_N = self.batch.behaviour_logprobs.values[token_index_N]
-        given_N = behaviour_N.isnan()  # nothing was drawn: the answer came with the data
-        given = bool(given_N.any())
         return LossInputs(
             token_ids_N=token_ids_N,
             weights_N=torch.zeros_like(weights_N) if silent else weights_N,
@@ -211,14 +208,13 @@ class Assembler:
             teacher_logprobs_NK=pick(self.batch.teacher_topk_logprobs),
             teacher_hidden_NH=pick(self.batch.teacher_hidden),
             teacher_head=self._head_of(rows),
-            behaviour_logprobs_N=None if given else behaviour_N,
+            behaviour_logprobs_N=self.batch.behaviour_logprobs.values[token_index_N],
             old_logprobs_N=None if self.old_logprobs is None else self.old_logprobs.values[whole_index_N],
             advantages_N=pick(self.batch.advantages),
             importance_N=pick(self.batch.importance),
             reference_logprobs_N=pick(self.batch.reference_logprobs),
             old_values_N=pick(self.batch.values),
             returns_N=pick(self.batch.returns),
-            given_N=given_N.to(torch.float32) if given else None,
         )
 
     def _head_of(self, rows: Sequence[int]) -> TeacherHead | None:

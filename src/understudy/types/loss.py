@@ -70,7 +70,6 @@ _FLOAT_N = (
     "reference_logprobs_N",
     "old_values_N",
     "returns_N",
-    "given_N",
 )
 
 MASS_SLACK = 1e-2
@@ -183,9 +182,6 @@ class LossInputs:
     """float32: the critic's value of the token before the step."""
     returns_N: Tensor | None = None
     """float32: the critic's target."""
-    given_N: Tensor | None = None
-    """float32: 1 for a token of an answer that came with the data, 0 for one the student drew; None: it drew
-    all. If any is 1, there are no `behaviour_logprobs_N`."""
 
     def __post_init__(self) -> None:
         self._check_shapes()

@@ -6,50 +6,10 @@ from understudy.config.tables import RecipeTables
 
 GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
 """Kinds of `loss.advantage` that compare the rows of one prompt."""
-_DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "mixture")
 
 
 def objective_problems(recipe: RecipeTables) -> list[str]:
-    return [
-        *_roles(recipe),
-        *_correction(recipe),
-        *_filters(recipe),
-        *_optimizer(recipe),
-        *_given_answers(recipe),
-    ]
-
-
-def _given_answers(recipe: RecipeTables) -> list[str]:
-    """What cannot be learnt from answers that the student did not write."""
-    rollout, loss = recipe.rollout, recipe.loss
-    if rollout.off_policy == 0:
-        unused = loss.sft_coef > 0
-        return ["loss.sft_coef is for given answers: set rollout.off_policy above 0"] if unused else []
-    share, problems = f"rollout.off_policy = {rollout.off_policy:g}", []
-    if loss.distill_coef > 0 and loss.kind not in _DIVERGENCES:
-        problems.append(
-            f"{share} with loss.kind = {loss.kind!r}: an estimator from one token is right for tokens that the student drew, "
-            "and biased for given ones; use a divergence, such as 'forward_kl' or 'jsd'"
-        )
-    if loss.signal == "at_ids":
-        problems.append(
-            f"{share} with loss.signal = 'at_ids': the engine names the student's candidates while it writes, and given answers "
-            "have none; use 'topk' or 'hidden'"
-        )
-    if loss.task_coef > 0:
-        problems.append(
-            f"{share} with loss.task_coef > 0: a policy gradient needs the probability that a token was drawn with, and given ones "
-            "were not drawn; set loss.task_coef = 0, or off_policy = 0"
-        )
-    if rollout.agent != "single_turn":
-        problems.append(
-            f"{share} with rollout.agent = {rollout.agent!r}: a given answer is one turn; use 'single_turn'"
-        )
-    if rollout.filter_groups:
-        problems.append(
-            f"{share} with rollout.filter_groups: rewards of given answers say nothing about the student; use one"
-        )
-    return problems
+    return [*_roles(recipe), *_correction(recipe), *_filters(recipe), *_optimizer(recipe)]
 
 
 def _optimizer(recipe: RecipeTables) -> list[str]:

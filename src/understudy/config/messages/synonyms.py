@@ -26,7 +26,7 @@ _RESUME = "a run is continued by `understudy resume RUN`"
 _SHARDING = "the student is sharded by FSDP2 over `trainer.ranks` processes; there are no other strategies"
 _FIXED_ADAM = "AdamW's betas (0.9, 0.999) and epsilon (1e-8) are fixed"
 _ONE_TABLE = "each teacher is a table: `teachers.NAME.model`"
-_ON_POLICY = "`rollout.off_policy` (1 − λ) takes a share of answers from the data, `loss.sft_coef` adds cross-entropy on them"
+_ON_POLICY = "every rollout is the student's own; there is no share of other data"
 _EVAL_FIRST = (
     "with `data.eval` and `data.reward` a run evaluates before the first step and after the last one always"
 )

@@ -22,7 +22,6 @@ from understudy.errors import DataError
 from understudy.observability.spans import Spans
 from understudy.rollout.agents.agent import LoopContext, LostOutput, check_ids, checked_outputs
 from understudy.rollout.agents.registry import Loops
-from understudy.rollout.given_answers import OFF_POLICY
 from understudy.rollout.rewards.rewards import Rewards
 from understudy.rollout.timing import BatchTimings
 from understudy.trainers.produce.failures import own_fault, reason_of, timed
@@ -62,10 +61,6 @@ class Session:
     """`rollout.deadline_seconds`."""
     tags_of: TagsOf
     journal: RowJournal
-    given: Trajectory | None = None
-    """The answer that comes with the data; None: the agent loop runs."""
-    labelled: bool = False
-    """Whether rows carry the label of `rollout/given_answers.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +107,12 @@ class LocalRollouts:
     """Whether stored rows are read with their reward and its feedback, for teachers' prompts that show them."""
 
     async def run(self, session: Session) -> RolledOut:
-        clock = session.clock
+        clock, context = session.clock, session.context
         try:
             async with clock:
                 with self.spans.span("rollout", key=session.key):
-                    outputs = await self._outputs(session)
+                    loop = self.loops.of(session.prompt)
+                    outputs = checked_outputs(await loop.run(session.prompt, context), context)
                 due = clock.when()
         except Exception as error:
             raise timed(error, clock, f"agent loop timed out: {session.key}", session.limit) from error
@@ -129,18 +125,6 @@ class LocalRollouts:
         left = session.limit if due is None else due - asyncio.get_running_loop().time()
         rewarded = [await self._rewarded(session, one, left) for one in outputs]
         return RolledOut(rewarded, self._journal(session, rewarded))
-
-    async def _outputs(self, session: Session) -> Sequence[Trajectory | LostOutput]:
-        if session.given is not None:
-            return [session.given]
-        loop, context = self.loops.of(session.prompt), session.context
-        outputs = checked_outputs(await loop.run(session.prompt, context), context)
-        if not session.labelled:
-            return outputs
-        return [
-            one if isinstance(one, LostOutput) else replace(one, metrics={**one.metrics, OFF_POLICY: 0.0})
-            for one in outputs
-        ]
 
     async def _rewarded(
         self, session: Session, trajectory: Trajectory | LostOutput, seconds: float

@@ -20,7 +20,6 @@ import numpy as np
 from understudy.engines.base import GenerateRequest, Generation, Sampling
 from understudy.media.pictures import usable_hashes
 from understudy.rollout.agents.agent import LoopContext
-from understudy.rollout.given_answers import given_answer, takes_given_answer
 from understudy.rollout.seeds import derive_seed
 from understudy.trainers.call_batching import Gather
 from understudy.trainers.produce.failures import PausedClock
@@ -34,19 +33,12 @@ async def roll_out(
     producer: Producer, prompt: Prompt, session: int, gather: Gather, tags_of: TagsOf, journal: RowJournal
 ) -> RolledOut:
     """Runs one session and puts its outputs into the ledger; raises if the agent loop fails."""
-    rollout, given = producer.settings.rollout, None
-    limit = rollout.deadline_seconds
+    limit = producer.settings.rollout.deadline_seconds
     clock = asyncio.timeout(limit)
     context = loop_context(producer, prompt, session, gather, clock)
     key = row_key(prompt.key, session)
-    if takes_given_answer(producer.settings.seed, prompt, session, rollout.off_policy):
-        given = given_answer(prompt, rollout.answer_column, key, producer.renderer, producer.sampling)
     async with producer.publish_gate.enter() if producer.publish_gate else nullcontext():
-        return await producer.rollouts.run(
-            Session(
-                key, prompt, context, clock, limit, tags_of, journal, given, labelled=rollout.off_policy > 0
-            )
-        )
+        return await producer.rollouts.run(Session(key, prompt, context, clock, limit, tags_of, journal))
 
 
 def loop_context(
