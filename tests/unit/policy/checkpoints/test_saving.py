@@ -36,7 +36,7 @@ class Plane:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_whoever_ends_a_run_waits_for_what_is_being_written(tmp_path: Path, beside: bool) -> None:
+def test_the_end_of_a_run_waits_for_what_is_being_written(tmp_path: Path, beside: bool) -> None:
     store = SlowStore(tmp_path / "checkpoints")
     saver, state = BackgroundSaver(store), PolicyState({"weight": torch.ones(3)}, {}, {"step": 3})
 
@@ -55,7 +55,7 @@ def test_whoever_ends_a_run_waits_for_what_is_being_written(tmp_path: Path, besi
                 trainer = SimpleNamespace(async_save=beside, keep_best=False)
                 system = SimpleNamespace(
                     producer=SimpleNamespace(
-                        cursor=SimpleNamespace(state=lambda: 7), teachers=SimpleNamespace(manifests={})
+                        cursor=SimpleNamespace(state=lambda: 7), teachers=SimpleNamespace(manifests=dict)
                     ),
                     learner=SimpleNamespace(
                         settings=SimpleNamespace(trainer=trainer),
@@ -69,6 +69,7 @@ def test_whoever_ends_a_run_waits_for_what_is_being_written(tmp_path: Path, besi
                         tally=Tally(),
                         saves=SimpleNamespace(store=store, saver=saver, under_way=set()),
                         background=background,
+                        callbacks=None,
                     ),
                 )
                 await lost_meanwhile(system)
