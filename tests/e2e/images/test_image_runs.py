@@ -83,14 +83,17 @@ def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
+def changed_weights(run: Path, table: dict[str, Any]) -> set[str]:
+    """Names of the student's weights that differ from those it began with."""
+    start = AutoModelForImageTextToText.from_pretrained(table["student"]["model"]).state_dict()
+    return {name for name, found in weights_of(run).items() if not np.array_equal(found, start[name].numpy())}
+
+
 def test_a_run_with_a_vision_and_a_text_teacher(tmp_path: Path) -> None:
     """Trains the language part, stores each picture once, and its export reads pictures again."""
     table = table_of(tmp_path)
     run = train(tmp_path, table)
-    start = AutoModelForImageTextToText.from_pretrained(table["student"]["model"]).state_dict()
-    moved = {
-        name for name, found in weights_of(run).items() if not np.array_equal(found, start[name].numpy())
-    }
+    moved = changed_weights(run, table)
     assert any("language_model" in name for name in moved) and not any("visual" in name for name in moved)
     stored = [path for path in (run / "media").rglob("*") if path.is_file()]
     assert 0 < len(stored) <= 12
@@ -122,7 +125,10 @@ def test_killed_and_resumed_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "idefics3"])
 def test_every_family_runs(family: str, tmp_path: Path) -> None:
-    train(tmp_path, table_of(tmp_path, family, student__freeze_vision=False))
+    table = table_of(tmp_path, family, student__freeze_vision=False)
+    moved = changed_weights(train(tmp_path, table), table)
+    assert any("vis" in name for name in moved), "freeze_vision = false trains the vision tower"
+    assert any("vis" not in name for name in moved), "and the language part"
 
 
 @pytest.mark.slow
@@ -143,7 +149,11 @@ def test_every_family_runs(family: str, tmp_path: Path) -> None:
 def test_ways_to_run(changes: dict[str, Any], tmp_path: Path) -> None:
     text_rows = 0 if "teachers__read__model" in changes else 4
     changes = {name: value for name, value in changes.items() if value is not None}
-    train(tmp_path, table_of(tmp_path, text_rows=text_rows, **changes))
+    run = train(tmp_path, table_of(tmp_path, text_rows=text_rows, **changes))
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] > 0]
+    assert len(lines) == STEPS and audit(run).trained > 0
+    assert all(np.isfinite(line["actor/loss"]) and line["actor/grad_norm"] > 0 for line in lines)
+    assert any((run / "media").rglob("*"))
 
 
 def test_a_bad_picture_is_the_dead_letter_of_its_row(tmp_path: Path) -> None:
