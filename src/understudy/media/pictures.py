@@ -11,6 +11,7 @@ import base64
 import binascii
 import importlib
 import io
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from understudy.errors import DataError
-from understudy.media.store import MediaStore
+from understudy.media.sources import PictureSources
+from understudy.media.store import MediaStore, hash_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 """Formats that are decoded; PIL knows others, some of which run programs."""
@@ -95,6 +97,34 @@ def _shown_size(image: Any) -> tuple[int, int]:
     except Exception:
         turned = False
     return (height, width) if turned else (width, height)
+
+
+def reduced(data: bytes, side: int) -> bytes:
+    """The picture as a JPEG whose longer side has at most `side` pixels."""
+    try:
+        image = decoded(data).convert("RGB")
+        image.thumbnail((side, side))
+        buffer = io.BytesIO()
+        image.save(buffer, format="JPEG", quality=80)
+    except PictureError:
+        raise
+    except Exception as error:  # decoders raise many kinds of errors
+        raise PictureError(f"the picture cannot be decoded: {_short(error)}") from None
+    return buffer.getvalue()
+
+
+_SIGNS = (
+    (rb"\x89PNG\r\n\x1a\n", "image/png"),
+    (rb"\xff\xd8\xff", "image/jpeg"),
+    (rb"GIF8[79]a", "image/gif"),
+    (rb"BM", "image/bmp"),
+    (rb"RIFF....WEBP", "image/webp"),
+)
+
+
+def media_type(data: bytes) -> str | None:
+    """The type of a picture by its first bytes; None for any other file."""
+    return next((name for sign, name in _SIGNS if re.match(sign, data, re.DOTALL)), None)
 
 
 def _short(error: Exception) -> str:
@@ -200,8 +230,10 @@ class Pictures:
 
     store: MediaStore
     limits: PictureLimits = field(default_factory=PictureLimits)
+    sources: PictureSources | None = None
+    """Which files gave the pictures of earlier launches; None: files are read as they are now."""
     _known: dict[str, str] = field(default_factory=dict)
-    """Source → hash of those stored in this launch; a data URL by its own hash."""
+    """File → hash of those stored in this launch."""
 
     def stored(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The messages with every picture stored, or with the reason why it cannot be."""
@@ -224,10 +256,14 @@ class Pictures:
     def _put(self, source: str) -> str:
         if (known := self._known.get(source)) is not None:
             return known
-        data = self.read(source)
-        name = self.store.put(data)
-        if not source.startswith("data:"):
-            self._known[source] = name
+        if source.startswith("data:"):
+            return self.store.put(self.read(source))
+        name = self.sources.stored(source) if self.sources is not None else None
+        if name is None:
+            name = self.store.put(self.read(source))
+            if self.sources is not None:
+                self.sources.add(source, name)
+        self._known[source] = name
         return name
 
     def read(self, source: str) -> bytes:
@@ -235,6 +271,25 @@ class Pictures:
         name, data = _read(source, self.limits)
         check_picture(data, name, self.limits)
         return data
+
+
+@dataclass(slots=True)
+class PictureSizes(Pictures):
+    """Stores nothing: a picture is known by the hash of its source, and its size is read from the header. Enough
+    to render prompts for their lengths."""
+
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def _put(self, source: str) -> str:
+        name = hash_of(source.encode())
+        if name not in self.sizes:
+            self.sizes[name] = self.size(source)
+        return name
+
+    def size(self, source: str) -> tuple[int, int]:
+        """(width, height)."""
+        name, data = _read(source, self.limits)
+        return size_of(data, name, self.limits)
 
 
 def _read(source: str, limits: PictureLimits) -> tuple[str, bytes]:

@@ -16,7 +16,7 @@ import importlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -189,11 +189,17 @@ class PictureProcessor:
 
 
 class PictureReader:
-    """A processor with the store that it reads from: hashes in, sizes, counts and arrays out."""
+    """A processor with the store that it reads from: hashes in, sizes, counts and arrays out. `size` is for
+    pictures that are not stored (`PictureSizes`)."""
 
-    def __init__(self, processor: PictureProcessor, store: MediaStore) -> None:
+    def __init__(
+        self,
+        processor: PictureProcessor,
+        store: MediaStore,
+        size: Callable[[str], tuple[int, int]] | None = None,
+    ) -> None:
         self.processor, self.store = processor, store
-        self.size = lru_cache(maxsize=65_536)(self._size)
+        self.size = size or lru_cache(maxsize=65_536)(self._size)
 
     def _size(self, name: str) -> tuple[int, int]:
         return size_of(self.store.get(name), f"the picture {name[:12]}…")

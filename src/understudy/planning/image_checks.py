@@ -6,15 +6,18 @@ Every problem names the file and the row. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from understudy.config import Recipe
-from understudy.media.pictures import PictureError, PictureLimits, Pictures
-from understudy.media.processor import FAMILIES, NAMES
+from understudy.media.pictures import PictureError, PictureLimits, Pictures, PictureSizes
+from understudy.media.processor import FAMILIES, NAMES, PictureProcessor
 from understudy.media.store import MediaStore
 from understudy.planning.models.folder import ModelFolder
-from understudy.planning.teacher_checks import scores_row
-from understudy.rollout.dataset import Dataset, picture_sources
+from understudy.planning.teacher_checks import Measure, scores_row
+from understudy.rollout.dataset import Dataset, Row, picture_sources
 
 
 def picture_problems(
@@ -78,12 +81,44 @@ def _unsupported(recipe: Recipe) -> list[str]:
     return why
 
 
+def with_picture_tokens(measure: Measure, recipe: Recipe, student: ModelFolder) -> Measure:
+    """The same lengths, with the tokens that stand for pictures in place of one marker each. The student's image
+    processor is loaded for the first row that has pictures."""
+    if _family(student) not in FAMILIES:
+        return measure
+    sizes = PictureSizes(MediaStore(Path()), _limits(recipe))
+    tokenizer = Tokenizer.from_file(str(student.path / "tokenizer.json"))
+    processor = cache(lambda: PictureProcessor.load(str(student.path)))
+
+    @cache
+    def tokens_of(size: tuple[int, int]) -> int:
+        found = processor()
+        assert found is not None
+        return len(tokenizer.encode(found.text_of(size), add_special_tokens=False).ids)
+
+    def measured(row: Row) -> int | None:
+        length = measure(row)
+        parts = picture_sources(row)
+        if not parts or length is None:
+            return length
+        try:
+            shown = [tokens_of(sizes.size(str(part["image"]))) for part in parts if "image" in part]
+        except PictureError:
+            return None  # `look_at_pictures` reports it; the row becomes a dead letter
+        return length + sum(shown) - len(shown)
+
+    return measured
+
+
+def _limits(recipe: Recipe) -> PictureLimits:
+    return PictureLimits(recipe.data.max_image_bytes, recipe.data.max_image_pixels)
+
+
 def look_at_pictures(
     recipe: Recipe, dataset: Dataset, role: str, advance: Callable[[int], None] = lambda _: None
 ) -> tuple[list[str], list[str]]:
     """Reads and decodes the pictures of all rows; (problems, notes). A bad picture costs its row."""
-    limits = PictureLimits(recipe.data.max_image_bytes, recipe.data.max_image_pixels)
-    reader, rows = Pictures(MediaStore(Path()), limits), dataset.with_pictures()
+    reader, rows = Pictures(MediaStore(Path()), _limits(recipe)), dataset.with_pictures()
     bad: list[str] = []
     known: dict[str, str] = {}
     for number in rows:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from understudy.config import DataConfig, RolloutConfig
 from understudy.errors import DataError
-from understudy.rollout.dataset import Dataset
+from understudy.rollout.dataset import Dataset, picture_sources
 
 
 def prompt_limit(data: DataConfig, rollout: RolloutConfig, context: int | None) -> int | None:
@@ -56,14 +56,27 @@ def settle_overlong(
         raise DataError(
             f"{what}; {why}; shorten it, or set data.overlong to 'drop' or 'truncate_left'{where}"
         )
-    count = f"{overlong.role}: {len(over)} of {len(dataset)} prompts have more than {limit} tokens"
+    cut, dropped = [], sorted(over)
     if overlong.rule == "truncate_left":
         if limit is not None and limit < 1:
             raise DataError(f"{what}; rollout.max_new_tokens leaves no room for a prompt; lower it")
-        return dataset, [
-            f"{count} and lose their beginning (data.overlong); the first is {dataset.place(first)}"
-        ]
-    kept = dataset.only([number for number in range(len(dataset)) if number not in over])
+        # A prompt with pictures is never cut: it would lose a part of one.
+        cut = [number for number in dropped if not picture_sources(dataset.rows[number])]
+        dropped = [number for number in dropped if number not in cut]
+
+    long = f"have more than {limit} tokens"
+    kept = dataset.only([number for number in range(len(dataset)) if number not in dropped])
     if not len(kept):
-        raise DataError(f"{count}: data.overlong = 'drop' leaves no row; raise the limit")
-    return kept, [f"{count} and are left out (data.overlong); the first is {dataset.place(first)}"]
+        raise DataError(
+            f"{overlong.role}: {len(dropped)} of {len(dataset)} prompts {long}: data.overlong = 'drop' leaves no row; raise the limit"
+        )
+    with_pictures = "with pictures " if overlong.rule == "truncate_left" else ""
+    notes = [
+        f"{overlong.role}: {len(rows)} of {len(dataset)} prompts {told} (data.overlong); the first is {dataset.place(rows[0])}"
+        for rows, told in (
+            (cut, f"{long} and lose their beginning"),
+            (dropped, f"{with_pictures}{long} and are left out"),
+        )
+        if rows
+    ]
+    return kept, notes

@@ -20,7 +20,7 @@ from understudy.observability.loggers.logged_metrics import missing_loggers
 from understudy.observability.patience import Patience
 from understudy.observability.rundir import probe_run_dir
 from understudy.planning.data_checks import check_rows, clipped, measured_once, prompt_length
-from understudy.planning.image_checks import look_at_pictures, picture_problems
+from understudy.planning.image_checks import look_at_pictures, picture_problems, with_picture_tokens
 from understudy.planning.models.config_checks import models_load
 from understudy.planning.models.folder import HubNotReached, ModelFolder
 from understudy.planning.models.opened import open_models
@@ -154,7 +154,7 @@ def preflight(
     for name in recipe.rollout.agent_options if loops else ():
         attempt(lambda name=name: loops.of_name(name))  # type: ignore[misc]
     schemas = loops.schemas if loops else None
-    whole = prompt_length(student, recipe, schemas) if student else None
+    whole = with_picture_tokens(prompt_length(student, recipe, schemas), recipe, student) if student else None
     measure = measured_once(whole) if whole else None
     prompts = attempt(lambda: own_prompts(recipe.teachers)) or {}
     problems += sessions_can_be_shown(recipe, prompts)

@@ -89,8 +89,9 @@ async def evaluate_model(
     problems = load_dataset(source, "--data" if data else "data.eval").storing(Pictures(MediaStore(media)))
     if recipe:
         problems, notes = without_overlong(
-            recipe.data, recipe.rollout, problems, "data.eval", student.tokenizer, student.context
-        )
+            recipe.data, recipe.rollout, problems, "data.eval", student.tokenizer, student.context,
+            student.pictures.processor if student.pictures is not None else None,
+        )  # fmt: skip
         for note in notes:
             view.note(note)
     prompts = eval_prompts(problems, samples)

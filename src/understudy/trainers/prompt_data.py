@@ -10,7 +10,9 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from understudy.config import DataConfig, RolloutConfig, StudentConfig
 from understudy.errors import DataError
-from understudy.media.pictures import PictureLimits, Pictures
+from understudy.media.pictures import PictureLimits, Pictures, PictureSizes
+from understudy.media.processor import PictureProcessor, PictureReader, vision_family
+from understudy.media.sources import PictureSources
 from understudy.media.store import MediaStore
 from understudy.planning.overlong import Overlong, prompt_limit, settle_overlong
 from understudy.policy.load import context_of_config, load_tokenizer
@@ -45,17 +47,22 @@ def open_data(data: DataConfig, rollout: RolloutConfig, student: StudentConfig) 
     held_out = load_dataset(data.eval, "data.eval") if data.eval else None
     notes: list[str] = []
     if _is_limited(data):
-        tokenizer, context = _student_facts(student)
-        train, notes = without_overlong(data, rollout, train, "data.train", tokenizer, context)
+        facts = _student_facts(student)
+        train, notes = without_overlong(data, rollout, train, "data.train", *facts)
         if held_out is not None:
-            held_out, more = without_overlong(data, rollout, held_out, "data.eval", tokenizer, context)
+            held_out, more = without_overlong(data, rollout, held_out, "data.eval", *facts)
             notes += more
     return PromptData(train, held_out, notes)
 
 
 def pictures_of(data: DataConfig, folder: Path) -> Pictures:
     """A store of a run's pictures with the recipe's limits."""
-    return Pictures(MediaStore(folder), PictureLimits(data.max_image_bytes, data.max_image_pixels))
+    store = MediaStore(folder)
+    return Pictures(store, _limits(data), PictureSources.open(store))
+
+
+def _limits(data: DataConfig) -> PictureLimits:
+    return PictureLimits(data.max_image_bytes, data.max_image_pixels)
 
 
 def without_overlong(
@@ -65,17 +72,29 @@ def without_overlong(
     role: str,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
+    processor: PictureProcessor | None,
 ) -> tuple[Dataset, list[str]]:
-    """The rows after `data.overlong` was applied, and notes for the user. Tokenizer and context are the
-    student's."""
+    """The rows after `data.overlong` was applied, and notes for the user. Tokenizer, context and processor are
+    the student's."""
     if not _is_limited(data):
         return dataset, []
     loops = LoopChoice(rollout.agent, rollout.agent_options)
-    renderer = Renderer(tokenizer, context=_NO_LIMIT, reserve=0, template_options=rollout.template_options)
+    reader, seen = None, dataset
+    if processor is not None:
+        sizes = PictureSizes(MediaStore(Path()), _limits(data))
+        reader = PictureReader(processor, sizes.store, sizes.sizes.__getitem__)
+        seen = dataset.storing(sizes)
+    renderer = Renderer(
+        tokenizer,
+        context=_NO_LIMIT,
+        reserve=0,
+        template_options=rollout.template_options,
+        pictures=reader,
+    )
     overlong = Overlong(role, data.overlong, prompt_limit(data, rollout, context))
     for start in range(0, len(dataset), _AT_A_TIME):
         ordinals = range(start, min(start + _AT_A_TIME, len(dataset)))
-        prompts = [dataset.prompt(ordinal, key=dataset.place(ordinal), epoch=0) for ordinal in ordinals]
+        prompts = [seen.prompt(ordinal, key=dataset.place(ordinal), epoch=0) for ordinal in ordinals]
         renderer.ahead(prompts)
         for prompt in prompts:
             with suppress(
@@ -89,9 +108,13 @@ def _is_limited(data: DataConfig) -> bool:
     return data.max_prompt_tokens is not None or data.overlong != "error"
 
 
-def _student_facts(student: StudentConfig) -> tuple[PreTrainedTokenizerBase, int]:
+def _student_facts(
+    student: StudentConfig,
+) -> tuple[PreTrainedTokenizerBase, int, PictureProcessor | None]:
     tokenizer = load_tokenizer(student.model, student.trust_remote_code, student.revision)
     config = AutoConfig.from_pretrained(
         student.model, trust_remote_code=student.trust_remote_code, revision=student.revision
     )
-    return tokenizer, context_of_config(config)
+    known = vision_family(config) is not None
+    processor = PictureProcessor.load(student.model, student.revision) if known else None
+    return tokenizer, context_of_config(config), processor

@@ -1,0 +1,136 @@
+"""`data.overlong` counts the tokens of pictures; a picture that is edited between two launches is noticed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vision_models import CONTEXT, folder_of, picture, reader_of
+
+from understudy.config import parse_recipe
+from understudy.errors import DataError
+from understudy.media.pictures import Pictures, hashes_in
+from understudy.media.sources import FILE_NAME, PictureSources
+from understudy.media.store import MediaStore, hash_of
+from understudy.planning.data_checks import prompt_length
+from understudy.planning.image_checks import with_picture_tokens
+from understudy.planning.models.folder import ModelFolder
+from understudy.rollout.dataset import load_dataset
+from understudy.rollout.render import Renderer
+from understudy.trainers.prompt_data import open_data, pictures_of
+
+SIZES = ((24, 24), (80, 24), (64, 64))
+
+
+def recipe_of(tmp_path: Path, family: str, **data: Any) -> Any:
+    rows = []
+    for i, size in enumerate(SIZES):
+        (tmp_path / f"{i}.png").write_bytes(picture("red", size, (i, i)))
+        rows.append({"messages": [{"role": "user", "content": "<image>colour?"}], "images": [f"{i}.png"]})
+    rows.append({"messages": [{"role": "user", "content": "one word, or many words, of text alone?"}]})
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = {
+        "student": {"model": str(folder_of(family))},
+        "teachers": {"t": {"model": str(folder_of(family))}},
+        "data": {"train": str(path), **data},
+        "rollout": {"max_new_tokens": 4},
+        "trainer": {"steps": 1},
+    }
+    return parse_recipe(table)
+
+
+def rendered(recipe: Any, tmp_path: Path) -> list[int]:
+    """The lengths that a run renders."""
+    folder = Path(recipe.student.model)
+    dataset = load_dataset(recipe.data.train).storing(Pictures(MediaStore(tmp_path / "media")))
+    reader = reader_of(folder, MediaStore(tmp_path / "media"))
+
+    renderer = Renderer(AutoTokenizer.from_pretrained(folder), context=CONTEXT, pictures=reader)
+    return [len(renderer.render(dataset.prompt(i, key=str(i), epoch=0))) for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_check_and_run_measure_what_is_rendered(family: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, family)
+    lengths = rendered(recipe, tmp_path)
+    assert min(lengths[:3]) < max(lengths[:3]), "pictures of other sizes have other numbers of tokens"
+    folder = ModelFolder.open(recipe.student.model, "student.model")
+    measure = with_picture_tokens(prompt_length(folder, recipe), recipe, folder)
+    assert [measure(row) for row in load_dataset(recipe.data.train).rows] == lengths
+
+
+def limited(tmp_path: Path, rule: str) -> Any:
+    recipe = recipe_of(tmp_path, "qwen3_vl")
+    lengths = rendered(recipe, tmp_path)
+    assert lengths[2] > lengths[0] + 1
+    return recipe_of(tmp_path, "qwen3_vl", overlong=rule, max_prompt_tokens=lengths[0] + 1), lengths
+
+
+def test_rows_whose_pictures_are_too_long_are_dropped(tmp_path: Path) -> None:
+    recipe, lengths = limited(tmp_path, "drop")
+    over = [n for n, length in enumerate(lengths) if length > recipe.data.max_prompt_tokens]
+    found = open_data(recipe.data, recipe.rollout, recipe.student)
+    assert len(found.train) == len(lengths) - len(over) and 2 in over
+    assert (
+        f"{len(over)} of 4 prompts have more than {lengths[0] + 1} tokens and are left out" in found.notes[0]
+    )
+
+
+def test_a_prompt_with_pictures_is_left_out_where_text_is_cut(tmp_path: Path) -> None:
+    recipe, lengths = limited(tmp_path, "truncate_left")
+    found = open_data(recipe.data, recipe.rollout, recipe.student)
+    assert lengths[3] > recipe.data.max_prompt_tokens, "the row of text is cut"
+    assert [row["messages"][0]["content"] for row in found.train.rows][-1].startswith("one word")
+    told = " ".join(found.notes)
+    assert "1 of 4 prompts have more than" in told and "and lose their beginning" in told
+    assert "prompts with pictures have more than" in told and "and are left out" in told
+
+
+def test_a_picture_that_is_too_long_is_an_error_by_default(tmp_path: Path) -> None:
+    recipe, _ = limited(tmp_path, "error")
+    with pytest.raises(DataError, match=r"train.jsonl.* has \d+ tokens; data.max_prompt_tokens"):
+        open_data(recipe.data, recipe.rollout, recipe.student)
+
+
+def hashes(recipe: Any, media: Path) -> list[str]:
+    """The pictures of all prompts, as a launch of the run would store them."""
+    dataset = load_dataset(recipe.data.train).storing(pictures_of(recipe.data, media))
+    prompts = [dataset.prompt(i, key=str(i), epoch=0) for i in range(len(SIZES))]
+    return [name for prompt in prompts for name in hashes_in(prompt.messages)]
+
+
+def test_a_resumed_run_keeps_the_pictures_that_it_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, media = recipe_of(tmp_path, "qwen3_vl"), tmp_path / "run" / "media"
+    before = hashes(recipe, media)
+    (tmp_path / "0.png").write_bytes(picture("blue", SIZES[0]))
+    (tmp_path / "1.png").unlink()
+    os.utime(tmp_path / "2.png", (1, 1))
+    with (media / FILE_NAME).open("a") as file:
+        file.write('{"source": "torn')
+    with caplog.at_level(logging.WARNING):
+        assert hashes(recipe, media) == before
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "0.png was changed since this run first read it" in told[0]
+    fresh = hashes_in_new_run(recipe, tmp_path / "other" / "media")
+    assert fresh == hash_of(picture("blue", SIZES[0]))
+
+
+def hashes_in_new_run(recipe: Any, media: Path) -> str:
+    dataset = load_dataset(recipe.data.train).storing(pictures_of(recipe.data, media))
+    return hashes_in(dataset.prompt(0, key="0", epoch=0).messages)[0]
+
+
+def test_a_copy_that_is_gone_is_read_again(tmp_path: Path) -> None:
+    recipe, store = recipe_of(tmp_path, "qwen3_vl"), MediaStore(tmp_path / "run" / "media")
+    before = hashes(recipe, store.folder)
+    store.path(before[0]).unlink()
+    assert PictureSources.open(store).stored(str(tmp_path / "0.png")) is None
+    assert hashes(recipe, store.folder) == before and store.has(before[0])
