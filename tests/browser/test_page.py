@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pictured_run import pictured_run
 from recorded_run import HOSTILE, QUICKSTART, journalled, recorded_run
 
 from understudy.viewer.frozen import write_report
@@ -357,3 +358,29 @@ def test_the_report_is_the_same_page_without_a_server(tmp_path: Path, open_page:
     page.wait_for_selector("canvas")
     page.click("text=zoom in")
     assert "owned" not in page.title() and fits(page)
+
+
+def _sizes(page: Any, place: str) -> list[list[int]]:
+    return page.evaluate(
+        f"[...document.querySelectorAll('{place} img')].map((i) => [i.naturalWidth, i.naturalHeight])"
+    )
+
+
+@pytest.mark.browser
+def test_rows_show_their_pictures(
+    tmp_path: Path, view: Callable[..., str], open_page: Callable[..., Any]
+) -> None:
+    """From the server, and in the report without one."""
+    run, _ = pictured_run(tmp_path / "run", HOSTILE, broken=False)
+    address = view(str(run.path))
+    for home in (address, write_report(run).as_uri()):
+        page = open_page(f"{home}#/rollouts?kind=kept&sort=kl")
+        page.wait_for_selector("table.rows .pictures img")
+        page.click("tr:has(.pictures img:nth-child(2)) td.text a >> nth=0")
+        page.wait_for_selector("article .pictures img")
+        until(page, lambda page=page: _sizes(page, "article .pictures") == [[48, 32], [48, 32]])
+        names = page.evaluate("[...document.querySelectorAll('article img')].map((one) => one.alt)")
+        assert names[0].startswith("picture 1 of 2, ") and fits(page)
+        sources = page.evaluate("[...document.querySelectorAll('article img')].map((one) => one.src)")
+        assert all(one.startswith("data:image/png" if home != address else address) for one in sources)
+        picture(page, f"view-pictures-{'report' if home != address else 'served'}")

@@ -25,7 +25,7 @@ from understudy.dataplane.token_measures import worst_tokens
 from understudy.policy.token_watch import TokenWatch
 from understudy.trainers.learn.update import update
 from understudy.trainers.rollout_dump import dump_rollouts
-from understudy.trainers.row_columns import REPLICA, SCORED, VERSION, own_prompt_column
+from understudy.trainers.row_columns import MEDIA, REPLICA, SCORED, VERSION, own_prompt_column
 from understudy.types.batch import Batch
 from understudy.types.batch_ref import BatchRef
 
@@ -157,6 +157,8 @@ def _write(
     entries: list[tuple[Row, Row]] = []
     for n, (row, facts) in enumerate(zip(rows, told, strict=True)):
         summary = _summary(batch.keys[chosen[n]], row, facts, texts[n], texts[n + len(rows)])
+        if batch.media and (media := batch.media[chosen[n]]):
+            summary[MEDIA] = list(media)
         if own := facts["own_prompts"]:
             row |= {own_prompt_column(name): ids for name, ids in own.items()}
             summary["teacher_prompts"] = {name: tokenizer.decode(ids.tolist()) for name, ids in own.items()}

@@ -10,6 +10,7 @@ One JSON object per row, in the order of the batch:
 | `tokens` | how many tokens the student wrote |
 | `teacher` | the teacher that scored the row |
 | `kl` | the mean of log q(y) - log p(y) over the written tokens, q as sampled |
+| `media` | hashes of its pictures, in their order; absent without |
 
 Rows are read from the data plane and decoded in a thread while the update runs. The ack removes them from the
 plane, so the file is written before the ack. A step that is made again after a resume replaces its file.
@@ -29,7 +30,7 @@ import numpy as np
 from understudy.dataplane.base import Lease
 from understudy.dataplane.transfer_queue.bridge import ColumnDict, bridged, serving
 from understudy.observability.rundir import write_atomically
-from understudy.trainers.row_columns import SCORED
+from understudy.trainers.row_columns import MEDIA, SCORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,12 +76,16 @@ class RolloutDump:
             gaps = row["behaviour_logprobs"].numpy()[mask] - row["teacher_logprobs"].numpy()
             mean = float(np.mean(gaps, dtype=np.float64)) if len(gaps) else math.nan
             told |= {"teacher": row[SCORED], "kl": mean if math.isfinite(mean) else None}
+        if row.get(MEDIA):
+            told[MEDIA] = list(row[MEDIA])
         return json.dumps(told, ensure_ascii=False)
 
 
 async def dump_rollouts(producer: Producer, lease: Lease, step: int) -> None:
     """Writes the file. An error here is logged and does not fail the step."""
     names = _WRITTEN if producer.teachers.router is None else (*_WRITTEN, *_SCORED)
+    if producer.renderer.pictures is not None:
+        names = (*names, MEDIA)
     try:
         with serving(producer.state.plane):
             lines = await RolloutDump(producer.renderer.tokenizer).lines(

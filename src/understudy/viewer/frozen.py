@@ -3,7 +3,8 @@
     run directory ──RunView──> answers to the page's questions ──> <script type="application/json" id="frozen">
     page/*.js ──bundle──> one inline script, allowed by its hash; page/frozen.js answers from the data
 
-Curves are whole. Of the rows, at most `MOST_ROWS` are in it with all their tokens, as far as `MOST_BYTES` go.
+Curves are whole. Of the rows, at most `MOST_ROWS` are in it with all their tokens, as far as `MOST_BYTES` go;
+their pictures are data URLs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import base64
 import hashlib
 import html
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from understudy.errors import UnderstudyError
+from understudy.media.pictures import reduced
 from understudy.observability.rundir import RunDir
 from understudy.viewer.run_view import RunView
 from understudy.viewer.token_view import MOST_TOKENS
@@ -26,6 +30,9 @@ MOST_ROWS = 100
 MOST_TEXTS = 100
 """Rows without token columns: held-out answers, dumps."""
 MOST_BYTES = 16 << 20
+MOST_PICTURES_BYTES = 8 << 20
+_PICTURE_BYTES, _PICTURE_SIDE = 64 << 10, 512
+"""A picture of more bytes is in the report at this size, in pixels of its longer side."""
 _POINTS = 1000
 _TEACHER_CANDIDATES, _OWN_CANDIDATES = 6, 4
 _MODULES = (
@@ -73,6 +80,7 @@ def frozen(view: RunView, next_command: str | None = None) -> dict[str, Any]:
         "curves": view.curves(view.metric_names(), _POINTS),
         "rows": rows,
         "texts": texts,
+        "pictures": _pictures(view, [name for row in rows for name in row["summary"]["media"]]),
         "worst": [group for group in worst if group["tokens"]],
         "lives": view.lives([row["summary"]["key"] for row in rows if row["summary"]["id"] in ids]),
         "timeline": view.timeline(None, None),
@@ -98,6 +106,24 @@ def _row(view: RunView, told: dict[str, Any], texts: dict[int, str]) -> dict[str
             ]
         )
     return {"summary": told, "detail": {**detail, "cut": True}, "candidates": found}
+
+
+def _pictures(view: RunView, names: Sequence[str]) -> dict[str, str]:
+    """Data URLs of the rows' pictures by hash, as far as `MOST_PICTURES_BYTES` go."""
+    found: dict[str, str] = {}
+    left = MOST_PICTURES_BYTES
+    for name in dict.fromkeys(names):
+        try:
+            data, kind = view.picture(name)
+            if len(data) > _PICTURE_BYTES:
+                data, kind = reduced(data, _PICTURE_SIDE), "image/jpeg"
+        except UnderstudyError:
+            continue  # the page says that it is not here
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        if len(url) <= left:
+            found[name] = url
+            left -= len(url)
+    return found
 
 
 def _short(value: float | None) -> float | None:

@@ -133,6 +133,7 @@ def journal_line(key: str, tags: dict[str, Any], columns: dict[str, Any]) -> dic
         "oldest": int(versions.min()) if len(versions) else None,
         "newest": int(versions.max()) if len(versions) else None,
         "worst": worst_tokens(columns),
+        "media": columns.get("media"),
     }
 
 

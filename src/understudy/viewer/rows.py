@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from understudy.media.store import is_hash
 from understudy.observability.lines import line_at, record
 
 NUMBERS = ("step", "reward", "advantage", "tokens", "kl", "turns", "oldest", "newest", "age")
@@ -31,6 +32,8 @@ _FIELD_NAMES = (
 )
 _BLOCK = 8 << 20
 MOST_WORST = 200
+MOST_PICTURES = 32
+"""Of one row; an agent's session may hold more."""
 MOST_TEXT = 400
 """Characters of a prompt or answer beside others."""
 
@@ -49,10 +52,12 @@ class Chunk:
     places: list[tuple[int, int]] = field(default_factory=list)
     """(offset, length) of the row's line; (id, 0) in the journal."""
     prompts: list[int] = field(default_factory=list)
-    """Checksum of the prompt's text: equal prompts are found by it."""
+    """Checksum of the prompt's text and pictures: equal prompts are found by it."""
     worst: list[list[Any]] = field(default_factory=list)
     text: list[tuple[str, str]] = field(default_factory=list)
     """(prompt, completion) of journal rows, which are in no file as text."""
+    media: list[list[str]] = field(default_factory=list)
+    """Pictures of journal rows."""
     _columns: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -90,7 +95,8 @@ class RowTable:
         chunk.words.append([self._code(told.get(name)) for name in WORDS])
         chunk.keys.append(str(line.get("key", "")))
         chunk.places.append(place)
-        chunk.prompts.append(zlib.crc32(str(line.get("prompt", "")).encode("utf-8", "replace")))
+        asked = "".join([str(line.get("prompt", "")), *media_of(line)])
+        chunk.prompts.append(zlib.crc32(asked.encode("utf-8", "replace")))
         chunk.worst.append(line.get("worst") or [])
 
     def _code(self, word: Any) -> int:
@@ -193,7 +199,9 @@ class RowTable:
         names = list(self._codes)
         told |= {name: names[code] for name, code in zip(WORDS, chunk.words[row], strict=True)}
         prompt, completion = self.text(chunk, row)
-        return told | {"prompt": prompt[-snippet:], "completion": completion[:snippet]}
+        told |= {"prompt": prompt[-snippet:], "completion": completion[:snippet]}
+        media = chunk.media[row] if chunk.text else media_of(self.line(chunk, row))
+        return told | {"media": media[:MOST_PICTURES]}
 
     def line(self, chunk: Chunk, row: int) -> dict[str, Any]:
         offset, length = chunk.places[row]
@@ -318,6 +326,12 @@ class RowTable:
                     found[start + row] = True
             start += count
         return found
+
+
+def media_of(line: dict[str, Any]) -> list[str]:
+    """Hashes of a row's pictures; anything else in its place is left out."""
+    found = line.get("media")
+    return [one for one in found if isinstance(one, str) and is_hash(one)] if isinstance(found, list) else []
 
 
 def _lines_with(chunk: Chunk, needles: set[bytes]) -> list[int]:

@@ -14,6 +14,8 @@ import numpy as np
 
 from understudy.dataplane import kept_rows
 from understudy.errors import UnderstudyError
+from understudy.media.pictures import media_type
+from understudy.media.store import MediaStore
 from understudy.observability.advisories.gather import advisories_of
 from understudy.observability.advisories.history import History
 from understudy.observability.lines import GrowingFile, record
@@ -21,7 +23,7 @@ from understudy.observability.report import accuracy_table, note_of
 from understudy.observability.rundir import RunDir, read_json
 from understudy.observability.watchdog import run_status
 from understudy.viewer.journal_rows import JournalRows, first_written, journal_line
-from understudy.viewer.rows import Chunk, RowTable
+from understudy.viewer.rows import Chunk, RowTable, media_of
 from understudy.viewer.spans import SpanIndex
 from understudy.viewer.token_text import TokenText, find_tokenizer
 from understudy.viewer.token_view import candidates, token_view
@@ -30,6 +32,8 @@ _PIECE = 4 << 20
 """Bytes of a file read before requests get their turn."""
 _FILES_AT_ONCE = 8
 _JOURNAL_ROWS = 5000
+MOST_PICTURE_BYTES = 32 << 20
+"""A larger picture is not shown; `data.max_image_bytes` is 20 MiB unless set."""
 _ANSWERS = 3
 """Held-out prompts of each source whose answers are shown side by side."""
 
@@ -207,6 +211,7 @@ class RunView:
                 chunk.text.append((text.text(tokens[:first]), text.text(tokens[first:])))
                 line = {**journal_line(key, tags, columns), "prompt": chunk.text[-1][0]}
                 self._rows.add(chunk, line, (number, 0))
+                chunk.media.append(media_of(line))
                 if len(chunk.keys) >= _JOURNAL_ROWS:
                     break
         except (UnderstudyError, OSError, ValueError, KeyError) as error:
@@ -276,6 +281,19 @@ class RunView:
             told["prompt_sum"] = chunk.prompts[row]
         columns = self.columns(wanted)
         return told | ({} if columns is None else token_view(columns, self.text(), first))
+
+    def picture(self, name: str) -> tuple[bytes, str]:
+        """(bytes, type) of a picture of this run, by its hash."""
+        store = MediaStore(self.run.media)
+        path = store.path(name)
+        if not path.is_file():
+            raise NotFound(f"the picture {name[:12]}… is not in {self.run.media}")
+        if path.stat().st_size > MOST_PICTURE_BYTES:
+            raise NotFound(f"the picture {name[:12]}… has more than {MOST_PICTURE_BYTES} bytes")
+        data = store.get(name)
+        if (kind := media_type(data)) is None:
+            raise NotFound(f"{name[:12]}… is no picture")
+        return data, kind
 
     def columns(self, wanted: str) -> dict[str, Any] | None:
         """The token columns of a row; None for text alone."""

@@ -3,6 +3,7 @@
     http://127.0.0.1:PORT/TOKEN/             the page
     http://127.0.0.1:PORT/TOKEN/page/FILE    its modules and styles
     http://127.0.0.1:PORT/TOKEN/api/NAME     JSON; ?run=N names the run
+    http://127.0.0.1:PORT/TOKEN/media/HASH   a picture of that run
 
 A request is refused whose Host is not loopback (a name that was made to point here), or whose Origin or
 Sec-Fetch-Site is another site's. The content policy allows the page's own files alone and no inline script.
@@ -62,6 +63,7 @@ class ViewServer:
             Route("/{token}/", self._page, methods=["GET"]),
             Route("/{token}/page/{name}", self._page, methods=["GET"]),
             Route("/{token}/api/{name}", self._api, methods=["GET"]),
+            Route("/{token}/media/{name}", self._picture, methods=["GET"]),
         ]
         self.app = Starlette(routes=routes)
         self._reader = threading.Thread(target=self._read_on, name="view-reader", daemon=True)
@@ -129,6 +131,16 @@ class ViewServer:
         except (ValueError, IndexError, KeyError) as error:
             return _text(400, f"{type(error).__name__}: {error}")
         return Response(msgspec.json.encode(answer), headers=HEADERS, media_type="application/json")
+
+    async def _picture(self, request: Request) -> Response:
+        if refused := self._refusal(request):
+            return refused
+        try:
+            run = self.runs[int(request.query_params.get("run", 0))]
+            data, kind = await run_in_threadpool(run.picture, request.path_params["name"])
+        except (UnderstudyError, ValueError, IndexError) as error:
+            return _text(404, str(error))
+        return Response(data, headers=HEADERS, media_type=kind)
 
 
 def _text(status: int, text: str) -> Response:

@@ -91,12 +91,17 @@ def changed_weights(run: Path, table: dict[str, Any]) -> set[str]:
 
 def test_a_run_with_a_vision_and_a_text_teacher(tmp_path: Path) -> None:
     """Trains the language part, stores each picture once, and its export reads pictures again."""
-    table = table_of(tmp_path)
+    table = table_of(tmp_path, run__rollout_dump_every=1, data__eval=str(tmp_path / "data" / "train.jsonl"))
     run = train(tmp_path, table)
     moved = changed_weights(run, table)
     assert any("language_model" in name for name in moved) and not any("visual" in name for name in moved)
-    stored = [path for path in (run / "media").rglob("*") if path.is_file()]
+    stored = {path.name for path in (run / "media").rglob("*") if path.is_file()} - {"sources.jsonl"}
     assert 0 < len(stored) <= 12
+    for place in ("kept_rows", "rollouts", "samples.jsonl"):
+        files = [run / place] if place.endswith("jsonl") else (run / place).glob("*.jsonl")
+        rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+        shown = [set(row.get("media", ())) for row in rows]
+        assert any(shown) and set.union(*shown) <= stored, f"rows in {place} name their pictures"
     out = tmp_path / "exported"
     code, output = call_cli("export", str(run), str(out))
     assert code == 0, output

@@ -181,6 +181,8 @@ def _keep(
                 "reward": trajectory.reward,
                 "stop_reason": str(trajectory.stop_reason),
             }
+            if trajectory.media:
+                line["media"] = list(trajectory.media)
             handle.write(json.dumps(line) + "\n")
 
 

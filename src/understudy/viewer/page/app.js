@@ -1,5 +1,5 @@
 // The page: which view is shown, which runs, and when to ask again.
-import { answerWith, ask, fill, h, say } from "./dom.js";
+import { answerWith, ask, fill, h, picturesFrom, say } from "./dom.js";
 import { COLOURS, state } from "./state.js";
 import { frozenAnswers } from "./frozen.js";
 import { overview } from "./overview.js";
@@ -76,7 +76,11 @@ document.addEventListener("keydown", (event) => {
 });
 
 const frozen = document.getElementById("frozen");  // a report: its answers are in the page
-if (frozen) answerWith(frozenAnswers(JSON.parse(frozen.textContent)));
+if (frozen) {
+  const data = JSON.parse(frozen.textContent);
+  answerWith(frozenAnswers(data));
+  picturesFrom((run, hash) => data.pictures[hash]);
+}
 window.addEventListener("hashchange", show);
 state.runs = await ask("runs");
 await show();

@@ -66,6 +66,23 @@ async function fromServer(name, query) {
   return reply.json();
 }
 
+let pictureAddress = (run, hash) => `media/${hash}?run=${run}`;
+export function picturesFrom(other) { pictureAddress = other; }
+
+// Pictures of a row, by their hashes.
+export function pictures(run, hashes, props = {}) {
+  if (!hashes?.length) return null;
+  const shown = hashes.map((hash, nth) => {
+    const name = `picture ${nth + 1} of ${hashes.length}, ${hash.slice(0, 12)}…`;
+    const address = pictureAddress(run, hash);
+    const missing = () => h("span", { class: "quiet" }, `${name} is not here`);
+    if (!address) return missing();
+    const image = h("img", { src: address, alt: name, title: name, loading: "lazy", onerror: () => image.replaceWith(missing()) });
+    return image;
+  });
+  return h("div", { class: "pictures", ...props }, shown);
+}
+
 export function say(text) {
   document.getElementById("said").textContent = text;
 }

@@ -1,5 +1,5 @@
 // Rollouts: the table of rows, sorted, filtered and searched by the server.
-import { add, ask, fill, h, href, number, quoted, say, visible } from "./dom.js";
+import { add, ask, fill, h, href, number, pictures, quoted, say, visible } from "./dom.js";
 import { shownRuns } from "./state.js";
 
 const COLUMNS = [
@@ -9,6 +9,7 @@ const COLUMNS = [
 const SORTED = ["step", "reward", "advantage", "tokens", "kl", "turns", "newest", "age"];
 const WORDS = [["kind", "from"], ["source", "source"], ["teacher", "teacher"], ["stop_reason", "stop reason"]];
 const PAGE = 50;
+const LISTED = 2;  // pictures of a row in the table
 
 function oneLine(text) { return visible(text.replace(/\s*\n\s*/g, " ⏎ ")); }
 
@@ -47,7 +48,7 @@ export async function rollouts(box, query) {
         return h("td", { "data-label": title, class: typeof row[name] === "number" ? "number" : null }, typeof row[name] === "string" ? quoted(row[name]) : number(row[name]));
       });
       const link = h("a", { href: href("row", { run, id: row.id }) }, quoted(oneLine(row.prompt) || row.key, { class: "prompt" }), " ", quoted(oneLine(row.completion), { class: "answer" }));
-      return h("tr", {}, cells, h("td", { class: "text", "data-label": "row" }, link));
+      return h("tr", {}, cells, h("td", { class: "text", "data-label": "row" }, pictures(run, row.media?.slice(0, LISTED), { class: "pictures small" }), link));
     });
     const first = Number(asked.offset);
     const pages = h("p", { class: "pages" },

@@ -1,5 +1,5 @@
 // One row: its conversation, and the token microscope: what the teacher would have written at each place.
-import { add, ask, fill, h, href, number, quoted, say, visible } from "./dom.js";
+import { add, ask, fill, h, href, number, pictures, quoted, say, visible } from "./dom.js";
 import { shownRuns } from "./state.js";
 
 const STEPS = 9;  // shades of the scale; style.css has one class for each
@@ -157,7 +157,7 @@ function teacherPrompts(row) {
 
 async function oneRow(run, id, first, at) {
   const row = await ask("row", { run, id, first: first ?? 0 });
-  return { row, element: h("article", {}, h("h2", {}, "Row ", h("bdi", {}, row.key)), facts(row), teacherPrompts(row), row.pieces ? microscope(run, row, at) : conversation(row)) };
+  return { row, element: h("article", {}, h("h2", {}, "Row ", h("bdi", {}, row.key)), facts(row), pictures(run, row.media), teacherPrompts(row), row.pieces ? microscope(run, row, at) : conversation(row)) };
 }
 
 export async function tokens(box, query) {
